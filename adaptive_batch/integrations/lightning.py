@@ -25,7 +25,6 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
-from .step_log import StepLog, keep_drawn_rows
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
@@ -60,9 +59,6 @@ class AdaptiveCallback(Callback):
         self.step: AdaptiveStep | None = None
         # The batch that is run now.
         self._batch: _Batch | None = None
-        # Where StepOptions has an event: what tells of steps, and the rate of the next one.
-        self._log: StepLog | None = None
-        self._lr: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
@@ -78,50 +74,6 @@ class AdaptiveCallback(Callback):
         loop = _loop(trainer)
         vars(loop)[_MAKES_CLOSURE] = lambda kwargs, optimizer, batch_idx: Closure(
             lambda: self._run_batch(trainer, _Batch(trainer, kwargs, optimizer, batch_idx))
-        )
-        self._log = self._new_log(trainer)
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
-    ) -> None:
-        # It stays None of a batch whose gradients are only added up.
-        if self._log is not None and self._lr is not None and self.step is not None:
-            self._log.step(epoch=trainer.current_epoch, lr=self._lr, step=self.step)
-            self._lr = None
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._log is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._log.end_epoch(reason="drop_last")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._log is None:
-            return
-        epochs = trainer.max_epochs
-        if trainer.should_stop or trainer.max_steps > 0 or epochs == -1:
-            epochs = None
-        self._log.end(epochs=epochs)
-
-    def _new_log(self, trainer: Trainer) -> StepLog | None:
-        event = self.adaptive.options.event
-        loader = trainer.train_dataloader
-        if event is None or not hasattr(getattr(loader, "dataset", None), "__len__"):
-            return None
-        # A batch sampler of the script's own has both, and the loader none.
-        sampler = loader.batch_sampler
-        return StepLog.of_equal_batches(
-            event,
-            keep_drawn_rows(loader),
-            num_rows=len(loader.dataset),
-            batch_rows=(getattr(sampler, "batch_size", None) or 1) * trainer.world_size,
-            drops_last=getattr(sampler, "drop_last", False),
-            epoch=trainer.current_epoch,
-            num_batches=trainer.fit_loop.epoch_loop.batch_progress.current.completed,
-            num_steps=trainer.global_step,
         )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -148,8 +100,6 @@ class AdaptiveCallback(Callback):
         loss = None
         if losses:
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        if self._log is not None:
-            self._log.add(0.0 if loss is None else loss.item(), self.step)
         return ClosureResult(loss, _joined(results))
 
     def _find_bound(self, trainer: Trainer, step: AdaptiveStep) -> None:

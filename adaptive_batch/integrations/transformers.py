@@ -31,9 +31,7 @@ from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
 from .pairs import COLLATOR, by_pairs
-from .step_log import DrawnRows, StepLog, keep_drawn_rows
 from .transformers_growth import Growth, refuse_saved_growth
-from .transformers_log import LogsSteps
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
@@ -105,9 +103,6 @@ class AdaptiveTrainer(Trainer):
         self._reduction = _Reduction()
         self._metrics_of_step: _Metrics | None = None
         self._growth: Growth | None = None
-        # Where StepOptions has an event: rows as the sampler draws them, and what tells of steps.
-        self._drawn_rows: DrawnRows | None = None
-        self._logs_steps: LogsSteps | None = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -141,8 +136,6 @@ class AdaptiveTrainer(Trainer):
         loss = losses[0] if losses else torch.zeros((), device=self.args.device)
         if len(losses) > 1:
             loss = torch.stack([part.to(self.args.device) for part in losses]).sum()
-        if self._logs_steps is not None:
-            self._logs_steps.add(loss.item(), step)
         return loss
 
     @property
@@ -280,8 +273,6 @@ class AdaptiveTrainer(Trainer):
             self._growth = None
         adaptive = self._arguments
         if adaptive.batch_increase_function is None:
-            if adaptive.options.event is not None:
-                self._drawn_rows = keep_drawn_rows(loader)
             return loader
         if not hasattr(Trainer, "_run_epoch"):
             remedy = "take transformers 5.23, or AdaptiveLoop"
@@ -310,44 +301,7 @@ class AdaptiveTrainer(Trainer):
             self._growth.resume(self.state)
             # Nothing is to be skipped of the batches that are left.
             place = (self._growth.batches.progress.epoch, 0)
-        if self._logs_steps is not None:
-            self.remove_callback(self._logs_steps)
-            self._logs_steps = None
-        event = self.adaptive.options.event
-        # The rows of a stream have no numbers.
-        if event is not None and hasattr(self.train_dataset, "__len__"):
-            self._logs_steps = LogsSteps(self._new_log(event, *place))
-            self.add_callback(self._logs_steps)
         return place
-
-    def _new_log(
-        self, event: Callable[..., object], epoch: int, num_batches_trained: int
-    ) -> StepLog:
-        """Return what tells of steps, after so many batches of an epoch."""
-        # Checked before: it has a length.
-        num_rows = len(self.train_dataset)
-        if self._growth is not None:
-            growth = self._growth
-            return StepLog(
-                event,
-                num_rows=num_rows,
-                take_rows=lambda: growth.batches.queue.oldest.numbers,
-                progress=growth.batches.progress,
-            )
-        batch_rows = self._train_batch_size * self.args.world_size
-        if self._drawn_rows is not None:
-            # Trainer draws what it skips.
-            self._drawn_rows.skip(num_batches_trained * batch_rows)
-        return StepLog.of_equal_batches(
-            event,
-            self._drawn_rows,
-            num_rows=num_rows,
-            batch_rows=batch_rows,
-            drops_last=self.args.dataloader_drop_last,
-            epoch=epoch,
-            num_batches=num_batches_trained,
-            num_steps=self.state.global_step,
-        )
 
     def _run_epoch(self, **keywords: Any) -> None:
         if self._growth is not None:

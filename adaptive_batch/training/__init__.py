@@ -13,7 +13,6 @@ from .bound_search import (
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
-from .loop_events import LoopEvents
 from .lowered_limit import LimitChange, OOMPolicy
 from .micro_batch_runner import MicroBatchRunner
 from .model_checks import has_batch_norm, is_compiled
@@ -47,7 +46,6 @@ __all__ = [
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
-    "LoopEvents",
     "MicroBatchRunner",
     "MicroBatchSizer",
     "NonfiniteSteps",

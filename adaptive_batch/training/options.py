@@ -56,10 +56,9 @@ class StepOptions:
             :func:`pack_rows` makes the batch in the place of `collate`.
         scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2":
             "half_life", "weight_decay": "per_token"}`` or one of them; None for neither.
-        event: function that is told of what happens, as ``event(kind, message, **facts)``: a
-            :class:`adaptive_batch.report.RunLog` writes it down. AdaptiveLoop, AdaptiveTrainer
-            and AdaptiveCallback tell of each step with its rows; a step alone of what a part holds
-            from then on, and of what is compiled again.
+        event: function that receives events, as ``event(kind, message, **facts)``, such as a
+            :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changes of what a part
+            holds, and compilations; AdaptiveLoop also reports each step with its rows.
         lr_clock: what the schedule of the rate counts: ``samples``, ``tokens`` or ``steps``.
 
     Raises:
