@@ -1,92 +1,125 @@
-"""What is used of torch without being public. It is asked for here alone, so that a torch that
-lacks some of it is refused in one line.
+"""Private names of torch, each bound when a part of this package first uses it.
+
+A torch without a name stops only the part that uses the name.
 """
 
-import re
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from adaptive_batch.errors import TorchVersionError
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "TorchDispatchMode",
-    "UnsupportedFakeTensorException",
-    "UnsupportedOperatorException",
-    "current_autograd_node",
-    "current_graph_task_id",
-    "disable_current_modes",
-    "disable_dynamo",
-    "dispatch_modes",
-    "foreach_norm",
-    "is_traceable_wrapper_subclass",
-    "num_torch_function_modes",
-    "pop_torch_function_mode",
-    "push_torch_function_mode",
-    "storage_use_count",
-    "tree_leaves",
-    "tree_map_only",
-]
+__all__ = ["NAMES", "NEWEST", "OLDEST", "PrivateNames", "TorchDispatchMode"]
 
-# The versions that the tests were run on, by `make test-versions`.
+# The versions that `make test-versions` runs the tests on.
 OLDEST = "2.11.0"
 NEWEST = "2.15.0"
 
+NAMES = {
+    "DataDependentOutputException": "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "DynamicOutputShapeException": "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
+    "HigherOrderOperator": "torch._ops.HigherOrderOperator",
+    "OpOverload": "torch._ops.OpOverload",
+    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "UnsupportedFakeTensorException": (
+        "torch._subclasses.fake_tensor.UnsupportedFakeTensorException"
+    ),
+    "UnsupportedOperatorException": "torch._subclasses.fake_tensor.UnsupportedOperatorException",
+    "current_autograd_node": "torch._C._current_autograd_node",
+    "current_graph_task_id": "torch._C._current_graph_task_id",
+    "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
+    "disable_dynamo": "torch._compile._disable_dynamo",
+    "dispatch_modes": "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "foreach_norm": "torch._foreach_norm",
+    "is_traceable_wrapper_subclass": "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    "num_torch_function_modes": "torch._C._len_torch_function_stack",
+    "pop_torch_function_mode": "torch._C._pop_torch_function_stack",
+    "push_torch_function_mode": "torch._C._push_on_torch_function_stack",
+    "storage_use_count": "torch._C._storage_Use_Count",
+    "tree_leaves": "torch.utils._pytree.tree_leaves",
+    "tree_map_only": "torch.utils._pytree.tree_map_only",
+}
 
-def unsupported(why: str) -> TorchVersionError:
-    """Return the error that says in one line why this torch will not do, and which do."""
+
+class PrivateNames:
+    """Private names of torch for one part of this package.
+
+    An attribute is a name of :data:`NAMES`, bound at its first use. A call checks the names of
+    another module or object.
+
+    Args:
+        part: part that cannot be used without the names, for errors.
+
+    Raises:
+        TorchVersionError: torch has no such name.
+    """
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in NAMES:
+            raise AttributeError(f"{name} is not in NAMES")
+        module, _, attribute = NAMES[name].rpartition(".")
+        value = getattr(self(module, attribute), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, owner: Any, *names: str) -> Any:
+        """Return `owner`, an object or the module of that name, which has all of `names`."""
+        path = owner if isinstance(owner, str) else type(owner).__name__
+        if isinstance(owner, str):
+            try:
+                owner = import_module(owner)
+            except ModuleNotFoundError:
+                raise _unsupported(f"has no {path}, so {self._part} cannot be used") from None
+        for name in names:
+            if not hasattr(owner, name):
+                raise _unsupported(f"has no {path}.{name}, so {self._part} cannot be used")
+        return owner
+
+
+if TYPE_CHECKING:
+    # The base class of ours, bound when a module that defines a subclass is imported.
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name != "TorchDispatchMode":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return PrivateNames("searches on a CPU and memory estimates").TorchDispatchMode
+
+
+def _unsupported(problem: str) -> TorchVersionError:
     return TorchVersionError(
-        f"torch {torch.__version__} {why}; adaptive_batch was run with {OLDEST} to {NEWEST}: "
-        f"pip install 'torch>={OLDEST},<={NEWEST}'"
+        f"torch {torch.__version__} {problem}; adaptive_batch was tested with torch {OLDEST} to"
+        f" {NEWEST}: pip install 'torch>={OLDEST},<={NEWEST}'"
     )
 
 
-def private(owner: Any, *names: str) -> Any:
-    """Return `owner`, an object or the module of that name, which has all of `names`."""
-    if isinstance(owner, str):
-        owner = import_module(owner)
-    for name in names:
-        if not hasattr(owner, name):
-            raise unsupported(f"has no {getattr(owner, '__name__', type(owner).__name__)}.{name}")
-    return owner
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 if torch.__version__ < OLDEST:
-    raise unsupported(
+    raise _unsupported(
         "is too old: with 2.9 two ranks trained to NaN, and before it FSDPParamGroup has no"
         " _all_gather_comm"
     )
-
-try:
-    from torch import _foreach_norm as foreach_norm
-    from torch._C import _current_autograd_node as current_autograd_node
-    from torch._C import _current_graph_task_id as current_graph_task_id
-    from torch._C import _len_torch_function_stack as num_torch_function_modes
-    from torch._C import _pop_torch_function_stack as pop_torch_function_mode
-    from torch._C import _push_on_torch_function_stack as push_torch_function_mode
-    from torch._C import _storage_Use_Count as storage_use_count
-    from torch._compile import _disable_dynamo as disable_dynamo
-    from torch._ops import HigherOrderOperator, OpOverload
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
+# Once for a run, not for each rank and each worker of a DataLoader.
+_is_first_process = os.environ.get("RANK", "0") == "0" and not multiprocessing.parent_process()
+if _minor(torch.__version__) > _minor(NEWEST) and _is_first_process:
+    logging.getLogger(__name__).warning(
+        "torch %s is newer than the newest tested version, %s: memory estimates may be off, and"
+        " parts that use renamed private names of torch raise TorchVersionError",
+        torch.__version__,
+        NEWEST,
     )
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-    from torch.utils._pytree import tree_leaves, tree_map_only
-except ImportError as error:
-    raise unsupported(
-        re.sub(r"cannot import name '(\w+)' from '(.*?)'.*", r"has no \2.\1", str(error))
-    ) from None

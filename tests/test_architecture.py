@@ -13,6 +13,7 @@ import pytest
 
 import adaptive_batch
 from adaptive_batch import AdaptiveBatches, AdaptiveLoop, AdaptiveRate, AdaptiveStep
+from adaptive_batch._torch import NAMES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "adaptive_batch"
@@ -91,6 +92,12 @@ def test_private_names_of_torch_are_asked_for_in_one_place(path):
         # an operator's own name; the profiler, whose call PyTorch documents under this one
         allowed = ("torch.ops.", "torch.cuda.memory._record_memory_history")
         assert [name for name in private if not name.startswith(allowed)] == []
+
+
+def test_each_private_name_is_used():
+    text = "".join(path.read_text() for path in FILES if path.name != "_torch.py")
+    attributes = {*re.findall(r"\bprivate\.(\w+)", text), "TorchDispatchMode"}
+    assert attributes == set(NAMES)
 
 
 def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():

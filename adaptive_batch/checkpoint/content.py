@@ -20,12 +20,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from adaptive_batch._torch import is_traceable_wrapper_subclass
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 
 from .dcp import Ranks, read_tensors
 from .optimizer_state import distributed_from_local, named_form, parameter_name
+
+private = PrivateNames("checkpoints")
 
 # Keys of mappings and numbers in lists that lead to a value.
 _Path = tuple[Any, ...]
@@ -84,7 +86,7 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
         return [
             name
             for name, tensor in tensors.items()
-            if is_traceable_wrapper_subclass(local_part(tensor))
+            if private.is_traceable_wrapper_subclass(local_part(tensor))
         ]
 
     # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks agree on the names.
@@ -191,7 +193,7 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if type(value) is torch.Tensor:
             tensor = tensor.resolve_conj().resolve_neg()
         local = local_part(tensor)
-        is_wrapper: bool = is_traceable_wrapper_subclass(local)
+        is_wrapper: bool = private.is_traceable_wrapper_subclass(local)
         if not is_wrapper and (
             type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided
         ):
@@ -270,7 +272,7 @@ def _targets(
 
 def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
     """Return a tensor as plain ones by name: itself, or those that it wraps."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not private.is_traceable_wrapper_subclass(tensor):
         return {name: tensor}
     return {
         f"{name}.{attribute}": getattr(tensor, attribute)
@@ -280,7 +282,7 @@ def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
 
 def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a tensor of a form, of other plain tensors."""
-    if not is_traceable_wrapper_subclass(form):
+    if not private.is_traceable_wrapper_subclass(form):
         return parts[name]
     attributes, context = form.__tensor_flatten__()
     inner = {attribute: parts[f"{name}.{attribute}"] for attribute in attributes}

@@ -23,8 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from adaptive_batch._torch import is_traceable_wrapper_subclass, private, tree_map_only
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import CheckpointError
+
+private = PrivateNames("checkpoints")
 
 # What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
@@ -185,7 +187,7 @@ def _numbered(
         for number, name, parameter in zip(numbers, named, group["params"], strict=True):
             if name in state:
                 place = partial(_placed, parameter=parameter, what=f"state of {name}")
-                entries_of[number] = tree_map_only(torch.Tensor, place, dict(state[name]))
+                entries_of[number] = private.tree_map_only(torch.Tensor, place, dict(state[name]))
     return {"state": entries_of, "param_groups": groups}
 
 
@@ -193,7 +195,7 @@ def _placed(value: Any, *, parameter: nn.Parameter, what: str) -> Any:
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
         return value
     mesh = parameter.device_mesh
-    is_wrapper: bool = is_traceable_wrapper_subclass(value)
+    is_wrapper: bool = private.is_traceable_wrapper_subclass(value)
     if is_wrapper:
         if mesh.size() > 1:
             raise CheckpointError(

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._torch import PrivateNames
+
+private = PrivateNames("reading rows ahead")
 
 # One row is read at a time: datasets may share a file. None is half read as the process forks, or
 # ends with a thread in a library.
@@ -107,6 +109,6 @@ class ReadAhead:
 
 
 def _random_state() -> bytes:
-    with disable_current_modes():
+    with private.disable_current_modes():
         numpy_state = getattr(sys.modules.get("numpy.random"), "get_state", lambda: None)()
         return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy_state))

@@ -19,17 +19,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from adaptive_batch._torch import private
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import RankLostError
+
+private = PrivateNames("memory estimates of several ranks")
 
 _IS_AVAILABLE = dist.is_available()
 if _IS_AVAILABLE:
     from torch.distributed.distributed_c10d import PrefixStore, Store
     from torch.distributed.rendezvous import rendezvous
-
-    # dist.is_initialized() asks three functions, and a step asks for the ranks several times. Its
-    # world is looked up each time, as torch's threaded ranks put another in its place.
-    _c10d: Any = private("torch.distributed.distributed_c10d", "_world")
 
 Result = TypeVar("Result")
 
@@ -353,4 +351,4 @@ def _sendable(error: BaseException) -> BaseException:
 
 def has_group() -> bool:
     """Whether there is a process group."""
-    return _IS_AVAILABLE and _c10d._world.default_pg is not None
+    return _IS_AVAILABLE and dist.is_initialized()

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive_batch._torch import private
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import SettingError
 
 from . import collectives as distributed
 from .fsdp import Sharding
+
+private = PrivateNames("DDP")
 
 # Gradients are reduced in buckets of about so many bytes, as DDP's own are.
 _BUCKET_BYTES = 25 * 2**20

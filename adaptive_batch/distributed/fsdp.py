@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive_batch._torch import disable_current_modes, private
+from adaptive_batch._torch import PrivateNames
 
 from . import collectives as distributed
+
+private = PrivateNames("FSDP2")
 
 
 class Sharding:
@@ -255,7 +257,7 @@ def shapes_worked_out_apart() -> Iterator[None]:
     work_out = kind._propagate_tensor_meta_non_cached
 
     def apart(self: Any, *arguments: Any) -> Any:
-        with disable_current_modes():
+        with private.disable_current_modes():
             return work_out(self, *arguments)
 
     kind._propagate_tensor_meta_non_cached = apart

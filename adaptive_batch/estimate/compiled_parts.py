@@ -33,15 +33,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as module_hooks
 
-from adaptive_batch._torch import (
-    HigherOrderOperator,
-    OpOverload,
-    disable_current_modes,
-    num_torch_function_modes,
-    pop_torch_function_mode,
-    private,
-    push_torch_function_mode,
-)
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 
@@ -56,6 +48,8 @@ from .fused_kernels import (
 )
 from .kernel_order import KernelOrders
 from .memory_reuse import MemoryReuse
+
+private = PrivateNames("memory estimates")
 
 if TYPE_CHECKING:
     from .cuda_workspace import CudaKernels
@@ -289,7 +283,7 @@ class CompiledParts:
         with ExitStack() as contexts:
             contexts.enter_context(_no_function_modes())
             contexts.enter_context(_no_hooks_of_all_modules())
-            contexts.enter_context(disable_current_modes())
+            contexts.enter_context(private.disable_current_modes())
             contexts.enter_context(torch.compiler.set_stance("default"))
             limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
             config = private("torch._dynamo.config", "patch", *limits)
@@ -352,7 +346,7 @@ def _check_operators(graph: fx.Graph) -> None:
     arguments.
     """
     for node in graph.nodes:
-        if isinstance(node.target, HigherOrderOperator):
+        if isinstance(node.target, private.HigherOrderOperator):
             names = [str(node.target), *map(str, node.args[:1])]
             raise NotImplementedError(f"what {' of '.join(names)} allocates is not known")
 
@@ -729,7 +723,7 @@ def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         # A part of what is divided, as by split.
         return _is_view(node.all_input_nodes[0])
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, private.OpOverload):
         return False
     return _name(node) == "_unsafe_view" or any(
         argument.alias_info is not None and not argument.alias_info.is_write
@@ -762,23 +756,24 @@ def _is_over_rows(node: fx.Node) -> bool:
 
 def _is_fused(node: fx.Node) -> bool:
     """Return whether Inductor generates the kernel of a node."""
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, private.OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags or _name(node) in _POINTWISE | _REDUCTIONS
 
 
 def _name(node: fx.Node) -> str:
     """Return an operator's name, without its namespace and overload."""
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, private.OpOverload):
         return ""
-    return node.target._schema.name.partition("::")[2]
+    name: str = node.target._schema.name
+    return name.partition("::")[2]
 
 
 @contextmanager
 def _no_function_modes() -> Iterator[None]:
     with ExitStack() as restored:
-        while num_torch_function_modes():
-            restored.callback(push_torch_function_mode, pop_torch_function_mode())
+        while private.num_torch_function_modes():
+            restored.callback(private.push_torch_function_mode, private.pop_torch_function_mode())
         yield
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._torch import current_graph_task_id
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import round_up
 
 from .cuda_workspace import free_last_first, varlen_gradients
+
+private = PrivateNames("memory estimates")
 
 aten = torch.ops.aten
 
@@ -66,7 +68,7 @@ class CudaOperators:
         """Multiply; a thread's first product takes a workspace, which is kept."""
         result: torch.Tensor = operator(*args, **kwargs)
         # Forward and backward run in threads of their own.
-        is_backward = current_graph_task_id() != -1
+        is_backward = private.current_graph_task_id() != -1
         num_needed = 2 if _adds_bias(operator, *args, **kwargs) else 1
         for number, size in enumerate(self._workspace_sizes[:num_needed]):
             if (is_backward, number) not in self.workspaces:

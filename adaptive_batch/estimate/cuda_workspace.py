@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from adaptive_batch._torch import FakeTensor
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced, round_up
 from adaptive_batch.memory import estimated_attention
 
 from .roofline import Cost, attention_flops, num_bytes
+
+private = PrivateNames("memory estimates")
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 
@@ -109,7 +111,7 @@ class CudaKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function = func
-        if args and type(args[0]) is FakeTensor:
+        if args and type(args[0]) is private.FakeTensor:
             function = self._instead.get(func, func)
         result = function(*args, **(kwargs or {}))
         # Fake tensors would repeat the views of a tensor in its backward; CUDA takes its memory.

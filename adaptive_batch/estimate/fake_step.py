@@ -23,20 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from adaptive_batch._torch import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    disable_current_modes,
-    dispatch_modes,
-    num_torch_function_modes,
-    private,
-    tree_map_only,
-)
+from adaptive_batch._torch import PrivateNames, TorchDispatchMode
 from adaptive_batch._util import replaced
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import (
@@ -51,17 +38,7 @@ from .cuda_workspace import CudaKernels
 from .step_log import Phase, joined
 from .tracker import AttributedTracker, ModuleNames, StepTrace
 
-clip_grad: Any = private("torch.nn.utils.clip_grad", "_has_foreach_support")
-torch_optimizer: Any = private(
-    "torch.optim.optimizer", "_foreach_supported_types", "_get_foreach_kernels_supported_devices"
-)
-
-_NEEDS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+private = PrivateNames("memory estimates")
 
 
 def needs_values(error: Exception) -> str | None:
@@ -69,7 +46,13 @@ def needs_values(error: Exception) -> str | None:
 
     It names the operation.
     """
-    if not isinstance(error, _NEEDS_VALUES):
+    errors = (
+        private.DataDependentOutputException,
+        private.DynamicOutputShapeException,
+        private.UnsupportedFakeTensorException,
+        private.UnsupportedOperatorException,
+    )
+    if not isinstance(error, errors):
         names_fake_tensors = re.search("FakeTensor|not supported for tensor subclasses", str(error))
         if not names_fake_tensors or not isinstance(error, AssertionError | RuntimeError):
             return None
@@ -114,7 +97,7 @@ class FakeDevice:
     """
 
     def __init__(self, kernels: CudaKernels | None = None) -> None:
-        self.mode = FakeTensorMode()
+        self.mode = private.FakeTensorMode()
         self.kernels = kernels
         self._counter: AttributedTracker | None = None
         self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
@@ -167,12 +150,12 @@ class FakeDevice:
             if is_moved or tensor.device.type != "cpu":
                 return self._fake(tensor)
             # The counter would see it made.
-            with disable_current_modes():
+            with private.disable_current_modes():
                 on_host = self._on_host_device(tensor)
             self.not_moved.add(on_host.untyped_storage())
             return on_host
 
-        batch.update(tree_map_only(torch.Tensor, fake, dict(batch)))
+        batch.update(private.tree_map_only(torch.Tensor, fake, dict(batch)))
 
     def prepare_optimizer(self, optimizer: Optimizer) -> tuple[str, ...]:
         """Have an optimizer step on fake tensors, as it does on the device.
@@ -217,11 +200,12 @@ class FakeDevice:
                 return torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
                 )
-        return self.mode.from_tensor(tensor, static_shapes=True)
+        converted: torch.Tensor = self.mode.from_tensor(tensor, static_shapes=True)
+        return converted
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = tensor
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, private.FakeTensor):
             fake = self._on_host_device(tensor)
         if self._counter:
             self._counter._see(fake.untyped_storage())
@@ -268,6 +252,7 @@ class FakeDevice:
                     kernels.costs = counter.costs
                     contexts.enter_context(_in_recomputing(kernels))
                     # Gradients are clipped by operators for many tensors there.
+                    clip_grad = private("torch.nn.utils.clip_grad", "_has_foreach_support")
                     by_many = replaced(clip_grad, _has_foreach_support=lambda *_, **__: True)
                     contexts.enter_context(by_many)
                     contexts.enter_context(_optimizers_as_on_cuda())
@@ -283,7 +268,7 @@ class FakeDevice:
         mode of Python.
         """
         counter = self._counter
-        is_off = counter is not None and counter not in dispatch_modes()
+        is_off = counter is not None and counter not in private.dispatch_modes()
         with counter if counter is not None and is_off else nullcontext():
             yield
 
@@ -604,7 +589,9 @@ class _FromTensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.tensor:
             return func(*args, **(kwargs or {}))
-        return func(*tree_map_only(torch.Tensor, torch.Tensor.item, args), **(kwargs or {})).clone()
+        return func(
+            *private.tree_map_only(torch.Tensor, torch.Tensor.item, args), **(kwargs or {})
+        ).clone()
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -627,16 +614,21 @@ class _FakeCopies(TorchFunctionMode):
 
 def _optimizers_as_on_cuda() -> AbstractContextManager[None]:
     """Inside, optimizers choose between one operator for many tensors and a loop as on CUDA."""
+    torch_optimizer = private(
+        "torch.optim.optimizer",
+        "_foreach_supported_types",
+        "_get_foreach_kernels_supported_devices",
+    )
     devices = torch_optimizer._get_foreach_kernels_supported_devices()
     return replaced(
         torch_optimizer,
-        _foreach_supported_types=[*torch_optimizer._foreach_supported_types, FakeTensor],
+        _foreach_supported_types=[*torch_optimizer._foreach_supported_types, private.FakeTensor],
         _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"],
     )
 
 
 @contextmanager
-def _swapping(mode: FakeTensorMode) -> Iterator[None]:
+def _swapping(mode: Any) -> Iterator[None]:
     """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight."""
     swap = torch.utils.swap_tensors
     converter = private(mode.fake_tensor_converter.meta_converter, "tensor_memo")
@@ -656,7 +648,7 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, _: object) -> None:
-        if not num_torch_function_modes():
+        if not private.num_torch_function_modes():
             mode.__enter__()  # type: ignore[no-untyped-call]
             entered.append(module)
 
@@ -682,7 +674,7 @@ def _through_shards(
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    with torch.no_grad(), disable_current_modes():
+    with torch.no_grad(), private.disable_current_modes():
         local = tensor.to_local()
     whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(

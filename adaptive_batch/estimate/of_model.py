@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import tree_leaves, tree_map_only
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import optimizer_state_tensors
@@ -29,6 +29,8 @@ from .devices import alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
 from .result import Fit, MemoryEstimate
+
+private = PrivateNames("memory estimates")
 
 
 def estimate_memory(
@@ -71,7 +73,9 @@ def estimate_memory(
             not have.
     """
     shapes = [
-        leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()
+        leaf.shape
+        for leaf in private.tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
     if not shapes:
         remedy = "give a sample with tensors whose first dimension is the rows"
@@ -85,7 +89,7 @@ def estimate_memory(
                 shape = (rows, *tensor.shape[1:])
             return torch.empty(shape, dtype=tensor.dtype)
 
-        made = {"batch": tree_map_only(torch.Tensor, resized, batch)}
+        made = {"batch": private.tree_map_only(torch.Tensor, resized, batch)}
         device.batch(made)
         loss = mean_loss(made["batch"]) if mean_loss else _loss_of(model, made["batch"])
         loss.backward()  # type: ignore[no-untyped-call]
@@ -250,7 +254,7 @@ def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
     originals = [optimizer]
     # It grows on the way.
     for original in originals:
-        for value in tree_leaves(vars(original)):
+        for value in private.tree_leaves(vars(original)):
             if isinstance(value, Optimizer) and value not in originals:
                 originals.append(value)
         empty = copy.copy(original.state)

@@ -17,17 +17,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from adaptive_batch._torch import (
-    FakeTensor,
-    current_autograd_node,
-    current_graph_task_id,
-    disable_current_modes,
-)
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
 from .cuda_operators import CudaOperators
 from .roofline import Cost, cost_of
 from .step_log import STREAM, Phase
+
+private = PrivateNames("memory estimates")
 
 # The key of a module's name in the metadata of an autograd node.
 _LABEL = "adaptive_batch.module"
@@ -159,7 +156,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def add_named(self, tensors: Iterable[tuple[Hashable, torch.Tensor]]) -> None:
         """Count what is alive before anything runs, of which :meth:`phase` tells by name."""
         # Modes would be asked for the storage of each of many tensors.
-        with disable_current_modes():
+        with private.disable_current_modes():
             for name, tensor in tensors:
                 count = self._num_allocations
                 for plain in plain_tensors(tensor):
@@ -213,7 +210,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             self._made_after[key] = len(self._forward_bytes_after_each)
             if self._explain:
                 self._made_by[key] = self._last
-            if current_graph_task_id() == -1:
+            if private.current_graph_task_id() == -1:
                 self._in_forward.add(key)
         if key in self._in_forward:
             self._forward_bytes += size - previous_size
@@ -249,7 +246,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             else:
                 log.append(entry)
             numbers.append(len(numbers) - len(positions))
-        with disable_current_modes():
+        with private.disable_current_modes():
             named: dict[Hashable, int] = {
                 (name, place): numbers[number]
                 for name, tensor in after
@@ -295,14 +292,14 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The most frequent call on fake tensors, and no operation.
         if func is torch.ops.prim.device.default:
-            if isinstance(args[0], FakeTensor):
+            if isinstance(args[0], private.FakeTensor):
                 return args[0].fake_device
             return func(*args)
         # No stream of a CPU delays what is freed.
         if func is torch.ops.aten.record_stream.default:
             return None
         if self._names is not None:
-            backward = current_graph_task_id() != -1
+            backward = private.current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
             self._last = OpSite(self._names.current(), name, backward)
         if func in self._instead and not self._is_inside:
@@ -392,9 +389,9 @@ class ModuleNames(TorchFunctionMode):
         # Forward, or recomputing.
         if self._stack:
             return self._stack[-1]
-        if current_graph_task_id() == -1:
+        if private.current_graph_task_id() == -1:
             return ""
-        node = current_autograd_node()
+        node = private.current_autograd_node()
         if node is not None:
             self._last = cast(dict[str, Any], node.metadata).get(_LABEL, self._last)
         return self._last

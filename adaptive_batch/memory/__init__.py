@@ -2,6 +2,8 @@
 state.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .allocator_settings import (
     ALLOCATOR_VARIABLES,
     allocator_settings,
@@ -24,14 +26,18 @@ from .device import (
     host_available_bytes,
     is_out_of_memory,
     parse_size,
+    plain_tensors,
     recover,
+    storage_bytes,
     wanted_bytes,
 )
 from .estimated_kernels import estimated_attention
 from .in_backward import OptimizerInBackward, optimizers_of
 from .packed_attention import packed_attention
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
-from .tracker import MemoryTracker, plain_tensors, storage_bytes
+
+if TYPE_CHECKING:
+    from .tracker import MemoryTracker
 
 __all__ = [
     "ALLOCATOR_VARIABLES",
@@ -69,3 +75,12 @@ __all__ = [
     "storage_bytes",
     "wanted_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at its first use, since its base class is a private name of torch.
+    if name != "MemoryTracker":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .tracker import MemoryTracker
+
+    return MemoryTracker

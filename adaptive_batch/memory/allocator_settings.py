@@ -9,7 +9,9 @@ import sys
 
 import torch
 
-from adaptive_batch._torch import private
+from adaptive_batch._torch import PrivateNames
+
+private = PrivateNames("expandable segments")
 
 log = logging.getLogger("adaptive_batch")
 

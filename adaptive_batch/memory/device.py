@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from adaptive_batch.errors import SettingError
 
 from .allocator_settings import large_blocks_are_divided
 from .curve import Trace
-from .tracker import MemoryTracker, storage_bytes
 
 log = logging.getLogger("adaptive_batch")
 
@@ -364,6 +364,29 @@ def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
     return AcceleratorMemory(device)
 
 
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's
+    low-bit states) wraps.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            # A DTensor also names its mesh.
+            if isinstance(inner, torch.Tensor):
+                yield from plain_tensors(inner)
+    else:
+        yield tensor
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the distinct storages under some tensors; a shared one counts once."""
+    sizes: dict[int, int] = {}
+    for tensor in chain.from_iterable(map(plain_tensors, tensors)):
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
 class CountedMemory(DeviceMemory):
     """A CPU's memory: the bytes of live tensors, counted operation by operation; `shared_by`
     processes have a part each.
@@ -398,6 +421,9 @@ class CountedMemory(DeviceMemory):
 
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
+        # Imported here, since its base class is a private name of torch.
+        from .tracker import MemoryTracker
+
         counter = MemoryTracker(budget_bytes)
         counter.add(resident)
         usage = Usage(resident_bytes=counter.live_bytes)

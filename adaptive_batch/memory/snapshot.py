@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes, tree_leaves, tree_map_only
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError
 
-from .device import host_available_bytes
-from .tracker import plain_tensors, storage_bytes
+from .device import host_available_bytes, plain_tensors, storage_bytes
+
+private = PrivateNames("undoing a step or a trial")
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -40,11 +41,11 @@ class TensorSnapshot:
         if not self._tensors:
             return
         # The copies are the host's, not the device's that is being measured.
-        with disable_current_modes():
+        with private.disable_current_modes():
             self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
-        with disable_current_modes(), torch.no_grad():
+        with private.disable_current_modes(), torch.no_grad():
             for tensor, saved in zip(self._tensors, self._copies, strict=True):
                 tensor.copy_(saved)
 
@@ -126,7 +127,9 @@ class RandomState:
         state = dict(self._state)
         if "numpy" in state:
             array = sys.modules["numpy"].ndarray
-            state["numpy"] = tree_map_only(array, lambda words: words.tolist(), state["numpy"])
+            state["numpy"] = private.tree_map_only(
+                array, lambda words: words.tolist(), state["numpy"]
+            )
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,7 +226,7 @@ def _emptied(state: dict[str, Any]) -> bool:
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     if not any(getattr(tensor, "is_paged", False) for tensor in tensors.values()):
         return False
-    with disable_current_modes(), torch.no_grad():
+    with private.disable_current_modes(), torch.no_grad():
         for key, tensor in tensors.items():
             # The quantization maps are constants.
             if not key.startswith("qmap"):
@@ -233,7 +236,7 @@ def _emptied(state: dict[str, Any]) -> bool:
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in private.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:

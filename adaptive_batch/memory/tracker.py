@@ -5,45 +5,18 @@ from __future__ import annotations
 import sys
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from adaptive_batch._torch import (
-    FakeTensor,
-    TorchDispatchMode,
-    current_graph_task_id,
-    disable_current_modes,
-    storage_use_count,
-)
+from adaptive_batch._torch import PrivateNames, TorchDispatchMode
 from adaptive_batch._util import format_bytes
 
 from .curve import Trace
+from .device import plain_tensors
 
-
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's
-    low-bit states) wraps.
-    """
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            inner = getattr(tensor, name)
-            # A DTensor also names its mesh.
-            if isinstance(inner, torch.Tensor):
-                yield from plain_tensors(inner)
-    else:
-        yield tensor
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the distinct storages under some tensors; a shared one counts once."""
-    sizes: dict[int, int] = {}
-    for tensor in chain.from_iterable(map(plain_tensors, tensors)):
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+private = PrivateNames("searches on a CPU and memory estimates")
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -135,7 +108,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a tensor has memory: DTensor works out shapes on some that have none, in
         operations that come by here.
         """
-        return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+        return not (tensor.is_meta or isinstance(tensor, private.FakeTensor))
 
     def _see_all(self, result: Any) -> None:
         if isinstance(result, torch.Tensor):
@@ -152,7 +125,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         It does so in the first to arrive, if nothing else refers to it
         (torch/csrc/autograd/input_buffer.cpp).
         """
-        sums = func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1
+        sums = func is torch.ops.aten.add.Tensor and private.current_graph_task_id() != -1
         if sums and not torch.is_grad_enabled() and _references(args[0]) == self._references:
             return args[0].add_(args[1])
         return func(*args, **kwargs)
@@ -189,7 +162,7 @@ class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1:
+        if func is torch.ops.aten.add.Tensor and private.current_graph_task_id() != -1:
             self.references = _references(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -203,7 +176,7 @@ def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
     # torch does not declare the method.
     holder: Any = tensor
-    return storage_use_count(storage._cdata), holder._use_count(), sys.getrefcount(tensor)
+    return private.storage_use_count(storage._cdata), holder._use_count(), sys.getrefcount(tensor)
 
 
 def _references_of_autograd() -> tuple[int, ...] | None:
@@ -211,8 +184,8 @@ def _references_of_autograd() -> tuple[int, ...] | None:
     them now: after a graph break of the compiler's there is one more.
     """
     first_sum = _FirstSum()  # type: ignore[no-untyped-call]
-    with disable_current_modes(), torch.enable_grad(), first_sum as mode:
+    with private.disable_current_modes(), torch.enable_grad(), first_sum:
         leaf = torch.ones(2, device="cpu", requires_grad=True)
         (leaf.exp() + leaf.sin()).sum().backward()  # type: ignore[no-untyped-call]
-    references: tuple[int, ...] | None = mode.references
+    references: tuple[int, ...] | None = first_sum.references
     return references

@@ -35,7 +35,9 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._torch import foreach_norm
+from adaptive_batch._torch import PrivateNames
+
+private = PrivateNames("measuring the noise scale")
 
 
 @dataclass(frozen=True)
@@ -169,5 +171,5 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         by_type.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
     norms: list[torch.Tensor] = []
     for dtype, of_type in by_type.items():
-        norms += foreach_norm(of_type, 2, dtype=dtype)
+        norms += private.foreach_norm(of_type, 2, dtype=dtype)
     return torch.stack([norm.to(gradients[0].device) for norm in norms]).square().sum()

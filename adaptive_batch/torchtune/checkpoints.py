@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import format_bytes
 from adaptive_batch.checkpoint import (
     CheckpointManager,
@@ -33,6 +33,8 @@ from .model import Weights
 from .saved_runs import SavedRuns
 from .settings import Settings
 from .trainer import Trainer
+
+private = PrivateNames("checkpoints")
 
 log = logging.getLogger("adaptive_batch")
 
@@ -343,7 +345,7 @@ def _whole_on_rank_zero(tree: Any) -> Any:
             return None
         return whole.cpu()
 
-    return tree_map_only(torch.Tensor, gathered, tree)
+    return private.tree_map_only(torch.Tensor, gathered, tree)
 
 
 def _holds_low_bit(tree: Any) -> bool:
@@ -351,5 +353,5 @@ def _holds_low_bit(tree: Any) -> bool:
 
     Such states are torchao's.
     """
-    parts = (leaf.to_local() for leaf in tree_leaves(tree) if isinstance(leaf, DTensor))
-    return any(map(is_traceable_wrapper_subclass, parts))
+    parts = (leaf.to_local() for leaf in private.tree_leaves(tree) if isinstance(leaf, DTensor))
+    return any(map(private.is_traceable_wrapper_subclass, parts))

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch.overrides import TorchFunctionMode
 from torchtune.modules.peft import get_adapter_params
 
-from adaptive_batch._torch import FakeTensor
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import SettingError
 
 from .checks import takes_chunks
@@ -19,6 +19,8 @@ from .config_errors import as_dict, check_block, component_of, computing, instan
 from .model import num_token_embeddings
 from .reference import SecondModel
 from .task import Batch, Models, NextTokens, flat
+
+private = PrivateNames("distillation")
 
 _RATIO = 0.5
 
@@ -89,7 +91,7 @@ class Distillation(NextTokens):
         logits = flat(models.logits(**batch))
         teacher_logits = flat(models.reference_logits(**batch))
         labels = self.shifted(labels, logits)
-        with _HasLabels() if isinstance(labels, FakeTensor) else nullcontext():
+        with _HasLabels() if isinstance(labels, private.FakeTensor) else nullcontext():
             kd_loss = self.kd_loss_fn(logits, teacher_logits, labels)
         class_loss = self.loss_fn(logits, labels)
         batch["class_loss"] = class_loss.detach()

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torchtune.training import OffloadActivations, _activation_offloading
 
-from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
+
+private = PrivateNames("memory estimates")
 
 
 class _DefaultStream(torch.cpu.Stream, torch.Stream):  # type: ignore[misc]
@@ -26,7 +28,7 @@ class _HostCopy:
 
     def __init__(self, tensor: torch.Tensor, **_: Any) -> None:
         # A counter would see it made.
-        with disable_current_modes():
+        with private.disable_current_modes():
             self._like = torch.empty_like(tensor)
 
     def copy_(self, *_: Any, **__: Any) -> None:

@@ -17,7 +17,7 @@ from torchtune.data import padded_collate_packed
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
@@ -39,6 +39,8 @@ from .model import FullModel, apply_checkpointing, build_sharded, compute_rotary
 from .settings import Settings
 from .sizers import Sizers
 from .trainer import Trainer
+
+private = PrivateNames("memory estimates")
 
 Rows = Callable[[int], list[dict[str, Any]]]
 
@@ -179,7 +181,7 @@ class FakeRun:
         """Return a function that makes batches of real values, whatever is fake around it."""
         if make is padded_collate_packed:
             make = self._collate_packed
-        wrapped: Callable[..., Any] = disable_current_modes()(make)
+        wrapped: Callable[..., Any] = private.disable_current_modes()(make)
         return wrapped
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

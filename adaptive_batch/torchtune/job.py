@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torchtune import training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import private
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import format_bytes
 from adaptive_batch.data import Batching
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
@@ -30,6 +30,8 @@ from .reference import SecondModel
 from .settings import Settings
 from .task import Task
 from .tasks import check_keys_of_others, task_of
+
+private = PrivateNames("compiled steps")
 
 log = logging.getLogger("adaptive_batch")
 T = TypeVar("T")

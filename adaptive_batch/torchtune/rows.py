@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import (
     cache_directory,
     count,
@@ -29,6 +29,8 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from .config_errors import as_dict, one_line
 from .job import Job
 from .sources import sources_of
+
+private = PrivateNames("reading rows")
 
 log = logging.getLogger("adaptive_batch")
 
@@ -89,7 +91,7 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, number: int) -> Any:
         # Rows are real where an estimate reads them, too.
-        with disable_current_modes():
+        with private.disable_current_modes():
             return self._read(number)
 
     def read_ahead(self) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import check_state, check_whole, instance_of
 from adaptive_batch.data import MicroBatch, MicroBatchLayout
 from adaptive_batch.distributed import sharding_of
@@ -44,6 +44,8 @@ from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable, length_i
 from .sample_search import SampleSearch
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_runner import StepRunner
+
+private = PrivateNames("memory estimates")
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import FakeDevice, MemoryEstimate
@@ -303,7 +305,7 @@ class AdaptiveStep:
         longest = length_in_sample(sample, self._split_batch, device)
 
         def forward_backward(fake: FakeDevice, num_rows: int) -> None:
-            with disable_current_modes():
+            with private.disable_current_modes():
                 made = {"batch": sample(num_rows)}
             # A script has to copy what a sample has on the CPU to a model on another device.
             fake.batch(made, is_moved=device.type == "cpu")

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from adaptive_batch._torch import private
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import count
 
 from .model_checks import is_compiled
+
+private = PrivateNames("compiled steps")
 
 # What torch says where a function has as many variants as it may have.
 _LIMIT_IS_REACHED = "recompile limit exceeded"

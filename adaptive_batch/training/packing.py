@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from adaptive_batch._torch import FakeTensor, disable_dynamo
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch.memory import estimated_attention, packed_attention
+
+private = PrivateNames("packed rows")
 
 # What CUDA's kernel for rows of several lengths takes: elements of a head, and the major version of
 # the first architecture.
@@ -103,7 +105,7 @@ class PackedAttention:
     def _check_mask(self, mask: Tensor | None, *, is_causal: bool) -> None:
         """Refuse a mask whose meaning would be lost: what a token sees may depend on its row."""
         # The mask of one element is what `pack_rows` gives; a fake one has no values.
-        if mask is not None and (mask.numel() == 1 or isinstance(mask, FakeTensor)):
+        if mask is not None and (mask.numel() == 1 or isinstance(mask, private.FakeTensor)):
             return
         difference = not_causal(mask, is_causal=is_causal, lengths=self._lengths)
         if difference:
@@ -166,6 +168,8 @@ def _varlen_attention() -> Callable[..., Tensor]:
 _rows_of_now: list[PackedAttention] = []
 # The ends of these rows. Compiled code takes it as an argument, whatever tensor it is.
 _ends_of_now = torch.zeros(2, dtype=torch.int32)
+# Attends outside of compiled code. It is one function, as code is compiled again for another one.
+_attend_without_compiler: Callable[..., Tensor]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) -> Tensor:
@@ -188,10 +192,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) 
     return attended
 
 
-# That of torch.compiler imports the compiler at once, which takes more than a second.
-@disable_dynamo
-def _attend_without_compiler(*tensors: Tensor, **how: Any) -> Tensor:
+def _attend_eagerly(*tensors: Tensor, **how: Any) -> Tensor:
     return _rows_of_now[0](*tensors, **how)
+
+
+@cache
+def _made_without_compiler() -> Callable[..., Tensor]:
+    # `torch.compiler.disable` imports the compiler, which takes more than a second.
+    without_compiler: Callable[..., Tensor] = private.disable_dynamo(_attend_eagerly)
+    return without_compiler
 
 
 def _operator_takes(
@@ -244,13 +253,14 @@ def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     see every other function too, which made small steps 2 to 11% slower, and PyTorch switches it
     off where backward computes activations again.
     """
-    global _ends_of_now
+    global _attend_without_compiler, _ends_of_now
     assert not _rows_of_now, "rows are apart already"
     attend: Any = functional.scaled_dot_product_attention
     packed = PackedAttention(lengths, attend)
     functional.scaled_dot_product_attention = cast(Any, _attend)
     _rows_of_now.append(packed)
     _ends_of_now = packed.ends
+    _attend_without_compiler = _made_without_compiler()
     try:
         yield packed
     finally:

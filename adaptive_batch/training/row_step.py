@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import check_whole
 from adaptive_batch.data import (
     IGNORE_INDEX,
@@ -32,6 +32,8 @@ from .options import StepOptions
 from .parts import Part, RowsOfBatch, Splittable
 from .step_result import StepResult
 from .throughput_search import kinds_to_choose_from
+
+private = PrivateNames("memory estimates")
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import FakeDevice, MemoryEstimate
@@ -329,7 +331,7 @@ class RowStep:
         def forward_backward(device: FakeDevice, num_rows: int) -> None:
             rows = dataset.longest(min(num_rows, len(dataset)))
             # Rows are collated on the host.
-            with disable_current_modes():
+            with private.disable_current_modes():
                 batch = self.make_batch([rows[number % len(rows)] for number in range(num_rows)])
                 apart = self._rows_apart(batch)
             made = {"batch": batch}

@@ -1,23 +1,30 @@
-"""A torch that lacks what is needed is refused in one line, and what is declared is what
-was run.
+"""The versions of torch: an older one is refused, a newer one is warned of, and a renamed private
+name stops only what uses it.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import runpy
-from pathlib import Path
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.paths import ROOT, subprocess_environment
 from support.torch_versions import PAIRS
 from torch.torch_version import TorchVersion
 
 from adaptive_batch import _torch
 from adaptive_batch.errors import TorchVersionError
 
-ROOT = Path(__file__).parents[2]
+TESTED = (
+    f"; adaptive_batch was tested with torch {_torch.OLDEST} to {_torch.NEWEST}:"
+    f" pip install 'torch>={_torch.OLDEST},<={_torch.NEWEST}'"
+)
 
 
 def newest_first(versions: set[str]) -> list[str]:
@@ -26,56 +33,113 @@ def newest_first(versions: set[str]) -> list[str]:
     )
 
 
-def refused(asks: object) -> str:
-    with pytest.raises(TorchVersionError) as error:
-        asks()
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def asked_for_anew() -> None:
+def import_with(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     runpy.run_path(_torch.__file__)
 
 
 @pytest.mark.parametrize("version", ["2.6.0+cu124", "2.8.0", "2.10.0", "2.11.0.dev20260101"])
-def test_an_older_torch_is_refused_with_the_reason_and_those_that_do(monkeypatch, version):
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    said = refused(asked_for_anew)
-    assert said.startswith(f"torch {version} is too old: ")
-    assert said.endswith(f"pip install 'torch>={_torch.OLDEST},<={_torch.NEWEST}'")
+def test_an_older_torch_is_refused_with_the_reason_and_the_tested_versions(monkeypatch, version):
+    with pytest.raises(TorchVersionError) as error:
+        import_with(monkeypatch, version)
+    message = str(error.value)
+    assert message.startswith(f"torch {version} is too old: ")
+    assert message.endswith(TESTED)
+    assert "\n" not in message
 
 
-@pytest.mark.parametrize("version", [_torch.OLDEST, "2.12.1+cpu", "2.16.0", "3.0"])
-def test_every_other_is_taken(monkeypatch, version):
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    asked_for_anew()
+@pytest.mark.parametrize("version", [_torch.OLDEST, "2.12.1+cpu", "2.15.0+cu128", "2.15.2"])
+def test_a_tested_torch_is_imported_without_a_warning(monkeypatch, caplog, version):
+    import_with(monkeypatch, version)
+    assert caplog.messages == []
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("torch._C", "_current_graph_task_id"),
-        ("torch.utils._python_dispatch", "_disable_current_modes"),
-        ("torch._subclasses.fake_tensor", "FakeTensorMode"),
-    ],
-)
-def test_a_name_that_is_gone_is_named(monkeypatch, module, name):
-    monkeypatch.delattr(f"{module}.{name}")
-    assert refused(asked_for_anew).startswith(f"torch {torch.__version__} has no {module}.{name}; ")
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20270101+cu130", "3.0"])
+def test_a_newer_torch_is_warned_of_once_in_a_run(monkeypatch, caplog, version):
+    import_with(monkeypatch, version)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(
+        f"torch {version} is newer than the newest tested version, {_torch.NEWEST}: "
+    )
+    monkeypatch.setenv("RANK", "1")
+    import_with(monkeypatch, version)
+    assert caplog.records == [record]
 
 
-def test_what_is_asked_of_an_object_or_of_a_module_is_named_too():
+def test_the_names_of_an_object_or_a_module_are_checked():
+    private = _torch.PrivateNames("FSDP2")
     group = SimpleNamespace(_all_gather_comm=None)
-    assert _torch.private(group, "_all_gather_comm") is group
-    assert "no SimpleNamespace._reduce_scatter_comm; " in refused(
-        lambda: _torch.private(group, "_reduce_scatter_comm")
+    assert private(group, "_all_gather_comm") is group
+    prefix = f"torch {torch.__version__} has no "
+    with pytest.raises(TorchVersionError) as error:
+        private(group, "_all_gather_comm", "_reduce_scatter_comm")
+    assert str(error.value) == (
+        f"{prefix}SimpleNamespace._reduce_scatter_comm, so FSDP2 cannot be used{TESTED}"
     )
     module = "torch.testing._internal.distributed.fake_pg"
-    assert _torch.private(module, "FakeStore").__name__ == module
-    assert f"no {module}.FakeShop; " in refused(lambda: _torch.private(module, "FakeShop"))
+    assert private(module, "FakeStore").__name__ == module
+    with pytest.raises(TorchVersionError, match=re.escape(f"{prefix}{module}.FakeShop, so FSDP2")):
+        private(module, "FakeShop")
+    with pytest.raises(TorchVersionError, match=re.escape(f"{prefix}torch._gone, so FSDP2")):
+        private("torch._gone", "name")
 
 
-def test_what_is_declared_was_run():
+COUNTING = {"estimate", "search"}
+# The parts of tests/support/renamed_names.py that a renamed name may stop; others stop none.
+MAY_STOP = {
+    "torch.utils._python_dispatch.TorchDispatchMode": {*COUNTING, "recipes"},
+    "torch._subclasses.fake_tensor.FakeTensor": COUNTING,
+    "torch._subclasses.fake_tensor.FakeTensorMode": {"estimate"},
+    "torch._C._current_autograd_node": {"estimate"},
+    "torch._C._current_graph_task_id": COUNTING,
+    "torch._C._len_torch_function_stack": {"estimate"},
+    "torch._C._storage_Use_Count": COUNTING,
+    "torch._compile._disable_dynamo": {"packed_rows"},
+    "torch._foreach_norm": {"noise_scale"},
+    "torch.nn.utils.clip_grad._has_foreach_support": {"estimate"},
+    "torch.optim.optimizer._foreach_supported_types": {"estimate"},
+    "torch.optim.optimizer._get_foreach_kernels_supported_devices": {"estimate"},
+    "torch.utils._python_dispatch._disable_current_modes": {*COUNTING, "step_with_statistics"},
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": {"checkpoint"},
+    "torch.utils._pytree.tree_leaves": COUNTING,
+    "torch.utils._pytree.tree_map_only": {"estimate"},
+}
+
+
+@pytest.fixture(scope="module")
+def renamed():
+    finished = subprocess.run(
+        [sys.executable, ROOT / "tests/support/renamed_names.py"],
+        check=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=subprocess_environment(),
+    )
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_no_name_is_bound_at_import_but_that_of_a_base_class(renamed):
+    assert renamed["bound"] == {}
+
+
+@pytest.mark.slow
+def test_a_renamed_name_stops_only_its_users_and_the_error_names_both(renamed):
+    stopped = {
+        name: {part: error for part, error in errors.items() if error}
+        for name, errors in renamed["stopped"].items()
+    }
+    assert stopped["torch.utils._python_dispatch.TorchDispatchMode"]
+    for name, errors in stopped.items():
+        assert set(errors) <= MAY_STOP.get(name, set()), (name, errors)
+        for error in errors.values():
+            assert error.startswith(f"torch {torch.__version__} has no {name}, so "), error
+            assert error.endswith(f" cannot be used{TESTED}"), error
+
+
+def test_the_declared_versions_are_the_tested_ones():
     torches = newest_first({torch for torch, _ in PAIRS})
     pythons = newest_first({python for _, python in PAIRS})
     assert (torches[0], torches[-1]) == (_torch.NEWEST, _torch.OLDEST)
