@@ -3,7 +3,7 @@
 from .allocator import AllocatorSettings, CachingAllocator
 from .compiled_parts import CompiledParts, not_estimated, uses_cuda_graphs
 from .cuda_workspace import CudaKernels, left_out
-from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices, this_device
+from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
 from .estimator import estimate_length, traces_alike
 from .fake_step import DevicesAsHost, FakeDevice, FakeStep, Run, needs_values
 from .of_model import estimate_memory, estimate_step
@@ -49,7 +49,6 @@ __all__ = [
     "parse_devices",
     "ranked",
     "read_estimate",
-    "this_device",
     "traces_alike",
     "uses_cuda_graphs",
 ]

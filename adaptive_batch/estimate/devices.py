@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adaptive_batch._util import format_bytes, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import parse_size
 
 from .cuda_workspace import CudaKernels
 from .result import Target
-from .roofline import BY_FLOPS, DeviceSpeed
+from .roofline import DeviceSpeed
 
 # What a process takes on the device outside PyTorch's allocator: the driver's context, kernels,
 # libraries. An out-of-memory message gives it: the memory in use by the process less what is
@@ -192,21 +190,6 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
             near = f"; {nearest(name_or_size.upper(), begin_so or names)}"
         raise SettingError(_KEY, name_or_size, _REMEDY + near) from None
     return EstimatedDevice(format_bytes(total_bytes), total_bytes)
-
-
-def this_device(device: torch.device, budget_bytes: int) -> EstimatedDevice:
-    """Return the device at hand with what may be used of it; without a data sheet, no source and
-    FLOPs alone as its speed.
-    """
-    if device.type != "cuda":
-        return EstimatedDevice(device.type, budget_bytes, speed=BY_FLOPS)
-    it = torch.cuda.get_device_properties(device)
-    known = _BY_NAME.get(_plain(it.name))
-    speed, source = (known.speed, f"the data sheet of {known.name}") if known else (BY_FLOPS, "")
-    kind = f"sm_{it.major}{it.minor}"
-    return EstimatedDevice(
-        it.name, budget_bytes, source, kind, it.multi_processor_count, speed=speed
-    )
 
 
 def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:

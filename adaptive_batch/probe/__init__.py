@@ -11,7 +11,7 @@ from .finder import (
     try_again,
 )
 from .search import BinarySearch, Halving, Predictive, Search, Trial
-from .throughput import NEWER_FIELDS, OBJECTIVES, FastestSearch, Pieces, Throughput, TimedTrial
+from .throughput import NEWER_FIELDS, OBJECTIVES, FastestSearch, Pieces, Throughput
 from .trial import DryRun, SizedStep
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "SizedStep",
     "Throughput",
     "TimeLimit",
-    "TimedTrial",
     "Trial",
     "load_latest",
     "load_result",

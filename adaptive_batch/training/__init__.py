@@ -15,9 +15,8 @@ from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .lowered_limit import LimitChange, OOMPolicy
 from .micro_batch_runner import MicroBatchRunner
-from .model_checks import has_batch_norm, is_compiled
+from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
-from .oom_retry import OOMRetry
 from .options import StepOptions
 from .packing import pack_rows, rows_apart
 from .parts import Part, RowsOfBatch, SplitBatch
@@ -50,7 +49,6 @@ __all__ = [
     "MicroBatchSizer",
     "NonfiniteSteps",
     "OOMPolicy",
-    "OOMRetry",
     "Part",
     "ProbeOptions",
     "Question",
@@ -68,7 +66,6 @@ __all__ = [
     "differences",
     "find_max_batch_size",
     "has_batch_norm",
-    "is_compiled",
     "kinds_to_choose_from",
     "norm_to_clip",
     "pack_rows",
