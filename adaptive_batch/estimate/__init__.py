@@ -5,7 +5,7 @@ from .compiled_parts import CompiledParts, not_estimated, uses_cuda_graphs
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
 from .estimator import estimate_length, traces_alike
-from .fake_step import DevicesAsHost, FakeDevice, FakeStep, Run, needs_values
+from .fake_step import DevicesAsHost, FakeDevice, FakeStep, needs_values
 from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
@@ -18,7 +18,6 @@ from .result import (
     ranked,
     read_estimate,
 )
-from .tracker import StepTrace
 
 __all__ = [
     "CONTEXT_BYTES",
@@ -36,8 +35,6 @@ __all__ = [
     "LengthEstimate",
     "MemoryBreakdown",
     "MemoryEstimate",
-    "Run",
-    "StepTrace",
     "Target",
     "alike",
     "estimate_length",

@@ -25,8 +25,6 @@ from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced, round_up
 from adaptive_batch.memory import estimated_attention
 
-from .roofline import Cost, attention_flops, num_bytes
-
 private = PrivateNames("memory estimates")
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
@@ -79,16 +77,12 @@ class CudaKernels(TorchFunctionMode):
         compute_capability: such as (9, 0); None is taken as (8, 0).
         multiprocessors: how many the device has; None is taken as the most that one of its
             capability has.
-
-    Attributes:
-        costs: of attention and norms, in the order in which they run.
     """
 
     def __init__(
         self, compute_capability: tuple[int, int] | None = None, multiprocessors: int | None = None
     ) -> None:
         super().__init__()
-        self.costs: list[Cost] = []
         self.capability = compute_capability or (8, 0)
         self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(self.capability, 128)
         self.has_little_shared_memory = (
@@ -176,8 +170,7 @@ class CudaKernels(TorchFunctionMode):
             "flash": _FlashAttention,
             "efficient": _EfficientAttention,
         }[kernel]
-        flops = attention_flops(query, key, value, is_causal)
-        return self._counted(function, query, key, value, mask, dropout, self, flops=flops)
+        return _run(function, query, key, value, mask, dropout, self)
 
     def attention_operator(self, *args: Any, **kwargs: Any) -> Tensor:
         """Attention by the operator that CUDA takes, for a graph of operators."""
@@ -233,11 +226,8 @@ class CudaKernels(TorchFunctionMode):
             return None
         if ends is None:
             ends = torch.empty(len(lengths) + 1, dtype=torch.int32)
-        # Of the square of all tokens, only the squares of single sequences are computed.
-        flops = attention_flops(*tensors, is_causal=True)
-        flops = flops * sum(length * length for length in lengths) // sum(lengths) ** 2
         flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
-        output = self._counted(_VarlenAttention, *flat, len(lengths), flops=flops)
+        output = _run(_VarlenAttention, *flat, len(lengths))
         return output.transpose(0, 1)[None], ends
 
     def takes_packed_rows(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -336,7 +326,7 @@ class CudaKernels(TorchFunctionMode):
         # native/layer_norm.cpp: weights of another dtype are not fused.
         if weight is not None and weight.dtype != input.dtype:
             return torch.rms_norm(input, normalized_shape, weight, eps)
-        return self._counted(_Norm, self, len(normalized_shape), 1, input, weight)
+        return _run(_Norm, self, len(normalized_shape), 1, input, weight)
 
     def _layer_norm(
         self,
@@ -347,18 +337,7 @@ class CudaKernels(TorchFunctionMode):
         *_: Any,
         **__: Any,
     ) -> Tensor:
-        return self._counted(_Norm, self, len(normalized_shape), 2, input, weight, bias)
-
-    def _counted(self, function: Any, *args: Any, flops: int = 0) -> Tensor:
-        result = _run(function, *args)
-        input_bytes = num_bytes(args)
-        moved_bytes = input_bytes + num_bytes(result)
-        self.costs.append((result.dtype, flops, moved_bytes))
-        # Backward reads the gradient in place of the result, and writes those of the inputs.
-        backward_cost = (result.dtype, flops * 5 // 2, moved_bytes + input_bytes)
-        if result.grad_fn is not None:
-            result.grad_fn.register_prehook(lambda _: self.costs.append(backward_cost))
-        return result
+        return _run(_Norm, self, len(normalized_shape), 2, input, weight, bias)
 
 
 class _FlashAttention(torch.autograd.Function):

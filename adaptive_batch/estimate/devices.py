@@ -5,11 +5,6 @@ in an out-of-memory message, or in a query of its properties. That capacity is l
 promises. Drivers differ by some hundred MiB, so it is the lowest figure that was found; ECC, which
 takes 3 GiB of a card with 48 GB of GDDR6, is on if the source says so. Names that
 ``torch.cuda.get_device_name()`` gives are among the other names.
-
-Peaks and bandwidth are what vendors state of dense matrices, fp16 with sums in fp32, as the public
-page or table in the last column repeats it: data sheets themselves were not read. With several
-variants of a device they are the fastest's. A field is empty where the device does not do it, or
-where no such page was found: without TF32 where it does TF32, fp32 is empty as well.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ from adaptive_batch.memory import parse_size
 
 from .cuda_workspace import CudaKernels
 from .result import Target
-from .roofline import DeviceSpeed
 
 # What a process takes on the device outside PyTorch's allocator: the driver's context, kernels,
 # libraries. An out-of-memory message gives it: the memory in use by the process less what is
@@ -65,7 +59,6 @@ class EstimatedDevice:
     architecture: str = ""
     multiprocessors: int = 0
     other_names: tuple[str, ...] = ()
-    speed: DeviceSpeed | None = None
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -117,7 +110,6 @@ class EstimatedDevice:
             free - headroom_bytes,
             tuple(taken),
             self.source,
-            self.speed,
         )
 
 
@@ -129,35 +121,17 @@ def _plain(name: str) -> str:
 def _read_devices() -> tuple[EstimatedDevice, ...]:
     with Path(__file__).with_name("devices.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))[1:]
-    devices = []
-    for (
-        name,
-        architecture,
-        multiprocessors,
-        size,
-        source,
-        other_names,
-        *peaks,
-        bandwidth,
-        _,
-    ) in rows:
-        speed = None
-        # The file has TFLOP/s and GB/s.
-        if bandwidth:
-            flops = tuple(float(peak) * 1e12 if peak else None for peak in peaks)
-            speed = DeviceSpeed(flops, float(bandwidth) * 1e9)
-        devices.append(
-            EstimatedDevice(
-                name,
-                int(size),
-                source,
-                architecture,
-                int(multiprocessors),
-                tuple(filter(None, other_names.split("; "))),
-                speed,
-            )
+    return tuple(
+        EstimatedDevice(
+            name,
+            int(size),
+            source,
+            architecture,
+            int(multiprocessors),
+            tuple(filter(None, other_names.split("; "))),
         )
-    return tuple(devices)
+        for name, architecture, multiprocessors, size, source, other_names in rows
+    )
 
 
 DEVICES = _read_devices()

@@ -13,7 +13,6 @@ from .allocator import AllocatorSettings
 from .bounds import ReplayedBounds
 from .fake_step import FEW, MORE, FakeStep, Run
 from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
-from .roofline import Roofline
 from .tracker import StepTrace
 
 # Rows of two steps, tried in turn until both run the same operations.
@@ -52,7 +51,6 @@ def estimate_length(
     """
     run = forward_backward or step.forward_backward
     (few_rows, few), (more_rows, more) = traces_alike(step, run)
-    roofline = Roofline((few_rows, few.costs), (more_rows, more.costs))
     curve = MemoryCurve.from_traces((few_rows, few.trace), (more_rows, more.trace))
     length = LengthEstimate(
         tokens,
@@ -88,14 +86,7 @@ def estimate_length(
                 checked_fit = fit(target, checked_fit)
             checked_fits.append(checked_fit)
         fits = tuple(checked_fits)
-    speeds = [
-        roofline.tokens_per_second(fit.max_batch_size, tokens, target.speed)
-        for fit, target in zip(fits, targets, strict=True)
-    ]
-    return length, tuple(
-        replace(fit, modelled_tokens_per_second=speed)
-        for fit, speed in zip(fits, speeds, strict=True)
-    )
+    return length, fits
 
 
 def _breakdowns(

@@ -217,7 +217,6 @@ class FakeDevice:
         *,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
-        keeps_costs: bool = True,
     ) -> Iterator[AttributedTracker]:
         """Context manager: new tensors are fake, and counted; for the arguments see
         :class:`AttributedTracker`.
@@ -234,7 +233,6 @@ class FakeDevice:
             streams=self._streams,
             explain=explain,
             names=names,
-            keeps_costs=keeps_costs,
         )
         self._counter = counter
         try:
@@ -249,7 +247,6 @@ class FakeDevice:
                 contexts.enter_context(self.mode)
                 contexts.enter_context(counter)
                 if kernels:
-                    kernels.costs = counter.costs
                     contexts.enter_context(_in_recomputing(kernels))
                     # Gradients are clipped by operators for many tensors there.
                     clip_grad = private("torch.nn.utils.clip_grad", "_has_foreach_support")
@@ -472,7 +469,7 @@ class FakeStep:
                     optimizer.state.clear()
         else:
             self._prepare()
-        with self._device.counting(keeps_costs=False) as counter:
+        with self._device.counting() as counter:
             counter.add_named(self._named())
             run(rows)
             return counter.phase(self._named())

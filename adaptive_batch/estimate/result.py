@@ -15,9 +15,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import Line, MemoryCurve
 
 from .fake_step import Resident
-from .roofline import DeviceSpeed
-
-_MODELLED = "modelled tokens/s"
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,6 @@ class Fit:
             of what tensors hold, and of what the allocator takes from the device for them.
         first_too_large: the first thing that does not fit, in the order in which a run would need
             it; None where a row fits.
-        modelled_tokens_per_second: the most of forward and backward of `max_batch_size` rows by the
-            device's data sheet (:mod:`.roofline`), not measured; None where the device
-            is not known, or no row fits.
     """
 
     sequence_length: int
@@ -43,7 +37,6 @@ class Fit:
     allocated_bytes: int
     reserved_bytes: int
     first_too_large: str | None = None
-    modelled_tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,6 @@ class Target:
         budget_bytes: what an allocator may take of it.
         taken: what the rest is for, each with its bytes: headroom, the CUDA context.
         source: where `total_bytes` is from; empty where it was given as a size.
-        speed: by its data sheet; None where it was given as a size.
         lengths: what fits, for each length that was estimated.
         reference_rows: for each length, the most rows of a reference that runs without gradients in
             micro-batches of its own, by what is allocated; empty where there is none.
@@ -65,7 +57,6 @@ class Target:
     budget_bytes: int
     taken: tuple[tuple[str, int], ...] = ()
     source: str = ""
-    speed: DeviceSpeed | None = None
     lengths: tuple[Fit, ...] = ()
     reference_rows: tuple[int, ...] = ()
 
@@ -246,7 +237,6 @@ class Change:
     Attributes:
         overrides: the exact ``key=value`` to type.
         bounds: rows that fit under it on each device; None for any number.
-        modelled_tokens_per_second: of a rank, on each device; as in :class:`Fit`.
         refused: why it could not be estimated; empty where it was.
     """
 
@@ -254,7 +244,6 @@ class Change:
     cost: str
     bounds: tuple[int | None, ...] = ()
     refused: str = ""
-    modelled_tokens_per_second: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -333,7 +322,6 @@ class MemoryEstimate:
         """Return the aligned lines of devices and lengths."""
         fits = [fit for device in self.devices for fit in device.lengths]
         has_reserved = any(fit.reserved_bytes != fit.allocated_bytes for fit in fits)
-        has_speed = any(fit.modelled_tokens_per_second for fit in fits)
         rows = []
         for device in self.devices:
             for length, fit in zip(self.lengths, device.lengths, strict=True):
@@ -348,17 +336,12 @@ class MemoryEstimate:
                 row["allocated" if has_reserved else "peak"] = format_bytes(fit.allocated_bytes)
                 if has_reserved:
                     row["reserved"] = format_bytes(fit.reserved_bytes)
-                if has_speed:
-                    row[_MODELLED] = _rounded(fit.modelled_tokens_per_second)
                 row["a row"] = format_bytes(self._bytes_per_row(length, fit.max_batch_size))
                 row["free"] = "-"
                 if fit.max_batch_size:
                     row["free"] = format_bytes(device.budget_bytes - fit.reserved_bytes)
                 rows.append(row)
-        lines = _table(rows)
-        if has_speed:
-            lines.append(f"{_MODELLED}: roofline upper bound for forward + backward; not measured")
-        return lines
+        return _table(rows)
 
     def _resident_lines(self) -> list[str]:
         """Return the lines about what a step holds whatever the batch."""
@@ -392,10 +375,6 @@ class MemoryEstimate:
             bounds = [change.bounds[number] for change in self.changes]
             cells = [self.bound(length, device), *bounds]
             columns.append([device.name, *map(self.format_rows, cells)])
-            speed = self.fit(length, device).modelled_tokens_per_second
-            if speed:
-                speeds = [change.modelled_tokens_per_second[number] for change in self.changes]
-                columns.append([_MODELLED, *map(_rounded, [speed, *speeds])])
         costs = ["  what it costs", "", *(f"  {change.cost}" for change in self.changes)]
         tokens = count(length.sequence_length, "token")
         lines = [f"what one change would bring, in rows of {tokens}:"]
@@ -435,13 +414,6 @@ def read_estimate(path: Path) -> MemoryEstimate | None:
     if not all(length.breakdowns for length in estimate.lengths):
         return None
     return estimate
-
-
-def _rounded(speed: float | None) -> str:
-    if not speed:
-        return "-"
-    three_digits = float(f"{speed:.3g}")
-    return f"{three_digits:.0f}"
 
 
 def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:

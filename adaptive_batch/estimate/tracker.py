@@ -21,7 +21,6 @@ from adaptive_batch._torch import PrivateNames
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
 from .cuda_operators import CudaOperators
-from .roofline import Cost, cost_of
 from .step_log import STREAM, Phase
 
 private = PrivateNames("memory estimates")
@@ -82,14 +81,12 @@ class StepTrace:
         gradients: of parameters, without those of earlier micro-batches: the operation that made
             each, and its bytes.
         explained: what was alive, for the operations that were asked for.
-        costs: of the operations, in their order.
     """
 
     trace: Trace
     forward_bytes: Sequence[int]
     gradients: tuple[tuple[int, int], ...]
     explained: dict[int, LiveMemory] = field(default_factory=dict)
-    costs: Sequence[Cost] = ()
 
     def gradient_bytes(self, operation: int) -> int:
         """Bytes of gradients that exist after an operation."""
@@ -107,7 +104,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             FSDP changes between them.
         explain: numbers of operations at which all live bytes are attributed to modules, for which
             `names` is needed.
-        keeps_costs: whether :meth:`step_trace` is asked for the costs of operations.
     """
 
     def __init__(
@@ -119,10 +115,8 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         streams: dict[object, int] | None = None,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
-        keeps_costs: bool = True,
     ) -> None:
         self.log = array("q")
-        self.costs: list[Cost] = []
         self._numbers: dict[int, int] = {}
         self._num_allocations = 0
         self._before: list[tuple[Hashable, int]] = []
@@ -134,7 +128,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
         self._explain = frozenset(explain)
         self._names = names
-        self._keeps_costs = keeps_costs
         self._is_counting = True
         # Bytes of the storages that were made, resized or freed (0) in a pause.
         self._changed: dict[int, int] = {}
@@ -192,9 +185,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         }
         made = (key for key in keys if key in self._made_after and key not in self._resident)
         gradients = tuple((self._made_after[key], self._sizes[key]) for key in made)
-        return StepTrace(
-            self.trace(), self._forward_bytes_after_each, gradients, self._explained, self.costs
-        )
+        return StepTrace(self.trace(), self._forward_bytes_after_each, gradients, self._explained)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -314,13 +305,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             if func is torch.ops.aten._unsafe_view.default:
                 func = torch.ops.aten.view.default
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        counts = (
-            self._live_bytes_after_each and not self._is_inside and result is not NotImplemented
-        )
-        if counts and self._keeps_costs:
-            cost = cost_of(func, args, kwargs or {}, result)
-            if cost:
-                self.costs.append(cost)
         return result
 
 

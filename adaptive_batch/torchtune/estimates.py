@@ -11,7 +11,7 @@ import inspect
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ from adaptive_batch.estimate import (
 
 from .checks import TO_PLAN, check_parallel, complete, not_read
 from .config_errors import instantiate
-from .estimate_changes import Candidate, candidates, with_overrides
+from .estimate_changes import candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .job import own_compiler
 from .keys import load_function
@@ -262,40 +262,25 @@ class Estimator:
             tokens=length.sequence_length,
             world_size=self._settings.estimate.world_size,
         )
-        for candidate, fits in self.tried(changes, self._first_length):
-            if isinstance(fits, str):
-                yield Change(candidate.overrides, candidate.cost, refused=fits)
-                continue
-            # At the maximum any number of rows may fit.
-            bounds = tuple(
-                None if fit.max_batch_size == maximum else fit.max_batch_size for fit in fits
-            )
-            yield Change(
-                candidate.overrides,
-                candidate.cost,
-                bounds,
-                modelled_tokens_per_second=tuple(fit.modelled_tokens_per_second for fit in fits),
-            )
-
-    def tried(
-        self, changes: Iterable[Candidate], length: int | str
-    ) -> Iterator[tuple[Candidate, tuple[Fit, ...] | str]]:
-        """Yield for each change what fits on each device, or why it cannot be estimated."""
         for candidate in changes:
             try:
                 cfg = with_overrides(self._cfg, candidate.overrides)
                 ranks = candidate.world_size or self._settings.estimate.world_size
-                sequence_lengths = [candidate.sequence_length or length]
+                sequence_lengths = [candidate.sequence_length or self._first_length]
                 estimated = self._estimate(
                     cfg, sequence_lengths, ranks, is_change=True, allocator=candidate.allocator
                 )
-                yield candidate, tuple(device.lengths[0] for device in estimated.devices)
             except Exception as error:
                 # Components refuse each other in many ways.
                 message = str(error).partition("\n")[0]
                 if not isinstance(error, AdaptiveBatchError):
                     message = f"{type(error).__name__}: {message}"
-                yield candidate, message
+                yield Change(candidate.overrides, candidate.cost, refused=message)
+                continue
+            fitting = [device.lengths[0].max_batch_size for device in estimated.devices]
+            # At the maximum any number of rows may fit.
+            bounds = tuple(None if rows == maximum else rows for rows in fitting)
+            yield Change(candidate.overrides, candidate.cost, bounds)
 
     @contextmanager
     def _step(

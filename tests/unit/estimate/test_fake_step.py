@@ -273,17 +273,6 @@ def test_the_result_of_a_linear_layer_is_worked_out_once():
     assert missed[1:] == [0, 0]
 
 
-@pytest.mark.parametrize("keeps_costs", [False, True])
-def test_costs_of_operations_are_kept_where_they_are_asked_for(keeps_costs):
-    device = FakeDevice()
-    layer = nn.Linear(4, 4)
-    device.move(layer)
-    with device.counting(keeps_costs=keeps_costs) as counter:
-        counter.add(layer.parameters())
-        layer(torch.ones(2, 4))
-    assert bool(counter.costs) == keeps_costs
-
-
 def test_two_traces_of_one_size_are_alike():
     step = fake_step("AdamW8bit", checkpointing=True)
     assert step.trace(4) == step.trace(4)
