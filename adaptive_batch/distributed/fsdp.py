@@ -181,8 +181,14 @@ class Sharding:
             # Before torch 2.15, where it is the gradient below.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
+        for unsharded in self.unsharded_parameters():
+            unsharded.grad = None
+
+    def unsharded_parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the whole parameters that forward and backward run with."""
+        for parameter in self._fsdp_parameters():
             if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+                yield parameter._unsharded_param
 
     def kept_gradients(self) -> Iterator[torch.Tensor]:
         """Yield the unsharded gradients that are there between two micro-batches."""

@@ -53,6 +53,7 @@ from adaptive_batch.probe import (
 )
 
 from .compilations import any_number_of_variants
+from .gradients import GradientsApart, OtherLeaves
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .parts import RowsOfBatch
 from .sizing import MicroBatchSizer
@@ -303,9 +304,14 @@ class BoundSearch:
             format_bytes(self._budget),
             self.left_free,
         )
+        others = OtherLeaves(self._tried.runner.own_leaves)
+        others.is_split = True
+        gradients = GradientsApart({}, lambda: None)
         try:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
+                stack.callback(gradients.put_back)
+                stack.enter_context(gradients.with_others(others))
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)

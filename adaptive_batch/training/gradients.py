@@ -4,13 +4,23 @@ leaves them as they were; and those that its micro-batches have summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from adaptive_batch._torch import PrivateNames
+from adaptive_batch._util import replaced
 from adaptive_batch.distributed import local_part
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.schedules import squared_norm
+
+private = PrivateNames("splits and retries of a step")
 
 
 class GradientsApart:
@@ -30,8 +40,27 @@ class GradientsApart:
     ) -> None:
         self._earlier = earlier
         self._drop = drop
+        self._others: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
         for parameter in earlier:
             parameter.grad = None
+
+    @contextmanager
+    def with_others(self, others: OtherLeaves) -> Iterator[None]:
+        """Set the gradients of leaves that the model does not have aside too."""
+
+        def set_aside(leaf: torch.Tensor) -> None:
+            self._others.append((weakref.ref(leaf), leaf.grad))
+            leaf.grad = None
+
+        with others.watched(set_aside):
+            yield
+
+    def _gradients_of_others(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Yield leaves that the model does not have, with their gradients before the batch."""
+        for reference, earlier in self._others:
+            leaf = reference()
+            if leaf is not None:
+                yield leaf, earlier
 
     def fill_new(self) -> None:
         """Give the batch gradients of zeros."""
@@ -41,23 +70,135 @@ class GradientsApart:
     def drop_new(self) -> None:
         """Drop the gradients of a failed attempt."""
         self._drop()
+        for leaf, _ in self._gradients_of_others():
+            leaf.grad = None
 
     def put_back(self) -> None:
         """Leave the earlier gradients alone, as before the batch."""
         self._drop()
-        for parameter, earlier in self._earlier.items():
-            parameter.grad = earlier
+        for leaf, earlier in (*self._earlier.items(), *self._gradients_of_others()):
+            leaf.grad = earlier
 
     def add_up(self) -> None:
         """Add the batch's gradients to the earlier ones, in place, as autograd does."""
-        for parameter, earlier in self._earlier.items():
-            new = parameter.grad
+        for leaf, earlier in (*self._earlier.items(), *self._gradients_of_others()):
+            new = leaf.grad
+            if earlier is None:
+                continue
             if new is None:
-                parameter.grad = earlier
+                leaf.grad = earlier
             elif new.is_sparse or earlier.is_sparse:
-                parameter.grad = earlier + new
+                leaf.grad = earlier + new
             else:
-                parameter.grad = earlier.add_(new)
+                leaf.grad = earlier.add_(new)
+
+
+class OtherLeaves:
+    """Finds the leaves that backward reaches and a model does not have.
+
+    Looking through a graph takes time, so an unsplit batch skips it where the graph has the size of
+    one that was looked through.
+
+    Args:
+        own: function that returns the leaves that the model has.
+
+    Attributes:
+        is_split: whether several parts run, or trials, so that every graph is looked through.
+    """
+
+    def __init__(self, own: Callable[[], Iterable[torch.Tensor | None]]) -> None:
+        self.is_split = False
+        self._own = own
+        # By id; a dead reference shows that the id is another leaf's now.
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._sizes: set[int] = set()
+        self._latest_node = 0
+
+    @contextmanager
+    def watched(self, reached: Callable[[torch.Tensor], object]) -> Iterator[None]:
+        """Call a function with each of the leaves once, before a backward accumulates in it.
+
+        Raises:
+            SettingError: memory ran out in a backward whose graph was not looked through and has
+                leaves that are not known.
+        """
+        leaves = [reference() for reference in self._known.values()]
+        self._known = {id(leaf): weakref.ref(leaf) for leaf in leaves if leaf is not None}
+        for leaf in leaves:
+            if leaf is not None:
+                reached(leaf)
+        autograd = private("torch.autograd", "_engine_run_backward")
+        run_backward = autograd._engine_run_backward
+
+        def run(roots: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+            # torch.autograd.grad accumulates nothing.
+            if not options.get("accumulate_grad"):
+                return run_backward(roots, *arguments, **options)
+            nodes = _nodes_of(roots)
+            is_looked_through = self._has_new_size(nodes) or self.is_split
+            for leaf in self._new_leaves(nodes) if is_looked_through else ():
+                reached(leaf)
+            try:
+                return run_backward(roots, *arguments, **options)
+            except Exception as error:
+                if is_looked_through or not is_out_of_memory(error):
+                    raise
+                if any(leaf.grad is not None for leaf in self._new_leaves(nodes)):
+                    remedy = (
+                        "memory ran out in a backward that reached a leaf which the module does not"
+                        " have and no earlier batch has used, so its gradient cannot be restored;"
+                        " give one module with all that is trained"
+                    )
+                    # An error with a cause that is out of memory would be retried.
+                    raise SettingError("model", "without a trained leaf", remedy) from None
+                raise
+
+        with replaced(autograd, _engine_run_backward=run):
+            yield
+
+    def _has_new_size(self, nodes: Iterable[Any]) -> bool:
+        # Numbers of nodes are consecutive, so this counts those since the last backward.
+        latest_node = max((node._sequence_nr() for node in nodes), default=0)
+        size = latest_node - self._latest_node
+        self._latest_node = latest_node
+        is_new = size not in self._sizes
+        self._sizes.add(size)
+        return is_new
+
+    def _new_leaves(self, nodes: Collection[Any]) -> list[torch.Tensor]:
+        """Return the leaves of a graph that are neither known nor the model's; now they are."""
+        own = set(map(id, self._own()))
+        new = []
+        for leaf in _leaves(nodes):
+            known = self._known.get(id(leaf))
+            if id(leaf) not in own and (known is None or known() is not leaf):
+                self._known[id(leaf)] = weakref.ref(leaf)
+                new.append(leaf)
+        return new
+
+
+def _nodes_of(roots: Sequence[torch.Tensor | GradientEdge]) -> list[Any]:
+    """Return the nodes in which backward begins."""
+    return [
+        root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+        for root in roots
+        if isinstance(root, GradientEdge) or root.requires_grad
+    ]
+
+
+def _leaves(nodes: Collection[Any]) -> Iterator[torch.Tensor]:
+    """Yield the leaves that backward from these nodes accumulates gradients in."""
+    visited = set(nodes)
+    unvisited = list(nodes)
+    while unvisited:
+        node = unvisited.pop()
+        following = node.next_functions
+        if not following and node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        for next_node, _ in following:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                unvisited.append(next_node)
 
 
 class SummedGradients:

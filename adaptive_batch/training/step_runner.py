@@ -24,7 +24,7 @@ from adaptive_batch.memory import (
 
 from .agreement import Division, OwnPieces, Question, same_answers
 from .compilations import CompilationLog
-from .gradients import GradientsApart
+from .gradients import GradientsApart, OtherLeaves
 from .oom_retry import OOMRetry
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
@@ -73,6 +73,7 @@ class StepRunner:
         self.compilations = CompilationLog(model)
         self.is_trial = False
         self._snapshot = StepSnapshot(model, self.memory.device)
+        self._others = OtherLeaves(self.own_leaves)
 
     def agree_on(self, divide: Callable[[], OwnPieces], question: Question) -> Division:
         """Agree with all ranks on a step before it runs, in one small collective; the limit grows
@@ -157,7 +158,7 @@ class StepRunner:
             self.cache.forget()
 
         try:
-            with self.compilations.without_garbage():
+            with self.compilations.without_garbage(), gradients.with_others(self._others):
                 result = self.retry.run(attempt_within, undo=undo, doing="in a step")
         except BaseException as error:
             gradients.put_back()
@@ -198,6 +199,7 @@ class StepRunner:
             pieces += [*part, *[None] * (num_pieces - len(part))]
             if num_pieces:
                 kinds += [*[{"is_last": False}] * (num_pieces - 1), {"is_last": True}]
+        self._others.is_split = len(pieces) > 1
         self.cache.begin_step(piece.size for piece in pieces if piece)
 
         def run_number(number: int) -> None:
@@ -237,7 +239,8 @@ class StepRunner:
         restore = self._snapshot.take()
         self.retry.expect([row])
         try:
-            run()
+            with gradients.with_others(self._others):
+                run()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -253,11 +256,18 @@ class StepRunner:
         """
         return [module._parameters for module in self.model.modules() if module._parameters]
 
+    def _parameters(self) -> Iterator[nn.Parameter | None]:
+        return chain.from_iterable(map(dict.values, self._places))
+
+    def own_leaves(self) -> Iterator[torch.Tensor | None]:
+        """Yield the leaves of the model, the whole ones of sharded parameters too."""
+        return chain(self._parameters(), self.sharding.unsharded_parameters())
+
     def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the gradients that are there, by parameter."""
         return {
             parameter: parameter.grad
-            for parameter in chain.from_iterable(map(dict.values, self._places))
+            for parameter in self._parameters()
             if parameter is not None and parameter.grad is not None
         }
 

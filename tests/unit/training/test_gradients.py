@@ -1,0 +1,230 @@
+"""A batch leaves the gradients of all leaves that its backward reaches, also of those that the
+given model does not have, as one backward of the whole batch does.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import backward as imported_backward
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.training import AdaptiveStep, find_max_batch_size
+
+NUM_ROWS = 12
+
+
+class Task:
+    """An encoder that is given to a step, and leaves of three kinds that are not.
+
+    Args:
+        call: calls backward of a loss.
+        checkpoints: whether the head runs in a reentrant checkpoint.
+        fails: where memory runs out for more than three rows: in a part's forward, or in its
+            backward once the head has its gradient; with the number of the part.
+    """
+
+    def __init__(self, call=torch.Tensor.backward, *, checkpoints=False, fails=None):
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 3)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.bias = torch.zeros(3, requires_grad=True)
+        self.batch = (torch.randn(NUM_ROWS, 8), torch.randint(0, 3, (NUM_ROWS,)))
+        self.call = call
+        self.checkpoints = checkpoints
+        self.fails = fails
+        self.num_parts = 0
+        self.failed = []
+
+    @property
+    def leaves(self):
+        return [
+            *self.encoder.parameters(),
+            *self.head.parameters(),
+            self.temperature,
+            self.bias,
+        ]
+
+    def gradients(self):
+        return [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
+
+    def loss(self, x, y, *, fails_in_backward=False):
+        hidden = self.encoder(x)
+        if fails_in_backward:
+            hidden.register_hook(lambda _: self.run_out_of_memory())
+        if self.checkpoints and torch.is_grad_enabled():
+            logits = checkpoint(self.head, hidden, use_reentrant=True)
+        else:
+            logits = self.head(hidden)
+        return cross_entropy(logits * self.temperature + self.bias, y)
+
+    def run_out_of_memory(self):
+        self.failed.append(self.gradients())
+        torch.empty(2**50, dtype=torch.uint8)
+
+    def __call__(self, part):
+        if part.is_first:
+            self.num_parts = 0
+        place, number = self.fails or ("", 0)
+        is_failing = torch.is_grad_enabled() and part.num_rows > 3 and number == self.num_parts
+        self.num_parts += 1
+        if is_failing and place == "forward":
+            self.run_out_of_memory()
+        loss = self.loss(*part.batch, fails_in_backward=is_failing and place == "backward")
+        self.call(loss * part.share)
+
+
+def assert_close(found, expected):
+    for gradient, due in zip(found, expected, strict=True):
+        assert (gradient is None) == (due is None)
+        if due is not None:
+            torch.testing.assert_close(gradient, due, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["clear", "accumulated"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("number", [0, 1], ids=["first part", "second part"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"checkpoints": True},
+        {"call": torch.autograd.backward},
+        {"call": imported_backward},
+    ],
+    ids=["", "checkpointed", "autograd.backward", "imported"],
+)
+def test_a_failed_attempt_leaves_no_gradient_of_any_leaf(earlier, place, number, options):
+    plain = Task(**options)
+    plain.loss(*plain.batch).backward()
+    expected = plain.gradients()
+    task = Task(**options, fails=(place, number))
+    step = AdaptiveStep(task.encoder, task, micro_batch_size=6 if number else None)
+    if earlier:
+        task.loss(*task.batch).backward()
+        expected = [2 * gradient for gradient in expected]
+    held = [leaf.grad for leaf in task.leaves]
+    step(task.batch)
+    # Else nothing had to be undone.
+    assert earlier or (task.failed[0][-1] is None) == ((place, number) == ("forward", 0))
+    assert_close(task.gradients(), expected)
+    for leaf, gradient in zip(task.leaves, held, strict=True):
+        # Autograd too adds to a gradient in place.
+        assert gradient is None or leaf.grad is gradient
+
+
+def test_an_error_of_the_script_leaves_the_earlier_gradients_of_all_leaves():
+    task = Task()
+    task.loss(*task.batch).backward()
+    expected = task.gradients()
+
+    def forward_backward(part):
+        task.loss(*part.batch).backward()
+        raise KeyError("of the script")
+
+    with pytest.raises(KeyError):
+        AdaptiveStep(task.encoder, forward_backward)(task.batch)
+    assert all(map(torch.equal, task.gradients(), expected))
+
+
+def test_leaves_that_a_part_makes_for_itself_are_not_kept_alive():
+    alive = []
+    encoder = nn.Linear(8, 3)
+
+    def forward_backward(part):
+        x = part.batch[0].clone().requires_grad_()
+        (cross_entropy(encoder(x), part.batch[1]) * part.share).backward()
+        if part.is_trial:
+            return
+        assert x.grad is not None
+        alive.append(weakref.ref(x))
+        assert sum(reference() is not None for reference in alive) == 1
+
+    step = AdaptiveStep(encoder, forward_backward, micro_batch_size=3)
+    step((torch.randn(NUM_ROWS, 8), torch.randint(0, 3, (NUM_ROWS,))))
+    assert len(alive) > 3
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["clear", "accumulated"])
+@pytest.mark.parametrize("search", ["find_bound", "find_max_batch_size"])
+def test_a_search_leaves_the_gradients_of_all_leaves_as_they_were(search, earlier):
+    task = Task()
+    if earlier:
+        task.loss(*task.batch).backward()
+    held = [leaf.grad for leaf in task.leaves]
+    expected = task.gradients()
+    optimizer = torch.optim.AdamW(task.encoder.parameters())
+
+    def sample(num_rows):
+        return torch.randn(num_rows, 8), torch.zeros(num_rows, dtype=torch.long)
+
+    options = {"device_memory": "1MiB", "maximum": 64}
+    if search == "find_bound":
+        AdaptiveStep(task.encoder, task).find_bound(optimizer, sample, **options)
+    else:
+        find_max_batch_size(
+            task.encoder, optimizer, lambda batch: task.loss(*batch).backward(), sample, **options
+        )
+    assert [leaf.grad is gradient for leaf, gradient in zip(task.leaves, held, strict=True)] == (
+        [True] * len(held)
+    )
+    assert_close(task.gradients(), expected)
+
+
+class Heads:
+    """An encoder beside heads of one shape, of which each batch uses one."""
+
+    def __init__(self, num_heads):
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(8, 16)
+        self.heads = [nn.Linear(16, 3) for _ in range(num_heads)]
+        self.batch = (torch.randn(NUM_ROWS, 8), torch.randint(0, 3, (NUM_ROWS,)))
+        self.fails = ""
+
+    def loss(self, batch, head, *, fails_in_backward=False):
+        hidden = self.encoder(batch[0])
+        if fails_in_backward:
+            hidden.register_hook(lambda _: torch.empty(2**50, dtype=torch.uint8))
+        return cross_entropy(head(hidden), batch[1])
+
+    def run(self, numbers):
+        """Run a batch with each of these heads; memory runs out in the last one."""
+
+        def forward_backward(part):
+            is_last = self.place == len(numbers) - 1 and torch.is_grad_enabled()
+            is_failing = is_last and part.num_rows == NUM_ROWS
+            if is_failing and self.fails == "forward":
+                torch.empty(2**50, dtype=torch.uint8)
+            fails = is_failing and self.fails == "backward"
+            loss = self.loss(part.batch, self.heads[self.number], fails_in_backward=fails)
+            (loss * part.share).backward()
+
+        step = AdaptiveStep(self.encoder, forward_backward)
+        self.place = -1
+        for self.number in numbers:
+            self.place += 1
+            step(self.batch)
+
+
+@pytest.mark.parametrize(("numbers", "fails"), [([0, 1, 0, 1], "backward"), ([0, 1, 2], "forward")])
+def test_leaves_of_earlier_batches_are_known_in_later_ones(numbers, fails):
+    plain, task = Heads(3), Heads(3)
+    task.fails = fails
+    for number in numbers:
+        plain.loss(plain.batch, plain.heads[number]).backward()
+    task.run(numbers)
+    for head, own in zip(plain.heads, task.heads, strict=True):
+        assert_close([own.weight.grad], [head.weight.grad])
+
+
+def test_a_leaf_that_only_a_failed_backward_shows_is_refused_if_the_graph_seemed_known():
+    task = Heads(3)
+    task.fails = "backward"
+    with pytest.raises(SettingError, match="give one module with all that is trained"):
+        task.run([0, 1, 2])
