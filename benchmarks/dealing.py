@@ -21,7 +21,7 @@ from typing import Any
 
 import records
 import torch
-from batching import lognormal
+from scale import lognormal
 
 from adaptive_batch.data import (
     MicroBatchLayout,
@@ -70,9 +70,7 @@ WAYS: dict[str, Deal] = {"in turn": in_turn, "by tokens": balance_by_tokens}
 def cases(lengths: torch.Tensor) -> list[Case]:
     def steps_by_tokens(each: int, *, divisible: bool = False, **order: Any) -> list[list[int]]:
         rows = row_order(len(lengths), lengths=lengths, **order)[:]
-        return plan_batches(
-            lengths, RANKS * each, order=rows, count="real", divisible=divisible
-        ).tolist()
+        return plan_batches(lengths, RANKS * each, order=rows, divisible=divisible).tolist()
 
     def tokens(amount: int) -> MicroBatchLimit:
         return MicroBatchLimit(amount, "tokens")

@@ -39,7 +39,6 @@ from typing import Any
 import records
 import torch
 import torch.distributed as dist
-from batching import lognormal
 
 from adaptive_batch.config_files import config_path
 from adaptive_batch.data import (
@@ -95,6 +94,13 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return {"row": row}
+
+
+def lognormal(num_rows: int) -> torch.Tensor:
+    """Lengths of mean 385 tokens, 8 to 2048; 16 random rows waste 72.3% as padding."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(num_rows, generator=generator, dtype=torch.float64)
+    return (5.53 + 0.97 * normal).exp().clamp(8, 2048).round().to(torch.int64)
 
 
 def seconds_of(call: Callable[[], object], *, times: int) -> float:
@@ -247,7 +253,7 @@ def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
     for number in ranks:
         tokens = CAPACITY.amount * number
         start = time.process_time()
-        plan = plan_batches(lengths, tokens, order=order, min_rows=number, count="real")
+        plan = plan_batches(lengths, tokens, order=order, last_rows=number)
         seconds = time.process_time() - start
         measured.append(
             {"ranks": number, "rows": rows, "steps": len(plan), "plan_seconds": seconds}

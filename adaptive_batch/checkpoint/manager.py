@@ -98,11 +98,6 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         self._copies: dict[str, torch.Tensor] = {}
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether an asynchronous save is being written now."""
-        return self._pending is not None and not self._pending.done()
-
     def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
         """Save what a run needs to resume; return the seconds for which training waited, also for
         an earlier asynchronous save.

@@ -3,7 +3,6 @@
 from .adaptive_batches import AdaptiveBatches
 from .balance import balance_by_rows, balance_by_tokens
 from .batching import Batching, Sampling
-from .bin_packing import LONG_ROWS
 from .dataset import (
     IGNORE_INDEX,
     DatasetAdapter,
@@ -26,17 +25,16 @@ from .layouts import (
     largest_divisor,
     micro_batches,
     split_by_rows,
-    split_by_tokens,
 )
 from .lengths import Measured, count_rows, longest_rows, mean_rows, measure_rows
-from .order import ORDERS, RowOrder, row_order
+from .order import ORDERS, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
 from .requested_batch import Event, RequestedBatch
 from .step_planner import PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .step_rows import StepRows
-from .token_sampler import batches_by_tokens, plan_batches
+from .token_sampler import LONG_ROWS, plan_batches
 from .token_steps import plan_token_batches
 
 __all__ = [
@@ -61,7 +59,6 @@ __all__ = [
     "ReadAhead",
     "RequestedBatch",
     "RowLength",
-    "RowOrder",
     "RowReader",
     "Sampling",
     "StepPlanner",
@@ -69,7 +66,6 @@ __all__ = [
     "StepRows",
     "balance_by_rows",
     "balance_by_tokens",
-    "batches_by_tokens",
     "check_loss",
     "count_rows",
     "label_tokens",
@@ -84,5 +80,4 @@ __all__ = [
     "plan_token_batches",
     "row_order",
     "split_by_rows",
-    "split_by_tokens",
 ]

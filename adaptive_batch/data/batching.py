@@ -16,8 +16,8 @@ from adaptive_batch.schedules import (
     check_schedule,
 )
 
-from .bin_packing import LONG_ROWS
 from .order import ORDERS
+from .token_sampler import LONG_ROWS
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Sampling:
         sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
         sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
         batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
-        min_rows_per_batch: the fewest rows of a step by tokens.
+        min_rows_per_batch: the fewest rows of a step by tokens on one device, also where they have
+            more than `batch_tokens`; the last step of an epoch may have fewer.
         max_rows_per_batch: the most rows of a step by tokens; None for no limit.
         long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
         grow_beyond_maximum: whether rules may pass the largest batch that fits, in several
@@ -58,7 +59,13 @@ class Sampling:
         seed = self.seed
         if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**63:
             raise SettingError("seed", seed, "give a whole number")
-        check_whole("min_rows_per_batch", self.min_rows_per_batch)
+        least = check_whole("min_rows_per_batch", self.min_rows_per_batch)
+        if self.long_rows == "alone" and least > 1:
+            remedy = (
+                f"a row alone is fewer than min_rows_per_batch={least}; set error or drop, or"
+                " remove min_rows_per_batch"
+            )
+            raise SettingError("long_rows", self.long_rows, remedy)
         for key in ("batch_tokens", "max_rows_per_batch", "sample_window"):
             if getattr(self, key) is not None:
                 check_whole(key, getattr(self, key))

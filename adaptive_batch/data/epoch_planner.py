@@ -25,8 +25,7 @@ from .batching import Batching
 from .epoch_lengths import EpochLengths
 from .order import EpochOrder, RowOrder, row_order
 from .requested_batch import RequestedBatch
-from .token_sampler import TokenBatchPlan
-from .token_steps import TokenSteps
+from .token_steps import StepsOfEpoch, TokenSteps
 
 # Rows whose tokens are looked up at once: a list of them is small, and few calls are made.
 _BLOCK_ROWS = 2048
@@ -303,20 +302,20 @@ class EpochPlanner:
             remedy = f"it had {self.num_rows} when training began; keep its length"
             raise SettingError("dataset", count(num_rows, "row"), remedy)
         if self._batching.batch_tokens:
-            return self.token_batches(progress).rows
+            return self.token_steps(progress).batches.rows
         if not self.depends_on_lengths:
             return self._row_order(epoch=progress.epoch)
         return self.lengths.order(progress.epoch)
 
-    def token_batches(self, progress: Progress) -> TokenBatchPlan:
-        """Return the rows of each step of the current epoch, by tokens."""
-        return self._token_steps.of_epoch(progress).batches
+    def token_steps(self, progress: Progress) -> StepsOfEpoch:
+        """Return the steps of the current epoch, by tokens."""
+        return self._token_steps.of_epoch(progress)
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows of an epoch that is over which no step has used, by reason."""
         long_rows = 0
         if self._batching.batch_tokens:
-            long_rows = len(self.token_batches(progress).dropped)
+            long_rows = len(self.token_steps(progress).batches.dropped)
         rest = self.num_rows - progress.epoch_rows - long_rows
         max_steps = self._batching.max_steps_per_epoch
         if max_steps is not None and progress.epoch_steps >= max_steps:

@@ -229,26 +229,6 @@ def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]
     ]
 
 
-def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group the rows of a step batch, of these lengths, into micro-batches of at most so many
-    padded tokens, rows x longest.
-
-    Returns:
-        Positions of rows: as few micro-batches as there can be and, of such, those with the least
-        padding; the ones with the longest rows first. The same lengths always give the same answer.
-
-    Raises:
-        ValueError: a row is longer than `max_tokens`.
-    """
-    for row, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ValueError(
-                f"max_tokens={max_tokens}: row {row} has {length} tokens; give {max(lengths)} or"
-                " more"
-            )
-    return _grouped(lengths, max_tokens)
-
-
 def micro_batches(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout | None = None
 ) -> list[MicroBatch]:
@@ -341,7 +321,8 @@ def largest_divisor(number: int, *, at_most: int) -> int:
 
 
 def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group as :func:`split_by_tokens`; a row longer than `max_tokens` is a group by itself.
+    """Group rows by length into the fewest groups of at most `max_tokens` padded tokens, rows x
+    longest, and of such into those with the least padding. A longer row is a group by itself.
 
     Rows sorted by length are cut into consecutive groups, which some best grouping always is:
     swapping two rows so that the shorter lies in the group with the shorter longest row lengthens

@@ -321,10 +321,11 @@ class StepPlanner:
         self._block = []
         if not batching.batch_tokens:
             return
-        batches = self.epochs.token_batches(progress)
+        batches = self.epochs.token_steps(progress).batches
         # A run that resumes within a plan has logged them before.
         if progress.epoch_rows != self.epochs.lengths.planned_from:
             return
+        self._log_over_budget(progress)
         rows_by_reason = {
             f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
         }
@@ -340,6 +341,26 @@ class StepPlanner:
             dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
             message = f"epoch {epoch}: {dropped}: {numbers}"
             self._event("dropped", message, epoch=epoch, rows=sorted(rows))
+
+    def _log_over_budget(self, progress: Progress) -> None:
+        """Log the steps of an epoch that have more than `batch_tokens` for `min_rows_per_batch`."""
+        least = self.batching.min_rows_per_batch
+        if least == 1:
+            return
+        steps = self.epochs.token_steps(progress)
+        tokens = [int(self._rows.lengths[rows].sum()) for rows in steps.batches.tolist()]
+        over = [
+            number
+            for number, budget in zip(tokens, steps.budgets, strict=True)
+            if number > budget * self.ranks
+        ]
+        if over:
+            message = (
+                f"epoch {progress.epoch}: {len(over)} of {count(len(tokens), 'step')} have more"
+                f" than batch_tokens, up to {max(over)} over all ranks, for"
+                f" min_rows_per_batch={least}"
+            )
+            self._event("over_budget", message, epoch=progress.epoch, steps=len(over))
 
     def num_steps(self, progress: Progress, epochs: int, *, sees_tokens: bool = True) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""

@@ -1,10 +1,11 @@
-"""Rows into batches of a budget of tokens, one budget or one for each step: pure, no device, time
-close to linear in the rows.
+"""Token budgets: the rows of an epoch are put into batches in their order, with one budget or one
+for each step.
+
+Pure, no device; the time is close to linear in the rows.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -13,13 +14,13 @@ from itertools import chain, pairwise
 
 import torch
 
+from adaptive_batch._util import check_choice, check_whole
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import KEY, Progress, request_batch
 
-from .bin_packing import Limits, Rows, fill_batches
-from .order import row_order
-
-log = logging.getLogger("adaptive_batch")
+LONG_ROWS = ("error", "drop", "alone")
+# Rows that are Python numbers at one time: as tensors they take a quarter of the memory.
+_CHUNK = 65_536
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,65 +67,40 @@ class TokenBatchPlan:
         return [rows[start:end] for start, end in pairwise(self.starts.tolist())]
 
 
-def batches_by_tokens(
-    lengths: Sequence[int] | torch.Tensor,
-    max_tokens: int,
-    *,
-    order: str = "dataloader",
-    window: int | None = None,
-    min_rows: int = 1,
-    max_rows: int | None = None,
-    seed: int = 0,
-    epoch: int = 0,
-    count: str = "padded",
-    long_rows: str = "error",
-    verbose: bool = False,
-) -> list[list[int]]:
-    """Put the rows of an epoch into batches that are filled to a budget of tokens.
+@dataclass(frozen=True)
+class _Limits:
+    """Limits of each batch, checked; see :func:`plan_batches`."""
 
-    Args:
-        lengths: int ``[rows]``, tokens of each row.
-        max_tokens: the most tokens of a batch.
-        order, window, seed, epoch: the order in which the rows are taken, see
-            :func:`~adaptive_batch.data.row_order`.
-        min_rows, max_rows, count, long_rows: see :func:`plan_batches`.
-        verbose: log how full the batches are.
+    min_rows: int
+    max_rows: int | None
+    long_rows: str
+    divisible: bool
 
-    Returns:
-        Row numbers of each batch.
+    def __post_init__(self) -> None:
+        check_whole("min_rows", self.min_rows)
+        check_choice("long_rows", self.long_rows, LONG_ROWS)
+        if self.max_rows is not None and self.min_rows > check_whole("max_rows", self.max_rows):
+            raise SettingError(
+                "min_rows", self.min_rows, f"must not be above the most rows, {self.max_rows}"
+            )
 
-    Raises:
-        SettingError: an argument cannot be used; it names the argument, its value and a suggested
-            fix.
-    """
-    lengths = torch.as_tensor(lengths if len(lengths) else torch.zeros(0, dtype=torch.int64))
-    if lengths.ndim != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        description = f"{lengths.dtype}{list(lengths.shape)}"
-        raise SettingError("lengths", description, "must be a list or 1-D tensor of whole numbers")
-    plan = plan_batches(
-        lengths,
-        max_tokens,
-        order=row_order(
-            len(lengths), order=order, lengths=lengths, window=window, seed=seed, epoch=epoch
-        )[:],
-        min_rows=min_rows,
-        max_rows=max_rows,
-        count=count,
-        long_rows=long_rows,
-    )
-    batches = plan.tolist()
-    if verbose:
-        padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
-        log.info(
-            "%d batches of up to %d tokens (%s): %d rows, %.1f%% padding; %d rows dropped",
-            len(batches),
-            max_tokens,
-            count,
-            len(plan.rows),
-            100 * (1 - int(lengths[plan.rows].sum()) / max(1, padded)),
-            len(plan.dropped),
-        )
-    return batches
+    def is_full(self, rows: int, tokens: int, max_tokens: int) -> bool:
+        """Return whether a batch of `rows` takes no row more, which would make it one of `tokens`.
+
+        `min_rows` comes before the budget.
+        """
+        return rows >= self.min_rows and (tokens > max_tokens or rows == self.max_rows)
+
+    def kept(self, rows: int) -> int:
+        """Return the rows of a batch that could hold `rows`: those, or with `divisible` at most an
+        eighth fewer.
+        """
+        if not self.divisible:
+            return rows
+        # An eighth of the rows at most is left: 2 ** (floor(log2(rows)) - 3).
+        multiple = 1 << max(0, rows.bit_length() - 4)
+        fewer = rows - rows % multiple
+        return fewer if fewer >= self.min_rows else rows
 
 
 def plan_batches(
@@ -134,61 +110,94 @@ def plan_batches(
     order: torch.Tensor | None = None,
     min_rows: int = 1,
     max_rows: int | None = None,
-    count: str = "padded",
     long_rows: str = "error",
     divisible: bool = False,
+    last_rows: int = 1,
 ) -> TokenBatchPlan:
     """Plan batches that are filled to a budget of tokens; every row of `order` is in one of them,
     or listed as dropped.
 
-    Rows are taken in order; a batch is closed when the next row would take it beyond `max_tokens`
-    or `max_rows`. One that would then have too few rows stays open: rows that do not fit wait, and
-    come first afterwards, while later rows that fit are added. At the end of the epoch what is left
-    is combined, the longest with the shortest, and only rows for which no partner is left are in
-    batches below `min_rows`.
+    Rows are taken in order. A batch is closed when it has `min_rows` rows and the next row would
+    take it beyond `max_tokens` or `max_rows`. So a batch of `min_rows` long rows may have more than
+    `max_tokens`. The last batch has the rest of the rows, which may be fewer than `min_rows`.
 
     Args:
         lengths: int ``[rows]``, tokens of each row, 1 or more.
-        max_tokens: the most tokens of a batch.
+        max_tokens: the most tokens of a batch of more than `min_rows` rows.
         order: int64, row numbers in the order in which to take them, each at most once; None takes
             all as they come.
-        min_rows: rows that a batch should have at least.
+        min_rows: rows that a batch has at least, but for the last.
         max_rows: rows that a batch may have; None for no limit.
-        count: ``padded`` counts rows x longest, ``real`` the sum of lengths.
         long_rows: what becomes of a row that alone is longer than `max_tokens`: ``error``,
             ``drop``, or ``alone``, a batch of one row.
         divisible: each batch but the last has a multiple of 1/8 to 1/16 of its rows, a power of
             two, so that it divides into equal micro-batches; at most 1/8 fewer than would fit,
             unless that is below `min_rows`.
+        last_rows: rows that the last batch should have. It takes the missing ones from the batch
+            before, unless `divisible` is set, it would then pass `max_tokens`, or the batch before
+            would have fewer than `last_rows`.
 
     Raises:
         SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows
             do not fit in one batch.
     """
+    # sys.maxsize is no limit.
+    check_whole("max_tokens", max_tokens, most=sys.maxsize)
+    limits = _Limits(min_rows, max_rows, long_rows, divisible)
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
-    if len(lengths) and int(lengths.min()) < 1:
-        row = int(lengths.argmin())
-        raise SettingError("lengths", int(lengths[row]), f"row {row} must have 1 token or more")
-    most_rows = sys.maxsize if max_rows is None else max_rows
-    limits = Limits(
-        max_tokens, min_rows, most_rows, count=count, long_rows=long_rows, divisible=divisible
-    )
-    numbers = torch.arange(len(lengths)) if order is None else order
-    rows = Rows(numbers, lengths[numbers])
-    is_long = rows.sizes > max_tokens
-    dropped = numbers[:0]
+    _check_lengths(lengths)
+    rows = torch.arange(len(lengths)) if order is None else order
+    sizes = lengths[rows]
+    is_long = sizes > max_tokens
+    dropped = rows[:0]
     if long_rows == "error" and is_long.any():
-        row = int(numbers[is_long][0])
-        longest = int(rows.sizes.max())
+        row = int(rows[is_long][0])
         remedy = (
-            f"row {row} alone has {int(lengths[row])} tokens; give {longest} or more, or set"
-            " long_rows to drop or alone"
+            f"row {row} alone has {int(lengths[row])} tokens; give {int(sizes.max())} or more, or"
+            " set long_rows to drop or alone"
         )
         raise SettingError("max_tokens", max_tokens, remedy)
     if long_rows == "drop":
-        dropped = numbers[is_long]
-        rows = rows.pick(~is_long)
-    return TokenBatchPlan(*fill_batches(rows, limits), dropped)
+        dropped = rows[is_long]
+        rows = rows[~is_long]
+        sizes = sizes[~is_long]
+    if 1 < min_rows <= len(sizes):
+        needed = int(torch.topk(sizes, min_rows, largest=False).values.sum())
+        if needed > max_tokens:
+            remedy = (
+                f"the {min_rows} shortest rows have {needed} tokens, and {max_tokens} are allowed;"
+                " lower one, or raise the other"
+            )
+            raise SettingError("min_rows", min_rows, remedy)
+    filled = _filled(sizes, max_tokens, limits)
+    missing = last_rows - filled[-1] if filled else 0
+    fits = int(sizes[-last_rows:].sum()) <= max_tokens
+    if missing > 0 and filled[-2:-1] >= [last_rows + missing] and fits and not divisible:
+        filled[-2] -= missing
+        filled[-1] += missing
+    return TokenBatchPlan(rows, torch.tensor([0, *filled]).cumsum(0), dropped)
+
+
+def _check_lengths(lengths: torch.Tensor) -> None:
+    if len(lengths) and int(lengths.min()) < 1:
+        row = int(lengths.argmin())
+        raise SettingError("lengths", int(lengths[row]), f"row {row} must have 1 token or more")
+
+
+def _filled(sizes: torch.Tensor, max_tokens: int, limits: _Limits) -> list[int]:
+    """Return how many rows each batch takes, one after the other."""
+    filled: list[int] = []
+    rows = total = position = 0
+    for first in range(0, len(sizes), _CHUNK):
+        for size in sizes[first : first + _CHUNK].tolist():
+            while limits.is_full(rows, total + size, max_tokens):
+                filled.append(limits.kept(rows))
+                rows -= filled[-1]
+                total = int(sizes[position - rows : position].sum()) if rows else 0
+            rows += 1
+            total += size
+            position += 1
+    return [*filled, rows] if rows else filled
 
 
 def plan_batches_by_rule(
@@ -206,9 +215,7 @@ def plan_batches_by_rule(
     """Plan an epoch, each step of which is filled to the real tokens that a rule requests at the
     beginning of the step.
 
-    With a rule that always answers the same this is ``plan_batches(..., count="real")``. With
-    `min_rows` above 1 rows wait for others, so all that is left is planned again whenever the
-    budget changes.
+    With a rule that always answers the same this is :func:`plan_batches`.
 
     What becomes of a row that is longer than a budget does not depend on where the order has put
     it. ``error`` refuses every budget below the longest row of the epoch. With ``drop`` the row
@@ -228,46 +235,18 @@ def plan_batches_by_rule(
         The batches; and the tokens that were requested for each on one device.
 
     Raises:
-        SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows
-            do not fit in one batch.
+        SettingError: an argument cannot be used, or a row is too long.
         GrowthFunctionError: the rule failed, or answers otherwise when it is called again.
     """
-
-    def plan(budget: int, rows: torch.Tensor) -> TokenBatchPlan:
-        return plan_batches(
-            lengths,
-            budget,
-            order=rows,
-            min_rows=min_rows,
-            max_rows=max_rows,
-            count="real",
-            long_rows=long_rows,
-            divisible=divisible,
-        )
-
-    def left() -> torch.Tensor:
-        return order[
-            ~torch.isin(order, torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64))
-        ]
-
+    limits = _Limits(min_rows, max_rows, long_rows, divisible)
+    _check_lengths(lengths)
+    sizes: list[int] = lengths[order].tolist()
+    filler = _Filler(sizes, limits)
+    longest = max(sizes, default=0)
     batches: list[list[int]] = []
-    # It refuses what cannot be used, before the rule is called.
-    plan(sys.maxsize, order[:0])
-    limits = Limits(
-        sys.maxsize,
-        1,
-        max_rows or sys.maxsize,
-        count="real",
-        long_rows=long_rows,
-        divisible=divisible,
-    )
-    in_order = _InOrder(lengths[order].tolist(), limits) if min_rows == 1 else None
-    longest = int(lengths[order].max()) if len(order) else 0
     begins: list[Progress] = []
     budgets: list[int] = []
-    # Planned with the budget of the last step, the next batch last.
-    planned: list[list[int]] = []
-    is_last = not len(order)
+    is_last = not sizes
     while not is_last:
         budget = request_batch(rule, progress, maximum=None).after
         if long_rows == "error" and longest > budget * ranks:
@@ -279,19 +258,13 @@ def plan_batches_by_rule(
             raise SettingError(
                 KEY, budget, f"{remedy}; return {needed} or more, or set long_rows to drop or alone"
             )
-        if in_order:
-            places, is_last = in_order.next_batch(budget * ranks)
-            batch = order[places].tolist()
-        else:
-            if budgets[-1:] != [budget]:
-                planned = plan(budget * ranks, left()).tolist()[::-1]
-            batch = planned.pop() if planned else []
-            is_last = not planned
-        if batch:
-            batches.append(batch)
+        places, is_last = filler.next_batch(budget * ranks)
+        if places:
+            batches.append(places)
             begins.append(progress)
             budgets.append(budget)
-            progress = progress.after_step(rows=len(batch), tokens=int(lengths[batch].sum()))
+            tokens = sum(sizes[place] for place in places)
+            progress = progress.after_step(rows=len(places), tokens=tokens)
             progress = replace(progress, batch=budget)
     for begin, budget in zip(begins, budgets, strict=True):
         again = request_batch(rule, begin, maximum=None).after
@@ -301,16 +274,18 @@ def plan_batches_by_rule(
                 " batch_tokens it must be a function of progress alone"
             )
     starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
-    rows = torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64)
-    return TokenBatchPlan(rows, starts, left()), budgets
+    used = torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64)
+    is_dropped = torch.ones(len(sizes), dtype=torch.bool)
+    is_dropped[used] = False
+    return TokenBatchPlan(order[used], starts, order[is_dropped]), budgets
 
 
-class _InOrder:
-    """Rows by their place in the order, handed out in order but for those that wait for a larger
-    budget, counted in real tokens.
+class _Filler:
+    """Fills batches with rows, each named by its place in the order, in order but for those that
+    wait for a larger budget.
     """
 
-    def __init__(self, sizes: list[int], limits: Limits) -> None:
+    def __init__(self, sizes: list[int], limits: _Limits) -> None:
         self._sizes = sizes
         self._limits = limits
         self._waiting: list[int] = []
@@ -327,9 +302,9 @@ class _InOrder:
         for place in chain(self._waiting, range(self._coming, len(sizes))):
             if limits.long_rows == "drop" and sizes[place] > budget:
                 continue
-            if places and (tokens + sizes[place] > budget or len(places) == limits.max_rows):
+            if limits.is_full(len(places), tokens + sizes[place], budget):
                 end = max(place, self._coming)
-                places = places[: limits.kept(len(places), 1)]
+                places = places[: limits.kept(len(places))]
                 is_last = False
                 break
             places.append(place)

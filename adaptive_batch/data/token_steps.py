@@ -129,7 +129,11 @@ def plan_token_batches(
     limits = _row_limits(batching, ranks, divisible)
     try:
         return plan_batches(
-            lengths, batching.batch_tokens * ranks, order=order, count="real", **limits
+            lengths,
+            batching.batch_tokens * ranks,
+            order=order,
+            last_rows=batching.min_rows_per_batch * ranks,
+            **limits,
         )
     except SettingError as error:
         keys = {
@@ -142,8 +146,10 @@ def plan_token_batches(
 
 def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:
     """Return what a step by tokens must keep to, over all ranks."""
+    least = batching.min_rows_per_batch
     return {
-        "min_rows": batching.min_rows_per_batch * ranks,
+        # One row is no minimum for each rank: long rows never take a step beyond its tokens then.
+        "min_rows": least * ranks if least > 1 else 1,
         "max_rows": batching.max_rows_per_batch and batching.max_rows_per_batch * ranks,
         "long_rows": batching.long_rows,
         "divisible": divisible,

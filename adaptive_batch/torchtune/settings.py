@@ -278,9 +278,9 @@ class SamplingSettings:
     )
     min_rows_per_batch: int = key(
         check_whole,
-        "least rows of a step by `batch_tokens`. A step that would have too few waits: rows that do"
-        " not fit come later, and later ones that do are taken first. Only rows for which the whole"
-        " epoch has no partner are in smaller steps",
+        "least rows of a step by `batch_tokens`, on each device. It comes before the budget: a step"
+        " of this many long rows may have more tokens. Only the last step of an epoch may have"
+        " fewer. Not together with `long_rows: alone`",
         default=1,
         resume="epoch",
         needs=("batch_tokens",),

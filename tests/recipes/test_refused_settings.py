@@ -452,7 +452,12 @@ REFUSED = {
     "fewer tokens than the shortest rows have": (
         [*OF_LENGTHS, "batch_tokens=45", "min_rows_per_batch=3"],
         "min_rows_per_batch=3",
-        "the 3 shortest rows need 60 real tokens, and 45 are allowed",
+        "the 3 shortest rows have 60 tokens, and 45 are allowed",
+    ),
+    "a row alone, and three rows at least": (
+        [*OF_LENGTHS, "batch_tokens=100", "min_rows_per_batch=3", "long_rows=alone"],
+        "long_rows='alone'",
+        "a row alone is fewer than min_rows_per_batch=3",
     ),
     "more rows at least than at most": (
         ["batch_tokens=200", "min_rows_per_batch=5", "max_rows_per_batch=4"],

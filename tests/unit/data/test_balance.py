@@ -258,7 +258,7 @@ def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(
     ranks, capacity = 8, MicroBatchLimit(max_tokens, "tokens")
     drawn = lognormal(5_000)
     imbalances, places, places_in_turn = [], [], []
-    for step in plan_batches(drawn, ranks * 16_384, count="real").tolist()[:-1]:
+    for step in plan_batches(drawn, ranks * 16_384).tolist()[:-1]:
         lengths = drawn[step].tolist()
         ways = (balance_by_tokens(lengths, ranks, capacity), balance_by_rows(len(lengths), ranks))
         for dealt, found in zip(ways, (places, places_in_turn), strict=True):

@@ -13,7 +13,6 @@ from adaptive_batch.data import (
     MicroBatchTime,
     micro_batches,
     split_by_rows,
-    split_by_tokens,
 )
 
 
@@ -77,10 +76,14 @@ def lengths_and_budgets(draw, max_size):
     return lengths, draw(st.integers(max(lengths), 3 * max(lengths) + 5))
 
 
+def groups_of(lengths, max_tokens):
+    return [piece.rows for piece in micro_batches(lengths, MicroBatchLimit(max_tokens, "tokens"))]
+
+
 @given(lengths_and_budgets(max_size=60))
 def test_by_tokens_every_row_comes_once_and_no_group_is_above_the_budget(drawn):
     lengths, max_tokens = drawn
-    groups = split_by_tokens(lengths, max_tokens)
+    groups = groups_of(lengths, max_tokens)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert all(len(group) * max(lengths[row] for row in group) <= max_tokens for group in groups)
 
@@ -88,27 +91,18 @@ def test_by_tokens_every_row_comes_once_and_no_group_is_above_the_budget(drawn):
 @given(lengths_and_budgets(max_size=7))
 def test_no_grouping_has_fewer_groups_nor_less_padding_with_as_many(drawn):
     lengths, max_tokens = drawn
-    groups = split_by_tokens(lengths, max_tokens)
+    groups = groups_of(lengths, max_tokens)
     assert (len(groups), run_tokens(groups, lengths)) == best_of_all(lengths, max_tokens)
 
 
 @given(lengths_and_budgets(max_size=60))
-def test_the_longest_rows_come_first_and_the_same_lengths_give_the_same_groups(drawn):
+def test_groups_are_neighbours_by_length_and_the_same_lengths_give_the_same_groups(drawn):
     lengths, max_tokens = drawn
-    groups = split_by_tokens(lengths, max_tokens)
-    bounds = [bound([lengths[row] for row in group]) for group in groups for bound in (max, min)]
-    assert bounds == sorted(bounds, reverse=True)
-    assert split_by_tokens(tuple(lengths), max_tokens) == groups
-
-
-def test_no_rows_make_no_group():
-    assert split_by_tokens([], 8) == []
-
-
-def test_a_row_above_the_budget_is_refused_with_the_numbers():
-    message = r"max_tokens=8: row 1 has 9 tokens; give 12 or more"
-    with pytest.raises(ValueError, match=message):
-        split_by_tokens([8, 9, 12], 8)
+    groups = groups_of(lengths, max_tokens)
+    by_length = sorted(groups, key=lambda group: sorted(lengths[row] for row in group))
+    bounds = [bound([lengths[row] for row in group]) for group in by_length for bound in (min, max)]
+    assert bounds == sorted(bounds)
+    assert groups_of(tuple(lengths), max_tokens) == groups
 
 
 # capacity and shapes
@@ -214,7 +208,7 @@ def test_no_rows_make_no_micro_batch():
 
 
 def test_a_row_without_tokens_is_padded_to_one():
-    assert sorted(split_by_tokens([0, 5, 0], 10)) == [[0, 2], [1]]
+    assert sorted(groups_of([0, 5, 0], 10)) == [[0, 2], [1]]
     for capacity in (MicroBatchLimit(1), MicroBatchLimit(1, "tokens")):
         assert [piece.length for piece in micro_batches([0, 0], capacity)] == [1, 1]
 
