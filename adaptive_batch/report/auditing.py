@@ -168,7 +168,6 @@ class _Auditor:
             self._expect_steps(f"checkpoint at step {saved_step}", saved_step)
         elif kind == "end":
             self._is_over = True
-            self._epochs.check_asked(whole(record, "epochs"))
 
     def _start(self, record: Record) -> None:
         """Check that training resumes where the steps before end."""
@@ -565,17 +564,6 @@ class _Epochs:
             return False
         epoch.ending = ending
         return True
-
-    def check_asked(self, num_asked: int | None) -> None:
-        """Check that training has ended with the last epoch that was asked for, where that is
-        recorded.
-        """
-        num_begun = self.newest.number + 1 if self.newest else 0
-        if num_asked is not None and num_begun < num_asked:
-            missing = _span("epoch", num_begun, num_asked - 1)
-            self._problems.append(
-                f"training has ended, and {missing} of {num_asked} not in the log"
-            )
 
     def close(self, *, is_done: bool) -> None:
         """Judge the newest epoch."""
