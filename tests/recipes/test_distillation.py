@@ -89,6 +89,7 @@ def test_the_bound_is_the_same_whatever_searches_for_it(small, lora):
     assert saved["max_batch_size"] == bounds["binary"]
 
 
+@pytest.mark.slow
 def test_an_estimate_holds_both_models_as_trials_do(small, lora):
     """A wider teacher takes its memory from the rows."""
     estimated = []

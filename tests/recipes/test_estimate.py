@@ -528,6 +528,7 @@ def test_compiling_for_a_cpu_is_said_to_be_counted_otherwise():
     assert not any(sentence.startswith("compile") for sentence in eager.left_out)
 
 
+@pytest.mark.slow
 def test_offloaded_activations_take_no_memory_of_the_device():
     # Layers enough that not all that they keep is stashed.
     keys = {

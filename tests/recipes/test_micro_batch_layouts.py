@@ -161,7 +161,7 @@ SKEWED = [*LENGTHS[:29], 120, 120, 120]
 @pytest.mark.parametrize(
     ("backend", "layout"),
     [
-        ("aot_eager", "auto"),
+        pytest.param("aot_eager", "auto", marks=pytest.mark.slow),
         pytest.param("aot_eager", "grouped", marks=pytest.mark.nightly),
         pytest.param("inductor", "grouped", marks=pytest.mark.nightly),
         pytest.param("inductor", "auto", marks=pytest.mark.nightly),

@@ -60,11 +60,17 @@ def steps(finished, name):
     return [record[name] for record in records(finished, "step")]
 
 
-@pytest.mark.parametrize("split", [*SPLITS])
-def test_losses_and_metrics_do_not_depend_on_the_split(small, kind, whole, split):
-    divided = small.run_in_process(OURS, *kind, *SGD, "batch_size=16", *SPLITS[split])
+def of_each(cases, alone):
+    """Each case with adapters, and `alone` with every weight: how it divides rows is the same."""
+    pairs = [("full", alone), *(("lora", case) for case in cases)]
+    return pytest.mark.parametrize(("kind", "case"), pairs, indirect=["kind"])
+
+
+@of_each(SPLITS, "rows")
+def test_losses_and_metrics_do_not_depend_on_the_split(small, kind, whole, case):
+    divided = small.run_in_process(OURS, *kind, *SGD, "batch_size=16", *SPLITS[case])
     assert min(steps(divided, "micro_batches")) > 1
-    assert "packed" not in split or not any(steps(divided, "padding_fraction"))
+    assert "packed" not in case or not any(steps(divided, "padding_fraction"))
     assert steps(divided, "loss") == pytest.approx(steps(whole, "loss"), rel=1e-5)
     for name in METRICS:
         # Means of logits cover padding, of which a split has less.
@@ -107,9 +113,9 @@ def within(small, kind):
     return small.run_in_process(OURS, *kind, *OF_THREE)
 
 
-@pytest.mark.parametrize("apart", [*APART])
-def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(small, kind, within, apart):
-    finished = small.run_in_process(OURS, *kind, *OF_THREE, *APART[apart])
+@of_each(APART, "a number")
+def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(small, kind, within, case):
+    finished = small.run_in_process(OURS, *kind, *OF_THREE, *APART[case])
     assert steps(finished, "loss") == pytest.approx(steps(within, "loss"), rel=1e-5)
     assert min(map(abs, steps(within, "rewards/margins")[1:])) > 1e-3
     for name in METRICS:
@@ -120,7 +126,7 @@ def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(small, kin
         expected = pytest.approx(steps(within, name)[first:], rel=1e-3, abs=1e-5)
         assert steps(finished, name)[first:] == expected, name
     bounds = records(finished, "reference_bound")
-    assert len(bounds) == ("auto" in str(APART[apart]))
+    assert len(bounds) == ("auto" in str(APART[case]))
     for bound in bounds:
         assert 3 < bound["max_batch_size"] <= 16
         assert bound["peak_bytes"] <= 24 * 2**20
