@@ -26,7 +26,7 @@ from adaptive_batch import distributed
 from adaptive_batch.checkpoint import parameter_name, reason
 from adaptive_batch.errors import SettingError
 
-from .checks import check_adapter_keys, check_adapters_train
+from .checks import check_adapters_train
 from .model import (
     FullModel,
     Weights,
@@ -81,7 +81,6 @@ class AdapterModel(FullModel):
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        check_adapter_keys(cfg.model)
         # torchtune's builders read this global.
         common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))
         return super().skeleton(cfg, dtype=dtype)

@@ -8,25 +8,23 @@ A key alone is checked in :mod:`.settings`.
 from __future__ import annotations
 
 import inspect
+import math
 import os
-import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torchtune.modules.peft import LORA_ATTN_MODULES, get_adapter_params
+from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
-from .argument_types import check_arguments
 from .config_errors import as_dict, check_block, component_of, computing, missing, plainly
 from .keys import fields_of, load_function, values_of
 from .names import unread
@@ -40,12 +38,9 @@ AUTO = "auto"
 TOKEN_KEYS = ("batch_tokens", "micro_batch_tokens")
 _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
-_OTHER_BLOCKS = (
-    *("dataset_val", "lr_scheduler", "checkpointer", "metric_logger"),
-    *("ref_checkpointer", "teacher_model", "teacher_checkpointer", "kd_loss"),
-)
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
+# Keys of torchtune that our recipes read as truth values: any text would count as True.
 _SWITCHES = (
     "shuffle",
     "compile",
@@ -53,54 +48,25 @@ _SWITCHES = (
     "enable_activation_offloading",
     "log_peak_memory_stats",
     "low_cpu_ram",
-    "dataset.packed",
-    "dataset.train_on_input",
-    "dataset_val.packed",
-    "dataset_val.train_on_input",
-    "profiler.enabled",
     "save_adapter_weights_only",
-    *(
-        f"model.{name}"
-        for name in ("use_dora", "quantize_base", "apply_lora_to_mlp", "apply_lora_to_output")
-    ),
-)
-# Numbers that are computed with first once weights are loaded.
-_NUMBERS = (
-    *(f"optimizer.{name}" for name in ("lr", "weight_decay", "eps")),
-    "lr_scheduler.num_cycles",
-    "model.lora_alpha",
-)
-_POSITIVE = ("model.norm_eps", "model.rope_base")
-_SHARES = (
-    "model.lora_dropout",
-    "model.attn_dropout",
-    "loss.label_smoothing",
-    "optimizer.momentum",
-    "optimizer.dampening",
+    "dataset.packed",
+    "dataset_val.packed",
 )
 _PATHS = (
-    "tokenizer.path",
-    "tokenizer.merges_file",
-    "dataset.cache_dir",
     "checkpointer.checkpoint_dir",
     "checkpointer.output_dir",
     "checkpointer.recipe_checkpoint",
     "checkpointer.adapter_checkpoint",
 )
-# Numbers that torchtune's components take for something else when they are none of these, or fail
-# on once weights are loaded.
-_WHOLE = (
-    "tokenizer.max_seq_len",
-    *(f"model.{name}" for name in ("num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")),
-    "model.vocab_size",
-    "model.max_seq_len",
-    "loss.num_output_chunks",
-    "kd_loss.num_output_chunks",
-)
-# A model of more layers is built for hours before anything can be said of it.
-_MOST_LAYERS = 10_000
-# The profiler that torchtune's recipes have.
-_PROFILER = "torchtune.training.setup_torch_profiler"
+# Arguments for which torchtune's components accept values outside their range: they train something
+# else, or fail after the weights are loaded.
+_WHOLE = ("tokenizer.max_seq_len", "model.lora_rank")
+_POSITIVE = ("model.lora_alpha", "model.norm_eps")
+_SHARES = ("model.lora_dropout", "model.attn_dropout", "loss.label_smoothing")
+# Classes of the logits that a loss is tried with.
+_CLASSES = 8
+# Annotations of arguments that are truth values.
+_BOOLS = (bool, bool | None, "bool", "bool | None", "Optional[bool]")
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
@@ -146,22 +112,23 @@ def takes_chunks(loss_fn: Any) -> bool:
 
 
 def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
-    """Refuse arguments with which torch's losses cannot be computed, or are no cross entropy."""
-    is_chunked = takes_chunks(loss_fn)
-    # What others take is not known here.
+    """Refuse arguments for which torch's loss fails, or is not the mean cross-entropy of labels."""
+    # User-defined losses may take other inputs.
     if not type(loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
         return
-    num_labels = loss_fn.num_output_chunks if is_chunked else 2
-    labels = torch.full((num_labels,), 1 if loss_fn.ignore_index != 1 else 2)
+    label = 1 if loss_fn.ignore_index != 1 else 2
     with computing("loss", cfg.loss):
-        if is_chunked:
-            loss = loss_fn([torch.zeros(1, 1, 8)] * num_labels, labels[None])
+        if takes_chunks(loss_fn):
+            num_labels = loss_fn.num_output_chunks
+            logits = [torch.zeros(1, 1, _CLASSES)] * num_labels
+            loss = loss_fn(logits, torch.full((1, num_labels), label))
         else:
-            loss = loss_fn(torch.zeros(num_labels, 8), labels)
-    if loss.dim() or not loss > 0:
+            loss = loss_fn(torch.zeros(2, _CLASSES), torch.full((2,), label))
+    expected = math.log(_CLASSES)
+    if loss.dim() or not math.isclose(loss, expected, rel_tol=1e-4):
         remedy = (
-            f"of logits that are all alike it is {loss.tolist()}, and not the one number above 0 of"
-            " a cross entropy; give torch.nn.CrossEntropyLoss with reduction=mean"
+            f"equal logits of {_CLASSES} classes give {loss.tolist()}, and their mean cross-entropy"
+            f" is {expected:.4g}; give torch.nn.CrossEntropyLoss with reduction=mean"
         )
         raise SettingError("loss", as_dict(cfg.loss), remedy)
 
@@ -177,55 +144,29 @@ def check_chunks(model: torch.nn.Module, loss_fn: Any, cfg: DictConfig) -> None:
 
 
 def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Refuse a model with adapters; name the full one where its builder is known.
-
-    Adapters are those of LoRA and DoRA, on quantized weights or not.
-    """
+    """Refuse a model with adapters, and a file of adapters."""
     if get_adapter_params(model):
-        component = component_of(cfg.model)
         remedy = (
-            "every weight is trained here, and adapters by `tune run adaptive_lora_finetune`; run"
-            " that, or give the full model"
+            "this recipe trains every weight; train adapters with `tune run"
+            " adaptive_lora_finetune`, or give a model without adapters"
         )
-        raise SettingError("model", component, remedy + _full(component, cfg.model))
+        raise SettingError("model", component_of(cfg.model), remedy)
     adapters = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
     if adapters is not None:
         remedy = (
-            "every weight is trained here; `tune run adaptive_lora_finetune` begins with adapters,"
-            " or remove it"
+            "this recipe trains every weight; train adapters with `tune run"
+            " adaptive_lora_finetune`, or remove it"
         )
         raise SettingError("checkpointer.adapter_checkpoint", str(adapters), remedy)
 
 
-# What torchtune saves with adapters, and what would do where it is missing.
+# Keys that torchtune saves with adapters, each with an example.
 _SAVED_WITH_ADAPTERS = {
     "lora_rank": "give a whole number, such as 8",
     "lora_alpha": "give a number, such as 16",
     "lora_attn_modules": "give a list, such as [q_proj,v_proj]",
     "apply_lora_to_mlp": "give True or False",
 }
-
-
-def check_adapter_keys(block: Mapping[str, Any]) -> None:
-    """Refuse values of a model's block that torchtune's builders take and cannot train or save."""
-    if "lora_rank" in block:
-        check_whole("model.lora_rank", block["lora_rank"])
-    alpha = block.get("lora_alpha")
-    if isinstance(alpha, int | float) and alpha <= 0:
-        raise SettingError(
-            "model.lora_alpha",
-            alpha,
-            "adapters are multiplied by it; give the rank or twice the rank",
-        )
-    names = block.get("lora_attn_modules") or ()
-    if not isinstance(names, Sequence) or isinstance(names, str):
-        remedy = "give a list of names, such as [q_proj, v_proj]"
-        raise SettingError("model.lora_attn_modules", names, remedy)
-    known = get_args(LORA_ATTN_MODULES)
-    for name in names:
-        if name not in known:
-            remedy = f"{name} is none of {', '.join(known)}"
-            raise SettingError("model.lora_attn_modules", list(names), remedy)
 
 
 def has_tensor_parallelism(cfg: DictConfig) -> bool:
@@ -261,18 +202,10 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
-    """Refuse a key of adapters that the model's builder passes over in silence."""
+    """Refuse a key of adapters that the model's builder ignores."""
     adapters = {
         name: module for name, module in model.named_modules() if hasattr(module, "adapter_params")
     }
-    ranks = [
-        min(module.lora_a.in_features, module.lora_b.out_features)
-        for module in adapters.values()
-        if hasattr(module, "lora_a")
-    ]
-    if ranks and block.lora_rank > max(ranks):
-        remedy = f"no weight of the model has more than rank {max(ranks)}; give less, such as 8"
-        raise SettingError("model.lora_rank", block.lora_rank, remedy)
     kinds = {name.rpartition(".")[2] for name in adapters}
     made = {
         "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),
@@ -292,27 +225,10 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
             unmade.append("lora_attn_modules")
     for key in unmade:
         remedy = (
-            f"{component_of(block)} makes none of these adapters, but some of"
-            f" {', '.join(sorted(kinds))}; remove it"
+            f"{component_of(block)} adds no such adapters to the model (it has adapters of"
+            f" {', '.join(sorted(kinds))}); give names of these, or remove it"
         )
         raise SettingError(f"model.{key}", block[key], remedy)
-
-
-def _full(component: str, block: DictConfig) -> str:
-    """Return the overrides that give the same model without adapters; empty where unknown."""
-    module, _, name = component.rpartition(".")
-    full = f"{module}.{re.sub('^q?lora_', '', name)}"
-    if full == component:
-        return ""
-    try:
-        builder = load_function(full, key="model")
-        parameters = inspect.signature(builder).parameters
-    except (SettingError, TypeError):
-        return ""
-    # The full model's builder refuses the keys of adapters, so they are removed.
-    kept = (*parameters, "_component_")
-    removed = [f"~model.{key}" for key in map(str, block) if key not in kept]
-    return " ".join([f": model={full}", *removed])
 
 
 def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
@@ -414,25 +330,21 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
-    """Refuse blocks, switches and whole numbers of torchtune's that are something else."""
+    """Refuse values of torchtune's keys that train something else, or fail after weights load."""
     for name in ("lr_scheduler", "checkpointer", "metric_logger", "tensor_parallel_plan"):
         if config.get(name) is not None:
             check_block(name, config[name])
     for keys, check in (
         (_SWITCHES, check_bool),
         (_WHOLE, check_whole),
-        (("model.num_layers",), partial(check_whole, most=_MOST_LAYERS)),
+        (_POSITIVE, _check_positive),
+        (_SHARES, check_share),
+        (_PATHS, _check_path),
         (
             ("lr_scheduler.num_warmup_steps",),
             partial(check_whole, least=0, remedy="give a whole number, 0 or more"),
         ),
         (("resume_from_checkpoint",), _check_resume),
-        (_NUMBERS, _check_number),
-        (_POSITIVE, _check_positive),
-        (("optimizer.betas",), _check_betas),
-        (_SHARES, check_share),
-        (_PATHS, _check_path),
-        (("checkpointer.checkpoint_files",), _check_files),
         (("tokenizer.merges_file",), _check_merges),
     ):
         for key in keys:
@@ -441,14 +353,26 @@ def _check_values(config: Mapping[str, Any]) -> None:
     for key in ("checkpointer.checkpoint_dir", "checkpointer.output_dir"):
         if config.get("checkpointer") is not None and not values_at(config, key):
             _check_path(key, None)
-    for name in (*_BLOCKS, *_OTHER_BLOCKS):
-        value = config.get(name)
+    for name, value in config.items():
         for block in value if isinstance(value, list) else [value]:
-            if isinstance(block, Mapping):
-                check_arguments(name, block)
-    profiler = config.get("profiler")
-    if isinstance(profiler, Mapping):
-        check_arguments("profiler", {"_component_": _PROFILER, **profiler})
+            if isinstance(block, Mapping) and "_component_" in block:
+                _check_switches(name, block)
+
+
+def _check_switches(key: str, block: Mapping[str, Any]) -> None:
+    """Refuse text or a number for a bool argument of a component, which would count as True."""
+    try:
+        component = load_function(block["_component_"], key=key)
+        parameters = inspect.signature(component).parameters
+    except (SettingError, TypeError, ValueError):
+        # The component is built later, and its error names the block.
+        return
+    for name, value in block.items():
+        parameter = parameters.get(name)
+        if parameter is None or value is None:
+            continue
+        if isinstance(parameter.default, bool) or parameter.annotation in _BOOLS:
+            check_bool(f"{key}.{name}", value)
 
 
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
@@ -477,11 +401,6 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
             "fp16 needs gradient scaling; use bf16 or fp32",
         ),
         (
-            config.get("device") == "npu" and config.get("compile"),
-            "compile",
-            "an NPU does not compile; set it to False",
-        ),
-        (
             config.get("enable_activation_offloading") and not (on_cuda and all_layers),
             "enable_activation_offloading",
             "it needs device=cuda and enable_activation_checkpointing=True; set it to False",
@@ -495,11 +414,6 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
             settings.ac_mode == "selective" and not (option.isdigit() and int(option) > 0),
             "ac_option",
             "give a whole number: of so many layers, the activations of one are recomputed",
-        ),
-        (
-            "left_pad_sequence" in str(config.get("collate_fn")),
-            "collate_fn",
-            "left padding is for inference; give torchtune.data.padded_collate_sft",
         ),
         (
             settings.validation.is_on and settings.validation.dataset_val is None,
@@ -651,25 +565,10 @@ def values_at(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _check_number(key: str, value: object) -> None:
-    is_switch = isinstance(value, bool)
-    # A whole number may be larger than any float.
-    if isinstance(value, int | float) and not is_switch and abs(value) <= sys.float_info.max:
-        return
-    raise SettingError(key, value, "give a number that is finite, such as 0.01")
-
-
-def _check_positive(key: str, value: object) -> None:
-    _check_number(key, value)
-    if not isinstance(value, int | float) or value <= 0:
+def _check_positive(key: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value < math.inf):
         raise SettingError(key, value, "give a number above 0")
-
-
-def _check_betas(key: str, value: object) -> None:
-    if not isinstance(value, list) or len(value) < 2:
-        raise SettingError(key, value, "give a list of numbers, such as [0.9, 0.95]")
-    for beta in value:
-        check_share(key, beta)
 
 
 def _check_path(key: str, value: object) -> None:
@@ -677,21 +576,9 @@ def _check_path(key: str, value: object) -> None:
         raise SettingError(key, value, "give a path")
 
 
-def _check_files(key: str, value: object) -> None:
-    # A block describes the files by a pattern.
-    if not isinstance(value, list | Mapping):
-        raise SettingError(key, value, f"give a list of names, such as [{value}]")
-    if not value:
-        raise SettingError(key, value, "give those of the model, such as [model.safetensors]")
-    for name in value:
-        if str(name).endswith(".json"):
-            remedy = f"{name} holds no weights; give those of the model, such as model.safetensors"
-            raise SettingError(key, value, remedy)
-
-
-def _check_merges(key: str, value: str) -> None:
-    # Any text can be read as merges, and other tokens would be made in silence.
-    if value.endswith(".json"):
+def _check_merges(key: str, value: object) -> None:
+    # Any file can be read as merges, and the tokens would be others.
+    if not isinstance(value, str) or value.endswith(".json"):
         raise SettingError(key, value, "merges are lines of text; give merges.txt")
 
 

@@ -14,8 +14,8 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torchtune import config, modules, training
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtune import modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
@@ -24,7 +24,7 @@ from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
 from .checks import check_all_is_trained
-from .config_errors import instantiate, one_line
+from .config_errors import building, instantiate, one_line
 
 
 class Weights(ABC):
@@ -90,10 +90,10 @@ class FullModel:
             sharded = build_sharded(cfg, self, dtype=dtype, device=device)
             self._load_sharded(sharded, weights, cfg, dtype=dtype, device=device)
             return sharded
-        state = weights.load_weights()
         with training.set_default_dtype(dtype), device:
-            model: torch.nn.Module = config.instantiate(cfg.model)
+            model: torch.nn.Module = instantiate("model", cfg.model)
         self.check(model, cfg)
+        state = weights.load_weights()
         _fuse_norms(model, cfg)
         self.freeze(model)
         if cfg.compile:
@@ -275,7 +275,7 @@ def build_sharded(
         SettingError: it cannot be divided as configured.
     """
     with training.set_default_dtype(dtype), torch.device("meta"):
-        model: torch.nn.Module = config.instantiate(cfg.model)
+        model: torch.nn.Module = instantiate("model", cfg.model)
     _fuse_norms(model, cfg)
     builder.freeze(model)
     if cfg.compile:
@@ -286,8 +286,6 @@ def build_sharded(
     tied = _tied_modules(model)
     if dim > 1:
         plan = instantiate("tensor_parallel_plan", cfg.tensor_parallel_plan)
-        _check_plan(plan, model, cfg)
-        _check_plan_of_tied(plan, tied, dim)
         try:
             model = training.prepare_mha_for_tp(model, mesh["tp"])
         except ValueError as error:
@@ -295,27 +293,14 @@ def build_sharded(
             raise SettingError(
                 "tensor_parallel_dim", dim, f"{one_line(error)} Give a divisor of both"
             ) from error
-        parallelize_module(model, mesh["tp"], parallelize_plan=plan)
+        with building("tensor_parallel_plan", cfg.tensor_parallel_plan._component_):
+            _check_plan_of_tied(plan, tied, dim)
+            parallelize_module(model, mesh["tp"], parallelize_plan=plan)
     # Checkpointing wraps what tensor parallelism has divided, and FSDP wraps both.
     apply_checkpointing(model, cfg)
     if ranks > 1:
         _shard(model, cfg, mesh["dp"], tied)
     return model
-
-
-def _check_plan(plan: object, model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Refuse what is no plan, and one that divides nothing of the model."""
-    styles = list(plan.values()) if isinstance(plan, Mapping) else [None]
-    names = [name for name, _ in model.named_modules()]
-    component = cfg.tensor_parallel_plan.get("_component_")
-    if not all(isinstance(style, ParallelStyle) for style in styles):
-        remedy = f"it builds a {type(plan).__name__}, and not a plan by the names of modules"
-    elif not any(fnmatch(name, pattern) for pattern in cast(Any, plan) for name in names):
-        remedy = "it names no module of the model"
-    else:
-        return
-    remedy += "; give that of the model, such as torchtune.models.llama3.base_llama_tp_plan"
-    raise SettingError("tensor_parallel_plan", component, remedy)
 
 
 def _check_plan_of_tied(plan: Mapping[str, Any], tied: set[str], dim: int) -> None:

@@ -18,7 +18,6 @@ from torchtune.rlhf import get_batch_log_probs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import REFERENCE_VALUES, BatchForm
 
-from .checks import values_at
 from .config_errors import as_dict, check_block, component_of, computing
 from .reference import SecondModel
 from .task import Batch, Collate, Models, Row, Task
@@ -127,12 +126,6 @@ class PreferencePairs(Task):
         if cfg.get("collate_fn") is not None:
             remedy = "pairs are collated by torchtune.data.padded_collate_dpo; remove it"
             raise SettingError("collate_fn", cfg.collate_fn, remedy)
-        if any(values_at(cfg, "dataset.packed")):
-            remedy = (
-                "torchtune packs no preference pairs; set it to False, and give"
-                " micro_batch_layout=packed"
-            )
-            raise SettingError("dataset.packed", True, remedy)
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
         """Disable dropout in two models, of which log probabilities are compared."""

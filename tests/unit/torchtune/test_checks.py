@@ -46,6 +46,17 @@ FULL = sorted(
     if not any(other in path.name for other in ("qat", "dpo", "ppo"))
 )
 SMALL = Combination("qwen2", 32)
+OTHER_BLOCKS = {
+    "lr_scheduler": {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 2,
+    },
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "base",
+        "output_dir": "output",
+    },
+}
 LORA = {
     "_component_": "torchtune.models.qwen2.lora_qwen2",
     "lora_attn_modules": ["q_proj"],
@@ -94,58 +105,21 @@ def test_every_key_of_a_full_config_of_torchtune_is_known(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "says"),
+    ("name", "key"),
     [
-        (
-            "llama3_2/1B_lora_single_device",
-            "model",
-            "give the full model: model=torchtune.models.llama3_2.llama3_2_1b ~",
-        ),
-        (
-            "llama3_2/1B_qlora_single_device",
-            "model",
-            "model=torchtune.models.llama3_2.llama3_2_1b ~model.lora_attn_",
-        ),
-        (
-            "qwen2/0.5B_lora",
-            "model",
-            "model=torchtune.models.qwen2.qwen2_0_5b ~model.lora_attn_modules ~model.apply_",
-        ),
-        ("llama3/8B_dora", "model", "~model.lora_alpha ~model.use_dora"),
-        ("llama3_2/8B_to_1B_KD_lora_single_device", "teacher_model", "nothing is distilled here"),
-        ("llama2/7B_qat_full", "quantizer", "with nothing quantized"),
-        ("llama3_1/8B_full_dpo", "ref_checkpointer", "no preferences to train on here"),
-        ("mistral/7B_full_ppo_low_memory", "policy_model", "no reinforcement learning"),
+        ("llama3_2/1B_lora_single_device", "model"),
+        ("llama3_2/1B_qlora_single_device", "model"),
+        ("llama3/8B_dora", "model"),
+        ("llama3_2/8B_to_1B_KD_lora_single_device", "teacher_model"),
+        ("llama2/7B_qat_full", "quantizer"),
+        ("llama3_1/8B_full_dpo", "ref_checkpointer"),
+        ("mistral/7B_full_ppo_low_memory", "policy_model"),
     ],
 )
-def test_a_config_of_another_recipe_is_refused(name, key, says):
+def test_a_config_of_another_recipe_is_refused(name, key):
     with pytest.raises(SettingError) as refused:
         check(OmegaConf.load(STOCK / f"{name}.yaml"))
     assert refused.value.key == key
-    assert says in str(refused.value)
-
-
-def test_what_is_to_be_typed_for_the_full_model_builds_it():
-    cfg = OmegaConf.load(STOCK / "llama3_2/1B_lora_single_device.yaml")
-    with pytest.raises(SettingError) as refused:
-        check_all_is_trained(skeleton(cfg), cfg)
-    chosen, *removed = refused.value.remedy.partition("give the full model: ")[2].split()
-    cfg.model._component_ = chosen.removeprefix("model=")
-    for key in removed:
-        del cfg.model[key.removeprefix("~model.")]
-    check_all_is_trained(skeleton(cfg), cfg)
-
-
-def test_a_model_with_adapters_whose_full_one_is_not_known_is_refused_without_a_guess():
-    cfg = SMALL.config()
-    cfg.model._component_ = f"{__name__}.with_adapters"
-    with pytest.raises(SettingError, match=r"run that, or give the full model$"):
-        check_all_is_trained(with_adapters(), cfg)
-
-
-def with_adapters():
-    """A model whose full one has no name of its own."""
-    return config.instantiate(OmegaConf.merge(SMALL.config(), {"model": LORA}).model)
 
 
 def test_adapters_are_refused_before_weights_load_and_data_are_read(small):
@@ -155,10 +129,9 @@ def test_adapters_are_refused_before_weights_load_and_data_are_read(small):
         "dataset.data_files=nowhere",
     )
     changed = [f"model.{key}={value}".replace("'", "") for key, value in LORA.items()]
-    with pytest.raises(
-        SettingError, match=r"qwen2\.lora_qwen2': .*adapters by `tune run adaptive_lora_finetune`"
-    ):
+    with pytest.raises(SettingError, match="tune run adaptive_lora_finetune") as refused:
         small.run_in_process(OURS, *own, *changed)
+    assert refused.value.key == "model"
 
 
 # --- keys
@@ -180,121 +153,74 @@ def test_a_key_that_is_missing_is_named(key):
         Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        (
-            {"output_dir": "${nowhere}/x"},
-            r"output_dir='\${nowhere}/x': Interpolation key 'nowhere' not found",
-        ),
-        ({"dataset.source": "${no.where}"}, r"dataset\.source='\${no\.where}': Interpolation key"),
-        (
-            {"model": "torchtune.models.qwen2.qwen2"},
-            r"model='torchtune\.models\.qwen2\.qwen2': it is a block; give model._comp",
-        ),
-        ({"loss": None}, "loss=None: give a block with _component_"),
-        (
-            {"dataset": [{"source": "json"}]},
-            r"dataset={'source': 'json'}: it lacks a component; give dataset._component_",
-        ),
-        ({"model": "${nowhere}"}, r"model='\${nowhere}': Interpolation key 'nowhere' not found"),
-        (
-            {"mine": [1, "${nowhere}"]},
-            r"mine\[1\]='\${nowhere}': Interpolation key 'nowhere' not found",
-        ),
-        ({"dtype": "fp8"}, "dtype='fp8': .* give bf16 or fp32"),
-        ({"device": "gpu"}, "device='gpu': Expected one of cpu, cuda.* give cuda or cpu"),
-        *(
-            ({"seed": value}, "seed=.*: give a whole number, 0 to 4294967295, or null")
-            for value in (-1, 1.5, "abc", True, [1], 2**32)
-        ),
-        *(
-            ({"log_every_n_steps": value}, "log_every_n_steps=.*: give a whole number")
-            for value in (0, -1, 1.5, "abc")
-        ),
-        *(
-            ({key: "maybe"}, f"{key}='maybe': give True or False")
-            for key in ("shuffle", "compile", "enable_activation_checkpointing")
-        ),
-        *(
-            ({"resume_from_checkpoint": value}, "resume_from_checkpoint=.*: give True, False, auto")
-            for value in ("maybe", 3, ["step_1"])
-        ),
-        ({"log_peak_memory_stats": 3}, "log_peak_memory_stats=3: give True or False"),
-        (
-            {"cudnn_deterministic_mode": "some"},
-            "cudnn_deterministic_mode='some': give default, warn or error",
-        ),
-        ({"clip_grad_norm": "lots"}, "clip_grad_norm='lots': give the largest norm"),
-        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: give the largest norm"),
-        (
-            {"clip_grad_norm": 0},
-            "clip_grad_norm=0: give the largest norm of all gradients, above 0",
-        ),
-        ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0: give the largest norm"),
-        ({"clip_grad_norm": "0"}, "clip_grad_norm='0': give the largest norm"),
-        ({"clip_grad_norm": "nan"}, "clip_grad_norm='nan': give the largest norm"),
-        (
-            {"custom_sharded_layers": "output"},
-            "custom_sharded_layers='output': give a list of names",
-        ),
-        ({"custom_sharded_layers": [1]}, r"custom_sharded_layers=\[1\]: give a list of names"),
+# By key, values for which the whole configuration is refused before the data are read.
+REFUSED = {
+    "output_dir": ["${nowhere}/x"],
+    "dataset.source": ["${no.where}"],
+    "dataset": [[{"source": "json"}]],
+    "model": [
+        "${nowhere}",
+        "torchtune.models.qwen2.qwen2",
+        {"_component_": "torchtune.models.qwen2.qwen2", "nlayers": 2},
     ],
-    ids=str,
-)
-def test_a_value_that_cannot_be_used_is_named(changed, says):
-    cfg = SMALL.config()
-    for key, value in changed.items():
-        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-    with pytest.raises(SettingError, match=says):
-        Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    "model.embed_dim": [33, "abc", 10**25],
+    "model.num_heads": [0, "abc"],
+    "model.num_layers": ["abc"],
+    "model.vocab_size": ["abc"],
+    "model.rope_base": ["abc"],
+    "model.attn_dropout": [1.5, float("nan"), "abc"],
+    "model.norm_eps": ["text", -1],
+    "model.tie_word_embeddings": ["abc"],
+    "tokenizer": [None],
+    "tokenizer.max_seq_len": [0, -5, "abc"],
+    "tokenizer.merges_file": [0, "vocab.json"],
+    "loss": [None],
+    "loss.ignore_idx": [3],
+    "loss.ignore_index": ["abc"],
+    "loss.num_output_chunks": [None, 0, -2, 2.0, "abc"],
+    "optimizer.learning_rate": [1e-3],
+    "optimizer.lr": [None, -1.0, "text"],
+    "optimizer.weight_decay": ["abc"],
+    "optimizer.betas": [0.9, [0.9], [0.9, 1.5], ["a", "b"]],
+    "optimizer.amsgrad": [1, "abc"],
+    "optimizer.maximize": ["abc"],
+    "optimizer.fused": ["abc"],
+    "optimizer.foreach": [1],
+    "lr_scheduler": ["a.b", {"num_cycles": 2}],
+    "lr_scheduler.num_warmup_steps": [-1, 2.5, "abc", True],
+    "checkpointer": [3],
+    "checkpointer.checkpoint_dir": [None, 5],
+    "checkpointer.output_dir": [None, 5],
+    "checkpointer.adapter_checkpoint": [5],
+    "metric_logger": ["abc", {"_component_": None}],
+    "tensor_parallel_plan": ["abc"],
+    "profiler": [3],
+    "dataset.packed": ["maybe", 1],
+    "dtype": ["fp8", "fp16"],
+    "device": ["gpu", "meta", "cpu:7"],
+    "seed": [-1, 1.5, "abc", True, [1], 2**32],
+    "log_every_n_steps": [0, -1, 1.5, "abc"],
+    "shuffle": ["maybe"],
+    "compile": ["maybe"],
+    "enable_activation_checkpointing": ["maybe"],
+    "enable_activation_offloading": [True],
+    "log_peak_memory_stats": [3],
+    "resume_from_checkpoint": ["maybe", 3, ["step_1"]],
+    "cudnn_deterministic_mode": ["some"],
+    "clip_grad_norm": [-1.0, 0, "0", "nan", "lots"],
+    "custom_sharded_layers": ["output", [1]],
+}
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        (
-            {"optimizer.learning_rate": 1e-3},
-            r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError: .*'learning_rate'",
-        ),
-        (
-            {"optimizer.lr": -1.0},
-            (
-                r"optimizer='torch\.optim\.AdamW': it cannot be built: ValueError: Invalid learning"
-                r" rate"
-            ),
-        ),
-        (
-            {"optimizer.nosuch": 1},
-            r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError",
-        ),
-        (
-            {"model.nlayers": 2},
-            r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: TypeError: .*'nlayers'",
-        ),
-        (
-            {"model.embed_dim": 33},
-            r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: ValueError: embed_dim",
-        ),
-        ({"loss.ignore_idx": 3}, "loss='.*': it cannot be built: TypeError: .*'ignore_idx'"),
-        (
-            {"lr_scheduler": "a.b"},
-            "lr_scheduler='a.b': it is a block; give lr_scheduler._component_=a.b",
-        ),
-        ({"checkpointer": 3}, "checkpointer=3: give a block with _component_"),
-        (
-            {"metric_logger": {"_component_": None}},
-            "metric_logger=.*: give a block with _component_",
-        ),
-    ],
-    ids=str,
+    ("key", "value"), [(key, value) for key, values in REFUSED.items() for value in values], ids=str
 )
-def test_a_component_that_cannot_be_built_is_refused_before_weights_load(changed, says):
-    cfg = SMALL.config()
-    for key, value in changed.items():
-        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-    with pytest.raises(SettingError, match=says) as refused:
+def test_a_value_that_cannot_be_used_is_refused_by_its_key_or_its_block(key, value):
+    cfg = OmegaConf.merge(SMALL.config(), OTHER_BLOCKS)
+    OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    with pytest.raises(SettingError) as refused:
         built(cfg)
+    assert refused.value.key in (key, key.partition(".")[0])
     assert "\n" not in str(refused.value)
 
 
@@ -383,7 +309,7 @@ def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_the
     job.check_model()
     with pytest.raises(
         SettingError,
-        match=r"^model='[\w.]*test_checks\.LooksAtValues': every weight is trained here",
+        match=r"^model='[\w.]*test_checks\.LooksAtValues': this recipe trains every weight",
     ):
         job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
 

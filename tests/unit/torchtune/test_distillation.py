@@ -177,77 +177,65 @@ def test_the_ratio_is_torchtunes_where_none_is_given():
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "key", "says"),
+    ("kind", "key", "keys"),
     [
-        ("LoRA", {"teacher_model": None}, "teacher_model", "it is missing; give a block"),
-        ("full", {"teacher_checkpointer": None}, "teacher_checkpointer", "it is missing; give"),
-        ("LoRA", {"kd_loss": None}, "kd_loss", "it is missing; give a block with _component_"),
-        ("LoRA", {"kd_loss": "mine.loss"}, "kd_loss", "give kd_loss._component_=mine.loss"),
-        ("LoRA", {"kd_ratio": 1.5}, "kd_ratio", "give a number from 0 to 1"),
-        ("LoRA", {"kd_ratio": "half"}, "kd_ratio", "give a number from 0 to 1"),
-        ("LoRA", {"kd_ratio": True}, "kd_ratio", "give a number from 0 to 1"),
-        ("LoRA", {"kd_rate": 0.5}, "kd_rate", "kd_ratio is probably meant"),
-        ("LoRA", {"loss": CHUNKED["loss"]}, "kd_loss", "ForwardKLWithChunkedOutputLoss"),
-        ("LoRA", {"kd_loss": CHUNKED["kd_loss"]}, "kd_loss", "loss takes whole logits"),
-        (
-            "LoRA",
-            {**CHUNKED, "kd_loss": {**CHUNKED["kd_loss"], "num_output_chunks": 4}},
-            "kd_loss.num_output_chunks",
-            "in 8 chunks",
+        ("LoRA", "teacher_model", {"teacher_model": None}),
+        ("full", "teacher_checkpointer", {"teacher_checkpointer": None}),
+        ("LoRA", "kd_loss", {"kd_loss": None}),
+        ("LoRA", "kd_loss", {"kd_loss": "mine.loss"}),
+        *(("LoRA", "kd_ratio", {"kd_ratio": ratio}) for ratio in (1.5, "half", True)),
+        ("LoRA", "kd_rate", {"kd_rate": 0.5}),
+        ("LoRA", "kd_loss", {"loss": CHUNKED["loss"]}),
+        ("LoRA", "kd_loss", {"kd_loss": CHUNKED["kd_loss"]}),
+        *(
+            ("LoRA", "kd_loss", {**CHUNKED, "kd_loss": {**CHUNKED["kd_loss"], **other}})
+            for other in ({"num_output_chunks": 4}, {"num_output_chunks": "abc"})
         ),
         (
             "LoRA",
-            {"kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss", "ignore_index": 0}},
             "kd_loss.ignore_index",
-            "loss ignores the label -100",
+            {"kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss", "ignore_index": 0}},
         ),
-        ("LoRA", {"kd_loss": {"_component_": "torch.nn.MSELoss"}}, "kd_loss", "cannot be computed"),
-        (
-            "LoRA",
-            {"kd_loss": {"_component_": "support.distillation.SumOfTokens"}},
-            "kd_loss",
-            "no mean over label tokens",
+        *(
+            ("LoRA", "kd_loss", {"kd_loss": {"_component_": component}})
+            for component in (
+                "torch.nn.MSELoss",
+                "support.distillation.SumOfTokens",
+                "support.distillation.MeanOfAllTokens",
+            )
         ),
-        (
-            "LoRA",
-            {"kd_loss": {"_component_": "support.distillation.MeanOfAllTokens"}},
-            "kd_loss",
-            "where the logits of a token without a label change",
-        ),
-        ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim", "give 1, and ranks divide"),
-        ("full", {"ref_checkpointer": {"_component_": "x"}}, "ref_checkpointer", "adaptive_dpo"),
-        (
-            "LoRA",
-            {"reference_micro_batch_size": "auto"},
-            "reference_micro_batch_size",
-            "logits of every token",
-        ),
+        ("full", "tensor_parallel_dim", {"tensor_parallel_dim": 2}),
+        ("full", "ref_checkpointer", {"ref_checkpointer": {"_component_": "x"}}),
+        ("LoRA", "reference_micro_batch_size", {"reference_micro_batch_size": "auto"}),
     ],
+    ids=str,
 )
-def test_what_distillation_does_not_take_is_refused_with_its_reason(kind, keys, key, says):
+def test_what_distillation_does_not_take_is_refused_by_its_key(kind, key, keys):
     cfg = config_of_distillation(kind)
     cfg.update(keys)
-    with pytest.raises(SettingError, match=says) as refused:
+    with pytest.raises(SettingError) as refused:
         check(cfg)
     assert refused.value.key == key
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("changed", "key", "says"),
+    "changed",
     [
-        ({"vocab_size": 999}, "teacher_model", "it has 999 token embeddings, and the student 1000"),
-        (LORA, "teacher_model", "it has adapters, and a teacher is a whole model"),
-        ({"num_head": 3}, "teacher_model", "num_head"),
-        ({"num_layers": "two"}, "teacher_model.num_layers", "give a whole number"),
-        ({"_component_": "mine.teacher"}, "teacher_model", "it cannot be built"),
+        {"vocab_size": 999},
+        LORA,
+        {"num_head": 3},
+        {"num_layers": "two"},
+        {"_component_": "mine.teacher"},
     ],
+    ids=str,
 )
-def test_a_teacher_that_cannot_be_one_is_refused_by_its_key(changed, key, says):
+def test_a_teacher_that_cannot_be_one_is_refused_by_its_key(changed):
     cfg = config_of_distillation("LoRA")
     cfg.teacher_model.update(changed)
-    with pytest.raises(SettingError, match=says) as refused:
+    with pytest.raises(SettingError) as refused:
         check(cfg)
-    assert refused.value.key == key
+    assert refused.value.key == "teacher_model"
 
 
 def test_rows_are_as_long_as_both_models_take():

@@ -12,7 +12,6 @@ from adaptive_batch.schedules import Reference
 from adaptive_batch.torchtune import Settings, without_effect
 from adaptive_batch.torchtune.keys import (
     TORCHTUNE_KEYS,
-    block,
     fields_of,
     keys_of,
     load_function,
@@ -64,12 +63,61 @@ def test_any_adaptive_key_trains_the_last_short_step_unless_told_otherwise():
     assert not Settings.from_config(PLAIN | {"drop_last": False}).drop_last
 
 
-def test_a_length_that_is_there_twice_is_refused():
-    with pytest.raises(
-        SettingError,
-        match=r"probe\.sequence_lengths=\[64, 32, 64\]: 64 is there twice; leave one out",
-    ):
-        block(ProbeSettings)("probe", {"sequence_lengths": [64, 32, 64]})
+NOT_WHOLE = (0, -3, 2.5, True, "some")
+NOT_WORDS = ("best", 1, -0.5, True, ["rows"])
+REFUSED = {
+    **dict.fromkeys(
+        (
+            *("batch_size", "epochs", "gradient_accumulation_steps", "micro_batch_size"),
+            *("micro_batch_tokens", "batch_tokens", "batch_size_val", "sample_window"),
+            *("min_rows_per_batch", "max_rows_per_batch", "pad_to_multiple_of"),
+            *("run_val_every_n_steps", "max_validation_batches", "save_every_n_steps"),
+            *("keep_last_n_checkpoints", "reference_micro_batch_size"),
+        ),
+        NOT_WHOLE,
+    ),
+    "max_steps_per_epoch": (0,),
+    **dict.fromkeys(
+        (
+            *("sample_order", "long_rows", "uniform_micro_batches", "lr_scaling"),
+            "on_out_of_memory",
+        ),
+        NOT_WORDS,
+    ),
+    **dict.fromkeys(
+        (
+            *("use_maximum_batch_size", "drop_last", "optimizer_in_bwd", "preview"),
+            "sync_gradients_every_micro_batch",
+        ),
+        ("maybe", 3),
+    ),
+    "reference_batch_size": (*NOT_WHOLE, "tok", "0tok", "-5tok", "nantok"),
+    "resume_allow_changes": (3, True, [3], {"dataset": True}),
+    "lr_clock": (
+        *("epochs", 3, ["steps"], {"warmup": "steps", "decay": "rows"}),
+        {"warmup": "steps", "cooldown": "steps"},
+    ),
+    "probe": ("binary",),
+    "probe.search": ("fast",),
+    "probe.device_memory": ("12XiB", -1),
+    "probe.headroom": (1, -0.1, "nan"),
+    "probe.maximum": (0,),
+    "probe.assumed_maximum": (0,),
+    "probe.serach": ("binary",),
+    "probe.sequence_length": ("shortest",),
+    "probe.sequence_lengths": ([], [64, 32, 64]),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in REFUSED.items() for value in values], ids=str
+)
+def test_a_value_that_a_key_cannot_have_is_refused(key, value):
+    name, dot, inner = key.partition(".")
+    given = {inner: value} if dot else value
+    with pytest.raises(SettingError) as refused:
+        Settings.from_config(PLAIN | {name: given})
+    assert refused.value.key == key
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
