@@ -5,7 +5,7 @@ leaves them as they were; and those that its micro-batches have summed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.schedules import squared_norm
-
-private = PrivateNames("splits and retries of a step")
 
 
 class GradientsApart:
@@ -127,12 +124,15 @@ class OtherLeaves:
         for leaf in leaves:
             if leaf is not None:
                 reached(leaf)
-        autograd = private("torch.autograd", "_engine_run_backward")
-        run_backward = autograd._engine_run_backward
+        # Also a function that was imported by its name calls the private one.
+        name = "_engine_run_backward"
+        if not hasattr(torch.autograd, name):
+            name = "backward"
+        run_backward = getattr(torch.autograd, name)
 
-        def run(roots: Sequence[Any], *arguments: Any, **options: Any) -> Any:
+        def run(roots: Any, *arguments: Any, **options: Any) -> Any:
             # torch.autograd.grad accumulates nothing.
-            if not options.get("accumulate_grad"):
+            if not options.get("accumulate_grad", True):
                 return run_backward(roots, *arguments, **options)
             nodes = _nodes_of(roots)
             is_looked_through = self._has_new_size(nodes) or self.is_split
@@ -153,12 +153,15 @@ class OtherLeaves:
                     raise SettingError("model", "without a trained leaf", remedy) from None
                 raise
 
-        with replaced(autograd, _engine_run_backward=run):
+        with replaced(torch.autograd, **{name: run}):
             yield
 
     def _has_new_size(self, nodes: Iterable[Any]) -> bool:
         # Numbers of nodes are consecutive, so this counts those since the last backward.
-        latest_node = max((node._sequence_nr() for node in nodes), default=0)
+        numbers = [node._sequence_nr() for node in nodes if hasattr(node, "_sequence_nr")]
+        if not numbers:
+            return True
+        latest_node = max(numbers)
         size = latest_node - self._latest_node
         self._latest_node = latest_node
         is_new = size not in self._sizes
@@ -177,8 +180,10 @@ class OtherLeaves:
         return new
 
 
-def _nodes_of(roots: Sequence[torch.Tensor | GradientEdge]) -> list[Any]:
-    """Return the nodes in which backward begins."""
+def _nodes_of(roots: Any) -> list[Any]:
+    """Return the nodes in which backward begins, from one tensor or several."""
+    if isinstance(roots, torch.Tensor):
+        roots = [roots]
     return [
         root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
         for root in roots
