@@ -2,14 +2,14 @@
 device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/fragmentation.py [--quick]
-        [--ranks N] [--cases N] [--steps N] [--way WAY] [--output DIR]
+        [--ranks N] [--cases N] [--steps N] [--way WAY]... [--output DIR]
 
 Twenty distributions of lengths, each with a model of real width and two layers, drawn by a seed.
-500 steps run as micro-batches of a written number of tokens, on the default allocator: in a random
-order (as sampled), and by `AdaptiveStep`. Reported: the 99th percentile over the steps of what is
-reserved at the end of one, over the peak of what was allocated until then; the first two steps, in
-which the optimizer's state is made, are left out. ``--steps`` runs another number of them, and
-``--way`` one way alone.
+500 steps run as micro-batches of a written number of tokens: in a random order (as sampled) on
+default segments, and by `AdaptiveStep` on default and on expandable ones. Reported: the 99th
+percentile over the steps of what is reserved at the end of one, over the peak of what was allocated
+until then; the first two steps, in which the optimizer's state is made, are left out. ``--steps``
+runs another number of them, and ``--way`` some ways alone.
 
 With ``--ranks N`` the first case of 8 billion parameters' width whose lengths are lognormal runs
 60 steps on so many ranks that FSDP2 divides its model over, each with rows of its own, and the
@@ -49,7 +49,6 @@ from torch.distributed.fsdp import fully_shard
 from adaptive_batch import AdaptiveStep, Part
 from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import maximum
-from adaptive_batch.memory.device import AcceleratorMemory
 from adaptive_batch.training.split_check import SplitCheck
 
 SEED = 32
@@ -58,8 +57,12 @@ STEPS_ON_RANKS = 60
 STEPS_OF_EQUAL_LENGTHS = 10
 ROWS = 24
 LONGEST = 4096
-WAYS = ("as sampled", "AdaptiveStep")
-EXPANDABLE = "expandable_segments:True"
+# Settings of the allocator of each way.
+WAYS = {
+    "as sampled": "",
+    "AdaptiveStep": "",
+    "AdaptiveStep, expandable": "expandable_segments:True",
+}
 KINDS = ("equal", "lognormal", "bimodal", "one long row in 500")
 
 
@@ -256,16 +259,6 @@ class StreamPeaks:
     def __init__(self) -> None:
         self._allocated: Counter[int] = Counter()
         self._peaks: Counter[int] = Counter()
-        allocate_once = AcceleratorMemory._allocate_once
-
-        def allocate_unseen(memory: AcceleratorMemory, num_bytes: int) -> None:
-            self.floor_bytes()
-            torch.cuda.memory._record_memory_history(None)
-            allocate_once(memory, num_bytes)
-            self._begin()
-
-        # The block that is made first is no need.
-        AcceleratorMemory._allocate_once = allocate_unseen  # type: ignore[method-assign]
         self._begin()
 
     def _begin(self) -> None:
@@ -346,14 +339,12 @@ def in_process(way: str, case: Case, steps: int) -> Any:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTORCH_ALLOC_CONF": ""},
+        env={**os.environ, "PYTORCH_ALLOC_CONF": WAYS[way]},
     )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def on_ranks(
-    case: Case, way: str, steps: int, num_ranks: int, *, settings: str = ""
-) -> list[dict[str, float]]:
+def on_ranks(case: Case, way: str, steps: int, num_ranks: int) -> list[dict[str, float]]:
     """Run a way of a case on several ranks; return the figures of each."""
     request = {"case": asdict(case), "way": way, "steps": steps}
     # Small messages have to arrive.
@@ -368,7 +359,7 @@ def on_ranks(
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, **stub, "PYTORCH_ALLOC_CONF": settings},
+            env={**os.environ, **stub, "PYTORCH_ALLOC_CONF": WAYS[way]},
         )
         memories = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
     assert len(memories) == num_ranks
@@ -433,7 +424,11 @@ def measure_fragmentation(
     done = [entry for entry in table if "failed" not in entry]
     for way in ways if done else ():
         ratios = [entry[way]["p99"] for entry in done]
-        print(f"{way}: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
+        low = sum(ratio <= 1.05 for ratio in ratios)
+        print(
+            f"{way}: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f},"
+            f" {low} of {len(ratios)} at most 1.05"
+        )
     return table
 
 
@@ -441,9 +436,7 @@ def measure_ranks(
     cases: Sequence[Case], steps: int, finished: Finished, *, num_ranks: int
 ) -> list[dict[str, Any]]:
     def ratios_of(case: Case, steps: int) -> dict[str, Any]:
-        ways = {way: on_ranks(case, way, steps, num_ranks) for way in WAYS}
-        ways[EXPANDABLE] = on_ranks(case, WAYS[1], steps, num_ranks, settings=EXPANDABLE)
-        return ways
+        return {way: on_ranks(case, way, steps, num_ranks) for way in WAYS}
 
     varying = next(
         case for case in cases if (case.model, case.kind) == ("llama3_1_8b", "lognormal")
@@ -455,7 +448,7 @@ def measure_ranks(
         key = {**asdict(case), "ranks": num_ranks, "steps": num_steps}
         entry = finished.entry(key, partial(ratios_of, case, num_steps))
         table.append(entry)
-        for way in (*WAYS, EXPANDABLE) if "failed" not in entry else ():
+        for way in WAYS if "failed" not in entry else ():
             ranks = entry[way]
             over_peak = max(rank["p99"] for rank in ranks)
             floor = max(rank["floor_gib"] / rank["peak_gib"] for rank in ranks)
@@ -480,7 +473,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="one case on so many ranks")
     parser.add_argument("--cases", type=int, default=20, metavar="N", help="the first N of 20")
     parser.add_argument("--steps", type=int, metavar="N", help="of each case, rather than its own")
-    parser.add_argument("--way", choices=WAYS, help="one alone of those without --ranks")
+    parser.add_argument(
+        "--way", choices=list(WAYS), action="append", help="without --ranks; repeat it for more"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -491,7 +486,7 @@ def main() -> None:
         return
     cases = sample(20)[: 4 if arguments.quick else arguments.cases]
     name = "fragmentation"
-    ways = [arguments.way] if arguments.way else WAYS
+    ways = arguments.way or list(WAYS)
     measure: Callable[..., list[dict[str, Any]]] = partial(measure_fragmentation, ways=ways)
     steps = 60 if arguments.quick else STEPS
     if arguments.ranks:

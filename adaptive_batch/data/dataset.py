@@ -98,6 +98,11 @@ class DatasetAdapter(Dataset[Any]):
             return "one row"
         return f"one row of {count(self.length(row), 'token')}"
 
+    @property
+    def knows_lengths(self) -> bool:
+        """Whether :attr:`lengths` are there without reading the dataset."""
+        return isinstance(self._row_length, int) or "lengths" in vars(self)
+
     @cached_property
     def lengths(self) -> torch.Tensor:
         """Tokens of each row: int64, `[rows]`; measured once, by rank zero."""

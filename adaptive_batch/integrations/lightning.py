@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.memory import check_segments, expand_segments_in_script
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
@@ -56,9 +57,14 @@ class AdaptiveCallback(Callback):
         if growth is not None:
             remedy = "Lightning's loader decides the batch; give it batch_sampler=AdaptiveBatches()"
             raise SettingError("batch_increase_function", growth, remedy)
+        # Lightning moves the model to its device later.
+        expand_segments_in_script()
         self.step: AdaptiveStep | None = None
         # The batch that is run now.
         self._batch: _Batch | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_segments(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:

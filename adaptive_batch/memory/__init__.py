@@ -9,14 +9,13 @@ from .allocator_settings import (
     allocator_settings,
     check_segments,
     expand_segments,
+    expand_segments_in_script,
     segments_can_expand,
     segments_expand,
 )
-from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
-    CachedMemory,
     DeviceMemory,
     Room,
     Usage,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
-    "AllocatorCache",
-    "CachedMemory",
     "DeviceMemory",
     "Line",
     "MemoryCurve",
@@ -62,6 +59,7 @@ __all__ = [
     "device_memory",
     "estimated_attention",
     "expand_segments",
+    "expand_segments_in_script",
     "host_available_bytes",
     "is_out_of_memory",
     "optimizer_state_tensors",

@@ -1,4 +1,4 @@
-"""What the environment asks of PyTorch's allocator, and the setting that recipes add."""
+"""Settings of PyTorch's allocator: read from the environment, with expandable segments added."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import os
 import re
 import sys
+from functools import cache
 
 import torch
 
+from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
 
 private = PrivateNames("expandable segments")
@@ -17,9 +19,6 @@ log = logging.getLogger("adaptive_batch")
 
 # PyTorch reads its allocator's settings from the first of these that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-# Settings by which a large block serves large requests alone.
-_LIMITS_OF_DIVISION = {"max_split_size_mb", "roundup_power2_divisions"}
 
 _EXPANDABLE = "expandable_segments:True"
 _NOT_EXPANDABLE = "expandable_segments:False"
@@ -48,15 +47,6 @@ def segments_can_expand() -> bool:
     return sys.platform == "linux" and torch.version.hip is None
 
 
-def large_blocks_are_divided() -> bool:
-    """Whether the environment leaves PyTorch's allocator as it is, with segments that stay as they
-    were made, and whose blocks are divided whatever their size.
-    """
-    _, settings = allocator_settings()
-    is_native = settings.get("backend", "native") == "native"
-    return is_native and not segments_expand() and not settings.keys() & _LIMITS_OF_DIVISION
-
-
 def expand_segments() -> None:
     """Ask PyTorch's allocator of CUDA memory for expandable segments, before it is first used.
 
@@ -66,6 +56,38 @@ def expand_segments() -> None:
     variable, _ = allocator_settings()
     if not variable and segments_can_expand():
         os.environ[ALLOCATOR_VARIABLES[0]] = _EXPANDABLE
+
+
+def expand_segments_in_script() -> None:
+    """Ask for expandable segments as :func:`expand_segments` does, where CUDA is not initialised
+    yet; log how to ask for them where it is.
+
+    Segments that are allocated before the setting changes stay as they are.
+    """
+    variable, _ = allocator_settings()
+    if variable or not segments_can_expand() or not torch.cuda.is_available():
+        return
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _log_how_to_expand()
+        return
+    expand_segments()
+    log.info(
+        "CUDA's allocator uses expandable segments: %s=%s was set, since steps of different lengths"
+        " fragment other segments",
+        ALLOCATOR_VARIABLES[0],
+        _EXPANDABLE,
+    )
+
+
+@cache
+def _log_how_to_expand() -> None:
+    if distributed.is_rank_zero():
+        log.info(
+            "CUDA was initialised before expandable segments could be switched on: steps of"
+            " different lengths fragment the allocator's memory; start with %s=%s",
+            ALLOCATOR_VARIABLES[-1],
+            _EXPANDABLE,
+        )
 
 
 def check_segments(device: torch.device) -> None:

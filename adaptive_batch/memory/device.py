@@ -25,7 +25,7 @@ import torch
 from adaptive_batch._util import format_bytes
 from adaptive_batch.errors import SettingError
 
-from .allocator_settings import large_blocks_are_divided
+from .allocator_settings import segments_expand
 from .curve import Trace
 
 log = logging.getLogger("adaptive_batch")
@@ -44,10 +44,6 @@ _UNITS = {
     "gb": 10**9,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
-
-# The allocator takes more than is asked for up to this size; so much is also left of a device whose
-# memory is taken as one block, for blocks of other kinds.
-LEAST_BLOCK_BYTES = 20 * 1024**2
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -200,106 +196,7 @@ class Room:
         return self.held_bytes + self.free_bytes
 
 
-def block_within(
-    free_bytes: int, wanted_bytes: int, *, of_others: int = 0, spare_bytes: int = 0
-) -> int:
-    """Return the bytes of the one block that an allocator's cache is to hold.
-
-    Args:
-        free_bytes: bytes that the device has free.
-        wanted_bytes: bytes of the block where there is room.
-        of_others: bytes that other streams ask for again. The block is smaller by up to these where
-            the device has less free.
-        spare_bytes: bytes that the block is larger by, and at most by half of what the device has
-            free beyond it: libraries beside the allocator ask for memory, too.
-
-    Returns:
-        0 where it has less still, or where the block would be one among others of its kind.
-    """
-    room_bytes = free_bytes - LEAST_BLOCK_BYTES - of_others
-    spare_bytes = min(spare_bytes, max(0, room_bytes - wanted_bytes) // 2)
-    block_bytes = min(wanted_bytes + spare_bytes, room_bytes)
-    if wanted_bytes - of_others > room_bytes or block_bytes < LEAST_BLOCK_BYTES:
-        return 0
-    return block_bytes
-
-
-class CachedMemory:
-    """What is asked of an allocator that has a cache; the answers here are those of one that has
-    none, or does not report it. Sizes are in bytes.
-
-    Attributes:
-        divides_large_blocks: whether cached blocks serve whatever is smaller.
-    """
-
-    divides_large_blocks: bool = False
-
-    def reserved_bytes(self) -> int:
-        """What the allocator holds now, its cache included; 0 where nobody can say."""
-        return 0
-
-    def allocated_bytes(self) -> int:
-        """What is allocated now; 0 where nobody can say."""
-        return 0
-
-    def peak_bytes(self) -> int:
-        """What was allocated at most since peaks are counted; 0 where nobody can say."""
-        return 0
-
-    def cached_for_others(self) -> int:
-        """What is free in the cache and serves other streams alone, or pools of their own, as CUDA
-        graphs have them.
-        """
-        return 0
-
-    def empty_cache(self) -> None:
-        """Give the cache back, and leave the statistics of peaks, which are the script's."""
-
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
-        """Give the cache back, and let the allocator hold so many bytes with all that is alive, in
-        one block that is free, beside what other streams ask for again. The block is larger by what
-        is spare, and by at most half of what the device has beyond it. It is smaller by up to what
-        others ask for where the device has less, and none where it has less still. No peak changes.
-        Return whether there is a block.
-        """
-        peak_bytes = self.peak_bytes()
-        cached_for_others = self.cached_for_others()
-        self.empty_cache()
-        missing_bytes = num_bytes - self.reserved_bytes()
-        # Other streams will ask for this again, and some of what is needed may have been theirs.
-        of_others = cached_for_others - self.cached_for_others()
-        block_bytes = block_within(
-            self._reservable_bytes(), missing_bytes, of_others=of_others, spare_bytes=spare_bytes
-        )
-        self._allocate_once(block_bytes)
-        # The block is no peak of the script's.
-        if self.peak_bytes() > peak_bytes:
-            self._lower_peak(peak_bytes, block_bytes)
-        return block_bytes > 0
-
-    def restore_peak(self, peak_bytes: int) -> None:
-        """Give the cache back, and let statistics say that so many bytes were allocated at most,
-        where they say more.
-        """
-        if self.peak_bytes() > peak_bytes:
-            self.empty_cache()
-            missing_bytes = peak_bytes - self.allocated_bytes()
-            self._lower_peak(peak_bytes, block_within(self._reservable_bytes(), missing_bytes))
-
-    def _reservable_bytes(self) -> int:
-        """What the allocator can take from the device beside what it holds."""
-        return 0
-
-    def _allocate_once(self, num_bytes: int) -> None:
-        """Allocate and free a block of so many bytes."""
-
-    def _lower_peak(self, peak_bytes: int, block_bytes: int) -> None:
-        """Let statistics say that so many bytes were allocated at most, by allocating no more than
-        a block of the given size.
-        """
-
-
-class DeviceMemory(CachedMemory, ABC):
+class DeviceMemory(ABC):
     """One device, asked about its memory. Sizes are in bytes; peaks are known to
     `granularity_bytes`.
     """
@@ -330,6 +227,12 @@ class DeviceMemory(CachedMemory, ABC):
     @abstractmethod
     def release(self) -> None:
         """Give back what nothing refers to any more; statistics of peaks start afresh."""
+
+    @abstractmethod
+    def make_room_for_larger(self) -> None:
+        """Give the cache back where its segments cannot expand, before larger requests than any so
+        far.
+        """
 
     def room(self) -> Room | None:
         """What can be allocated now, without giving anything back; None where nobody can say."""
@@ -439,11 +342,13 @@ class CountedMemory(DeviceMemory):
     def release(self) -> None:
         gc.collect()
 
+    def make_room_for_larger(self) -> None:
+        """Do nothing: there is no cache."""
+
 
 # Where the backend has them, among what it nests.
 _STATISTICS = {
     "memory_allocated": ("allocated_bytes", "current"),
-    "max_memory_allocated": ("allocated_bytes", "peak"),
     "memory_reserved": ("reserved_bytes", "current"),
     "max_memory_reserved": ("reserved_bytes", "peak"),
 }
@@ -465,7 +370,6 @@ class AcceleratorMemory(DeviceMemory):
         self.device = device
         own = getattr(torch, device.type, None)
         self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
-        self.divides_large_blocks = self._backend is torch.cuda and large_blocks_are_divided()
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -501,13 +405,14 @@ class AcceleratorMemory(DeviceMemory):
         self._backend.synchronize(self.device)
         self.empty_cache()
         # Afterwards, since until then the cache is in the peak.
-        self._reset_peaks()
-
-    def _reset_peaks(self) -> None:
         self._backend.reset_peak_memory_stats(self.device)
 
     def empty_cache(self) -> None:
         self._backend.empty_cache()
+
+    def make_room_for_larger(self) -> None:
+        if not segments_expand():
+            self.empty_cache()
 
     def room(self) -> Room | None:
         allocated = self.allocated_bytes()
@@ -524,34 +429,6 @@ class AcceleratorMemory(DeviceMemory):
 
     def allocated_bytes(self) -> int:
         return self._statistic("memory_allocated")
-
-    def peak_bytes(self) -> int:
-        return self._statistic("max_memory_allocated")
-
-    def _lower_peak(self, peak_bytes: int, block_bytes: int) -> None:
-        self._reset_peaks()
-        self._allocate_once(min(block_bytes, peak_bytes - self.allocated_bytes()))
-
-    def _allocate_once(self, num_bytes: int) -> None:
-        """Allocate and free a block; nothing where it would be one among others of its kind, or
-        where another program has taken the memory in the meantime.
-        """
-        if num_bytes < LEAST_BLOCK_BYTES:
-            return
-        try:
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError:
-            log.debug("%d bytes were free and are not any more", num_bytes)
-
-    def cached_for_others(self) -> int:
-        current = self._backend.current_stream(self.device)
-        total_bytes = 0
-        for segment in self._backend.memory_snapshot():
-            pool = segment.get("segment_pool_id", (0, 0))
-            is_own = segment["stream"] == current.cuda_stream and tuple(pool) == (0, 0)
-            if segment["device"] == current.device_index and not is_own:
-                total_bytes += segment["total_size"] - segment["allocated_size"]
-        return total_bytes
 
     def reserved_bytes(self) -> int:
         return self._statistic("memory_reserved")

@@ -12,7 +12,7 @@ from .finder import (
 )
 from .search import BinarySearch, Halving, Predictive, Search, Trial
 from .throughput import NEWER_FIELDS, OBJECTIVES, FastestSearch, Pieces, Throughput
-from .trial import DryRun, SizedStep
+from .trial import DryRun, TrialStep
 
 __all__ = [
     "NEWER_FIELDS",
@@ -26,10 +26,10 @@ __all__ = [
     "Predictive",
     "ProbeResult",
     "Search",
-    "SizedStep",
     "Throughput",
     "TimeLimit",
     "Trial",
+    "TrialStep",
     "load_latest",
     "load_result",
     "run_search",

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -28,7 +27,6 @@ from adaptive_batch.errors import (
     RankLostError,
 )
 from adaptive_batch.memory import (
-    AllocatorCache,
     DeviceMemory,
     OptimizerInBackward,
     TrainingSnapshot,
@@ -41,8 +39,8 @@ from adaptive_batch.memory import (
 
 from .search import Trial
 
-# A step: the size of each micro-batch, as `AllocatorCache.begin_step` takes it, and what runs it.
-SizedStep = Sequence[tuple[int, Callable[[], None]]]
+# What runs each micro-batch of a step.
+TrialStep = Sequence[Callable[[], None]]
 
 
 @dataclass
@@ -282,12 +280,10 @@ class DryRun:
             unsharded, as in the middle of a step.
         steps: a function that returns steps of training whose largest micro-batch has so many rows,
             the largest first, for a caching allocator, which varying lengths fragment. A trial is
-            all of these then, from a fresh cache, and on leaving the cache stays as the last one
-            left it.
+            all of these then, from a fresh cache.
         remedies: the end of the error that one row does not fit.
         held: frozen modules that lie on the device beside the model.
-        cache: cache of training, where `steps` are to have the block that it makes of what a step
-            needs; it learns from them how much that is.
+        leaves_cache: whether the allocator's cache stays as the last trial left it.
 
     Attributes:
         resident_bytes: bytes alive before a trial; known after entering, as is the rest.
@@ -314,10 +310,10 @@ class DryRun:
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
-        steps: Callable[[int], Iterator[SizedStep]] | None = None,
+        steps: Callable[[int], Iterator[TrialStep]] | None = None,
         remedies: str = MEMORY_REMEDIES,
         held: Sequence[nn.Module] = (),
-        cache: AllocatorCache | None = None,
+        leaves_cache: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
@@ -336,7 +332,7 @@ class DryRun:
         self._fewest = fewest
         self._row = row
         self._steps = steps
-        self._cache = cache
+        self._leaves_cache = leaves_cache
         self._meter = _Meter(
             model,
             optimizer,
@@ -352,7 +348,7 @@ class DryRun:
 
     def __enter__(self) -> DryRun:
         with ExitStack() as stack:
-            if self._steps is None:
+            if not self._leaves_cache:
                 stack.callback(self._memory.release)
             snapshot = TrainingSnapshot(
                 self._model,
@@ -434,30 +430,14 @@ class DryRun:
         nanoseconds = [int(1e9 * duration) for duration in seconds]
         return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
 
-    def _try_steps(self, steps: Iterator[SizedStep], phase: str) -> Usage | None:
-        """Run steps as training does, with its block of what a step needs where it makes one."""
+    def _try_steps(self, steps: Iterator[TrialStep], phase: str) -> Usage | None:
+        """Run steps as training does."""
         self._meter.drop_gradients()
-        if self._cache is None:
-            return self._measure_steps(steps, phase)
-        usage = self._cache.try_first_step(
-            partial(self._measure_steps, [next(steps)], phase), budget_bytes=self.budget_bytes
-        )
-        if usage is None:
-            return None
-        return self._measure_steps(steps, phase)
 
-    def _measure_steps(
-        self, steps: Iterable[SizedStep], phase: str, make_room: Callable[[], object] = lambda: None
-    ) -> Usage | None:
         def run() -> None:
-            make_room()
             for step in steps:
-                if self._cache:
-                    self._cache.begin_step(size for size, _ in step)
-                for _, forward_backward in step:
+                for forward_backward in step:
                     forward_backward()
-                if self._cache:
-                    self._cache.end_step(leaves_gradients=lambda: self._in_backward is None)
                 if not self._in_backward:
                     self._step()
                 self._meter.drop_gradients()

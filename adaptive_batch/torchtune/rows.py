@@ -104,6 +104,11 @@ class Rows(Dataset[Any]):
         return self._numbers[:, _TOKENS]
 
     @property
+    def knows_lengths(self) -> bool:
+        """Whether :attr:`lengths` are there without reading the dataset."""
+        return self._measured is not None
+
+    @property
     def real_lengths(self) -> torch.Tensor:
         """Those of them that are not padding: int64, `[rows]`."""
         return self._numbers[:, _REAL]

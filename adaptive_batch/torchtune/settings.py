@@ -162,8 +162,7 @@ class ProbeSettings:
     headroom: float | str = key(
         checked(check_headroom),
         "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one GPU whose"
-        " allocator has expandable segments, as recipes ask for, or with a loss in chunks, and 0.05"
-        " elsewhere",
+        " allocator has expandable segments, as recipes ask for, and 0.05 elsewhere",
         default="auto",
     )
     sequence_length: int | str = key(

@@ -27,7 +27,6 @@ from adaptive_batch.training import (
     norm_to_clip,
 )
 
-from .checks import takes_chunks
 from .config_errors import one_line
 from .data import Data
 from .job import Job
@@ -331,5 +330,4 @@ class Trainer:
             row_length=runner.loss.row_length,
             keep_gradients=runner.keep_gradients if keeps_gradients else None,
             held=() if self._reference.second is None else (self._reference.second,),
-            fits_a_block=takes_chunks(self._job.loss_fn),
         )

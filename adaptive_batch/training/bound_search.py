@@ -23,6 +23,7 @@ from adaptive_batch._util import (
     count,
     format_bytes,
 )
+from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
@@ -44,10 +45,10 @@ from adaptive_batch.probe import (
     Predictive,
     ProbeResult,
     Search,
-    SizedStep,
     Throughput,
     TimeLimit,
     Trial,
+    TrialStep,
     run_search,
     try_again,
 )
@@ -59,17 +60,20 @@ from .parts import RowsOfBatch
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
 from .throughput_search import Choices, ThroughputSearch
-from .trials import Evaluation, TriedStep, WorstRows, varying_steps
+from .trials import Evaluation, TriedStep, WorstRows
 
 log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
 
-# What is left free by default. Where the allocator's cache stays whole, lengths that vary take a
-# percent more than trials of such lengths have shown; elsewhere that was an out-of-memory error in
-# 3 runs of 18.
-_HEADROOM_WHOLE = 0.01
+# What is left free by default. Where segments expand, lengths that vary take a percent more than
+# trials of such lengths have shown; elsewhere that was an out-of-memory error in 3 runs of 18.
+_HEADROOM_EXPANDABLE = 0.01
 _HEADROOM = 0.05
+
+# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
+# cache.
+_DRAWN_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ class ProbeOptions:
         device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9,
             or None for what is available.
         headroom: share of that which is left free, in [0, 1); ``auto`` for 1% where trials are
-            whole steps of training's own lengths and the allocator has expandable segments, or one
-            block that serves them all, and 5% elsewhere.
+            whole steps of training's own lengths and the allocator's segments expand, and 5%
+            elsewhere.
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
         round_to_power_of_two: whether the power of two at or below the bound is tried too; it is
@@ -188,7 +192,9 @@ class BoundSearch:
         self._memory = tried.runner.memory
         self._maximum = distributed.minimum(options.maximum)
         self._fewest = fewest_rows(tried.runner.model)
+        # The cache is given back here.
         self._budget = self.budget_bytes()
+        tried.runner.largest_size = 0
         self._dry_run = self._new_dry_run()
 
     def budget_bytes(self) -> int:
@@ -222,16 +228,16 @@ class BoundSearch:
         """The share of memory that is left free."""
         if not isinstance(self._options.headroom, str):
             return self._options.headroom
-        return _HEADROOM_WHOLE if self._stays_whole else _HEADROOM
+        return _HEADROOM_EXPANDABLE if self._fragments and segments_expand() else _HEADROOM
 
     @property
     def left_free(self) -> str:
         """How much memory is left free, and what would leave less of it, in words."""
         text = f"{100 * self.headroom:.4g}% of the memory left free"
-        would_leave_less = self._fragments and not self._stays_whole and segments_can_expand()
+        would_leave_less = self._fragments and not segments_expand() and segments_can_expand()
         if isinstance(self._options.headroom, str) and would_leave_less:
             text += (
-                f" ({100 * _HEADROOM_WHOLE:.4g}% with"
+                f" ({100 * _HEADROOM_EXPANDABLE:.4g}% with"
                 " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
             )
         return text
@@ -259,7 +265,7 @@ class BoundSearch:
             remedies=tried.runner.retry.remedies,
             steps=self._varying_steps if self._fragments else None,
             held=tried.held,
-            cache=tried.runner.cache if self._makes_blocks else None,
+            leaves_cache=self._leaves_cache,
         )
 
     @property
@@ -273,18 +279,13 @@ class BoundSearch:
         """Whether trials are whole steps of varying lengths, which fragment the cache of the
         device's allocator.
         """
+        return self._leaves_cache and self._scope.rows.in_order is not None
+
+    @property
+    def _leaves_cache(self) -> bool:
+        """Whether training begins with what the allocator caches in the trial of the bound."""
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
-        return has_cache and self._scope.rows.in_order is not None
-
-    @property
-    def _makes_blocks(self) -> bool:
-        """Whether steps of trials have the block that training makes of what a step needs."""
-        return self._fragments and self._memory.divides_large_blocks and self._tried.fits_a_block
-
-    @property
-    def _stays_whole(self) -> bool:
-        """Whether steps of varying lengths hold little more than they need."""
-        return self._fragments and (segments_expand() or self._makes_blocks)
+        return has_cache and self._scope.evaluation is None
 
     def run(self) -> ProbeResult:
         """Search for the most rows that fit on all ranks.
@@ -332,7 +333,9 @@ class BoundSearch:
                 torch.compiler.reset()
             self._tried.runner.compilations.forget()
         runner = self._tried.runner
-        runner.cache.look_again()
+        if self._leaves_cache:
+            largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
+            runner.largest_size = largest.size
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
             raise DoesNotFitError(
@@ -384,8 +387,8 @@ class BoundSearch:
             sequence_length=self._scope.rows.length,
         )
         max_batch_size = result.max_batch_size
-        if self._fragments and max_batch_size and max_batch_size != result.trials[-1].batch_size:
-            # Training continues with the cache that this trial leaves.
+        if self._leaves_cache and max_batch_size and max_batch_size != result.trials[-1].batch_size:
+            # Training begins with the cache that this trial leaves.
             self._run_trial(max_batch_size)
         return result
 
@@ -414,16 +417,25 @@ class BoundSearch:
                 lost.facts[evaluation.lost_key] = size
                 raise
 
-    def _varying_steps(self, size: int) -> Iterator[SizedStep]:
+    def _varying_steps(self, size: int) -> Iterator[TrialStep]:
+        """Yield the steps of a trial whose micro-batches hold `size` rows: the longest, what comes
+        first in training, and the longest again.
+        """
         tried = self._tried
-        for step in varying_steps(
-            self._scope.rows,
-            size,
-            sizer=tried.runner.sizer,
-            row_length=tried.row_length,
-            accumulates=self._scope.accumulates,
-        ):
-            yield [(piece.size, partial(tried.try_rows, rows)) for piece, rows in step]
+        rows = self._scope.rows
+        assert rows.in_order is not None
+        layout = tried.runner.sizer.layout
+        unit = tried.runner.sizer.limit_of_step.unit
+        limit = MicroBatchLimit(layout.amount(size, rows.length, unit=unit), unit)
+        per_step = 2 if self._scope.accumulates else 1
+        longest = partial(tried.try_rows, rows.first(size))
+        yield [longest] * per_step
+        for step in range(_DRAWN_STEPS):
+            drawn = rows.in_order(step * per_step * size, per_step * size)
+            lengths = [min(rows.length, tried.row_length(row)) for row in drawn]
+            pieces = micro_batches(lengths, limit, layout)
+            yield [partial(tried.try_rows, [drawn[row] for row in piece.rows]) for piece in pieces]
+        yield [longest] * per_step
 
     def _named_strategy(self, budget: int, resident_bytes: int) -> Search:
         if self._options.search == "binary":

@@ -66,7 +66,6 @@ class Evaluator:
                 loss_sum += chunk_loss
                 label_tokens += chunk_labels
                 chunk = self._read(unread)
-        self._runner.cache.look_again()
         self._passes.ease()
         of_ranks = distributed.all_gather((loss_sum, label_tokens))
         loss_sum = sum(loss for loss, _ in of_ranks)

@@ -316,7 +316,7 @@ class SplitCheck:
         Raises:
             SettingError: the loss is another one when it is split; with both losses.
         """
-        with self._runner.cache.apart(), RandomState(self._runner.memory.device):
+        with RandomState(self._runner.memory.device):
             self._compare(rows.to_check(), pieces)
 
     def _compare(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:

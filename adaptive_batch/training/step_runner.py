@@ -16,15 +16,18 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import Sharding, sharding_of
 from adaptive_batch.errors import MEMORY_REMEDIES, RankLostError
 from adaptive_batch.memory import (
-    AllocatorCache,
     DeviceMemory,
     device_memory,
+    expand_segments_in_script,
     is_out_of_memory,
+    recover,
+    segments_expand,
 )
 
 from .agreement import Division, OwnPieces, Question, same_answers
 from .compilations import CompilationLog
 from .gradients import GradientsApart, OtherLeaves
+from .model_checks import is_compiled
 from .oom_retry import OOMRetry
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
@@ -47,7 +50,8 @@ class StepRunner:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
         compilations: counts and logs what is compiled again.
-        cache: keeps the allocator's cache from fragmenting.
+        largest_size: tokens of the largest micro-batch that the allocator's cache has served since
+            it was given back; rows where their lengths are not known.
         is_trial: whether what runs now is a trial, and not training.
     """
 
@@ -64,12 +68,14 @@ class StepRunner:
         self.model = model
         self.sizer = sizer
         device = next(model.parameters()).device
+        if device.type == "cuda":
+            expand_segments_in_script()
         self.memory = memory or device_memory(device, shared_by=distributed.local_world_size())
         self.sharding = sharding or sharding_of(model)
         self.retry = OOMRetry(
             sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
         )
-        self.cache = AllocatorCache(self.memory)
+        self.largest_size = 0
         self.compilations = CompilationLog(model)
         self.is_trial = False
         self._snapshot = StepSnapshot(model, self.memory.device)
@@ -155,7 +161,8 @@ class StepRunner:
         def undo() -> None:
             gradients.drop_new()
             restore()
-            self.cache.forget()
+            # The cache is given back then.
+            self.largest_size = 0
 
         try:
             with self.compilations.without_garbage(), gradients.with_others(self._others):
@@ -200,7 +207,10 @@ class StepRunner:
             if num_pieces:
                 kinds += [*[{"is_last": False}] * (num_pieces - 1), {"is_last": True}]
         self._others.is_split = len(pieces) > 1
-        self.cache.begin_step(piece.size for piece in pieces if piece)
+        size = max((piece.size for piece in pieces if piece), default=0)
+        if size > self.largest_size:
+            self.largest_size = size
+            self.memory.make_room_for_larger()
 
         def run_number(number: int) -> None:
             is_last = kinds[number]["is_last"]
@@ -208,7 +218,6 @@ class StepRunner:
                 run(pieces[number], is_last)
 
         self.retry.run_in_turn(pieces, run_number, drop=self.drop_gradients, idle=idle, kinds=kinds)
-        self.cache.end_step(leaves_gradients=self.has_gradients)
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
@@ -222,7 +231,6 @@ class StepRunner:
                 yield
             finally:
                 self.is_trial = False
-                self.cache.look_again()
 
     def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
         """Run trials and undo them, so that a rank which runs out of memory even in the first
@@ -247,6 +255,47 @@ class StepRunner:
             raise self.retry.lost(error, "with a single row") from error
         gradients.put_back()
         restore()
+
+    @property
+    def is_largest_due(self) -> bool:
+        """Whether the largest micro-batch of training is to be tried first: segments of the
+        allocator cannot expand, and neither a search nor a step has filled its cache.
+
+        It is not with several ranks, which could not tell each other of a failure, nor of a
+        compiled model, which would be compiled for a shape that training may not have.
+        """
+        fragments = self.memory.granularity_bytes > 1 and not segments_expand()
+        return (
+            not self.largest_size
+            and fragments
+            and distributed.world_size() == 1
+            and not is_compiled(self.model)
+        )
+
+    def try_largest(self, run: Callable[[], object], largest: MicroBatch) -> None:
+        """Run the largest micro-batch of training as a trial and undo it, so that the blocks that
+        the allocator then caches serve smaller ones. Nothing happens where it does not fit.
+
+        Args:
+            run: function that runs the trial.
+            largest: what it runs, for its size.
+        """
+        gradients = self.gradients_apart()
+        restore = self._snapshot.take()
+        fits = True
+        try:
+            with gradients.with_others(self._others):
+                run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        gradients.put_back()
+        restore()
+        if fits:
+            self.largest_size = largest.size
+        else:
+            recover(self.memory)
 
     @cached_property
     def _places(self) -> list[dict[str, nn.Parameter | None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,16 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch._util import count
-from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
 from adaptive_batch.memory import OptimizerInBackward
 
 from .parts import Splittable, counted_sample, length_in_sample
-from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
-
-# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
-# cache.
-_DRAWN_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,6 @@ class TriedStep:
         keep_gradients: function that leaves the unsharded gradients which are there between the
             micro-batches of a step; None where there are none.
         held: frozen modules that the step runs beside the model.
-        fits_a_block: whether steps of any lengths do with one block of the most that one of them
-            needs: they do where no tensor is a large part of it, as a loss of whole logits has.
     """
 
     runner: StepRunner
@@ -108,42 +100,9 @@ class TriedStep:
     row_length: Callable[[Any], int] = lambda row: 1
     keep_gradients: Callable[[Any], object] | None = None
     held: Sequence[nn.Module] = ()
-    fits_a_block: bool = False
 
     def step(self) -> None:
         """Clip the gradients, and step the optimizer."""
         self.clip()
         assert isinstance(self.optimizer, Optimizer)
         self.optimizer.step()
-
-
-def varying_steps(
-    rows: WorstRows,
-    size: int,
-    *,
-    sizer: MicroBatchSizer,
-    row_length: Callable[[Any], int],
-    accumulates: bool,
-) -> Iterator[list[tuple[MicroBatch, Any]]]:
-    """Yield the micro-batches of a trial's steps, each with its rows: the longest, what comes first
-    in training, and the longest again.
-
-    Args:
-        rows: rows of the trial, with their order.
-        size: most rows of a micro-batch.
-        sizer: decides how rows are divided.
-        row_length: function that returns the tokens of a row.
-        accumulates: whether a step has two micro-batches.
-    """
-    assert rows.in_order is not None
-    per_step = 2 if accumulates else 1
-    longest = (MicroBatch(list(range(size)), rows.length), rows.first(size))
-    yield [longest] * per_step
-    unit = sizer.limit_of_step.unit
-    limit = MicroBatchLimit(sizer.layout.amount(size, rows.length, unit=unit), unit)
-    for step in range(_DRAWN_STEPS):
-        drawn = rows.in_order(step * per_step * size, per_step * size)
-        lengths = [min(rows.length, row_length(row)) for row in drawn]
-        pieces = micro_batches(lengths, limit, sizer.layout)
-        yield [(piece, [drawn[row] for row in piece.rows]) for piece in pieces]
-    yield [longest] * per_step

@@ -10,8 +10,6 @@ import torch
 from support.cuda_stack.squeezing import leave
 from support.paths import subprocess_environment
 
-from adaptive_batch.memory import device_memory
-
 pytestmark = pytest.mark.cuda_stack
 
 MIB = 2**20
@@ -86,125 +84,6 @@ def test_small_copies_carry_their_values_where_they_are_kept():
     assert on_the_stack(program, STUB_CUDA_KEEP="16") == "[1, 2] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
 
 
-def test_a_block_makes_the_allocator_hold_so_much_and_serves_what_is_smaller():
-    memory = device_memory(CUDA)
-    stays = torch.empty(30 * MIB, dtype=torch.uint8, device=CUDA)
-    cached = torch.empty(500 * MIB, dtype=torch.uint8, device=CUDA)
-    del cached
-    held = torch.cuda.memory_reserved() - 500 * MIB
-    memory.make_block(held + 200 * MIB)
-    assert torch.cuda.memory_reserved() == held + 200 * MIB
-    parts = [torch.empty(size * MIB, dtype=torch.uint8, device=CUDA) for size in (120, 70)]
-    assert torch.cuda.memory_reserved() == held + 200 * MIB
-    del parts, stays
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("missing", [-1 * MIB, 5 * MIB, 2**40])
-def test_no_block_is_made_of_what_the_device_has_no_room_for(missing):
-    memory = device_memory(CUDA)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    retries = memory.num_retries()
-    memory.make_block(held + free + missing)
-    assert torch.cuda.memory_reserved() == held
-    assert memory.num_retries() == retries
-
-
-def test_what_is_spare_of_a_block_is_half_of_what_the_device_has_beyond_it():
-    memory = device_memory(CUDA)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    memory.make_block(held + 300 * MIB, spare_bytes=50 * MIB)
-    assert torch.cuda.memory_reserved() == held + 350 * MIB
-    memory.make_block(held + free - 100 * MIB, spare_bytes=2**50)
-    assert held + free - 62 * MIB <= torch.cuda.memory_reserved() <= held + free - 58 * MIB
-    torch.cuda.empty_cache()
-
-
-def test_a_block_is_no_peak():
-    memory = device_memory(CUDA)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
-    peak = torch.cuda.max_memory_allocated()
-    memory.make_block(torch.cuda.memory_reserved() + 500 * MIB)
-    assert torch.cuda.max_memory_allocated() == peak
-    torch.cuda.empty_cache()
-
-
-def allocate_for(stream: torch.cuda.Stream) -> None:
-    with torch.cuda.stream(stream):
-        torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
-
-
-def test_a_block_is_made_beside_what_other_streams_ask_for_again():
-    memory = device_memory(CUDA)
-    torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved()
-    other = torch.cuda.Stream()
-    allocate_for(other)
-    assert memory.cached_for_others() == 100 * MIB
-    memory.make_block(held + 300 * MIB)
-    assert memory.cached_for_others() == 0
-    assert torch.cuda.memory_reserved() == held + 300 * MIB
-    torch.cuda.empty_cache()
-
-
-def test_a_block_leaves_room_for_what_other_streams_ask_for_again():
-    memory = device_memory(CUDA)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    retries = memory.num_retries()
-    other = torch.cuda.Stream()
-    allocate_for(other)
-    memory.make_block(held + free - 50 * MIB)
-    assert held + free - 120 * MIB <= torch.cuda.memory_reserved() <= held + free - 100 * MIB
-    allocate_for(other)
-    assert memory.num_retries() == retries
-    torch.cuda.empty_cache()
-
-
-def test_a_block_leaves_pools_of_their_own_alone():
-    memory = device_memory(CUDA)
-    torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved()
-    pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
-        kept = torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
-    memory.make_block(held + 300 * MIB)
-    assert torch.cuda.memory_reserved() == held + 300 * MIB
-    del kept, pool
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])
-def test_a_peak_is_put_back(segments):
-    program = """
-from adaptive_batch.memory import device_memory
-memory = device_memory(torch.device("cuda", 0))
-def allocate(mebibytes):
-    torch.empty(mebibytes * 2**20, dtype=torch.uint8, device="cuda")
-allocate(100)
-before = memory.peak_bytes()
-allocate(300)
-memory.restore_peak(before)
-assert torch.cuda.max_memory_allocated() == before, torch.cuda.max_memory_allocated()
-"""
-    on_the_stack(program, PYTORCH_ALLOC_CONF=segments)
-
-
-@pytest.mark.parametrize(
-    "settings", ["expandable_segments:True", "max_split_size_mb:200", "backend:cudaMallocAsync"]
-)
-def test_where_large_blocks_are_not_divided_none_is_made(monkeypatch, settings):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-    assert not device_memory(CUDA).divides_large_blocks
-
-
 ASKS_FOR_SEGMENTS = """
 import logging, sys
 from adaptive_batch.memory import check_segments, expand_segments, segments_expand
@@ -231,3 +110,41 @@ def test_a_driver_without_virtual_memory_is_done_without():
 def test_an_allocator_that_is_in_use_changes_over():
     program = "torch.empty(1, device='cuda')" + ASKS_FOR_SEGMENTS
     assert on_the_stack(program) == "True {False, True}"
+
+
+IN_SCRIPT = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+import adaptive_batch
+from adaptive_batch.memory import expand_segments_in_script
+from torch import nn
+if "model first" in sys.argv:
+    model = nn.Linear(2048, 8192, device="cuda")
+    adaptive_batch.AdaptiveStep(model, lambda part: None)
+else:
+    expand_segments_in_script()
+    model = nn.Linear(2048, 8192, device="cuda")
+print({segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
+"""
+
+
+def test_a_script_has_expandable_segments_where_cuda_is_not_initialised():
+    line, segments = on_the_stack(IN_SCRIPT).splitlines()
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True was set" in line
+    assert segments == "{True}"
+
+
+def test_a_step_of_a_model_that_is_on_its_device_logs_how_to_expand_segments():
+    program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
+    line, segments = on_the_stack(program).splitlines()
+    assert line.endswith("start with PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert segments == "{False}"
+    assert on_the_stack(program, PYTORCH_ALLOC_CONF="expandable_segments:False") == "{False}"
+
+
+def test_importing_leaves_cuda_and_its_allocator_alone():
+    program = (
+        "import os, adaptive_batch; print(torch.cuda.is_initialized(),"
+        " [name for name in os.environ if 'ALLOC_CONF' in name])"
+    )
+    assert on_the_stack(program) == "False []"

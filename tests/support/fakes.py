@@ -6,11 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from adaptive_batch.estimate import CachingAllocator
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import Trial
-
-from .simulated_memory import SimulatedMemory
 
 
 class IdealDevice:
@@ -68,9 +65,6 @@ class FakeBackend:
     def memory_reserved(self, _: torch.device) -> int:
         return self.reserved
 
-    def max_memory_allocated(self, _: torch.device) -> int:
-        return self.allocated
-
     def max_memory_reserved(self, _: torch.device) -> int:
         return self.peak_reserved
 
@@ -97,21 +91,17 @@ class FakeBackend:
         self.reserved = self.allocated
 
 
-class CachingMemory(SimulatedMemory, CountedMemory):
-    """A CPU whose allocator has a cache, and is PyTorch's as it is simulated; counts how often its
-    cache is given back.
-    """
+class CachingMemory(CountedMemory):
+    """A CPU whose allocator has a cache; counts how often its cache is given back."""
 
     granularity_bytes = 2 * 2**20
 
     def __init__(self) -> None:
-        CountedMemory.__init__(self, torch.device("cpu"))
-        SimulatedMemory.__init__(self, CachingAllocator(2**50))
+        super().__init__(torch.device("cpu"))
         self.releases = 0
 
-    def empty_cache(self) -> None:
-        self.releases += 1
-        super().empty_cache()
-
     def release(self) -> None:
-        self.empty_cache()
+        self.releases += 1
+
+    def make_room_for_larger(self) -> None:
+        self.release()

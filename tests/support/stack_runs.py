@@ -195,9 +195,6 @@ def train(run: StackRun) -> Outcome:
     )
     job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
     row_of = job.task.made_up_row
-    if not run.probes:
-        # What is compared is the step, without the block that training makes for later ones.
-        job.memory.divides_large_blocks = False
     lengths = run.lengths
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))

@@ -116,8 +116,6 @@ def on_cuda(
     job = Job(
         cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN
     )
-    # The block that training makes for later steps is none of the step's own.
-    job.memory.divides_large_blocks = False
     data = Data(job, made_up_rows(job, 1, 8), packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
     sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.fakes import CachingMemory, FakeBackend
+from support.fakes import FakeBackend
 from support.training_cases import (
     CPU,
     LENGTH,
@@ -30,12 +30,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.estimate.allocator import CachingAllocator
 from adaptive_batch.memory import (
     GIB,
-    AllocatorCache,
     OptimizerInBackward,
-    Usage,
     optimizer_state_tensors,
 )
 from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
@@ -522,7 +519,7 @@ def test_where_an_allocator_has_a_cache_a_trial_is_whole_steps_of_varying_sizes(
     def steps(rows):
         for size in (rows, 1, rows):
             said.append(size)
-            yield [(size, lambda size=size: training.forward_backward(size))] * 2
+            yield [lambda size=size: training.forward_backward(size)] * 2
             said.append(
                 f"stepped {len(training.optimizer.state) > 0}, {training.model.embed.weight.grad}"
             )
@@ -536,68 +533,10 @@ def test_where_an_allocator_has_a_cache_a_trial_is_whole_steps_of_varying_sizes(
     assert differences(before, training.everything()) == []
 
 
-class SimulatedDevice(CachingMemory):
-    """A device with so many bytes, whose allocator is simulated."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__()
-        self.allocator = CachingAllocator(capacity_bytes)
-
-    @contextmanager
-    def measure(self, resident, *, budget_bytes):
-        self.release()
-        allocator = self.allocator
-        retries = allocator.num_retries
-        allocator.peak_reserved_bytes = allocator.reserved_bytes
-        usage = Usage(allocator.allocated_bytes)
-        yield usage
-        usage.peak_bytes = allocator.peak_reserved_bytes
-        usage.retried = allocator.num_retries > retries
-
-
-@pytest.mark.parametrize(
-    ("rows", "stream", "fits"), [(3, 0, True), (5, 0, True), (3, 1, True), (5, 1, False)]
-)
-def test_a_size_fits_if_it_does_in_one_block_or_without(rows, stream, fits):
-    device = SimulatedDevice(270 * MIB)
-    training = Training(Case("AdamW"))
-    cache = AllocatorCache(device)
-
-    # Each is too large for what is free of the one before.
-    buffers = [(number * rows * MIB, of) for number, of in ((20, 0), (25, stream), (30, 0))]
-
-    def forward_backward() -> None:
-        for num_bytes, own_stream in buffers:
-            block = device.allocator.malloc(num_bytes, own_stream)
-            device.allocator.free(block)
-
-    def steps(rows):
-        return iter([[(rows, forward_backward)]] * 3)
-
-    with DryRun(
-        model=training.model,
-        optimizer=training.optimizer,
-        forward_backward=lambda rows: None,
-        step=lambda: None,
-        accumulates=False,
-        memory=device,
-        budget_bytes=device.allocator.capacity_bytes,
-        steps=steps,
-        cache=cache,
-    ) as trial:
-        tried = trial(rows)
-    assert tried.fits == fits
-    assert tried.retried != fits
-    if fits:
-        # Training begins with the block of what the trial needed.
-        cache.begin_step([1])
-        assert 30 * rows * MIB <= device.reserved_bytes() <= 33 * rows * MIB
-
-
 def test_the_place_of_a_new_optimizers_state_is_kept_until_it_makes_its_own():
     training = Training(Case("AdamW"))
     rehearsal = training.rehearsal()
-    rehearsal._steps = lambda rows: iter([[(rows, lambda: training.forward_backward(rows))]])
+    rehearsal._steps = lambda rows: iter([[lambda: training.forward_backward(rows)]])
     with rehearsal as trial:
         trial(2)
         states = [weakref.ref(state) for state in optimizer_state_tensors([training.optimizer])]

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fakes import FakeBackend
 from support.sharded_model import Decoder, bits, collate, make_rows, relative_error, training_state
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy, mse_loss, normalize
 
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.memory import AllocatorCache
+from adaptive_batch.memory.device import AcceleratorMemory
 from adaptive_batch.training import (
     AdaptiveStep,
     OOMPolicy,
@@ -1355,19 +1356,26 @@ def test_a_sample_of_fewer_rows_than_it_was_asked_for_is_refused():
         AdaptiveStep(model, script).find_bound(optimizer, lambda n: cut(0), device_memory="1GiB")
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_each_batch_begins_and_ends_where_the_cache_is_kept_whole(monkeypatch, in_backward):
-    calls = []
-    monkeypatch.setattr(AllocatorCache, "begin_step", lambda _, sizes: calls.append([*sizes]))
-    monkeypatch.setattr(
-        AllocatorCache, "end_step", lambda _, leaves_gradients: calls.append(leaves_gradients())
-    )
+@pytest.mark.parametrize(
+    ("segments", "releases"),
+    [("expandable_segments:False", [1, 1, 2, 2]), ("expandable_segments:True", [0, 0, 0, 0])],
+)
+def test_the_cache_is_given_back_before_larger_steps_where_segments_cannot_expand(
+    monkeypatch, segments, releases
+):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
+    backend = FakeBackend(total=2**40)
+    emptied: list[int] = []
+    backend.empty_cache = lambda: emptied.append(1)
     model = decoder()
-    if in_backward:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
-    step = AdaptiveStep(model, Script(model), micro_batch_tokens=16)
-    step(collate(make_rows([8, 3, 5])))
-    step(collate(make_rows([2])))
-    assert calls == [[10, 8], not in_backward, [2], not in_backward]
+    step = AdaptiveStep(
+        model,
+        Script(model),
+        micro_batch_tokens=16,
+        options=StepOptions(memory=AcceleratorMemory(torch.device("cpu"), backend=backend)),
+    )
+    counted = []
+    for lengths in ([3, 3], [2, 3], [8, 3, 5], [4, 4]):
+        step(collate(make_rows(lengths)))
+        counted.append(len(emptied))
+    assert counted == releases

@@ -110,38 +110,35 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
     assert f"max_batch_size: {expected}" in result.table()
 
 
-def search_on(memory, has_order, headroom, *, fits_a_block=False):
+def search_on(memory, has_order, headroom):
     training = Training()
     runner = StepRunner(training.model, MicroBatchSizer(), memory=memory)
-    tried = TriedStep(
-        runner, training.optimizer, training.forward_backward, fits_a_block=fits_a_block
-    )
+    tried = TriedStep(runner, training.optimizer, training.forward_backward)
     in_order = (lambda begin, num_rows: [0] * num_rows) if has_order else None
     rows = WorstRows(lambda size: [0] * size, 9, "one row", in_order)
     return BoundSearch(tried, SearchScope(rows), ProbeOptions("1GiB", headroom))
 
 
 @pytest.mark.parametrize(
-    ("memory", "has_order", "segments", "fits_a_block", "headroom", "left_free"),
+    ("memory", "has_order", "segments", "headroom", "left_free"),
     [
-        (CachingMemory(), True, "expandable_segments:True", False, "auto", 0.01),
-        (CachingMemory(), True, "expandable_segments:False", False, "auto", 0.05),
-        (CachingMemory(), True, "expandable_segments:False", True, "auto", 0.01),
-        (CachingMemory(), False, "expandable_segments:True", True, "auto", 0.05),
-        (CachingMemory(), True, "expandable_segments:True", False, 0.2, 0.2),
-        (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", True, "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:True", "auto", 0.01),
+        (CachingMemory(), True, "expandable_segments:False", "auto", 0.05),
+        (CachingMemory(), False, "expandable_segments:True", "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:True", 0.2, 0.2),
+        (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", "auto", 0.05),
     ],
 )
-def test_less_is_left_free_where_the_cache_stays_whole_in_trials_of_trainings_own_lengths(
-    monkeypatch, memory, has_order, segments, fits_a_block, headroom, left_free
+def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
+    monkeypatch, memory, has_order, segments, headroom, left_free
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
     monkeypatch.setattr(sys, "platform", "linux")
-    search = search_on(memory, has_order, headroom, fits_a_block=fits_a_block)
+    search = search_on(memory, has_order, headroom)
     assert search.headroom == left_free
     assert search.budget_bytes() == int(2**30 * (1 - left_free))
     text = f"{100 * left_free:.4g}% of the memory left free"
-    if segments == "expandable_segments:False" and not fits_a_block:
+    if segments == "expandable_segments:False":
         text += " (1% with PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
     assert search.left_free == text
 
