@@ -23,6 +23,9 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+# No test takes the power away, and a small run that saves mostly waits for the disk.
+os.fsync = lambda descriptor: None
+
 
 def pytest_ignore_collect(collection_path, config):
     """Only files with the mark that `-m` asks for are imported: all of them take 17 seconds."""
