@@ -164,9 +164,7 @@ def one_line(error: BaseException) -> str:
 
 
 def check_file(path: str, arguments: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be read, is no YAML, or no block of keys, and arguments that cannot
-    be put over it.
-    """
+    """Refuse a file that is not a block of keys in YAML, and arguments that cannot override it."""
     with _reading("--config", path):
         cfg = OmegaConf.load(path)
     if not isinstance(cfg, DictConfig):
@@ -180,25 +178,13 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
                 path,
                 f"it has the key {key!r}; give each a name, and none the name config",
             )
-    # Keys are removed before anything is set.
+    # torchtune removes keys before it sets any.
     removals = [argument for argument in arguments if argument.startswith("~")]
     for argument in removals:
-        key = argument[1:].partition("=")[0]
-        if OmegaConf.select(cfg, key, default=cfg) is cfg:
-            remedy = (
-                f"{path} has no such key to remove; leave this out, and the argument that sets"
-                f" {key} if there is one"
-            )
-            raise SettingError("argument", argument, remedy)
-    others = [argument for argument in arguments if argument not in removals]
-    try:
-        merged(cfg, [*removals, *others])
-    except _READING_ERRORS:
-        # Which of them it is, each shows by itself.
-        for argument in removals:
-            with _reading("argument", argument):
-                merged(cfg, [argument])
-        for argument in others:
+        with _reading("argument", argument):
+            merged(cfg, [argument])
+    for argument in arguments:
+        if argument not in removals:
             with _reading("argument", argument):
                 merged(cfg, [*removals, argument])
 
