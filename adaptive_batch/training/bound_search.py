@@ -305,8 +305,7 @@ class BoundSearch:
             format_bytes(self._budget),
             self.left_free,
         )
-        others = OtherLeaves(self._tried.runner.own_leaves)
-        others.is_split = True
+        others = OtherLeaves(self._tried.runner.own_leaves, in_trials=True)
         gradients = GradientsApart({}, lambda: None)
         try:
             # Reading a row of some datasets draws random numbers.

@@ -19,6 +19,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.schedules import squared_norm
 
+from .model_checks import check_hooks
+
 
 class GradientsApart:
     """Sets the gradients of earlier batches aside, which a script accumulates, and adds them again.
@@ -98,18 +100,30 @@ class OtherLeaves:
 
     Args:
         own: function that returns the leaves that the model has.
-
-    Attributes:
-        is_split: whether several parts run, or trials, so that every graph is looked through.
+        in_trials: whether trials run, so that every graph is looked through.
     """
 
-    def __init__(self, own: Callable[[], Iterable[torch.Tensor | None]]) -> None:
-        self.is_split = False
+    def __init__(
+        self, own: Callable[[], Iterable[torch.Tensor | None]], *, in_trials: bool = False
+    ) -> None:
         self._own = own
+        self._in_trials = in_trials
+        self._is_split = False
         # By id; a dead reference shows that the id is another leaf's now.
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         self._sizes: set[int] = set()
         self._latest_node = 0
+
+    def begin_parts(self, num_parts: int) -> None:
+        """Begin to run the parts of a batch.
+
+        Raises:
+            SettingError: it has several, and a leaf has a hook that may step an optimizer.
+        """
+        self._is_split = num_parts > 1
+        if self._is_split:
+            check_hooks(self._own())
+            check_hooks(reference() for reference in self._known.values())
 
     @contextmanager
     def watched(self, reached: Callable[[torch.Tensor], object]) -> Iterator[None]:
@@ -117,7 +131,7 @@ class OtherLeaves:
 
         Raises:
             SettingError: memory ran out in a backward whose graph was not looked through and has
-                leaves that are not known.
+                leaves that are not known; or a leaf has a hook, see :meth:`begin_parts`.
         """
         leaves = [reference() for reference in self._known.values()]
         self._known = {id(leaf): weakref.ref(leaf) for leaf in leaves if leaf is not None}
@@ -135,8 +149,11 @@ class OtherLeaves:
             if not options.get("accumulate_grad", True):
                 return run_backward(roots, *arguments, **options)
             nodes = _nodes_of(roots)
-            is_looked_through = self._has_new_size(nodes) or self.is_split
-            for leaf in self._new_leaves(nodes) if is_looked_through else ():
+            is_looked_through = self._has_new_size(nodes) or self._is_split or self._in_trials
+            new_leaves = self._new_leaves(nodes) if is_looked_through else []
+            if self._is_split:
+                check_hooks(new_leaves)
+            for leaf in new_leaves:
                 reached(leaf)
             try:
                 return run_backward(roots, *arguments, **options)

@@ -206,7 +206,7 @@ class StepRunner:
             pieces += [*part, *[None] * (num_pieces - len(part))]
             if num_pieces:
                 kinds += [*[{"is_last": False}] * (num_pieces - 1), {"is_last": True}]
-        self._others.is_split = len(pieces) > 1
+        self._others.begin_parts(len(pieces))
         size = max((piece.size for piece in pieces if piece), default=0)
         if size > self.largest_size:
             self.largest_size = size

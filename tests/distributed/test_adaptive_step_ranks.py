@@ -207,8 +207,8 @@ def test_a_batch_that_does_not_fit_as_it_is_cut_on_one_rank_is_run_again_on_both
 
 
 def refused() -> tuple[list[str], bool]:
-    """A loss that is the mean over rows, told to be one over labels; and rows of which none fits on
-    rank 1.
+    """A loss that is the mean over rows, told to be one over labels; rows of which none fits on rank
+    1; and a hook that may step an optimizer.
     """
     model = divided(Decoder())
     messages = []
@@ -239,13 +239,20 @@ def refused() -> tuple[list[str], bool]:
         step(batch)
     except DoesNotFitError as error:
         messages.append(str(error))
+    script.most_rows = 10**9
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda sharded: None)
+    try:
+        AdaptiveStep(model, script, micro_batch_size=3)(batch)
+    except SettingError as error:
+        messages.append(str(error))
     return messages, has_gradients
 
 
 def test_all_ranks_refuse_alike():
     first, second = run_on_ranks(refused, 2)
     assert first == second
-    (of_loss, of_memory), has_gradients = first
+    (of_loss, of_memory, of_hook), has_gradients = first
     assert of_loss.startswith("forward_backward='forward_backward': the loss of a batch is ")
     assert "ran out of memory on rank 1, alone in its micro-batch" in of_memory
+    assert of_hook.startswith("register_post_accumulate_grad_hook=")
     assert not has_gradients

@@ -4,12 +4,14 @@ given model does not have, as one backward of the whole batch does.
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import backward as imported_backward
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -243,3 +245,73 @@ def test_a_leaf_that_only_a_failed_backward_shows_is_refused_if_the_graph_seemed
     task.fails = "backward"
     with pytest.raises(SettingError, match="give one module with all that is trained"):
         task.run([0, 1, 2])
+
+
+# --- optimizers that step in backward
+
+
+class StepsInBackward:
+    """A hook that steps a parameter and frees its gradient, as an object and as a function."""
+
+    def __init__(self):
+        self.num_steps = 0
+
+    def __call__(self, parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+        self.num_steps += 1
+
+
+HOOKED = {
+    "a parameter of the module": lambda task: task.encoder.weight,
+    "the head": lambda task: task.head.bias,
+    "a tensor": lambda task: task.bias,
+}
+
+
+@pytest.mark.parametrize("hooked", HOOKED.values(), ids=HOOKED)
+@pytest.mark.parametrize("form", ["object", "partial", "lambda"])
+def test_a_hook_that_may_step_an_optimizer_is_refused_before_the_first_part(hooked, form):
+    task = Task()
+    hook = StepsInBackward()
+    forms = {"object": hook, "partial": functools.partial(hook), "lambda": lambda leaf: hook(leaf)}
+    hooked(task).register_post_accumulate_grad_hook(forms[form])
+    weights = [leaf.clone() for leaf in task.leaves]
+    with pytest.raises(SettingError, match=r"^register_post_accumulate_grad_hook=.*each part"):
+        AdaptiveStep(task.encoder, task, micro_batch_size=6)(task.batch)
+    assert hook.num_steps == 0
+    assert all(map(torch.equal, task.leaves, weights))
+    assert task.gradients() == [None] * len(weights)
+
+
+@pytest.mark.parametrize("hooked", HOOKED.values(), ids=HOOKED)
+def test_a_hook_runs_once_for_a_whole_batch_and_is_refused_once_one_must_be_split(hooked):
+    task = Task()
+    hook = StepsInBackward()
+    hooked(task).register_post_accumulate_grad_hook(hook)
+    step = AdaptiveStep(task.encoder, task)
+    step(task.batch)
+    assert hook.num_steps == 1
+    task.fails = ("forward", 0)
+    with pytest.raises(SettingError, match="register_post_accumulate_grad_hook"):
+        step(task.batch)
+    assert hook.num_steps == 1
+
+
+def test_optimizers_that_torch_applies_in_backward_are_refused():
+    task = Task()
+    _apply_optimizer_in_backward(torch.optim.SGD, task.encoder.parameters(), {"lr": 0.1})
+    weights = [parameter.clone() for parameter in task.encoder.parameters()]
+    with pytest.raises(SettingError, match="register_post_accumulate_grad_hook='SGD'"):
+        AdaptiveStep(task.encoder, task, micro_batch_size=6)(task.batch)
+    assert all(map(torch.equal, task.encoder.parameters(), weights))
+
+
+def test_hooks_that_only_change_a_gradient_are_no_optimizers():
+    task, plain = Task(), Task()
+    for each in (task, plain):
+        each.encoder.weight.register_hook(lambda gradient: 2 * gradient)
+    plain.loss(*plain.batch).backward()
+    AdaptiveStep(task.encoder, task, micro_batch_size=6)(task.batch)
+    assert_close(task.gradients(), plain.gradients())
