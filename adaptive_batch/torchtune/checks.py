@@ -61,7 +61,7 @@ _PATHS = (
 # Arguments for which torchtune's components accept values outside their range: they train something
 # else, or fail after the weights are loaded.
 _WHOLE = ("tokenizer.max_seq_len", "model.lora_rank")
-_POSITIVE = ("model.lora_alpha", "model.norm_eps")
+_POSITIVE = ("lora_alpha", "norm_eps")
 _SHARES = ("model.lora_dropout", "model.attn_dropout", "loss.label_smoothing")
 # Classes of the logits that a loss is tried with.
 _CLASSES = 8
@@ -337,7 +337,6 @@ def _check_values(config: Mapping[str, Any]) -> None:
     for keys, check in (
         (_SWITCHES, check_bool),
         (_WHOLE, check_whole),
-        (_POSITIVE, _check_positive),
         (_SHARES, check_share),
         (_PATHS, _check_path),
         (
@@ -350,6 +349,11 @@ def _check_values(config: Mapping[str, Any]) -> None:
         for key in keys:
             for value in values_at(config, key):
                 check(key, value)
+    model = config.get("model")
+    for name in _POSITIVE:
+        # Null fails as late as text does.
+        if isinstance(model, Mapping) and name in model:
+            _check_positive(f"model.{name}", model[name])
     for key in ("checkpointer.checkpoint_dir", "checkpointer.output_dir"):
         if config.get("checkpointer") is not None and not values_at(config, key):
             _check_path(key, None)

@@ -155,6 +155,7 @@ def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kin
                 ("lora_alpha", 0),
                 ("lora_alpha", -8),
                 ("lora_alpha", "abc"),
+                ("lora_alpha", "null"),
                 ("lora_dropout", 1),
                 ("use_dora", "maybe"),
                 ("apply_lora_to_output", 1),
