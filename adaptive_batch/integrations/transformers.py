@@ -31,7 +31,7 @@ from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
 from .pairs import COLLATOR, by_pairs
-from .transformers_growth import Growth, refuse_saved_growth
+from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
@@ -96,7 +96,7 @@ class AdaptiveTrainer(Trainer):
         super().__init__(*arguments, **keywords)
         if adaptive is not None:
             self.adaptive = adaptive
-        instance_of(AdaptiveArguments, "adaptive", self.adaptive)
+        self._check_arguments()
         self.adaptive_step: AdaptiveStep | None = None
         # What it was built with.
         self._adaptive_of_step: AdaptiveArguments | None = None
@@ -138,10 +138,16 @@ class AdaptiveTrainer(Trainer):
             loss = torch.stack([part.to(self.args.device) for part in losses]).sum()
         return loss
 
+    def _check_arguments(self) -> AdaptiveArguments:
+        adaptive = instance_of(AdaptiveArguments, "adaptive", self.adaptive)
+        if adaptive.batch_increase_function is not None:
+            refuse_own_order(self, library=(AdaptiveTrainer, Trainer))
+        return adaptive
+
     @property
     def _arguments(self) -> AdaptiveArguments:
-        # It may have been set since this was built.
-        adaptive = instance_of(AdaptiveArguments, "adaptive", self.adaptive)
+        # They may have been set since this was built.
+        adaptive = self._check_arguments()
         if type(self.data_collator).__name__ == COLLATOR:
             return by_pairs(adaptive)
         return adaptive

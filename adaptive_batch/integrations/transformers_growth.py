@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches, Sampling
@@ -126,6 +126,28 @@ class Growth(TrainerCallback):
         self.batches.step()
         state.epoch = self.batches.progress.epochs
         state.stateful_callbacks[_STATE] = self.batches.state_dict()
+
+
+def refuse_own_order(trainer: Trainer, *, library: tuple[type[Trainer], ...]) -> None:
+    """Refuse a trainer with a sampler or a loader of its own, which a batch that grows replaces.
+
+    Args:
+        trainer: the trainer.
+        library: classes whose sampler and loader a batch that grows is made for.
+
+    Raises:
+        SettingError: the trainer, or another of its classes, has one.
+    """
+    for owner in (trainer, *type(trainer).__mro__):
+        own = {"_get_train_sampler", "get_train_dataloader"} & vars(owner).keys()
+        if own and owner not in library:
+            name = getattr(owner, "__name__", "the trainer")
+            remedy = (
+                "a batch that grows draws its rows in an order of its own, and would leave this"
+                " method out; remove the method, or train without batch_increase_function, or in a"
+                " loop with AdaptiveBatches, which takes a sampler"
+            )
+            raise SettingError("batch_increase_function", f"{name}.{min(own)}", remedy)
 
 
 def refuse_saved_growth(state: TrainerState) -> None:

@@ -650,6 +650,88 @@ def test_a_run_whose_batch_grows_resumes_exactly_in_mid_epoch_and_at_its_end(tmp
         assert resumed.state.log_history[-2]["epoch"] == whole.state.log_history[-2]["epoch"]
 
 
+class Reversed(AdaptiveTrainer):
+    def _get_train_sampler(self, dataset=None):
+        return list(reversed(range(NUM_ROWS)))
+
+
+class Loads(AdaptiveTrainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(rows(), 6, collate_fn=collate)
+
+
+class SamplesAsTrainersDo(Trainer):
+    def _get_train_sampler(self, dataset=None):
+        return super()._get_train_sampler(dataset)
+
+
+class AlsoSamples(AdaptiveTrainer, SamplesAsTrainersDo):
+    pass
+
+
+class FromOneOfOthers(SamplesAsTrainersDo, AdaptiveTrainer):
+    pass
+
+
+class DerivesFromOurs(Loads):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Reversed, "Reversed._get_train_sampler"),
+        (Loads, "Loads.get_train_dataloader"),
+        (AlsoSamples, "SamplesAsTrainersDo._get_train_sampler"),
+        (FromOneOfOthers, "SamplesAsTrainersDo._get_train_sampler"),
+        (DerivesFromOurs, "Loads.get_train_dataloader"),
+    ],
+)
+def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_path, kind, name):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+
+    def build(adaptive):
+        return kind(
+            llama(),
+            arguments,
+            train_dataset=rows(),
+            data_collator=collate,
+            adaptive=adaptive,
+        )
+
+    refusal = f"^batch_increase_function='{name}': .* in an order of its own"
+    with pytest.raises(SettingError, match=refusal):
+        build(AdaptiveArguments(**GROWS))
+    # Without growth it is built, and refused where growth is set later.
+    trainer = build(AdaptiveArguments(micro_batch_size=2))
+    trainer.adaptive = AdaptiveArguments(**GROWS)
+    with pytest.raises(SettingError, match=refusal):
+        trainer.train()
+
+
+def test_a_sampler_of_the_object_is_refused_before_the_first_step(tmp_path):
+    trainer = AdaptiveTrainer(
+        llama(),
+        TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
+        train_dataset=rows(),
+        data_collator=collate,
+        adaptive=AdaptiveArguments(**GROWS),
+    )
+    trainer._get_train_sampler = lambda dataset=None: None
+    with pytest.raises(SettingError, match=r"'the trainer\._get_train_sampler'"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_sampler_of_the_trainers_own_draws_the_rows_of_batches_that_do_not_grow(tmp_path):
+    _, plain, weights = trained(Trainer, tmp_path, train_sampling_strategy="group_by_length")
+    _, ours, own = trained(AdaptiveTrainer, tmp_path, train_sampling_strategy="group_by_length")
+    assert ours == plain
+    assert torch.equal(own, weights)
+    trainer, *_ = trained(Reversed, tmp_path, adaptive=AdaptiveArguments(micro_batch_size=4))
+    assert trainer.adaptive_step.num_pieces == 2
+
+
 def test_a_batch_that_grows_beyond_what_fits_is_split(tmp_path):
     _, losses, weights = grown(tmp_path)
     trainer, own, own_weights = grown(tmp_path, model=fails_above(4))
