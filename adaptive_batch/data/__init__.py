@@ -12,7 +12,7 @@ from .dataset import (
     lengthened,
     move_to_device,
 )
-from .epoch_planner import EpochPlanner
+from .epoch_planner import EpochPlanner, plan_token_batches
 from .layouts import (
     LAYOUT_KINDS,
     NO_LIMIT,
@@ -26,7 +26,7 @@ from .layouts import (
     micro_batches,
     split_by_rows,
 )
-from .lengths import Measured, count_rows, longest_rows, mean_rows, measure_rows
+from .lengths import count_rows, longest_rows, mean_rows, measure_rows
 from .order import ORDERS, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
@@ -35,7 +35,6 @@ from .step_planner import PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .step_rows import StepRows
 from .token_sampler import LONG_ROWS, plan_batches
-from .token_steps import plan_token_batches
 
 __all__ = [
     "IGNORE_INDEX",
@@ -50,7 +49,6 @@ __all__ = [
     "EpochPlanner",
     "Event",
     "LayoutKind",
-    "Measured",
     "MicroBatch",
     "MicroBatchLayout",
     "MicroBatchLimit",

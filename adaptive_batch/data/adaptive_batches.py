@@ -131,7 +131,7 @@ class AdaptiveBatches(Sampler[list[int]]):
             order=self._order,
         )
         self.planner.batch.begin()
-        self.queue = StepQueue(self.planner, lengths=rows if self._counts_tokens else None)
+        self.queue = StepQueue(self.planner, counts_tokens=self._counts_tokens)
         order = asdict(sampling)
         # It changes no row's place, as another maximum does not.
         del order["grow_beyond_maximum"]

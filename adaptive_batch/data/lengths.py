@@ -15,7 +15,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,6 @@ _CHECKSUM_BYTES = 32
 
 Numbers = Sequence[int]
 Measure = Callable[[int, Any], Numbers]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured of each row: int64 `[rows, numbers of a row]`; it `is_cached` where it was
-    read from a file.
-    """
-
-    numbers: torch.Tensor
-    is_cached: bool = False
 
 
 def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -> int:
@@ -97,7 +86,7 @@ def measure_rows(
     reads_cache: bool = True,
     num_workers: int | None = None,
     show_progress: bool = True,
-) -> Measured:
+) -> torch.Tensor:
     """Measure each row of a dataset, or read what was measured before.
 
     A cached result is trusted if its checksum, name and number of rows are right and a few rows,
@@ -115,6 +104,9 @@ def measure_rows(
             process; otherwise that many processes. Where they fail, the rest is measured in this
             process, and the reason is logged.
         show_progress: whether a progress bar is shown on stderr; it needs tqdm.
+
+    Returns:
+        The numbers of each row: int64 ``[rows, numbers of a row]``.
 
     Raises:
         SettingError: the dataset has no rows or no length; and what reading and measuring a row
@@ -137,7 +129,7 @@ def measure_rows(
             )
             if changed is None:
                 _tell_cached(num_rows, cache_file)
-                return Measured(cached, is_cached=True)
+                return cached
             logger.warning(
                 "%s: row %d no longer has that length; counting all rows again", cache_file, changed
             )
@@ -155,7 +147,7 @@ def measure_rows(
                 cache_file,
                 error,
             )
-    return Measured(numbers)
+    return numbers
 
 
 def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:

@@ -299,10 +299,12 @@ class StepPlanner:
         """
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self.clock.go_to(progress)
-        if self.epochs.begin(progress):
-            self._log_replanned(
-                progress, "rows are not as long as they were when the checkpoint was saved"
-            )
+        if not progress.epoch_rows:
+            changed = self._rows.recount()
+            if changed:
+                message = f"{changed}: all rows are counted again"
+                self._event("recounted", message, epoch=progress.epoch)
+            self.epochs.begin(progress.epoch)
         if batch_size is not None:
             self.batch.take(batch_size)
         else:
@@ -322,8 +324,8 @@ class StepPlanner:
         if not batching.batch_tokens:
             return
         batches = self.epochs.token_steps(progress).batches
-        # A run that resumes within a plan has logged them before.
-        if progress.epoch_rows != self.epochs.lengths.planned_from:
+        # A run that resumes within an epoch has logged them before.
+        if progress.epoch_rows:
             return
         self._log_over_budget(progress)
         rows_by_reason = {
@@ -348,7 +350,7 @@ class StepPlanner:
         if least == 1:
             return
         steps = self.epochs.token_steps(progress)
-        tokens = [int(self._rows.lengths[rows].sum()) for rows in steps.batches.tolist()]
+        tokens = [int(self.epochs.lengths.all[rows].sum()) for rows in steps.batches.tolist()]
         over = [
             number
             for number, budget in zip(tokens, steps.budgets, strict=True)
@@ -400,30 +402,6 @@ class StepPlanner:
             offset = 0
         return self._block[offset : offset + end - begin]
 
-    def plan_again(self, progress: Progress) -> bool:
-        """Return whether rows were not as long as cached lengths say, so that the rest of the epoch
-        is planned again.
-
-        A collective, if lengths came from a cache.
-        """
-        changed = self._rows.recount()
-        if changed and not self.epochs.depends_on_lengths:
-            self._event("recounted", f"{changed}: the lengths that were cached are dropped")
-        if not changed or not self.epochs.depends_on_lengths:
-            return False
-        self.clock.go_to(progress)
-        self.epochs.begin(progress)
-        self._log_replanned(progress, changed)
-        self.start_epoch(progress)
-        return True
-
-    def _log_replanned(self, progress: Progress, why: str) -> None:
-        message = (
-            f"{why}: all rows are counted again, and what is left of epoch {progress.epoch} is"
-            " planned by that"
-        )
-        self._event("replanned", message, epoch=progress.epoch, position=progress.epoch_rows)
-
     def size_of_step(
         self, step: PlannedRows, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool
     ) -> int:
@@ -434,7 +412,7 @@ class StepPlanner:
             return len(step.numbers)
         if distributed.data_parallel_size() == 1:
             return sum(map(self._rows.num_real_tokens, rows))
-        return int(self._rows.real_lengths[step.numbers].sum())
+        return self.epochs.num_tokens(step.numbers)
 
     def rows_of_rank(
         self, numbers: Sequence[int], limit: MicroBatchLimit | None = None
@@ -455,7 +433,7 @@ class StepPlanner:
         layout = self.batch.sizer.layout
         limit = limit or self.limit
         if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
-            lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
+            lengths = self.epochs.lengths.all[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]
 
@@ -466,7 +444,7 @@ class StepPlanner:
         sizer = self.batch.sizer
         limit = sizer.limit(batch_size)
         rank_rows = [numbers[position] for position in self.rows_of_rank(numbers, limit)]
-        lengths = self._rows.lengths[rank_rows].tolist()
+        lengths = self.epochs.lengths.all[rank_rows].tolist()
         return max(1, len(micro_batches(lengths, limit, sizer.layout)))
 
     # --- state

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from adaptive_batch.schedules import Progress
 
 from .reader import RowReader
 from .step_planner import PlannedRows, StepPlanner
-
-
-class _Lengths(Protocol):
-    def num_tokens(self, numbers: list[int]) -> int: ...
 
 
 class _HandedOut(NamedTuple):
@@ -37,16 +33,16 @@ class StepQueue:
 
     Args:
         planner: plans the steps.
-        lengths: counts the tokens of rows, which a rule may read ahead of training; None where its
-            user counts them.
+        counts_tokens: whether the tokens of rows, which a rule may read ahead of training, are
+            counted here; else the user counts them.
 
     Attributes:
         progress: what training has consumed: the steps that are done.
     """
 
-    def __init__(self, planner: StepPlanner, *, lengths: _Lengths | None = None) -> None:
+    def __init__(self, planner: StepPlanner, *, counts_tokens: bool = False) -> None:
         self._planner = planner
-        self._lengths = lengths
+        self._counts_tokens = counts_tokens
         self._progress = Progress(rows_per_epoch=planner.epochs.num_rows)
         self._is_begun = False
         self._ahead: deque[_HandedOut] = deque()
@@ -88,8 +84,8 @@ class StepQueue:
         step = self._planner.next_step(progress)
         while step is not None:
             tokens = 0
-            if self._lengths is not None:
-                tokens = self._lengths.num_tokens(step.numbers)
+            if self._counts_tokens:
+                tokens = self._planner.epochs.num_tokens(step.numbers)
             self._ahead.append(_HandedOut(step, tokens))
             yield step
             if self._progress.epoch > epoch:
@@ -101,15 +97,9 @@ class StepQueue:
             step = self._planner.next_step(progress)
 
     def read_steps(self, reader: RowReader) -> Iterator[tuple[PlannedRows, list[Any]]]:
-        """Yield the steps that are left of the current epoch, each with this rank's rows. Where
-        rows are not as long as the plan took them to be, the step is planned again.
-        """
+        """Yield the steps that are left of the current epoch, each with this rank's rows."""
         for step in self.steps():
-            rows = reader.read(step.own, following=step.following)
-            if self._planner.plan_again(self._progress):
-                self._ahead.pop()
-            else:
-                yield step, rows
+            yield step, reader.read(step.own, following=step.following)
 
     def count_tokens(self, tokens: int) -> None:
         """Take the real tokens, over all ranks, of the step that was handed out last."""

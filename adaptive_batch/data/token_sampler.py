@@ -51,16 +51,6 @@ class TokenBatchPlan:
         """Rows of each batch, int64 ``[batches]``."""
         return self.starts.diff()
 
-    def followed_by(self, rest: TokenBatchPlan, *, after: int) -> TokenBatchPlan:
-        """Return the plan whose first `after` batches are these, and whose others are those of
-        `rest`.
-        """
-        begin = int(self.starts[after])
-        rows = torch.cat([self.rows[:begin], rest.rows])
-        return TokenBatchPlan(
-            rows, torch.cat([self.starts[: after + 1], rest.starts[1:] + begin]), rest.dropped
-        )
-
     def tolist(self) -> list[list[int]]:
         """Return all batches as lists of row numbers."""
         rows = self.rows.tolist()

@@ -151,8 +151,6 @@ class _Auditor:
             self._epochs.drop(record.get("rows"), epoch, at=self._steps)
         elif kind == "nonfinite_loss" and record.get("skipped") is True:
             self._skipped.append(whole(record, "step") or steps + 1)
-        elif kind == "replanned":
-            self._epochs.plan_again(epoch)
         elif kind == "epoch_restarted":
             self._repeats.forget(
                 f"epoch {epoch} began again after step {self._steps}, as its data was changed"
@@ -368,11 +366,6 @@ class _Epoch:
             f"{place}: {problem}: {_first_ten(numbers)}" for problem, numbers in wrong_rows.items()
         ]
 
-    def forget_dropped(self) -> None:
-        """Remove every mark of a dropped row."""
-        self._marks = self._marks.replace(b"\2", b"\0")
-        self.num_dropped = 0
-
     def close(self, *, is_done: bool) -> list[str]:
         """Return what does not add up at the end of the epoch; what was counted stays."""
         self.is_done = is_done or self.ending is not None or self.left_out == self.num_dropped
@@ -541,16 +534,6 @@ class _Epochs:
             self._problems += epoch.mark(2, rows)
         else:
             self._dropped.setdefault(number, []).append(rows)
-
-    def plan_again(self, number: int | None) -> None:
-        """Remove what an epoch has listed as dropped.
-
-        It is planned again, and lists what it drops now.
-        """
-        epoch = self.newest
-        if epoch and epoch.number == number:
-            epoch.forget_dropped()
-        self.forget_listed()
 
     def end(self, number: int, ending: Record, *, subject: str) -> bool:
         """Keep the recorded end of an epoch, to judge it when the epoch is closed; return whether

@@ -214,9 +214,12 @@ class ResumedRun:
         if name == "reference_limits" and name not in self.saved:
             return None
         state: dict[str, Any] = dict(self.saved[name])
-        if name == "steps" and self.begins_epoch_again:
-            # It was planned by the lengths of other rows.
-            state["planned_by"] = []
+        if name == "steps":
+            # The lengths of an epoch that begins now are counted now.
+            if not self.progress.epoch_steps:
+                state["lengths"] = None
+            if self._differs:
+                state["reference_lengths"] = None
         return state
 
     def begin_reading(self, reader: RowReader, progress: Progress) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from adaptive_batch._util import (
     fingerprint,
     installed_version,
 )
-from adaptive_batch.data import Measured, ReadAhead, measure_rows
+from adaptive_batch.data import ReadAhead, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .config_errors import as_dict, one_line
@@ -80,7 +79,7 @@ class Rows(Dataset[Any]):
         if job.device.type != "cpu":
             self.expect = self._ahead.expect
         self.num_real_tokens = real_tokens or job.task.num_real_tokens
-        self._measured: Measured | None = None
+        self._measured: torch.Tensor | None = None
         self._cache_file: Path | None = None
         self._trusts_cache = True
         # How a row differs from the cache, as a sentence.
@@ -114,21 +113,14 @@ class Rows(Dataset[Any]):
         return self._numbers[:, _REAL]
 
     def recount(self) -> str:
-        """Drop cached lengths where a row has another length; return which row.
+        """Drop the lengths where a row that any rank has read has another length; return which row,
+        or "".
 
-        Rows that any rank has read since count. Lengths are counted again when they are asked for.
-        A collective, if the lengths came from the cache.
+        Lengths are counted again when they are asked for. A collective, once they are counted.
         """
-        if (
-            self._measured is None
-            or not self._measured.is_cached
-            or not distributed.any_of_ranks(bool(self._changed))
-        ):
+        if self._measured is None or not distributed.any_of_ranks(bool(self._changed)):
             return ""
         changed = next(filter(None, distributed.all_gather(self._changed)))
-        if self._cache_file is not None:
-            with suppress(OSError):
-                self._cache_file.unlink(missing_ok=True)
         self._measured = None
         self._trusts_cache = False
         self._changed = ""
@@ -150,25 +142,30 @@ class Rows(Dataset[Any]):
             self._compare(number, numbers[_TOKENS], self._measured)
         return row
 
-    def _compare(self, number: int, num_tokens: int, measured: Measured) -> None:
-        """Note the first row that has not the length that it was counted with."""
-        num_counted = int(measured.numbers[number, _TOKENS])
+    def _compare(self, number: int, num_tokens: int, measured: torch.Tensor) -> None:
+        """Log the first row of an epoch that has not the length that it was counted with, and
+        remove the cache, so that a resumed run counts all rows again as this one will.
+        """
+        num_counted = int(measured[number, _TOKENS])
         if num_counted == num_tokens or self._changed:
             return
         self._changed = (
             f"row {number} has {count(num_tokens, 'token')}, and had {num_counted} when it was"
             " counted"
         )
-        # Lengths from the cache may be of an older dataset, and are counted again instead.
-        if not measured.is_cached:
-            message = "rows change as they are read, so that a step may hold other than was planned"
-            log.warning("%s: %s; %s", self._key, self._changed, message)
+        remedy = "this epoch keeps its steps, and all rows are counted again before the next"
+        if self._cache_file is not None:
+            try:
+                self._cache_file.unlink(missing_ok=True)
+            except OSError as error:
+                remedy += f"; remove {self._cache_file} before you resume this run ({error})"
+        log.warning("%s: %s; %s", self._key, self._changed, remedy)
 
     @property
     def _numbers(self) -> torch.Tensor:
         if self._measured is None:
             self._measured = distributed.from_rank_zero(self._measure_all)
-            numbers = self._measured.numbers
+            numbers = self._measured
             worst_rows = (
                 numbers[:, _TOKENS].argmax(),
                 numbers[:, _WORST].argmin(),
@@ -177,9 +174,9 @@ class Rows(Dataset[Any]):
             # What was cached may have been measured for another model.
             for number in map(int, worst_rows):
                 self._check(number, numbers[number].tolist())
-        return self._measured.numbers
+        return self._measured
 
-    def _measure_all(self) -> Measured:
+    def _measure_all(self) -> torch.Tensor:
         configured = as_dict(self._job.cfg)
         blocks = configured[self._key], configured["tokenizer"]
         described = described_with_files(blocks), sources_of(self._dataset, blocks)

@@ -10,6 +10,7 @@ from support import components, killed_runs
 from support.cli import MODEL, OURS
 from support.stops import stopped_after
 
+from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Trainer
@@ -145,9 +146,13 @@ NOW_LENGTHS = (
     "optimizer=torch.optim.SGD",
     "optimizer.lr=0.05",
 )
+SCHEDULED = (
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
 STALE = {
     "as they come": ("batch_tokens=60", "micro_batch_tokens=4096"),
-    "rows that wait": (
+    "three rows or more": (
         "batch_tokens=120",
         "min_rows_per_batch=3",
         "uniform_micro_batches=rows",
@@ -195,62 +200,79 @@ def records(finished, kind):
     ]
 
 
+def contradictions(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if "keeps its steps" in line]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", STALE.values(), ids=STALE)
-def test_the_rest_of_the_epoch_is_planned_again_and_no_row_is_lost_or_repeated(stale, overrides):
+def test_an_epoch_keeps_its_steps_and_the_next_is_planned_by_the_lengths_of_its_rows(
+    stale, overrides, capsys
+):
+    before = stale(*overrides, lengths=COUNTED)
+    capsys.readouterr()
+    finished = stale(*overrides)
+    (warning,) = contradictions(capsys)
+    assert re.match(
+        r"dataset: row \d+ has \d+ tokens, and had \d+ when it was counted; this epoch keeps its"
+        r" steps, and all rows are counted again before the next$",
+        warning,
+    )
+    (said,) = records(finished, "recounted")
+    noticed_in_trials = overrides == STALE["noticed as trials read rows"]
+    assert said["epoch"] == (0 if noticed_in_trials else 1)
+    assert audit(finished.output_dir).problems == ()
+    steps = {run: records(run, "step") for run in (before, finished)}
+    planned = [[step["rows"] for step in steps[run] if step["epoch"] == 0] for run in steps]
+    assert noticed_in_trials or planned[0] == planned[1]
+    tokens = [sum(CHANGED[row] for row in step["rows"]) for step in steps[finished]]
+    assert [step["tokens_seen"] for step in steps[finished]] == [*accumulate(tokens)]
+    again = stale(*overrides)
+    assert contradictions(capsys) == []  # they were written down
+    assert [step["rows"] for step in records(again, "step") if step["epoch"] == 1] == [
+        step["rows"] for step in steps[finished] if step["epoch"] == 1
+    ]
+
+
+@pytest.mark.slow
+def test_micro_batches_are_cut_by_the_lengths_that_rows_have(stale):
+    overrides = ("batch_tokens=120", "micro_batch_tokens=50", "epochs=1")
     stale(*overrides, lengths=COUNTED)
     finished = stale(*overrides)
-    (said,) = records(finished, "replanned")
-    assert re.match(
-        r"row \d+ has \d+ tokens, and had \d+ when it was counted: all rows are counted again",
-        said["message"],
-    )
-    assert audit(finished.output_dir).problems == ()
-    assert (said["position"] > 0) == (overrides != STALE["noticed as trials read rows"])
-    tokens = [sum(CHANGED[row] for row in step["rows"]) for step in records(finished, "step")]
-    assert [step["tokens_seen"] for step in records(finished, "step")] == [*accumulate(tokens)]
-    if "batch_size=4" not in overrides:
-        assert all(
-            count <= step["asked"]
-            for count, step in zip(tokens, records(finished, "step"), strict=True)
-        )
-    assert not records(stale(*overrides), "replanned")  # they were written down
+    for step in records(finished, "step"):
+        lengths = [CHANGED[row] for row in step["rows"]]
+        pieces = micro_batches(lengths, MicroBatchLimit(50, "tokens"))
+        assert all(piece.run_tokens <= 50 for piece in pieces)
+        assert step["micro_batches"] == len(pieces)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_planned_again_resumes_to_the_same_bits(stale, small):
-    overrides = ("batch_tokens=60", "micro_batch_tokens=4096", "save_every_n_steps=1")
+@pytest.mark.parametrize(
+    "overrides",
+    [("batch_tokens=60",), ("batch_size=4", "lr_clock=tokens"), STALE["short to long, by rows"]],
+    ids=["tokens", "rows and tokens of the clock", "short to long"],
+)
+def test_a_run_whose_rows_have_other_lengths_resumes_to_the_same_bits(stale, small, overrides):
+    overrides = (*overrides, "micro_batch_tokens=4096", "save_every_n_steps=1", *SCHEDULED)
     stale(*overrides, lengths=COUNTED)
     whole = stale(*overrides)
-    (said,) = records(whole, "replanned")
-    done = next(
-        step["step"] for step in records(whole, "step") if step["position"] == said["position"]
-    )
-    assert done > 1
-    for step, resumed_by in (
-        (done + 1, "both lengths"),
-        (done - 1, "the first ones alone, which nobody counts any more"),
-    ):
+    (said,) = records(whole, "recounted")
+    steps = records(whole, "step")
+    assert said["epoch"] == 1
+    in_epoch_0 = sum(step["epoch"] == 0 for step in steps)
+    for step in (1, in_epoch_0 - 1, in_epoch_0 + 1):
         folder = stopped_after(whole, small, step)
         stale(*overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
-        assert audit(folder).problems == (), resumed_by
-        if step > done:
-            assert killed_runs.differences(folder, whole.output_dir) == [], resumed_by
+        assert audit(folder).problems == ()
+        assert killed_runs.differences(folder, whole.output_dir) == [], step
 
 
 @pytest.mark.slow
-def test_rows_that_change_whenever_they_are_read_are_counted_again_once(stale, capsys):
-    overrides = ("batch_tokens=60", "long_rows=alone")
-    stale(*overrides, lengths=COUNTED)
+def test_rows_that_change_whenever_they_are_read_are_named_once_an_epoch(stale, capsys):
+    overrides = ("batch_tokens=60", "long_rows=alone", "micro_batch_tokens=4096")
     finished = stale(*overrides, lengths=Flickering(COUNTED))
-    assert len(records(finished, "replanned")) <= 1
     assert audit(finished.output_dir).problems == ()
-    (said,) = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if "rows change as they are read" in line
-    ]
-    assert re.match(r"dataset: row \d+ has \d+ tokens, and had \d+ when it was counted; ", said)
+    assert 1 <= len(contradictions(capsys)) <= 2
 
 
 def test_lengths_of_validation_that_a_row_contradicts_are_dropped(small, monkeypatch, tmp_path):

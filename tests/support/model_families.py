@@ -21,7 +21,6 @@ from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules.peft import get_adapter_params
 
-from adaptive_batch.data import Measured
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import (
@@ -289,8 +288,8 @@ class RealRun:
         elif combination.task == "DPO":
             row = job.task.made_up_row(length)
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
-        self.data.dataset._measured = Measured(
-            torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3)
+        self.data.dataset._measured = torch.tensor([[length, length, 400]]).expand(
+            len(self.data.dataset), 3
         )
         self.trainer = Trainer.load(job, self.data, RandomWeights(job), Sizers.of(job, self.data))
 

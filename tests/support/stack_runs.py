@@ -30,7 +30,7 @@ import torch
 from support.runners import HeldSizer, question_of
 from torchtune import training
 
-from adaptive_batch.data import Measured, MicroBatchLimit
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Sizers, Trainer, builder_of
@@ -197,7 +197,7 @@ def train(run: StackRun) -> Outcome:
     row_of = job.task.made_up_row
     lengths = run.lengths
     data = Data(job, [row_of(length) for length in lengths], packed=False)
-    data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))
+    data.dataset._measured = torch.tensor([[length, length, 1] for length in lengths])
     sizer = HeldSizer(
         MicroBatchLimit(max(map(len, run.steps), default=1)),
         layout=data.configured_layout,

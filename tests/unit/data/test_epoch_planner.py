@@ -1,11 +1,13 @@
 """Epochs that are divided ahead of training are divided alike in training, wherever it begins."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.data import Batching, DatasetAdapter, RequestedBatch
 from adaptive_batch.data.epoch_planner import EpochPlanner
+from adaptive_batch.errors import CheckpointError
 from adaptive_batch.schedules import EpochPlan, Progress
 
 
@@ -74,3 +76,29 @@ def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
     assert rows_of_next_step(10, drop_last=True) == 0
     assert rows_of_next_step(8, drop_last=False) == 0
     assert rows_of_next_step(100, drop_last=False, max_steps_per_epoch=2) == 0
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [{"batch_size": 1, "batch_tokens": 60}, {"batch_size": 3, "sample_order": "seqlen"}],
+    ids=["by tokens", "short to long"],
+)
+def test_a_resumed_epoch_and_the_constant_one_are_planned_by_the_saved_lengths(batching):
+    before = planner(range(1, 41), **batching)
+    before.begin(0)
+    begun, constant = before.divide(Progress(), lambda progress: 3), before.constant(3)
+    resumed = planner(range(40, 0, -1), **batching)
+    resumed.load_state_dict(before.state_dict())
+    at = Progress(epoch_rows=9, epoch_steps=3)
+    assert resumed.order(at).tolist() == before.order(at).tolist()
+    assert resumed.divide(at, lambda progress: 3) == begun
+    assert resumed.constant(3) == constant
+    resumed.begin(1)
+    assert resumed.lengths.all.tolist() == [*range(40, 0, -1)]
+    assert resumed.constant(3) == constant
+
+
+def test_a_state_without_the_lengths_of_its_epoch_is_refused():
+    epochs = planner([5, 6], batch_size=1, batch_tokens=20)
+    with pytest.raises(CheckpointError, match="does not hold the row lengths of its epoch"):
+        epochs.load_state_dict({"ranks": 1, "epoch": 0, "planned_by": []})

@@ -60,7 +60,7 @@ def num_tokens(number, row):
 def measure(dataset, cache_dir=None, *, fingerprint="f", **settings):
     cache_file = cache_dir and cache_dir / f"lengths-{fingerprint}.bin"
     settings = {"show_progress": False, "num_workers": 0, **settings}
-    return measure_rows(dataset, num_tokens, cache_file=cache_file, **settings).numbers[:, 0]
+    return measure_rows(dataset, num_tokens, cache_file=cache_file, **settings)[:, 0]
 
 
 def warnings_of(caplog):

@@ -659,13 +659,3 @@ def test_a_skipped_step_that_was_rolled_back_is_not_listed():
     found = audit_records([*first, *again])
     assert found.holds
     assert not any("skipped" in line for line in found.lines)
-
-
-def test_rows_that_an_epoch_dropped_before_it_was_planned_again_may_be_used():
-    records = Run(long_rows=(1, 2), batches=(4,)).records()
-    replanned = {"kind": "replanned", "epoch": 0, "position": 0}
-    used = Run(batches=(4,)).records()
-    dropped = next(record for record in records if record["kind"] == "dropped")
-    assert not audit_records([used[0], dropped, *used[1:]]).holds
-    assert audit_records([used[0], dropped, replanned, *used[1:]]).holds
-    assert audit_records([used[0], dropped, used[1], replanned, *used[2:]]).holds
