@@ -1,6 +1,6 @@
 """Table 4 of docs/comparison.md: batches of at most so many tokens, by peers and by this project.
 
-    python benchmarks/compare_py [--output DIR]
+    python benchmarks/compare_batching.py [--output DIR]
 
 The rows are all docstrings of the standard library, cut to 512 tokens; a batch may have 4,096
 tokens with its padding. The peers' own functions make the batches: Hugging Face's, with the most

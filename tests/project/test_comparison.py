@@ -112,5 +112,6 @@ def test_where_grouping_by_length_pads_less_than_ours_the_page_says_so(results):
     theirs = next(result for way, result in found.items() if way.startswith("Hugging Face"))
     assert theirs["batches_over_budget"] == 0
     assert theirs["padding"] < found["ours: seqlen, window 1024"]["padding"]
-    assert theirs["batches"] // found["ours: seqlen"]["batches"] in (4, 5)
-    assert "**It pads less than ours in the data's order, and than ours sorted" in PAGE
+    assert theirs["batches"] // found["ours: seqlen"]["batches"] in (3, 4)
+    assert "**It pads less than ours in the data's order, and slightly less\n" in PAGE
+    assert "are three to four times as many" in " ".join(PAGE.split())

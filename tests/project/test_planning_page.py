@@ -40,19 +40,15 @@ SHOWN = [
 def table_of_devices():
     """The page's table, made from the code's; a source is an address, and where it is there."""
     lines = [
-        "| name | architecture | GiB | bf16 TFLOP/s | GB/s | source |",
-        "|---|---|---|---|---|---|",
+        "| name | architecture | GiB | source |",
+        "|---|---|---|---|",
     ]
     for device in DEVICES:
         address, _, rest = device.source.partition(", ")
         text = re.sub(r"^https://(?:github\.com/)?", "", address)
         source = f"[{text}]({address})" + (f", {rest}" if rest else "")
-        flops, moved = device.speed.flops_per_second[1], device.speed.bytes_per_second / 1e9
-        speeds = f"{flops / 1e12:g} | {moved:g}" if flops else f"- | {moved:g}"
-        lines.append(
-            f"| {device.name} | {device.architecture} | {device.total_bytes / GIB:.2f} | {speeds} |"
-            f" {source} |"
-        )
+        size = f"{device.total_bytes / GIB:.2f}"
+        lines.append(f"| {device.name} | {device.architecture} | {size} | {source} |")
     return "\n".join(lines)
 
 
