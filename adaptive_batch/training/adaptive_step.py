@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,9 @@ class AdaptiveStep:
         self.model = model
         self._is_compiled = is_compiled(model)
         self._split_batch: Callable[[Any], Splittable] = (
-            partial(RowsOfBatch, trims=not self._is_compiled) if split is None else OwnSplit(split)
+            partial(_split_rows, trims=not self._is_compiled, size=size)
+            if split is None
+            else OwnSplit(split)
         )
         self.memory = options.memory or device_memory(
             next(model.parameters()).device, shared_by=distributed.local_world_size()
@@ -343,6 +346,24 @@ class AdaptiveStep:
         check_state(state, ("sizer",), owner="a step")
         self.sizer.load_search(state["sizer"])
         self.sizer.load_state_dict(state["sizer"])
+
+
+def _split_rows(batch: Any, *, trims: bool, size: ConfiguredSize) -> RowsOfBatch:
+    """Return a batch as rows.
+
+    Raises:
+        SettingError: its rows are packed into one, and a size of its parts is configured.
+    """
+    rows = RowsOfBatch(batch, trims=trims)
+    if rows.is_packed:
+        for key, value in asdict(size).items():
+            if value is not None:
+                remedy = (
+                    "the rows of the batch are packed into one without padding, which is not split;"
+                    f" disable packing and padding_free, leave {key} out, or give split="
+                )
+                raise SettingError(key, value, remedy)
+    return rows
 
 
 def configured_size(

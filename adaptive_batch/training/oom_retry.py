@@ -46,6 +46,7 @@ class OOMRetry:
     Attributes:
         current: micro-batch that is being run; after a run the fullest of them.
         retries: as given.
+        is_packed: whether a micro-batch of one row has several packed into it.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class OOMRetry:
         self.remedies = remedies
         self.current = MicroBatch([], 0)
         self.retries = retries
+        self.is_packed = False
         self._sharding = sharding
         self._is_of_training = is_of_training
         # Failures of the step that is run now.
@@ -230,7 +232,8 @@ class OOMRetry:
             what_next = f"{smaller_limit} would be less"
             if self._is_of_training:
                 facts |= {"limit": smaller_limit.amount, "unit": smaller_limit.unit}
-        size = f"{count(rows, 'row')} of {count(length, 'token')}"
+        row = "packed row" if self.is_packed else "row"
+        size = f"{count(rows, row)} of {count(length, 'token')}"
         return RankLostError(
             f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
             f" {message.splitlines()[0]}; the other ranks wait there and cannot be told, so all"
@@ -250,11 +253,15 @@ class OOMRetry:
         for rank, rank_request in requests.items():
             if rank_request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
-                size = f"one row of {count(rank_request.length, 'token')}"
-                raise DoesNotFitError(
-                    f"{size} ran out of memory on {place}, alone in its micro-batch:"
-                    f" {rank_request.error}; {self.remedies}"
+                tokens = count(rank_request.length, "token")
+                problem = (
+                    f"one row of {tokens} ran out of memory on {place}, alone in its micro-batch"
                 )
+                remedies = self.remedies
+                if self.is_packed:
+                    problem = f"rows packed into one of {tokens} ran out of memory on {place}"
+                    remedies = f"disable packing and padding_free, or pack fewer tokens; {remedies}"
+                raise DoesNotFitError(f"{problem}: {rank_request.error}; {remedies}")
         self.sizer.lower(requests)
 
 

@@ -95,6 +95,7 @@ class PartRunner:
             question: what this rank says of the step to the others; its batch size is the rows of
                 the step on the rank that has most.
         """
+        self.runner.retry.is_packed = rows.is_packed
         self.learn_collectives(rows)
         divide = partial(self._divide, rows)
         division = self.runner.agree_on(divide, question)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -75,6 +75,8 @@ class Splittable(Protocol):
     @property
     def width(self) -> int: ...
     @property
+    def is_packed(self) -> bool: ...
+    @property
     def divided(self) -> tuple[bool, ...]: ...
     def part(self, rows: Sequence[int], /) -> Any: ...
     def dummy(self) -> Any: ...
@@ -94,6 +96,7 @@ class SplitBatch:
     num_rows: int
     part: Callable[[Sequence[int]], Any]
     lengths: Sequence[int] | None = None
+    is_packed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.lengths is not None and len(self.lengths) != self.num_rows:
@@ -187,9 +190,10 @@ class RowsOfBatch:
 
     Mappings, tuples and lists are split item by item; what has another first dimension stays whole.
     A part leaves out the trailing columns that hold padding in all of its rows: 0 in
-    ``attention_mask`` and ``completion_mask``, -100 in ``labels``. Without ``attention_mask`` the
-    labels beside ``tokens`` or ``input_ids`` show the padding. Where a tensor under another name is
-    as wide, such as ``decoder_input_ids``, parts keep all columns.
+    ``attention_mask`` and ``completion_mask``, -100 in ``labels``. Without ``attention_mask``
+    padding is the last token of a row of ``tokens`` or ``input_ids``, repeated without labels.
+    Where a tensor under another name is as wide, such as ``decoder_input_ids``, parts keep all
+    columns.
 
     Args:
         batch: tensors in any nesting of mappings, tuples and lists. A list with one item for each
@@ -197,6 +201,10 @@ class RowsOfBatch:
         trims: whether unused columns are cut.
         row_lengths: tokens of each row, so that all columns after them are padding; None where they
             are not known.
+
+    Attributes:
+        num_rows: rows of the batch; 1 if they are packed.
+        is_packed: whether rows lie one after the other in one row, without padding.
 
     Raises:
         SettingError: no tensor shows the number of rows, or most tensors of a list have another.
@@ -216,7 +224,10 @@ class RowsOfBatch:
         if num_rows is None:
             remedy = f"no tensor in it shows the number of rows; {_SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
-        self.num_rows = num_rows
+        self.is_packed = _is_packed(batch, num_rows)
+        self.num_rows = num_rows = 1 if self.is_packed else num_rows
+        if self.is_packed:
+            return
         if any(self._is_unclear(items) for items in _lists_in(batch)):
             remedy = (
                 f"its first tensor has {count(num_rows, 'row')}, and those of a list in it have"
@@ -244,6 +255,8 @@ class RowsOfBatch:
                 table = self._batch.get(name)
                 if self._is_table(table):
                     return table.shape[1]
+                if self.is_packed and isinstance(table, torch.Tensor):
+                    return table.numel()
         return 0
 
     @cached_property
@@ -282,6 +295,9 @@ class RowsOfBatch:
             table = self._batch.get(name)
             if padding is not None and self._is_table(table) and table.shape == mask.shape:
                 used |= (table != padding).to(used.device)
+        if mask is labels:
+            # After the last label of a row its padding is one token, again and again.
+            used |= tokens != tokens[:, -1:]
         return used
 
     def _has_other_tensor_as_wide(self) -> bool:
@@ -363,6 +379,23 @@ class RowsOfBatch:
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
+
+
+def _is_packed(batch: Any, num_rows: int) -> bool:
+    """Return whether a batch has the ends of its rows, or positions that begin again in one row."""
+    if not isinstance(batch, _MAPPING):
+        return False
+    if any(str(key).startswith("cu_seq") for key in batch):
+        return True
+    positions = batch.get("position_ids")
+    tokens = batch.get("tokens", batch.get("input_ids"))
+    if not isinstance(positions, torch.Tensor):
+        return False
+    is_flat = isinstance(tokens, torch.Tensor) and tokens.dim() == 1
+    if positions.shape != (tokens.shape if is_flat else (num_rows, positions.numel())):
+        return False
+    begins = (positions[..., :-1] == 0) & (positions[..., 1:] == 1)
+    return int(begins.sum()) > 1
 
 
 def _first_dimension(value: Any) -> int | None:
@@ -452,10 +485,13 @@ def counted_sample(
         nonlocal has_rows, first
         batch = sample(num_rows)
         try:
-            found = split(batch).num_rows
+            rows = split(batch)
         except SettingError:
             # A batch without a tensor can be tried, if not split.
             return batch
+        if rows.is_packed:
+            return batch
+        found = rows.num_rows
         has_rows |= found == num_rows
         size = sum(tensor.numel() for tensor in _tensors(batch))
         first = first or (num_rows, size)

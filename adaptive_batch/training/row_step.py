@@ -112,6 +112,7 @@ class RowsOfStep:
     """
 
     knows_lengths = True
+    is_packed = False
     width = 0
     divided = ()
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -207,6 +208,20 @@ def test_targets_of_an_encoder_and_decoder_lose_no_label(tmp_path, columns):
     _, ours, own = trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
     assert ours == pytest.approx(plain, rel=5e-6)
     assert (own - weights).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_rows_that_a_collator_flattens_are_trained_whole_and_refused_a_size(tmp_path, flash):
+    data = [{**row, "labels": row["input_ids"]} for row in rows()]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=flash)
+    given = {"data": data, "collator": collator}
+    adaptive = AdaptiveArguments(micro_batch_size=2)
+    with pytest.raises(SettingError, match=r"^micro_batch_size=2: .* packed into one"):
+        trained(AdaptiveTrainer, tmp_path, adaptive=adaptive, **given)
+    _, plain, weights = trained(Trainer, tmp_path, **given)
+    _, ours, own = trained(AdaptiveTrainer, tmp_path, **given)
+    assert ours == plain
+    assert torch.equal(own, weights)
 
 
 class ClassifiesRows(BertForSequenceClassification):

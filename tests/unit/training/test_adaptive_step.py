@@ -26,6 +26,7 @@ from adaptive_batch.training import (
     AdaptiveStep,
     OOMPolicy,
     Part,
+    RowsOfBatch,
     SplitBatch,
     StepOptions,
     find_max_batch_size,
@@ -559,6 +560,14 @@ def test_no_label_and_no_token_is_cut_from_source_and_target(batch, columns):
     assert widths[-1] == (columns or batch["attention_mask"].shape[1])
 
 
+@pytest.mark.parametrize("source", [SHORT, LONG])
+def test_without_a_mask_no_token_of_a_source_is_cut_that_is_longer_than_its_target(source):
+    batch = translation_batch(source, SHORT)
+    del batch["attention_mask"]
+    part = RowsOfBatch(batch).part([2, 3])
+    assert part["input_ids"].shape == part["labels"].shape == (2, max(source[2:]))
+
+
 def test_padding_in_front_is_not_cut():
     model = decoder()
     batch = masked_batch()
@@ -575,6 +584,139 @@ def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
     AdaptiveStep(model, script, micro_batch_tokens=40)(masked_batch())
     assert [part.batch["tokens"].shape for part in script.trained] == [(2, 16)] * 6
     torch.compiler.reset()
+
+
+# --- packed rows
+
+POSITIONS = torch.cat([torch.arange(length) for length in (7, 2, 5, 3)])
+FLAT_TOKENS = torch.arange(17) % 11 + 1
+PACKED = {
+    "one row with positions": {"tokens": FLAT_TOKENS[None], "position_ids": POSITIONS[None]},
+    "with a mask": {
+        "input_ids": FLAT_TOKENS[None],
+        "attention_mask": torch.ones(1, 17),
+        "position_ids": POSITIONS[None],
+    },
+    "with ends of rows": {
+        "input_ids": FLAT_TOKENS[None],
+        "cu_seq_lens_q": torch.tensor([0, 7, 9, 14, 17], dtype=torch.int32),
+    },
+    "without a dimension of rows": {
+        "input_ids": FLAT_TOKENS,
+        "cu_seqlens": torch.tensor([0, 7, 9, 14, 17]),
+    },
+    "positions without a dimension of rows": {"tokens": FLAT_TOKENS, "position_ids": POSITIONS},
+}
+UNPACKED = {
+    "one row": {"tokens": FLAT_TOKENS[None], "position_ids": torch.arange(17)[None]},
+    "one row, padded": {
+        "tokens": torch.cat([FLAT_TOKENS[:9], torch.zeros(8).long()])[None],
+        "position_ids": torch.cat([torch.arange(9), torch.zeros(8).long()])[None],
+    },
+    "one row, padded in front by ones": {
+        "tokens": FLAT_TOKENS[None],
+        "position_ids": torch.cat([torch.ones(8).long(), torch.arange(9)])[None],
+    },
+    "one row, padded in front by zeros": {
+        "tokens": FLAT_TOKENS[None],
+        "position_ids": torch.cat([torch.zeros(8).long(), torch.arange(9)])[None],
+    },
+    "rows that each hold several": {
+        "tokens": FLAT_TOKENS.repeat(2, 1),
+        "position_ids": POSITIONS.repeat(2, 1),
+    },
+    "a number of each row": {"tokens": FLAT_TOKENS.repeat(17, 1), "position_ids": POSITIONS},
+}
+
+
+def words(model):
+    """A loss over tokens, whatever their shape."""
+
+    def forward_backward(part):
+        tokens = part.batch.get("tokens", part.batch.get("input_ids"))
+        (model(tokens).square().mean() * part.share).backward()
+
+    return forward_backward
+
+
+@pytest.mark.parametrize("batch", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("micro_batch_size", 2), ("micro_batch_size", "auto"), ("micro_batch_tokens", 8)],
+)
+def test_packed_rows_are_refused_where_a_size_of_parts_is_given(batch, key, value):
+    model = nn.Embedding(53, 4)
+    step = AdaptiveStep(model, words(model), **{key: value})
+    with pytest.raises(SettingError, match=f"^{key}={value!r}: .* packed .* disable packing"):
+        step(batch)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("batch", PACKED.values(), ids=PACKED)
+def test_packed_rows_run_whole_and_are_called_so_where_memory_runs_out(batch):
+    model = nn.Embedding(53, 4)
+    AdaptiveStep(model, words(model))(batch)
+    assert model.weight.grad is not None
+
+    def forward_backward(part):
+        run_out_of_memory()
+
+    step = AdaptiveStep(model, forward_backward)
+    with pytest.raises(
+        DoesNotFitError, match=r"^rows packed into one of 17 tokens ran out of memory.*disable pack"
+    ):
+        step(batch)
+
+
+@pytest.mark.parametrize("batch", UNPACKED.values(), ids=UNPACKED)
+def test_rows_that_are_not_packed_are_none(batch):
+    model = nn.Embedding(53, 4)
+    step = AdaptiveStep(model, words(model), micro_batch_size=2)
+    step(batch)
+    assert step.num_pieces == -(-len(batch["tokens"]) // 2)
+
+
+def test_packed_rows_are_split_by_a_function_of_the_script():
+    model = nn.Embedding(53, 4)
+    batch = PACKED["one row with positions"]
+    rows = FLAT_TOKENS.split([7, 2, 5, 3])
+
+    def split(batch):
+        return SplitBatch(
+            4,
+            lambda numbers: {"tokens": torch.cat([rows[number] for number in numbers])[None]},
+            lengths=list(map(len, rows)),
+        )
+
+    step = AdaptiveStep(
+        model,
+        words(model),
+        micro_batch_size=2,
+        split=split,
+        num_labels=lambda batch: batch["tokens"].numel(),
+    )
+    step(batch)
+    assert step.num_pieces == 2
+
+
+def test_a_search_counts_no_rows_of_packed_ones():
+    model = nn.Embedding(53, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def sample(num_rows):
+        positions = torch.arange(5).repeat(num_rows)[None]
+        return {"tokens": positions + 1, "position_ids": positions}
+
+    def forward_backward(batch):
+        model(batch["tokens"]).square().mean().backward()
+
+    found = find_max_batch_size(
+        model, optimizer, forward_backward, sample, device_memory="1MiB", maximum=8
+    )
+    assert found.max_batch_size == 8
+    step = AdaptiveStep(model, words(model), micro_batch_size="auto")
+    with pytest.raises(SettingError, match=r"^micro_batch_size='auto': .* packed"):
+        step.find_bound(optimizer, sample, device_memory="1MiB", maximum=8)
 
 
 def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
