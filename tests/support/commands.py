@@ -6,6 +6,7 @@ torchtune anew: seconds of each command.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -55,6 +56,8 @@ def _run(
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)
     os.environ.update(environment)
+    # Trials and retries collect garbage; what the server has imported need not be looked through.
+    gc.freeze()
     # As in a process of a person's: the server's way to begin processes is not the usual one.
     multiprocessing.set_start_method(None, force=True)
     # Two workers of pytest share two cores.

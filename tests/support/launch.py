@@ -10,6 +10,7 @@ A server process imports everything once and forks each rank from there.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -199,6 +200,8 @@ def _rank(
     with open(printed, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # Trials and retries collect garbage; what the server has imported need not be looked through.
+    gc.freeze()
     own = environment.pop("OVERRIDES", "").split()
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.context
 import os
@@ -139,6 +140,8 @@ def _run(
     begins_group: bool,
     environment: dict[str, str],
 ) -> None:
+    # Trials and retries collect garbage; what the server has imported need not be looked through.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
