@@ -20,7 +20,7 @@ from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import optimizer_state_tensors
+from adaptive_batch.memory import auto_headroom, optimizer_state_tensors
 
 from .allocator import AllocatorSettings
 from .compiled_parts import CompiledParts
@@ -44,7 +44,7 @@ def estimate_memory(
     accumulates: bool = False,
     maximum: int = 4096,
     context: int | None = None,
-    headroom: int | float | str = 0,
+    headroom: int | float | str = "auto",
 ) -> MemoryEstimate:
     """Estimate how many rows of a batch a training step of a model can hold on CUDA devices that
     are not here.
@@ -66,7 +66,8 @@ def estimate_memory(
         maximum: more rows are of no interest.
         context: bytes that the driver's context takes of each device; None for 770 MiB of an H100
             or H200, and 500 MiB of others.
-        headroom: what is left free beside that: bytes, a size or a share.
+        headroom: what is left free beside that: bytes, a size or a share; ``auto`` for 1% where the
+            environment asks for expandable segments, and 5% elsewhere.
 
     Raises:
         SettingError: an argument cannot be used, or the model needs values, which fake tensors do
@@ -119,7 +120,7 @@ def estimate_step(
     accumulates: bool,
     maximum: int,
     context: int | None = None,
-    headroom: int | float | str = 0,
+    headroom: int | float | str = "auto",
 ) -> MemoryEstimate:
     """Estimate a step that runs `forward_backward` of a number of rows; the rest as in
     :func:`estimate_memory`.
@@ -133,6 +134,8 @@ def estimate_step(
         raise SettingError("devices", devices, instead)
     start = time.perf_counter()
     parsed = parse_devices(devices)
+    if headroom == "auto":
+        headroom = auto_headroom(on_one_gpu=True)
     targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     settings = AllocatorSettings.from_environment()
     fits: dict[int, Fit] = {}

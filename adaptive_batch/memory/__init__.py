@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from .allocator_settings import (
     ALLOCATOR_VARIABLES,
+    HEADROOM_EXPANDABLE,
     allocator_settings,
+    auto_headroom,
     check_segments,
     expand_segments,
     expand_segments_in_script,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
+    "HEADROOM_EXPANDABLE",
     "DeviceMemory",
     "Line",
     "MemoryCurve",
@@ -53,6 +56,7 @@ __all__ = [
     "TrainingSnapshot",
     "Usage",
     "allocator_settings",
+    "auto_headroom",
     "budget_bytes",
     "check_device_memory",
     "check_segments",

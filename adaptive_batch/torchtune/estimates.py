@@ -38,6 +38,7 @@ from adaptive_batch.estimate import (
     parse_devices,
     ranked,
 )
+from adaptive_batch.memory import auto_headroom
 
 from .checks import TO_PLAN, check_parallel, complete, not_read
 from .config_errors import instantiate
@@ -137,12 +138,7 @@ class Estimator:
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
-        estimate = settings.estimate
-        context = estimate.context if self._on_accelerator else 0
         self._devices = devices
-        self._targets = [
-            device.target(context_bytes=context, headroom=estimate.headroom) for device in devices
-        ]
         self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
         self._first_length: int | str = "longest"
         self._skeleton: torch.nn.Module | None = None
@@ -198,12 +194,12 @@ class Estimator:
         allocator: AllocatorSettings | None = None,
     ) -> _Estimated:
         """Estimate each length on each device."""
-        devices = list(self._targets)
+        devices = self._targets(world_size)
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
         # Reversed, so that the lengths of the first kind stay.
         for members in reversed(self._alike):
-            targets = [self._targets[number] for number in members]
+            targets = [devices[number] for number in members]
             reference_rows: list[tuple[int, ...]] = [()] * len(members)
             estimates = []
             with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
@@ -225,6 +221,15 @@ class Estimator:
             for number, target, own_fits, rows in of_devices:
                 devices[number] = replace(target, lengths=own_fits, reference_rows=rows)
         return _Estimated(lengths, tuple(devices), step.run)
+
+    def _targets(self, world_size: int) -> list[Target]:
+        """Return what may be used of each device, with `world_size` ranks."""
+        estimate = self._settings.estimate
+        context = estimate.context if self._on_accelerator else 0
+        headroom = estimate.headroom
+        if headroom == "auto":
+            headroom = auto_headroom(on_one_gpu=self._on_accelerator and world_size == 1)
+        return [device.target(context_bytes=context, headroom=headroom) for device in self._devices]
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""

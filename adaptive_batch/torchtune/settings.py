@@ -97,7 +97,7 @@ def _size(name: str, value: Any) -> int:
 def _headroom(name: str, value: Any) -> int | float | str:
     if isinstance(value, float):
         check_share(name, value)
-    else:
+    elif value != "auto":
         _size(name, value)
     size: int | float | str = value
     return size
@@ -238,8 +238,8 @@ class EstimateSettings:
     headroom: int | float | str = key(
         _headroom,
         "what is left free beside that: a size such as `2GiB`, a number of bytes, or a share such"
-        " as `0.05`",
-        default=0,
+        " as `0.05`; `auto`: as `probe.headroom`",
+        default="auto",
     )
     context: int | None = key(
         _size,

@@ -279,7 +279,7 @@ class AdaptiveStep:
         *,
         maximum: int = 4096,
         context: int | None = None,
-        headroom: int | float | str = 0,
+        headroom: int | float | str = "auto",
     ) -> MemoryEstimate:
         """Estimate how many rows of a sample a step can hold on CUDA devices that are not here.
 
@@ -290,7 +290,8 @@ class AdaptiveStep:
             maximum: more rows are of no interest.
             context: bytes that the driver's context takes of each device; None for 770
                 MiB of an H100 or H200, and 500 MiB of others.
-            headroom: what is left free beside that: bytes, a size or a share.
+            headroom: what is left free beside that: bytes, a size or a share; ``auto`` as in
+                :func:`adaptive_batch.estimate_memory`.
 
         Raises:
             SettingError: an argument cannot be used, or the model needs values, which fake tensors

@@ -27,8 +27,10 @@ from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
+    HEADROOM_EXPANDABLE,
     MemoryCurve,
     RandomState,
+    auto_headroom,
     budget_bytes,
     check_device_memory,
     optimizer_state_tensors,
@@ -65,11 +67,6 @@ from .trials import Evaluation, TriedStep, WorstRows
 log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
-
-# What is left free by default. Where segments expand, lengths that vary take a percent more than
-# trials of such lengths have shown; elsewhere that was an out-of-memory error in 3 runs of 18.
-_HEADROOM_EXPANDABLE = 0.01
-_HEADROOM = 0.05
 
 # Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
 # cache.
@@ -228,7 +225,7 @@ class BoundSearch:
         """The share of memory that is left free."""
         if not isinstance(self._options.headroom, str):
             return self._options.headroom
-        return _HEADROOM_EXPANDABLE if self._fragments and segments_expand() else _HEADROOM
+        return auto_headroom(on_one_gpu=self._fragments)
 
     @property
     def left_free(self) -> str:
@@ -237,7 +234,7 @@ class BoundSearch:
         would_leave_less = self._fragments and not segments_expand() and segments_can_expand()
         if isinstance(self._options.headroom, str) and would_leave_less:
             text += (
-                f" ({100 * _HEADROOM_EXPANDABLE:.4g}% with"
+                f" ({100 * HEADROOM_EXPANDABLE:.4g}% with"
                 " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
             )
         return text

@@ -206,7 +206,7 @@ class AdaptiveLoop:
         *,
         maximum: int = 4096,
         context: int | None = None,
-        headroom: int | float | str = 0,
+        headroom: int | float | str = "auto",
     ) -> MemoryEstimate:
         """Estimate how many of the longest rows a step of this loop can hold on CUDA devices that
         are not here.

@@ -255,7 +255,7 @@ class Combination:
 
     def to_estimate(self, **estimate: Any) -> DictConfig:
         """The configuration, with its length and those keys in its ``estimate`` block."""
-        block = {"sequence_lengths": [self.length], **estimate}
+        block = {"sequence_lengths": [self.length], "headroom": 0, **estimate}
         cfg = OmegaConf.merge(self.config(), {"estimate": block})
         assert isinstance(cfg, DictConfig)
         return cfg
