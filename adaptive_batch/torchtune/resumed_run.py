@@ -214,10 +214,11 @@ class ResumedRun:
         if name == "reference_limits" and name not in self.saved:
             return None
         state: dict[str, Any] = dict(self.saved[name])
-        if name == "steps":
+        if name == "steps" and "lengths" in state:
+            # Where the epoch and the constant one have the same lengths, they are saved once.
+            of_epoch = state["lengths"] or state["reference_lengths"]
             # The lengths of an epoch that begins now are counted now.
-            if not self.progress.epoch_steps:
-                state["lengths"] = None
+            state["lengths"] = of_epoch if self.progress.epoch_steps else None
             if self._differs:
                 state["reference_lengths"] = None
         return state

@@ -268,6 +268,22 @@ def test_a_run_whose_rows_have_other_lengths_resumes_to_the_same_bits(stale, sma
 
 
 @pytest.mark.slow
+def test_another_setting_in_mid_epoch_leaves_the_steps_of_an_epoch_whose_lengths_changed(
+    stale, small
+):
+    overrides = ("batch_tokens=60", "micro_batch_tokens=4096", "save_every_n_steps=1")
+    stale(*overrides, lengths=COUNTED)
+    whole = stale(*overrides)
+    folder = stopped_after(whole, small, 1)
+    resumed = ("resume_from_checkpoint=True", "on_nonfinite_loss=stop", f"output_dir={folder}")
+    stale(*overrides, *resumed)
+    assert audit(folder).problems == ()
+    rows = [record["rows"] for record in records(whole, "step")]
+    log = folder / "adaptive_batch" / "run.jsonl"
+    assert [r["rows"] for r in read_records(log) if r["kind"] == "step"] == rows
+
+
+@pytest.mark.slow
 def test_rows_that_change_whenever_they_are_read_are_named_once_an_epoch(stale, capsys):
     overrides = ("batch_tokens=60", "long_rows=alone", "micro_batch_tokens=4096")
     finished = stale(*overrides, lengths=Flickering(COUNTED))
