@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adaptive_batch import distributed
 from adaptive_batch.distributed import Replicas, Sharding, local_part, reshard
@@ -205,6 +206,28 @@ def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
                 " batches that fit whole, without micro_batch_size and micro_batch_tokens"
             )
             raise SettingError("register_post_accumulate_grad_hook", name, remedy)
+
+
+@contextmanager
+def optimizers_wait() -> Iterator[None]:
+    """Refuse to step an optimizer inside, where the parts of a batch run.
+
+    Raises:
+        SettingError: an optimizer's ``step()`` is called.
+    """
+
+    def refuse(optimizer: Optimizer, *_: object) -> None:
+        remedy = (
+            "a part of a split batch called it, so it would step once for each part; call it after"
+            " the batch, outside of forward_backward"
+        )
+        raise SettingError("optimizer.step()", type(optimizer).__name__, remedy)
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import TypeVar
@@ -27,7 +27,7 @@ from adaptive_batch.memory import (
 from .agreement import Division, OwnPieces, Question, same_answers
 from .compilations import CompilationLog
 from .gradients import GradientsApart, OtherLeaves
-from .model_checks import is_compiled
+from .model_checks import is_compiled, optimizers_wait
 from .oom_retry import OOMRetry
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
@@ -156,7 +156,8 @@ class StepRunner:
             if self.sharding.is_sharded:
                 # A forward of the user's, as in a validation, leaves parameters gathered.
                 self.sharding.reset()
-            return attempt(current)
+            with optimizers_wait() if sum(current.counts) > 1 else nullcontext():
+                return attempt(current)
 
         def undo() -> None:
             gradients.drop_new()

@@ -4,6 +4,7 @@ given model does not have, as one backward of the whole batch does.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 
@@ -306,6 +307,29 @@ def test_optimizers_that_torch_applies_in_backward_are_refused():
     with pytest.raises(SettingError, match="register_post_accumulate_grad_hook='SGD'"):
         AdaptiveStep(task.encoder, task, micro_batch_size=6)(task.batch)
     assert all(map(torch.equal, task.encoder.parameters(), weights))
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_an_optimizer_that_forward_backward_steps_is_refused_in_the_first_part(foreign):
+    task = Task()
+    optimizer = torch.optim.AdamW(task.leaves if foreign else task.encoder.parameters())
+
+    def forward_backward(part):
+        task(part)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = AdaptiveStep(task.encoder, forward_backward)
+    step(task.batch)
+    weights = [leaf.clone() for leaf in task.leaves]
+    state = copy.deepcopy(optimizer.state_dict())
+    task.fails = ("forward", 0)
+    with pytest.raises(SettingError, match=r"^optimizer\.step\(\)='AdamW': .*after the batch"):
+        step(task.batch)
+    assert all(map(torch.equal, task.leaves, weights))
+    assert str(optimizer.state_dict()) == str(state)
+    # Only the parts of a batch must not step it.
+    optimizer.step()
 
 
 def test_hooks_that_only_change_a_gradient_are_no_optimizers():
