@@ -4,6 +4,7 @@ leaves them as they were; and those that its micro-batches have summed.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,7 +113,8 @@ class OtherLeaves:
         # By id; a dead reference shows that the id is another leaf's now.
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         self._sizes: set[int] = set()
-        self._latest_node = 0
+        # Each thread numbers its own nodes, and reentrant checkpoints on a GPU run in another one.
+        self._latest_nodes: dict[int, int] = {}
 
     def begin_parts(self, num_parts: int) -> None:
         """Begin to run the parts of a batch.
@@ -179,8 +181,9 @@ class OtherLeaves:
         if not numbers:
             return True
         latest_node = max(numbers)
-        size = latest_node - self._latest_node
-        self._latest_node = latest_node
+        thread = threading.get_ident()
+        size = latest_node - self._latest_nodes.get(thread, 0)
+        self._latest_nodes[thread] = latest_node
         is_new = size not in self._sizes
         self._sizes.add(size)
         return is_new
