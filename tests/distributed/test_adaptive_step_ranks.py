@@ -207,8 +207,8 @@ def test_a_batch_that_does_not_fit_as_it_is_cut_on_one_rank_is_run_again_on_both
 
 
 def refused() -> tuple[list[str], bool]:
-    """A loss that is the mean over rows, told to be one over labels; rows of which none fits on rank
-    1; and a hook that may step an optimizer.
+    """A loss that is the mean over rows, told to be one over labels; rows of which none fits on
+    rank 1; and a hook that may step an optimizer.
     """
     model = divided(Decoder())
     messages = []

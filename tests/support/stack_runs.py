@@ -21,7 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,60 +56,39 @@ class StackRun:
 
     combination: Combination
     steps: tuple[tuple[int, ...], ...]
-    traced: bool = False
     probes: int = (
         0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
     )
     headroom: float | str = 0.0  # of that search
-    search: str = "predict"  # its kind
-    varies: bool = True  # whether rows of a search and of steps after it have lengths of their own
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of the rows that there are."""
         longest = self.combination.length
-        if not (self.probes and self.varies):
+        if not self.probes:
             return (longest,) * 4096
         return (longest, *StackRun.varying(self.combination, 4095, steps=2).steps[0])
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """The keys of a configuration whose data are these rows."""
-        dataset = {
-            "_component_": "support.stack_runs.rows_of_lengths",
-            "lengths": list(self.lengths),
-            "packed": False,
-        }
-        tokenizer = {"_component_": "types.SimpleNamespace", "pad_id": 0, "max_seq_len": None}
-        return {"dataset": dataset, "tokenizer": tokenizer}
-
     def after_search(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the steps that follow a search which has found so many rows."""
-        make = StackRun.varying if self.varies else StackRun.fixed
         rows_of_step = rows * self.combination.accumulation
-        return make(self.combination, rows_of_step, steps=self.probes).steps
+        return StackRun.varying(self.combination, rows_of_step, steps=self.probes).steps
 
     @classmethod
-    def fixed(cls, combination: Combination, rows: int, *, steps: int = 3, **more: Any) -> StackRun:
+    def fixed(cls, combination: Combination, rows: int, *, steps: int = 3) -> StackRun:
         """Steps of rows of the combination's length."""
-        return cls(combination, ((combination.length,) * rows,) * steps, **more)
+        return cls(combination, ((combination.length,) * rows,) * steps)
 
     @classmethod
     def varying(
-        cls,
-        combination: Combination,
-        rows: int,
-        *,
-        steps: int = 6,
-        seed: int = 0,
-        distribution: str = "",
+        cls, combination: Combination, rows: int, *, steps: int = 6, distribution: str = ""
     ) -> StackRun:
         """Steps of rows as long as the combination's at most; those of the first are shorter.
 
         Args:
             distribution: name of one of DISTRIBUTIONS; empty for a quarter of the longest to all.
         """
-        draw, longest = random.Random(seed), combination.length
+        draw, longest = random.Random(0), combination.length
 
         def drawn() -> int:
             if not distribution:
@@ -129,8 +108,6 @@ class Outcome:
     Attributes:
         error: of a step that was out of memory, the last one.
         segments: what is reserved at the end, as `described` puts it.
-        trace: of the allocator, from the start of the process: bytes that are allocated, and
-            ``~number`` of what is freed.
         outside: bytes of the device at the end that are not this allocator's: what the context
             takes, and other processes.
     """
@@ -143,11 +120,9 @@ class Outcome:
     ooms: int
     error: str | None = None
     segments: list[Any] = field(default_factory=list, repr=False)
-    trace: list[int] = field(default_factory=list, repr=False)
     bound: int = 0
     trials: int = 0
     ooms_of_search: int = 0
-    reserved_in_trial: int = 0  # of the bound
     outside: int = 0
 
     @property
@@ -183,10 +158,8 @@ class NoWeights(Weights):
 
 def train(run: StackRun) -> Outcome:
     """Build what the recipe builds, and run its steps until one is out of memory."""
-    if run.traced:
-        torch.cuda.memory._record_memory_history(context=None, max_entries=10**7)
     cfg = run.combination.config()
-    cfg.probe.search = run.search
+    cfg.probe.search = "predict"
     cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache, cfg.probe.headroom = (
         "raise",
         True,
@@ -214,10 +187,8 @@ def train(run: StackRun) -> Outcome:
             sizer.current = MicroBatchLimit(result.max_batch_size)
             steps = run.after_search(result.max_batch_size)
             ooms = sum(not trial.fits for trial in result.trials)
-            peaks = {trial.batch_size: trial.peak_bytes for trial in result.trials if trial.fits}
             found = {
                 "bound": result.max_batch_size,
-                "reserved_in_trial": peaks[result.max_batch_size] or 0,
                 "trials": len(result.trials),
                 "ooms_of_search": ooms,
             }
@@ -237,17 +208,6 @@ def train(run: StackRun) -> Outcome:
         error = str(failure).partition("\n")[0]
     stats = torch.cuda.memory_stats()
     free, total = torch.cuda.mem_get_info()
-    trace: list[int] = []
-    if run.traced:
-        numbers: dict[int, int] = {}
-        count = 0
-        for event in torch.cuda.memory._snapshot()["device_traces"][0]:
-            if event["action"] == "alloc":
-                numbers[event["addr"]] = count
-                count += 1
-                trace.append(event["size"])
-            elif event["action"] == "free_completed":
-                trace.append(~numbers[event["addr"]])
     return Outcome(
         done,
         *(stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")),
@@ -255,17 +215,9 @@ def train(run: StackRun) -> Outcome:
         ooms=stats["num_ooms"] - before["num_ooms"],
         error=error,
         segments=described(torch.cuda.memory_snapshot()),
-        trace=trace,
         outside=total - free - torch.cuda.memory_reserved(),
         **found,
     )
-
-
-def rows_of_lengths(
-    tokenizer: object, *, lengths: Sequence[int], packed: bool = False
-) -> list[dict[str, list[int]]]:
-    """A dataset of rows of these lengths. Named by a dotted path."""
-    return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
 
 
 def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:

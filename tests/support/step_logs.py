@@ -33,6 +33,8 @@ from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.fake_run import FakeRun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+# Steps of a log.
+_STEPS = 3
 
 
 class Unloaded(AdapterModel):
@@ -79,13 +81,9 @@ def estimated(
     rows: int,
     tokens: int | Sequence[int],
     *,
-    steps: int = 3,
     micro_batches: int = 1,
-    traced: Sequence[int] = (),
 ) -> array[int]:
-    """Return the log of a run on fake tensors of the device that PyTorch uses; rows that are not
-    `traced` follow from those that are.
-    """
+    """Return the log of a run on fake tensors of the device that PyTorch uses."""
     run = FakeRun(
         cfg,
         Settings.from_config(cfg),
@@ -94,9 +92,8 @@ def estimated(
         builder=builder_of(cfg),
     )
     step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
-    for size in traced or (rows,):
-        step.trace(size)
-    return step.log(rows, num_steps=steps, micro_batches=micro_batches)
+    step.trace(rows)
+    return step.log(rows, num_steps=_STEPS, micro_batches=micro_batches)
 
 
 def on_cuda(
@@ -104,7 +101,6 @@ def on_cuda(
     rows: int,
     tokens: int | Sequence[int],
     *,
-    steps: int = 3,
     micro_batches: int = 1,
 ) -> array[int]:
     """Return the log of a run on CUDA, from loading on; peaks of PyTorch's own are those from the
@@ -120,7 +116,7 @@ def on_cuda(
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
     sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
     trainer = Trainer(job, data, model, Sizers(sizer))
-    for step in range(steps):
+    for step in range(_STEPS):
         step_rows = made_up_rows(job, rows, tokens) * micro_batches
         trainer.runner.run(step_rows, question_of(step_rows))
         trainer.step()

@@ -49,17 +49,6 @@ TASKS = dict.fromkeys(
     ("llama3_2_3B_lora_dpo", "qwen2_5_7B_lora_dpo"), "llama3_1/8B_lora_dpo_single_device"
 )
 ON_8_GPUS = [name for name in MODELS if name.endswith("_8gpu")]
-# Bytes of a parameter with its gradient and optimizer states, all in bf16 but those of 8 bits.
-BYTES_OF_A_PARAMETER = {"torch.optim.AdamW": 8, "torchao.optim.AdamW8bit": 6}
-FOR_MANY_RANKS = {
-    "sync_gradients_every_micro_batch",
-    "custom_sharded_layers",
-    "tensor_parallel_dim",
-    "tensor_parallel_plan",
-} | {
-    "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-}
 NUM_PARAMETERS = {name: count for name, (count, _) in MODELS.items()} | {"demo_cpu": 853_632}
 
 
