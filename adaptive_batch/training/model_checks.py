@@ -185,27 +185,31 @@ def _undivided(model: nn.Module) -> list[str]:
     ]
 
 
-def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
-    """Refuse hooks that may step an optimizer in backward, which is called for each part.
-
-    Raises:
-        SettingError: a leaf has a hook that is not DDP's own.
-    """
+def stepping_hooks(leaves: Iterable[torch.Tensor | None]) -> Iterator[str]:
+    """Yield the names of hooks that may step an optimizer in backward, without DDP's own."""
     for leaf in leaves:
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
         # Of torch.distributed.optim._apply_optimizer_in_backward.
         optimizers = getattr(leaf, "_in_backward_optimizers", ())
         for hook in (*hooks.values(), *optimizers):
             function = getattr(hook, "func", hook)
-            if getattr(function, "__module__", "") == "torch.nn.parallel.distributed":
-                continue
-            name = getattr(function, "__qualname__", type(function).__name__)
-            remedy = (
-                "a split batch would call this hook once for each part, and so step an optimizer"
-                " several times; remove the hook and call optimizer.step() after the batch, or make"
-                " batches that fit whole, without micro_batch_size and micro_batch_tokens"
-            )
-            raise SettingError("register_post_accumulate_grad_hook", name, remedy)
+            if getattr(function, "__module__", "") != "torch.nn.parallel.distributed":
+                yield getattr(function, "__qualname__", type(function).__name__)
+
+
+def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
+    """Refuse hooks that may step an optimizer in backward, which is called for each part.
+
+    Raises:
+        SettingError: a leaf has a hook that is not DDP's own.
+    """
+    for name in stepping_hooks(leaves):
+        remedy = (
+            "a split batch would call this hook once for each part, and so step an optimizer"
+            " several times; remove the hook and call optimizer.step() after the batch, or make"
+            " batches that fit whole, without micro_batch_size and micro_batch_tokens"
+        )
+        raise SettingError("register_post_accumulate_grad_hook", name, remedy)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from adaptive_batch.memory import (
 from .agreement import Division, OwnPieces, Question, same_answers
 from .compilations import CompilationLog
 from .gradients import GradientsApart, OtherLeaves
-from .model_checks import is_compiled, optimizers_wait
+from .model_checks import is_compiled, optimizers_wait, stepping_hooks
 from .oom_retry import OOMRetry
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
@@ -263,7 +263,8 @@ class StepRunner:
         allocator cannot expand, and neither a search nor a step has filled its cache.
 
         It is not with several ranks, which could not tell each other of a failure, nor of a
-        compiled model, which would be compiled for a shape that training may not have.
+        compiled model, which would be compiled for a shape that training may not have, nor with
+        hooks that may step an optimizer, which would train on the trial.
         """
         fragments = self.memory.granularity_bytes > 1 and not segments_expand()
         return (
@@ -271,6 +272,7 @@ class StepRunner:
             and fragments
             and distributed.world_size() == 1
             and not is_compiled(self.model)
+            and not any(stepping_hooks(self._parameters()))
         )
 
     def try_largest(self, run: Callable[[], object], largest: MicroBatch) -> None:
@@ -291,8 +293,9 @@ class StepRunner:
             if not is_out_of_memory(error):
                 raise
             fits = False
-        gradients.put_back()
-        restore()
+        finally:
+            gradients.put_back()
+            restore()
         if fits:
             self.largest_size = largest.size
         else:

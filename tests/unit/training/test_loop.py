@@ -310,6 +310,16 @@ def test_it_is_not_tried_where_segments_expand_lengths_are_not_known_or_nothing_
     assert trials_of(memory=CachingMemory())[0] == checks
 
 
+def test_it_is_not_tried_with_a_hook_that_may_step_an_optimizer(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    model = Decoder()
+    calls = []
+    next(model.parameters()).register_post_accumulate_grad_hook(calls.append)
+    options = {"micro_batch_tokens": 1000, "batch_tokens": 60, "memory": CachingMemory()}
+    train(training(model=model, **options), until=2)
+    assert len(calls) == 2
+
+
 # --- what is not finite
 
 
