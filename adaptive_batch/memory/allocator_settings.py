@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import sys
-from functools import cache
 
 import torch
 
@@ -68,36 +67,28 @@ def expand_segments() -> None:
         os.environ[ALLOCATOR_VARIABLES[0]] = _EXPANDABLE
 
 
-def expand_segments_in_script() -> None:
-    """Ask for expandable segments as :func:`expand_segments` does, where CUDA is not initialised
-    yet; log how to ask for them where it is.
+def expand_segments_in_script(device: torch.device | None = None) -> None:
+    """Switch on expandable segments in a program that may have initialised CUDA already, with one
+    line in the log. Settings in the environment are left as they are.
 
-    Segments that are allocated before the setting changes stay as they are.
+    Segments that were allocated before stay as they are; later ones expand.
+
+    Args:
+        device: CUDA device whose driver is checked; None where no device is known yet.
     """
     variable, _ = allocator_settings()
     if variable or not segments_can_expand() or not torch.cuda.is_available():
         return
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        _log_how_to_expand()
-        return
     expand_segments()
-    log.info(
-        "CUDA's allocator uses expandable segments: %s=%s was set, since steps of different lengths"
-        " fragment other segments",
-        ALLOCATOR_VARIABLES[0],
-        _EXPANDABLE,
-    )
-
-
-@cache
-def _log_how_to_expand() -> None:
     if distributed.is_rank_zero():
         log.info(
-            "CUDA was initialised before expandable segments could be switched on: steps of"
-            " different lengths fragment the allocator's memory; start with %s=%s",
-            ALLOCATOR_VARIABLES[-1],
+            "CUDA's allocator uses expandable segments from now on (%s=%s), since steps of"
+            " different lengths fragment other segments",
+            ALLOCATOR_VARIABLES[0],
             _EXPANDABLE,
         )
+    if device is not None:
+        check_segments(device)
 
 
 def check_segments(device: torch.device) -> None:
@@ -109,8 +100,13 @@ def check_segments(device: torch.device) -> None:
     # PyTorch reads the environment once, and may have done so.
     allocator = private("torch._C", "_accelerator_setAllocatorSettings")
     allocator._accelerator_setAllocatorSettings(_EXPANDABLE)
+    # A stream of its own has no cached block that would serve the request without the driver.
+    own_stream = None
+    if torch.cuda.memory_reserved(device):
+        own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     try:
-        torch.empty(1, device=device)
+        with torch.cuda.stream(own_stream):
+            torch.empty(1, device=device)
     except torch.OutOfMemoryError:
         # The driver knows what they are.
         return
@@ -119,3 +115,5 @@ def check_segments(device: torch.device) -> None:
         allocator._accelerator_setAllocatorSettings(_NOT_EXPANDABLE)
         reason, _, _ = str(error).partition("\n")
         log.info("%s: no expandable segments (%s); the allocator does without them", device, reason)
+    if own_stream is not None:
+        torch.cuda.empty_cache()

@@ -69,7 +69,7 @@ class StepRunner:
         self.sizer = sizer
         device = next(model.parameters()).device
         if device.type == "cuda":
-            expand_segments_in_script()
+            expand_segments_in_script(device)
         self.memory = memory or device_memory(device, shared_by=distributed.local_world_size())
         self.sharding = sharding or sharding_of(model)
         self.retry = OOMRetry(

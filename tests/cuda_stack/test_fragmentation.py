@@ -101,6 +101,11 @@ def by_adaptive_step() -> float:
     return reserved_over_peak()
 
 
+@pytest.fixture(autouse=True)
+def _the_environment_says_whether_segments_expand(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+
+
 @pytest.fixture
 def _segments_expand():
     torch.cuda.empty_cache()

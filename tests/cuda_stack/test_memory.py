@@ -108,7 +108,7 @@ def test_a_driver_without_virtual_memory_is_done_without():
 
 
 def test_an_allocator_that_is_in_use_changes_over():
-    program = "torch.empty(1, device='cuda')" + ASKS_FOR_SEGMENTS
+    program = "held = torch.empty(1, device='cuda')" + ASKS_FOR_SEGMENTS
     assert on_the_stack(program) == "True {False, True}"
 
 
@@ -121,6 +121,7 @@ from torch import nn
 if "model first" in sys.argv:
     model = nn.Linear(2048, 8192, device="cuda")
     adaptive_batch.AdaptiveStep(model, lambda part: None)
+    rows = torch.empty(2**24, device="cuda")
 else:
     expand_segments_in_script()
     model = nn.Linear(2048, 8192, device="cuda")
@@ -128,18 +129,25 @@ print({segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
 """
 
 
-def test_a_script_has_expandable_segments_where_cuda_is_not_initialised():
+def test_a_script_has_expandable_segments():
     line, segments = on_the_stack(IN_SCRIPT).splitlines()
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True was set" in line
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line
     assert segments == "{True}"
 
 
-def test_a_step_of_a_model_that_is_on_its_device_logs_how_to_expand_segments():
+def test_segments_expand_from_the_first_step_of_a_model_that_is_on_its_device():
     program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
     line, segments = on_the_stack(program).splitlines()
-    assert line.endswith("start with PYTORCH_ALLOC_CONF=expandable_segments:True")
-    assert segments == "{False}"
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line
+    assert segments == "{False, True}"
     assert on_the_stack(program, PYTORCH_ALLOC_CONF="expandable_segments:False") == "{False}"
+
+
+def test_a_step_on_a_driver_without_virtual_memory_does_without_expandable_segments():
+    program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
+    *_, line, segments = on_the_stack(program, STUB_CUDA_EXPANDS="0").splitlines()
+    assert line.endswith("the allocator does without them")
+    assert segments == "{False}"
 
 
 def test_importing_leaves_cuda_and_its_allocator_alone():
