@@ -129,14 +129,14 @@ class Growth(TrainerCallback):
 
 
 def refuse_own_order(trainer: Trainer, *, library: tuple[type[Trainer], ...]) -> None:
-    """Refuse a trainer with a sampler or a loader of its own, which a batch that grows replaces.
+    """Refuse a trainer that overrides its sampler or loader, which a growing batch replaces.
 
     Args:
         trainer: the trainer.
-        library: classes whose sampler and loader a batch that grows is made for.
+        library: classes whose own sampler and loader are known.
 
     Raises:
-        SettingError: the trainer, or another of its classes, has one.
+        SettingError: the trainer, or a class of it outside `library`, overrides one.
     """
     for owner in (trainer, *type(trainer).__mro__):
         own = {"_get_train_sampler", "get_train_dataloader"} & vars(owner).keys()

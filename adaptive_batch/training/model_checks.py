@@ -1,4 +1,4 @@
-"""What a model, an optimizer and a count of labels must be for a loop of any kind."""
+"""Checks of models, optimizers and gradients for all loops."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _undivided(model: nn.Module) -> list[str]:
 
 
 def stepping_hooks(leaves: Iterable[torch.Tensor | None]) -> Iterator[str]:
-    """Yield the names of hooks that may step an optimizer in backward, without DDP's own."""
+    """Yield the names of hooks that may step an optimizer in backward, except DDP's own."""
     for leaf in leaves:
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
         # Of torch.distributed.optim._apply_optimizer_in_backward.

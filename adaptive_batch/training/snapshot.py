@@ -1,6 +1,4 @@
-"""What a step changes besides gradients and weights, and how it is put back before the step runs
-again.
-"""
+"""A copy of the buffers and random numbers that a step changes, to restore before a retry."""
 
 from __future__ import annotations
 

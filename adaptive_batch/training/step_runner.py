@@ -259,12 +259,12 @@ class StepRunner:
 
     @property
     def is_largest_due(self) -> bool:
-        """Whether the largest micro-batch of training is to be tried first: segments of the
-        allocator cannot expand, and neither a search nor a step has filled its cache.
+        """Whether to try the largest micro-batch of training first: segments of the allocator
+        cannot expand, and neither a search nor a step has filled its cache.
 
-        It is not with several ranks, which could not tell each other of a failure, nor of a
-        compiled model, which would be compiled for a shape that training may not have, nor with
-        hooks that may step an optimizer, which would train on the trial.
+        False with several ranks, which could not report a failure to each other; for a compiled
+        model, which would compile a shape that training may not have; and with hooks that may step
+        an optimizer, which would train on the trial.
         """
         fragments = self.memory.granularity_bytes > 1 and not segments_expand()
         return (
