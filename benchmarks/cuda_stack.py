@@ -95,7 +95,7 @@ OTHER_PARAMETERS = {  # of models that are drawn with a distribution of lengths
     "mistral_7b": 7.24,
 }
 LONGEST_OF_OTHERS = 4096  # what all of them take
-# Of a search; the second is what `auto` leaves where an allocator's cache stays whole.
+# Of a search; the second is what `auto` leaves where segments expand.
 HEADROOMS = (0.0, 0.01)
 COPIES = (
     5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary

@@ -134,10 +134,10 @@ def estimate_step(
         raise SettingError("devices", devices, instead)
     start = time.perf_counter()
     parsed = parse_devices(devices)
-    if headroom == "auto":
-        headroom = auto_headroom(on_one_gpu=True)
-    targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     settings = AllocatorSettings.from_environment()
+    if headroom == "auto":
+        headroom = auto_headroom(expands=settings.expandable_segments)
+    targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     fits: dict[int, Fit] = {}
     not_counted: dict[str, None] = {}
     try:

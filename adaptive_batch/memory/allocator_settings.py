@@ -44,9 +44,13 @@ def segments_expand() -> bool:
     return settings.get("expandable_segments") == "True"
 
 
-def auto_headroom(*, on_one_gpu: bool) -> float:
-    """Return the share of memory that ``headroom: auto`` leaves free."""
-    return HEADROOM_EXPANDABLE if on_one_gpu and segments_expand() else _HEADROOM
+def auto_headroom(*, expands: bool) -> float:
+    """Return the share of memory that ``headroom: auto`` leaves free.
+
+    Args:
+        expands: whether one GPU runs the step, and its allocator has expandable segments.
+    """
+    return HEADROOM_EXPANDABLE if expands else _HEADROOM
 
 
 def segments_can_expand() -> bool:

@@ -194,9 +194,9 @@ class Estimator:
         allocator: AllocatorSettings | None = None,
     ) -> _Estimated:
         """Estimate each length on each device."""
-        devices = self._targets(world_size)
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
+        devices = self._targets(world_size, allocator)
         # Reversed, so that the lengths of the first kind stay.
         for members in reversed(self._alike):
             targets = [devices[number] for number in members]
@@ -222,13 +222,14 @@ class Estimator:
                 devices[number] = replace(target, lengths=own_fits, reference_rows=rows)
         return _Estimated(lengths, tuple(devices), step.run)
 
-    def _targets(self, world_size: int) -> list[Target]:
+    def _targets(self, world_size: int, allocator: AllocatorSettings | None) -> list[Target]:
         """Return what may be used of each device, with `world_size` ranks."""
         estimate = self._settings.estimate
         context = estimate.context if self._on_accelerator else 0
         headroom = estimate.headroom
         if headroom == "auto":
-            headroom = auto_headroom(on_one_gpu=self._on_accelerator and world_size == 1)
+            expands = allocator is not None and allocator.expandable_segments
+            headroom = auto_headroom(expands=expands and world_size == 1)
         return [device.target(context_bytes=context, headroom=headroom) for device in self._devices]
 
     def _resolved(self, length: int | str) -> int | str:

@@ -225,7 +225,7 @@ class BoundSearch:
         """The share of memory that is left free."""
         if not isinstance(self._options.headroom, str):
             return self._options.headroom
-        return auto_headroom(on_one_gpu=self._fragments)
+        return auto_headroom(expands=self._fragments and segments_expand())
 
     @property
     def left_free(self) -> str:

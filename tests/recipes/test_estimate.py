@@ -28,6 +28,7 @@ from torchtune.data import padded_collate_packed
 from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, read_estimate
+from adaptive_batch.memory import ALLOCATOR_VARIABLES
 from adaptive_batch.torchtune import Settings, estimate_devices
 from adaptive_batch.torchtune.fake_run import FakeRun
 
@@ -641,6 +642,19 @@ def test_a_change_brings_what_a_plan_of_it_says(with_changes):
 
 
 # --- what is measured on a device
+
+
+@pytest.mark.slow
+def test_a_change_to_segments_that_expand_has_the_headroom_of_such_segments(monkeypatch):
+    cfg = Combination("qwen2", 32, device="cuda").to_estimate(context=0, headroom="auto")
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    now, _ = planned(cfg, estimate={"devices": ["100MiB"], "changes": True})
+    (change,) = (change for change in now.changes if "expandable" in change.overrides[0])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    expanding, said = planned(cfg, estimate={"devices": ["100MiB"]})
+    assert "for headroom (1%)" in said
+    assert change.bounds == (expanding.devices[0].lengths[0].max_batch_size,)
 
 
 def test_the_search_by_brute_force_of_the_benchmark_finds_the_largest(benchmark):
