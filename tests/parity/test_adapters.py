@@ -34,11 +34,16 @@ def assert_alike(ours, stock, epoch):
 @pytest.mark.parametrize(
     ("kind", "features", "overrides"),
     [
-        ("LoRA", (), ("epochs=1",)),
         ("LoRA", ("accumulation", "clipping", "bf16"), ("model.lora_dropout=0.1", "epochs=1")),
-        ("LoRA", ("activation checkpointing", "packed"), (ALONE,)),
         ("DoRA", ("plain cross-entropy",), ("epochs=1",)),
-        ("DoRA", ("bf16", "accumulation"), (ALONE,)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("LoRA", (), ("epochs=1",)),
+                ("LoRA", ("activation checkpointing", "packed"), (ALONE,)),
+                ("DoRA", ("bf16", "accumulation"), (ALONE,)),
+            )
+        ),
     ],
 )
 def test_losses_norms_and_adapters_are_those_of_the_stock_recipe(small, kind, features, overrides):

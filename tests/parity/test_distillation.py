@@ -47,9 +47,14 @@ def same_figures(ours, stock) -> bool:
             "model.use_dora=True",
             "batch_size=2",
         ),
-        ("epochs=2", "dtype=bf16", ALONE),
-        ("epochs=1", *ACCUMULATED, "clip_grad_norm=0.5", "model.use_dora=True"),
-        ("epochs=1", *PLAIN, "model.lora_dropout=0.1"),
+        *(
+            pytest.param(overrides, marks=pytest.mark.slow)
+            for overrides in (
+                ("epochs=2", "dtype=bf16", ALONE),
+                ("epochs=1", *ACCUMULATED, "clip_grad_norm=0.5", "model.use_dora=True"),
+                ("epochs=1", *PLAIN, "model.lora_dropout=0.1"),
+            )
+        ),
         pytest.param(("epochs=1", *ACCUMULATED, "dtype=bf16"), marks=pytest.mark.nightly),
         pytest.param(
             ("dataset.packed=True", "max_steps_per_epoch=2", "epochs=1"),

@@ -42,6 +42,8 @@ COMBINATIONS = (
     ("bf16", "accumulation", "plain cross-entropy"),
     ("bf16", "activation checkpointing", "clipping", "dropout"),
 )
+# What `make test` compares.
+QUICK = (COMBINATIONS[4], COMBINATIONS[8])
 
 
 def overrides_of(features):
@@ -78,7 +80,12 @@ def gradients(small, recipe, *overrides):
 
 
 @pytest.mark.parametrize(
-    "features", COMBINATIONS, ids=lambda features: " + ".join(features) or "defaults"
+    "features",
+    [
+        pytest.param(features, marks=[pytest.mark.slow] * (features not in QUICK))
+        for features in COMBINATIONS
+    ],
+    ids=lambda features: " + ".join(features) or "defaults",
 )
 def test_losses_and_final_weights_are_those_of_the_stock_recipe(small, features):
     overrides = overrides_of(features)

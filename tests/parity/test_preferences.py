@@ -39,10 +39,15 @@ def pairs(small) -> tuple[str, ...]:
     "overrides",
     [
         ("epochs=1",),
-        ("epochs=2", "dtype=bf16", ALONE),
-        ("epochs=1", "enable_activation_checkpointing=True", "loss.beta=0.3"),
-        ("epochs=1", "loss=torchtune.rlhf.loss.RSOLoss"),
-        ("epochs=1", "loss.label_smoothing=0.1", "model.lora_dropout=0.1", "batch_size=3"),
+        *(
+            pytest.param(overrides, marks=pytest.mark.slow)
+            for overrides in (
+                ("epochs=2", "dtype=bf16", ALONE),
+                ("epochs=1", "enable_activation_checkpointing=True", "loss.beta=0.3"),
+                ("epochs=1", "loss=torchtune.rlhf.loss.RSOLoss"),
+                ("epochs=1", "loss.label_smoothing=0.1", "model.lora_dropout=0.1", "batch_size=3"),
+            )
+        ),
     ],
 )
 def test_losses_metrics_and_adapters_are_those_of_the_stock_recipe(small, pairs, overrides):
@@ -54,7 +59,7 @@ def test_losses_metrics_and_adapters_are_those_of_the_stock_recipe(small, pairs,
     assert same_epoch(ours, stock, 1 if "epochs=2" in overrides else 0)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_accumulated_losses_and_adapters_are_those_of_the_stock_recipe(small, pairs, dtype):
     own = (*LORA, *pairs, *ACCUMULATED, "epochs=1", f"dtype={dtype}")
     ours, stock = (small.run_in_process(name, *own) for name in (OURS, STOCK))

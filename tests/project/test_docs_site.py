@@ -37,37 +37,45 @@ def copied(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def site(copied, tmp_path, monkeypatch):
-    """The site, built after some text was added to pages; None where a link is wrong."""
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+def built(copied, folder, texts):
+    """Build the site after some text was added to pages; return False where a link is wrong."""
+    before = {page: (copied / page).read_text() for page in texts}
+    for page, text in texts.items():
+        (copied / page).write_text(f"{before[page]}\n{text}\n")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NO_MKDOCS_2_WARNING", "1")
+            build(load_config(str(copied / "mkdocs.yml"), site_dir=str(folder)))
+    except Abort:
+        return False
+    finally:
+        for page, text in before.items():
+            (copied / page).write_text(text)
+    return True
 
-    def site(texts):
-        before = {page: (copied / page).read_text() for page in texts}
-        for page, text in texts.items():
-            (copied / page).write_text(f"{before[page]}\n{text}\n")
-        try:
-            build(load_config(str(copied / "mkdocs.yml"), site_dir=str(tmp_path)))
-        except Abort:
-            return None
-        finally:
-            for page, text in before.items():
-                (copied / page).write_text(text)
-        return tmp_path
 
-    return site
+# Between the README and pages, in both directions.
+RIGHT_LINKS = {
+    "README.md": "[x](docs/configuration.md#the-plan) [z](CHANGELOG.md#unreleased)",
+    "docs/many_gpus.md": "[x](../README.md#start) [y](../CHANGELOG.md) [z](../mkdocs.yml)",
+}
+
+
+@pytest.fixture(scope="module")
+def site(copied, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    assert built(copied, folder, RIGHT_LINKS), "mkdocs build --strict says which link is wrong"
+    return folder
 
 
 def test_every_page_is_on_the_site_in_its_navigation_and_fetches_nothing(site):
-    folder = site({})
-    assert folder is not None, "mkdocs build --strict says which link is wrong"
     names = {
         path.removeprefix("docs/").replace("README", "index").replace(".md", ".html")
         for path in PAGES
     }
-    first = (folder / "index.html").read_text()
+    first = (site / "index.html").read_text()
     for name in names:
-        html = (folder / name).read_text()
+        html = (site / name).read_text()
         assert f'href="{name}"' in first
         assert (
             re.findall(
@@ -76,12 +84,12 @@ def test_every_page_is_on_the_site_in_its_navigation_and_fetches_nothing(site):
             == []
         )
         for picture in re.findall(r'<img[^>]* src="([^"]*)"', html):
-            assert (folder / picture).is_file()
-    assert not (folder / "tools").exists()
+            assert (site / picture).is_file()
+    assert not (site / "tools").exists()
 
 
 def test_the_reference_is_drawn_from_the_docstrings(site):
-    html = (site({}) / "api.html").read_text()
+    html = (site / "api.html").read_text()
     for name in ("AdaptiveStep.find_bound", "StepResult.loss", "SettingError"):
         assert 'id="adaptive_batch.' in html
         assert f'{name}"' in html
@@ -103,23 +111,14 @@ WRONG_LINKS = {
 }
 
 
-def test_each_link_that_leads_nowhere_is_named_and_fails_the_build(site, caplog):
+def test_each_link_that_leads_nowhere_is_named_and_fails_the_build(copied, tmp_path, caplog):
     texts = {page: "\n\n".join(links) for page, links in WRONG_LINKS.items()}
     with caplog.at_level(logging.WARNING, logger="mkdocs"):
-        assert site(texts) is None
+        assert not built(copied, tmp_path, texts)
     warnings = [record.getMessage() for record in caplog.records]
     for page, links in WRONG_LINKS.items():
         for link, said in links.items():
             assert [text for text in warnings if said in text], (page, link)
-
-
-def test_links_between_readme_and_pages_work_in_both_directions(site):
-    assert site(
-        {
-            "README.md": "[x](docs/configuration.md#the-plan) [z](CHANGELOG.md#unreleased)",
-            "docs/many_gpus.md": "[x](../README.md#start) [y](../CHANGELOG.md) [z](../mkdocs.yml)",
-        }
-    )
 
 
 def test_the_readmes_figure_is_small_and_a_picture():

@@ -54,7 +54,13 @@ def whole(small, lora):
     return small.run_in_process(OURS, *lora, *SGD, "batch_size=16")
 
 
-@pytest.mark.parametrize("split", [*SPLITS])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(split, marks=[pytest.mark.slow] * (split == "as many tokens as fit"))
+        for split in SPLITS
+    ],
+)
 def test_losses_and_metrics_do_not_depend_on_the_split(small, lora, whole, split):
     divided = small.run_in_process(OURS, *lora, *SGD, "batch_size=16", *SPLITS[split])
     assert min(steps(divided, "micro_batches")) > 1

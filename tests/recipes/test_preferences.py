@@ -62,7 +62,9 @@ def steps(finished, name):
 
 def of_each(cases, alone):
     """Each case with adapters, and `alone` with every weight: how it divides rows is the same."""
-    pairs = [("full", alone), *(("lora", case) for case in cases)]
+    slow = {"as many tokens as fit": pytest.mark.slow}
+    pairs = [("full", alone)]
+    pairs += [pytest.param("lora", case, marks=slow.get(case, ())) for case in cases]
     return pytest.mark.parametrize(("kind", "case"), pairs, indirect=["kind"])
 
 

@@ -388,18 +388,15 @@ def test_a_compiled_step_is_estimated_as_such_and_less_is_kept_within_a_budget_o
     before = partitioner.activation_memory_budget, compiler.assume_static_by_default
     peaks = []
     # A later estimate has its own budget.
-    for keys in (
-        {"activation_memory_budget": 0.2},
-        {"activation_memory_budget": 0.5, "micro_batch_layout": "grouped"},
-        {},
-    ):
+    for keys in ({"activation_memory_budget": 0.2, "micro_batch_layout": "grouped"}, {}):
         estimated = estimate(**keys)
         assert (partitioner.activation_memory_budget, compiler.assume_static_by_default) == before
         assert not any(sentence.startswith("compile") for sentence in estimated.left_out)
         peaks.append(estimated.lengths[0].curve.peak_bytes(ROWS))
-    assert peaks[0] < peaks[1] < peaks[2] < eager
+    assert peaks[0] < peaks[1] < eager
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 def test_a_compiled_step_of_ranks_that_divide_the_model_is_estimated_as_such():
     block = {"estimate": {"world_size": 2}}
@@ -425,6 +422,7 @@ def test_with_tensor_parallelism_the_eager_program_is_counted():
     assert compiled.lengths[0].curve == eager.lengths[0].curve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_second_model_is_estimated_as_compiled(ranks):
     keys = {"devices": ["80GiB"], "changes": False, "world_size": ranks}
