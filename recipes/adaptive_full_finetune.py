@@ -318,7 +318,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             requested=step.progress.batch,
             ends=self.preemption.requested,
         )
-        return self.trainer.runner.run(rows, question, small_rows=self.tally.small_rows(step))
+        return self.trainer.runner.run(
+            rows, question, measures_noise=self.tally.measures_noise(step)
+        )
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)

@@ -29,10 +29,9 @@ from .layouts import (
 from .lengths import count_rows, longest_rows, mean_rows, measure_rows
 from .order import ORDERS, row_order
 from .read_ahead import ReadAhead
-from .reader import RowReader
 from .requested_batch import Event, RequestedBatch
 from .step_planner import PlannedRows, StepPlanner
-from .step_queue import StepQueue
+from .step_queue import RowReader, StepQueue
 from .step_rows import StepRows
 from .token_sampler import LONG_ROWS, plan_batches
 

@@ -18,7 +18,6 @@ from adaptive_batch.schedules import (
     Progress,
     Seesaw,
     decay_of,
-    small_batch,
     time_by,
 )
 
@@ -171,18 +170,6 @@ class PlannedRows(NamedTuple):
             for position in self.positions
             if position < len(self.next_numbers)
         )
-
-    def small_rows(self) -> tuple[int, ...]:
-        """Return which of this rank's rows are in the step's small batch: a quarter over all ranks,
-        drawn at random.
-
-        The first would not do: with `batch_tokens` a step begins with a row that the one before had
-        no room for, a long one.
-        """
-        num_rows = len(self.numbers)
-        generator = torch.Generator().manual_seed(self.progress.epoch_rows + num_rows)
-        drawn = set(torch.randperm(num_rows, generator=generator)[: small_batch(num_rows)].tolist())
-        return tuple(row for row, position in enumerate(self.positions) if position in drawn)
 
 
 class StepPlanner:

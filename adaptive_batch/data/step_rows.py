@@ -13,8 +13,8 @@ from adaptive_batch.schedules import Progress
 
 from .adaptive_batches import AdaptiveBatches
 from .dataset import DatasetAdapter
-from .reader import RowReader
 from .step_planner import PlannedRows
+from .step_queue import RowReader
 
 
 class StepRows:

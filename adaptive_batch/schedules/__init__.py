@@ -37,7 +37,7 @@ from .learning_rate import (
     schedule_of,
     write_rate,
 )
-from .noise_scale import NoiseSample, NoiseScale, small_batch, squared_norm
+from .noise_scale import NoiseSample, NoiseScale, squared_norm
 from .preview import (
     PlannedStep,
     as_record,
@@ -91,7 +91,6 @@ __all__ = [
     "scale_learning_rate",
     "schedule_of",
     "seesaw",
-    "small_batch",
     "squared_norm",
     "stages_of",
     "steps",

@@ -18,12 +18,11 @@ ratio of sums, to first order, has S = E|d|^2. Then
 The first holds as L |g|^2 = L |G|^2 + 2 l G . sum(d) + |l sum(d)|^2 / L, and the second exactly,
 whatever length and gradient of a row have to do with each other. Two sizes of the first give S and
 two of the second |G|^2, with the step's own L / B for l, which leaves an error of order 1 / B.
-Where rows are equally long, both are the paper's. Assumed is that rows are independent, and that
-which of them the small batch has, and how many, does not depend on their length. So a micro-batch
-that holds as many rows as fit, or rows of a length, is no small batch: there it is a quarter of the
-step's rows, drawn at random. S is low with few rows in the small batch, by up to the share of
-squared variation of lengths / rows; but for that the smallest small batch is the best one
-(docs/how_it_decides.md has numbers, and why).
+Where rows are equally long, both are the paper's. The formulas assume that rows are independent,
+and that the rows of the small batch and their number do not depend on their length. So only a
+micro-batch of a given number of rows, in a random order, can be the small batch. S is low with few
+rows in the small batch, by up to the share of squared variation of lengths / rows; but for that the
+smallest small batch is the best one (docs/how_it_decides.md has numbers, and why).
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class NoiseScale:
             value after 20 samples was found to be off by a factor of 4 in one run of ten, after 50
             by 3 and after 200 by 1.7.
         every: from then on, steps from one sample to the next: a sample costs up to 4% of a small
-            step in bf16, and micro-batches by tokens one more of them.
+            step in bf16.
     """
 
     def __init__(self, *, decay: float = 0.99, min_samples: int = 50, every: int = 5) -> None:
@@ -147,16 +146,6 @@ class NoiseScale:
         self._weight = float(state["weight"])
         self._noise = float(state["noise"])
         self._squared_gradient = float(state["squared_gradient"])
-
-
-def small_batch(rows: int) -> int:
-    """Return the rows of a step's small batch where micro-batches follow lengths.
-
-    A quarter of the step; 0 of one row.
-    """
-    if not rows:
-        return 0
-    return min(max(1, rows // 4), rows - 1)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -318,15 +318,8 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         check_block("dataset_val", settings.validation.dataset_val, several=True)
     if settings.optimizer_in_bwd:
         _check_optimizer_in_backward(settings, config)
-    if needs_noise_scale(settings.batch_size_schedule):
-        # A schedule that follows a noise scale which is never measured would stay at its start.
-        reason = _hides_noise(settings)
-        if reason:
-            raise SettingError(
-                "batch_size_schedule",
-                config["batch_size_schedule"],
-                f"it follows the gradient noise scale: {reason}",
-            )
+    if settings.measures_noise:
+        _check_noise(settings, config)
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
@@ -523,14 +516,6 @@ def _check_schedules(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (
-            settings.batch_tokens and needs_noise_scale(rule),
-            "batch_tokens",
-            (
-                "the gradient noise scale is counted in rows; remove batch_tokens, or take another"
-                " schedule"
-            ),
-        ),
-        (
             has_two_units and warmup is None,
             "lr_clock",
             (
@@ -676,42 +661,61 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "shuffle", f"sample_order={order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    if settings.log_gradient_noise_scale:
-        reason = _hides_noise(settings)
-        if reason:
-            yield "log_gradient_noise_scale", reason
 
 
-def _hides_noise(settings: Settings) -> str:
-    """Return why the gradient noise scale is never measured; empty where it may be."""
+def _check_noise(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Refuse to measure the gradient noise scale where no micro-batch is a random part of a step: a
+    schedule that follows the scale would stay at its start.
+    """
     size = settings.micro_batch.micro_batch_size
     rule = settings.batch_size_schedule
     rows: int | None = settings.step_rows
     if rule is not None:
         # A rule that follows the noise scale stays at its start until there is a measurement.
         rows = getattr(rule, "start", None) if needs_noise_scale(rule) else None
-    stays = not (settings.batch_changes or settings.batch_tokens)
     whole_steps = (
         size is None
         and settings.gradient_accumulation_steps == 1
         and not settings.grow_beyond_maximum
     )
-    by_length = settings.micro_batch.micro_batch_tokens is not None or settings.layout_kind.sorts
-    sorting_values = ["lengths", "both"]
-    # Where length cuts micro-batches, equal rows too leave no random part of a step.
-    if by_length:
-        sorting_values.append("rows")
-    if settings.uniform_micro_batches in sorting_values:
-        return (
-            "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove"
-            " it, or use micro_batch_size"
-        )
-    if settings.sampling.sample_order == "seqlen":
-        return "rows come sorted by length, so a micro-batch is no random part of a step"
+    stays = not settings.batch_changes
     holds_step = stays and isinstance(size, int) and isinstance(rows, int) and size >= rows
-    if (whole_steps or holds_step) and not by_length:
-        return (
+    key = "log_gradient_noise_scale" if settings.log_gradient_noise_scale else "batch_size_schedule"
+    reasons = (
+        (
+            settings.batch_tokens,
+            "batch_tokens begins a step with the row that the step before had no room for, often a"
+            " long one; use batch_size",
+        ),
+        (
+            settings.micro_batch.micro_batch_tokens is not None,
+            "micro_batch_tokens cuts micro-batches by length; use micro_batch_size",
+        ),
+        (
+            settings.layout_kind.sorts,
+            f"micro_batch_layout={settings.micro_batch_layout} sorts rows by length; use padded or"
+            " packed",
+        ),
+        (
+            settings.uniform_micro_batches in ("lengths", "both"),
+            f"uniform_micro_batches={settings.uniform_micro_batches} sorts rows; use rows",
+        ),
+        (
+            settings.sampling.sample_order == "seqlen",
+            "sample_order=seqlen sorts rows by length; use random",
+        ),
+        (
+            int(config.get("tensor_parallel_dim") or 1) > 1,
+            "tensor parallelism keeps no gradient of a micro-batch; set tensor_parallel_dim to 1",
+        ),
+        (
+            whole_steps or holds_step,
             "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a"
-            " step has"
-        )
-    return ""
+            " step has",
+        ),
+    )
+    for applies, reason in reasons:
+        if applies:
+            raise SettingError(
+                key, config[key], f"the gradient noise scale cannot be measured: {reason}"
+            )

@@ -633,9 +633,9 @@ class Settings:
     )
     log_gradient_noise_scale: bool = key(
         check_bool,
-        "`True`: measure the gradient noise scale from the micro-batches of steps and log it. By"
-        " rows it takes steps of two micro-batches or more; by tokens or `grouped` a step that is"
-        " sampled has about one more",
+        "`True`: measure the gradient noise scale from the micro-batches of steps and log it. It"
+        " needs `micro_batch_size`, rows in a random order, and steps of two micro-batches or more;"
+        " `auto` then chooses no layout",
         default=False,
     )
     saving: SavingSettings = group(SavingSettings)
@@ -681,9 +681,7 @@ class Settings:
     @property
     def measures_noise(self) -> bool:
         """Whether the gradient noise scale is measured."""
-        rule = self.batch_size_schedule
-        is_asked = self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
-        return is_asked and self.sampling.sample_order != "seqlen"
+        return self.log_gradient_noise_scale or needs_noise_scale(self.batch_size_schedule)
 
     @property
     def restores_random_state(self) -> bool:
@@ -711,14 +709,12 @@ class Settings:
         )
         stays = size.needs_search and not self.step_varies
         divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
-        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
-        samples = self.measures_noise and size.micro_batch_tokens is not None
         repeats = self.gradient_accumulation_steps > 1 and not stays
         return SearchPlan(
             is_needed=self.use_maximum_batch_size or size.needs_search or grows_within,
             chooses_fastest=chooses_fastest,
             whole_step_rows=self.step_rows if stays else None,
-            has_several=divides or samples or chooses_fastest or grows_beyond or repeats,
+            has_several=divides or chooses_fastest or grows_beyond or repeats,
             rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
             sets_batch=self.use_maximum_batch_size and self.batch_size_schedule is None,
         )

@@ -98,13 +98,9 @@ class StepTally:
         self._epoch = _EpochCounts()
         saver.add("epoch", self)
 
-    def small_rows(self, step: PlannedRows) -> tuple[int, ...] | None:
-        """Return which of this rank's rows the noise of the gradients is sampled with in a step;
-        None where it is not.
-        """
-        if self._settings.measures_noise and self._noise_scale.is_due(step.progress.steps):
-            return step.small_rows()
-        return None
+    def measures_noise(self, step: PlannedRows) -> bool:
+        """Return whether the noise of the gradients is sampled in a step."""
+        return self._settings.measures_noise and self._noise_scale.is_due(step.progress.steps)
 
     def drops(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
         """Return whether the gradients of a step are dropped, as they are not finite."""
@@ -118,10 +114,16 @@ class StepTally:
         self._epoch.tokens += result.tokens
         if result.padding_fraction < 1:
             self._epoch.padded_tokens += result.tokens / (1 - result.padding_fraction)
-        if result.noise is not None:
-            self._noise_scale.update(result.noise)
         if not self._settings.measures_noise:
             return {}
+        if result.noise is not None:
+            self._noise_scale.update(result.noise)
+        elif result.micro_batches == 1 and self._log.is_new("one micro-batch"):
+            message = (
+                f"step {step.progress.steps + 1} is one micro-batch, which shows no gradient noise:"
+                " such steps do not count; a smaller micro_batch_size divides them"
+            )
+            self._log.event("noise_not_measured", message, step=step.progress.steps + 1)
         return {"noise_scale": self._noise_scale.value}
 
     def end_epoch(self, progress: Progress, planner: StepPlanner) -> None:

@@ -222,9 +222,13 @@ class Trainer:
             return reason
 
         settings = self._job.settings
+        configured = settings.micro_batch_layout
+        if settings.measures_noise:
+            # A layout that sorts rows by length leaves no random part of a step.
+            configured = configured or "padded"
         return kinds_to_choose_from(
             why_unfit,
-            configured=settings.micro_batch_layout,
+            configured=configured,
             uniform=settings.uniform_micro_batches,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from adaptive_batch import distributed
@@ -11,30 +11,27 @@ from adaptive_batch.errors import GrowthFunctionError
 
 _ABSENT = "nothing"
 
-# Micro-batches of this rank's rows of a step; where noise is sampled, those of the small batch and
-# the others.
-OwnPieces = tuple[list[MicroBatch], ...]
-
 
 class Division(NamedTuple):
     """How the rows of a step are divided, as all ranks have agreed.
 
     Attributes:
-        parts: micro-batches of this rank.
-        counts: micro-batches of each part on the rank that has most.
+        pieces: micro-batches of this rank.
+        num_pieces: micro-batches on the rank that has most.
         ends: whether any rank was asked to end before the step.
     """
 
-    parts: OwnPieces
-    counts: Sequence[int]
+    pieces: list[MicroBatch]
+    num_pieces: int
     ends: bool = False
 
     @classmethod
-    def agreed(cls, parts: OwnPieces, *, ends: bool = False) -> Division:
-        """Return the division of these micro-batches with the counts of the rank that has most; a
+    def agreed(cls, pieces: list[MicroBatch], *, ends: bool = False) -> Division:
+        """Return the division of these micro-batches with the number of the rank that has most; a
         collective.
         """
-        return cls(parts, distributed.all_reduce_max([len(part) for part in parts]), ends)
+        (num_pieces,) = distributed.all_reduce_max([len(pieces)])
+        return cls(pieces, num_pieces, ends)
 
 
 class Question(NamedTuple):

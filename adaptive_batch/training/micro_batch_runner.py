@@ -9,7 +9,6 @@ the ranks count their label tokens together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, micro_batches
 
-from .agreement import Division, OwnPieces, Question
+from .agreement import Division, Question
 from .clipping import clip_gradients
 from .gradients import SummedGradients
 from .oom_retry import OutOfMemoryElsewhereError
@@ -28,7 +27,7 @@ from .row_loss import Batch, Row, RowLoss
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
 from .step_runner import StepRunner
-from .step_sums import SmallBatch, StepSums, copies_of_each_row
+from .step_sums import SmallBatch, StepSums
 
 
 class MicroBatchRunner(StepRunner):
@@ -77,39 +76,17 @@ class MicroBatchRunner(StepRunner):
         if reference is not None:
             self.reference = ReferencePass(self, loss, reference)
 
-    def divide(self, rows: Sequence[Row], small_rows: tuple[int, ...] | None) -> OwnPieces:
-        """Divide rows of this rank within the limit: those of the small batch that noise is sampled
-        with, and the others; or all as one part. See :meth:`run`.
-
-        In the order of the rows the first micro-batch is a random part of them. Elsewhere what a
-        micro-batch has depends on lengths, so a part that does not is divided by itself, at the
-        cost of one micro-batch more. With uniform micro-batches that is not done.
-        """
-        if copies_of_each_row() > 1:
-            small_rows = None
+    def divide(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        """Divide rows of this rank within the limit."""
         lengths = list(map(self.loss.row_length, rows))
-        limit = self.sizer.limit_of_step
-        layout = self.sizer.layout
-        in_order = layout.keeps_order(limit)
-        if small_rows is None or in_order or layout.uniform:
-            pieces = micro_batches(lengths, limit, layout)
-            if in_order and small_rows is not None:
-                return pieces[:1], pieces[1:]
-            return (pieces,)
-        large_rows = sorted(set(range(len(lengths))) - set(small_rows))
-
-        def divided(part: Sequence[int]) -> list[MicroBatch]:
-            pieces = micro_batches([lengths[row] for row in part], limit, layout)
-            return [replace(piece, rows=[part[row] for row in piece.rows]) for piece in pieces]
-
-        return divided(small_rows), divided(large_rows)
+        return micro_batches(lengths, self.sizer.limit_of_step, self.sizer.layout)
 
     def run(
         self,
         rows: Sequence[Row],
         question: Question,
         *,
-        small_rows: tuple[int, ...] | None = None,
+        measures_noise: bool = False,
     ) -> StepResult:
         """Leave in the gradients the mean over the label tokens of all `rows`, or over these,
         clipped; all ranks agree on the step before.
@@ -118,26 +95,25 @@ class MicroBatchRunner(StepRunner):
             rows: rows of this rank; none where other ranks have some.
             question: what this rank says of the step to the others; its batch size is, with
                 accumulation, that of one of its batches.
-            small_rows: positions of the rows that noise is sampled with, and which run before the
-                others; where micro-batches keep the order of rows, the first micro-batch is these.
-                None samples none.
+            measures_noise: whether the noise is sampled with the first micro-batch of each rank.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             GrowthFunctionError: a rule has answered differently on some rank.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        assert small_rows is None or self._measures_noise
+        assert not measures_noise or self._measures_noise
         # It is what their losses are divided by.
         assert question.num_rows or not self.loss.counts_rows
-        divide = partial(self.divide, rows, small_rows)
+        divide = partial(self.divide, rows)
         division = self.agree_on(divide, question)
         values = None
         if self.reference is not None:
             values = self.reference.of_rows(rows)
 
         def attempt(division: Division) -> StepResult:
-            return _StepAttempt(self, rows, values, global_rows=question.num_rows).run(division)
+            run = _StepAttempt(self, rows, values, global_rows=question.num_rows).run
+            return run(division, measures_noise=measures_noise)
 
         return self.run_step(attempt, divide, division)._replace(ends=division.ends)
 
@@ -253,25 +229,27 @@ class _StepAttempt:
             metrics=self._loss.metrics,
         )
 
-    def run(self, division: Division) -> StepResult:
+    def run(self, division: Division, *, measures_noise: bool) -> StepResult:
         """Run the micro-batches; where a rank fails, all of them come to its end."""
-        counts = division.counts
-        assert self._runner.scales_gradients or sum(counts) == 1, (
+        num_pieces = division.num_pieces
+        assert self._runner.scales_gradients or num_pieces == 1, (
             "with the optimizer in backward a step is one micro-batch"
         )
-        small_pieces, *other_pieces = division.parts
-        measures = bool(other_pieces) and all(counts)
+        sizer = self._runner.sizer
+        measures_noise = measures_noise and num_pieces > 1
+        # Elsewhere the first micro-batch is no random part of the step.
+        assert not measures_noise or sizer.layout.keeps_order(sizer.limit_of_step)
 
         def run(piece: MicroBatch | None, is_last: bool) -> None:
             self._run_piece(piece)
-            if measures and is_last and self._sums.small is None:
-                self._sums.small = self._small_batch(small_pieces)
+            if measures_noise and is_last and self._sums.small is None:
+                self._sums.small = self._small_batch(division.pieces[:1])
 
         idle = MicroBatch([], 0)
         if not self._rows:
             idle = MicroBatch([0], self._loss.row_length(self._loss.some_row()))
-        self._runner.run_micro_batches(division, run, idle=idle)
-        return self._finish(sum(counts))
+        self._runner.run_micro_batches(division, run, idle=idle, reduces_first=measures_noise)
+        return self._finish(num_pieces)
 
     def _small_batch(self, pieces: Sequence[MicroBatch]) -> SmallBatch:
         """Return the small batch, whose gradients are all that there are so far, and reduced."""

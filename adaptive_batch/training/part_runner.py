@@ -13,7 +13,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches, split_by_rows
 from adaptive_batch.errors import SettingError
 
-from .agreement import Division, OwnPieces, Question
+from .agreement import Division, Question
 from .batch_statistics import STATISTICS, BatchStatistics
 from .model_checks import has_batch_norm, is_compiled
 from .oom_retry import OutOfMemoryElsewhereError
@@ -103,16 +103,16 @@ class PartRunner:
         self.runner.compilations.log_new(self._event)
         return results
 
-    def _divide(self, rows: Splittable) -> OwnPieces:
+    def _divide(self, rows: Splittable) -> list[MicroBatch]:
         limit = self.runner.sizer.limit_of_step
         if rows.knows_lengths or not self.runner.sizer.layout.keeps_order(limit):
             if rows.lengths is None:
                 raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
-            return (self.plan(rows.lengths, limit),)
+            return self.plan(rows.lengths, limit)
         limit = self._even_limit(rows.num_rows, limit)
         pieces = split_by_rows(range(rows.num_rows), limit.amount)
         width = rows.width
-        return ([MicroBatch(piece, length=width) for piece in pieces],)
+        return [MicroBatch(piece, length=width) for piece in pieces]
 
     def _even_limit(self, num_rows: int, limit: MicroBatchLimit) -> MicroBatchLimit:
         """Return a limit of rows that makes micro-batches alike where the model has BatchNorm."""
@@ -132,8 +132,8 @@ class PartRunner:
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
-        (self.pieces,) = division.parts
-        (self.num_pieces,) = division.counts
+        self.pieces = division.pieces
+        self.num_pieces = division.num_pieces
         if not self.num_pieces:
             return []
         parts = self._parts(rows, self.pieces, self.num_pieces)

@@ -24,7 +24,7 @@ from adaptive_batch.memory import (
     segments_expand,
 )
 
-from .agreement import Division, OwnPieces, Question, same_answers
+from .agreement import Division, Question, same_answers
 from .compilations import CompilationLog
 from .gradients import GradientsApart, OtherLeaves
 from .model_checks import is_compiled, optimizers_wait, stepping_hooks
@@ -81,7 +81,7 @@ class StepRunner:
         self._snapshot = StepSnapshot(model, self.memory.device)
         self._others = OtherLeaves(self.own_leaves)
 
-    def agree_on(self, divide: Callable[[], OwnPieces], question: Question) -> Division:
+    def agree_on(self, divide: Callable[[], list[MicroBatch]], question: Question) -> Division:
         """Agree with all ranks on a step before it runs, in one small collective; the limit grows
         or shrinks where it is time, see :meth:`MicroBatchSizer.agree`.
 
@@ -90,27 +90,25 @@ class StepRunner:
             question: what this rank says of the step to the others.
 
         Returns:
-            The division, with the counts that all ranks know.
+            The division, with the number of micro-batches of the rank that has most.
 
         Raises:
             GrowthFunctionError: a rule has answered differently on some rank.
         """
         self.sizer.begin_step(question.batch_size)
-        parts = divide()
-        own_counts = list(map(len, parts))
+        pieces = divide()
         if not self.sizer.has_to_agree:
-            return Division(parts, own_counts, question.ends)
+            return Division(pieces, len(pieces), question.ends)
         answers = [
             int(question.ends),
             question.requested,
             -question.requested,
             question.num_rows,
             -question.num_rows,
+            len(pieces),
         ]
-        agreed, limit_changes = self.sizer.agree(
-            [*answers, *own_counts], fullest=self.retry.current
-        )
-        any_ends, most_batch, least_batch, most_rows, least_rows, *counts = agreed
+        agreed, limit_changes = self.sizer.agree(answers, fullest=self.retry.current)
+        any_ends, most_batch, least_batch, most_rows, least_rows, num_pieces = agreed
         if most_batch != -least_batch or most_rows != -least_rows:
             same_answers(
                 {
@@ -121,12 +119,12 @@ class StepRunner:
         ends = bool(any_ends)
         if limit_changes:
             return Division.agreed(divide(), ends=ends)
-        return Division(parts, counts, ends)
+        return Division(pieces, num_pieces, ends)
 
     def run_step(
         self,
         attempt: Callable[[Division], Result],
-        divide: Callable[[], OwnPieces],
+        divide: Callable[[], list[MicroBatch]],
         division: Division,
     ) -> Result:
         """Call `attempt` until it does not run out of memory; gradients of earlier batches are
@@ -149,14 +147,13 @@ class StepRunner:
         def attempt_within() -> Result:
             # Where memory has run out there are more micro-batches now.
             current = divisions.pop() if divisions else Division.agreed(divide())
-            pieces = list(chain(*current.parts))
-            if pieces:
+            if current.pieces:
                 # Memory may run out before the first of them.
-                self.retry.expect(pieces)
+                self.retry.expect(current.pieces)
             if self.sharding.is_sharded:
                 # A forward of the user's, as in a validation, leaves parameters gathered.
                 self.sharding.reset()
-            with optimizers_wait() if sum(current.counts) > 1 else nullcontext():
+            with optimizers_wait() if current.num_pieces > 1 else nullcontext():
                 return attempt(current)
 
         def undo() -> None:
@@ -189,6 +186,7 @@ class StepRunner:
         run: Callable[[MicroBatch | None, bool], object],
         *,
         idle: MicroBatch,
+        reduces_first: bool = False,
     ) -> None:
         """Run the micro-batches of a division in turn, as many on all ranks.
 
@@ -197,16 +195,18 @@ class StepRunner:
             run: function that runs one, None for a dummy of a rank that has fewer; and is told
                 whether its gradients are reduced.
             idle: micro-batch that is named in errors where this rank has none.
+            reduces_first: whether the gradients of the first micro-batch are reduced too, not those
+                of the last alone.
         """
-        pieces: list[MicroBatch | None] = []
-        kinds: list[dict[str, bool]] = []
-        for part, num_pieces in zip(division.parts, division.counts, strict=True):
-            assert len(part) <= num_pieces, (
-                f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"
-            )
-            pieces += [*part, *[None] * (num_pieces - len(part))]
-            if num_pieces:
-                kinds += [*[{"is_last": False}] * (num_pieces - 1), {"is_last": True}]
+        own_pieces, num_pieces, _ = division
+        assert len(own_pieces) <= num_pieces, (
+            f"{len(own_pieces)} micro-batches on this rank of {num_pieces} agreed upon"
+        )
+        pieces: list[MicroBatch | None] = [*own_pieces, *[None] * (num_pieces - len(own_pieces))]
+        kinds = [
+            {"is_last": number == num_pieces - 1 or (reduces_first and not number)}
+            for number in range(num_pieces)
+        ]
         self._others.begin_parts(len(pieces))
         size = max((piece.size for piece in pieces if piece), default=0)
         if size > self.largest_size:

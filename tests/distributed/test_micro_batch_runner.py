@@ -114,7 +114,7 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
         "syncs_every_micro_batch": way.syncs_every_micro_batch,
     }
     free = runner_of(model, **how)
-    most = max(1, *(len(free.pieces(mine)[0]) for mine in dealt))
+    most = max(1, *(len(free.divide(mine)) for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
     norm = norm_of(expected)
     found: dict[str, Any] = {}
@@ -199,9 +199,7 @@ def steps_in_a_row(way: Way) -> float:
 
 
 def noise_of(way: Way, deal: str) -> dict[str, Any]:
-    """What a step says of its noise, and the same by hand: of the first micro-batches, or by tokens
-    of the first rows of each rank.
-    """
+    """What a step says of its noise, and the same by hand: of the first micro-batches."""
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
     model = Decoder()
@@ -214,12 +212,8 @@ def noise_of(way: Way, deal: str) -> dict[str, Any]:
         max_grad_norm=0.1,
         measures_noise=True,
     )
-    numbers = [
-        CAPACITIES["rows"].amount if way.unit == "rows" else (3, 0, 1, 1)[other]
-        for other in range(world_size)
-    ]
-    sample = run.run(dealt[rank], small_rows=tuple(range(numbers[rank]))).noise
-    first = [row for mine, number in zip(dealt, numbers, strict=True) for row in mine[:number]]
+    sample = run.run(dealt[rank]).noise
+    first = [row for mine in dealt for row in mine[: CAPACITIES["rows"].amount]]
     small, _, small_tokens = by_hand(reference, first)
     small = {name: gradient.clone() for name, gradient in small.items()}
     big, _, big_tokens = by_hand(reference, rows)
@@ -276,8 +270,7 @@ def _everything() -> dict[str, Any]:
         facts["in a row"][str(way)] = steps_in_a_row(way)
     for sync in (True, False):
         for deal in ("uneven",) if world_size == 4 else ("uneven", "some rows have no label"):
-            for unit in CAPACITIES:
-                facts["noise"][sync, deal, unit] = noise_of(Way(sync, unit, True, False), deal)
+            facts["noise"][sync, deal] = noise_of(Way(sync, "rows", True, False), deal)
     if world_size > 1:
         facts["fillers"] = fillers_that_do_not_fit()
     return facts
@@ -316,7 +309,7 @@ def test_steps_after_each_other_leave_the_weights_of_one_device(ranks):
     ] == []
 
 
-def test_the_noise_is_that_of_the_first_micro_batches_or_rows_of_all_ranks(ranks):
+def test_the_noise_is_that_of_the_first_micro_batches_of_all_ranks(ranks):
     for facts in ranks:
         for case, noise in facts["noise"].items():
             assert noise["sample"] == pytest.approx(noise["by hand"], rel=1e-9), case

@@ -407,21 +407,37 @@ def test_the_noise_scale_is_logged_without_a_rule_that_follows_it(small):
     assert [float(value) for value in finished.figures("gradient_noise_scale")] == measured
 
 
+def test_steps_of_one_micro_batch_are_named_once_where_the_noise_is_measured(small):
+    finished = small.run_in_process(
+        OURS,
+        *of_lengths([6 + row % 5 for row in range(24)]),
+        "epochs=1",
+        "batch_size=2",
+        "gradient_accumulation_steps=1",
+        "micro_batch_size=auto",
+        "log_gradient_noise_scale=True",
+    )
+    (said,) = records(finished, "noise_not_measured")
+    assert said["message"] == (
+        "step 1 is one micro-batch, which shows no gradient noise: such steps do not count; a"
+        " smaller micro_batch_size divides them"
+    )
+
+
 def noise_at_step_58(finished):
     state = torch.load(next((finished.output_dir / "step_58").glob("state.pt")), weights_only=False)
     return state["small"]["adaptive_batch"]["noise_scale"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param("padded", marks=pytest.mark.nightly), "packed"])
-def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exactly(small, layout):
+def test_the_noise_scale_is_resumed_exactly(small):
     settings = (
         *of_lengths([6 + row % 5 * 4 for row in range(240)]),
         "epochs=1",
         "batch_size=4",
         "gradient_accumulation_steps=1",
-        "micro_batch_tokens=44",
-        f"micro_batch_layout={layout}",
+        "micro_batch_size=2",
+        "micro_batch_layout=packed",
         "log_gradient_noise_scale=True",
         "save_every_n_steps=29",
     )

@@ -64,6 +64,7 @@ REFUSED = {
         f"{STEPS} {SCHEDULE}.batch_sizes=[4,8,64] drop_last=True",
         f"{STEPS} {SCHEDULE}.batch_sizes=[16,2,4] {SCHEDULE}.thresholds=[1sp,2sp]",
         f"optimizer_in_bwd=True {BY_NOISE}",
+        f"batch_tokens=200 {BY_NOISE}",
     ],
     f"{SCHEDULE}._component_": [
         f"{SCHEDULE}._component_=adaptive_batch.schedules.stepz",
@@ -89,7 +90,6 @@ REFUSED = {
         f"{OF_LENGTHS} batch_tokens=35",
         f"batch_tokens=200 {PROBE}",
         f"batch_tokens=200 {GROWS}",
-        f"batch_tokens=200 {BY_NOISE}",
         "optimizer_in_bwd=True batch_tokens=100",
     ],
     "gradient_accumulation_steps": [
@@ -119,7 +119,10 @@ REFUSED = {
     "long_rows": [f"{OF_LENGTHS} batch_tokens=100 min_rows_per_batch=3 long_rows=alone"],
     "clip_grad_norm": ["optimizer_in_bwd=True clip_grad_norm=1.0"],
     "on_out_of_memory": ["optimizer_in_bwd=True on_out_of_memory=shrink"],
-    "log_gradient_noise_scale": ["optimizer_in_bwd=True log_gradient_noise_scale=True"],
+    "log_gradient_noise_scale": [
+        "optimizer_in_bwd=True log_gradient_noise_scale=True",
+        "log_gradient_noise_scale=True",
+    ],
     "grow_beyond_maximum": ["optimizer_in_bwd=True grow_beyond_maximum=True"],
     "probe.device_memory": [
         f"{PROBE} probe.device_memory=900TiB",

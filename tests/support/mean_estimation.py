@@ -1,7 +1,7 @@
 """Estimating a mean from tokens whose noise scale is known in closed form, on one device or divided
 over ranks.
 
-Shared by the tests of the noise scale and by benchmarks/noise_scale.py.
+Shared by the tests of the noise scale.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from adaptive_batch.data import (
-    MicroBatchLayout,
-    MicroBatchLimit,
-    balance_by_rows,
-    balance_by_tokens,
-)
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, balance_by_rows
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.schedules import NoiseSample, small_batch
+from adaptive_batch.schedules import NoiseSample
 
 Row = dict[str, Any]
 
@@ -101,7 +96,7 @@ class _Sampler:
     def __init__(
         self, model: nn.Module, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any
     ) -> None:
-        self._model, self._limit, self._layout = model, limit, layout
+        self._model = model
         syncs = options.pop("syncs_every_micro_batch", True)
         self.runner = build_runner(
             model,
@@ -130,19 +125,9 @@ class _Sampler:
         noise.
         """
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        in_turn = self._limit.unit == "rows" and self._layout.kind == "padded"
-        mine = (
-            balance_by_rows(len(rows), ranks)
-            if in_turn
-            else balance_by_tokens(
-                [len(row["tokens"]) for row in rows], ranks, self._limit, self._layout
-            )
-        )[rank]
         self._model.zero_grad()
-        small_rows = tuple(
-            row for row, position in enumerate(mine) if position < small_batch(len(rows))
-        )
-        sample = self.runner.run([rows[position] for position in mine], small_rows=small_rows).noise
+        mine = balance_by_rows(len(rows), ranks)[rank]
+        sample = self.runner.run([rows[position] for position in mine]).noise
         assert sample is not None
         return sample
 

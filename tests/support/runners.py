@@ -23,7 +23,6 @@ from adaptive_batch.training import (
     StepResult,
     count_shifted_labels,
 )
-from adaptive_batch.training.agreement import OwnPieces
 
 IGNORED = -100
 
@@ -60,16 +59,9 @@ class SmallRunner(MicroBatchRunner):
     def run(
         self, rows: Sequence[Any], question: Question | None = None, **options: Any
     ) -> StepResult:
-        """Run the rows of a step; where noise can be measured, its small batch is the first row
-        unless one is given.
-        """
-        if self._measures_noise:
-            options.setdefault("small_rows", (0,))
+        """Run the rows of a step; where noise can be measured, it is."""
+        options.setdefault("measures_noise", self._measures_noise)
         return super().run(rows, question or question_of(rows), **options)
-
-    def pieces(self, rows: Sequence[Any], small_rows: tuple[int, ...] | None = None) -> OwnPieces:
-        """Return the micro-batches of rows."""
-        return self.divide(rows, small_rows)
 
 
 def question_of(rows: Sequence[Any]) -> Question:

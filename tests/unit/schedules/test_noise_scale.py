@@ -17,7 +17,7 @@ from support.runners import build_runner
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.schedules import NoiseSample, NoiseScale, small_batch, squared_norm
+from adaptive_batch.schedules import NoiseSample, NoiseScale, squared_norm
 
 ROWS = st.integers(-9, 9).map(float)
 
@@ -65,10 +65,6 @@ def test_rows_with_twice_the_label_tokens_of_others_by_hand():
         pytest.approx((2 * 10 - 6) / (1 / 2 - 1 / 6)),
         pytest.approx((6 * 6 - 2 * 2**2 * 10) / (6 - 2)),
     )
-
-
-def test_the_small_batch_is_a_quarter_of_the_rows_and_never_all_of_them():
-    assert [small_batch(rows) for rows in (0, 1, 2, 3, 4, 7, 8, 64)] == [0, 0, 1, 1, 1, 1, 2, 16]
 
 
 def test_the_squared_norm_is_of_all_gradients_whatever_their_types():
@@ -223,9 +219,8 @@ class MeanEstimation:
         (16.0, MicroBatchLimit(4), 16, {"max_grad_norm": 0.1}),
         (16.0, MicroBatchLimit(3), 16, {}),
         (16.0, MicroBatchLimit(8), 16, {}),
-        (40.0, MicroBatchLimit(16, "tokens"), 32, {}),
     ],
-    ids=["1 of 8", "4 of 16, clipped", "3 of 16", "8 of 16", "8 of 32, by tokens"],
+    ids=["1 of 8", "4 of 16, clipped", "3 of 16", "8 of 16"],
 )
 def test_within_a_tenth_of_the_closed_form_after_600_steps(true, capacity, big, settings, seed):
     problem = MeanEstimation(noise_scale=true, seed=seed)
@@ -237,10 +232,7 @@ def test_within_a_tenth_of_the_closed_form_after_600_steps(true, capacity, big, 
     assert scale.value == pytest.approx(true, rel=0.1)
 
 
-# rows of unequal length, in micro-batches by tokens
-
-
-BY_TOKENS = MicroBatchLimit(64, "tokens")
+# rows of unequal length
 
 
 def estimated(problem, sampler, steps, *, order=lambda rows: rows):
@@ -251,30 +243,30 @@ def estimated(problem, sampler, steps, *, order=lambda rows: rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["padded", "grouped", "packed"])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("true", [16.0, pytest.param(4.0, marks=pytest.mark.nightly)])
-def test_by_tokens_within_a_tenth_of_the_closed_form(true, kind):
+def test_of_rows_of_unequal_length_within_a_tenth_of_the_closed_form(true, kind):
     problem = TokenMeans(noise_scale=true, seed=1)
-    assert estimated(problem, problem.sampler(BY_TOKENS, kind), 400) == pytest.approx(true, rel=0.1)
+    sampler = problem.sampler(MicroBatchLimit(8), kind)
+    assert estimated(problem, sampler, 400) == pytest.approx(true, rel=0.1)
 
 
 def test_a_small_batch_of_long_rows_would_be_far_off():
     problem = TokenMeans(noise_scale=16.0, seed=1)
-    sampler = problem.sampler(BY_TOKENS)
+    sampler = problem.sampler(MicroBatchLimit(8))
     value = estimated(
         problem, sampler, 100, order=lambda rows: sorted(rows, key=lambda row: -len(row["tokens"]))
     )
     assert value is None or not 8 < value < 32
 
 
-def test_all_layouts_say_the_same_of_the_same_rows():
+def test_padded_and_packed_rows_say_the_same():
     problem = TokenMeans(noise_scale=16.0, seed=2)
     rows = problem.rows(32)
-    first, *others = [
-        vars(problem.sampler(BY_TOKENS, kind)(rows)).values()
-        for kind in ("padded", "grouped", "packed")
-    ]
-    for other in others:
-        assert [float(value) for value in other] == pytest.approx(
-            [float(value) for value in first], rel=1e-6
-        )
+    padded, packed = (
+        vars(problem.sampler(MicroBatchLimit(8), kind)(rows)).values()
+        for kind in ("padded", "packed")
+    )
+    assert [float(value) for value in packed] == pytest.approx(
+        [float(value) for value in padded], rel=1e-6
+    )

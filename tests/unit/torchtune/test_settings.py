@@ -254,7 +254,6 @@ GROWING = {
         (AUTO | LARGEST | GROWING | TWICE, False, None, True),
         (AUTO | LARGEST | GROWING | {"grow_beyond_maximum": True}, False, None, True),
         (AUTO | LARGEST | {"micro_batch_layout": "grouped"}, False, 2, True),
-        (AUTO | LARGEST | {"log_gradient_noise_scale": True}, False, 2, True),
         ({"batch_tokens": 100} | LARGEST, False, None, True),
     ],
     ids=str,
@@ -402,25 +401,11 @@ def test_a_reference_is_rows_or_tokens():
         ({"resume_allow_changes": ["dataset"], "resume_from_checkpoint": True}, []),
         ({"lr_clock": "tokens"}, ["lr_clock"]),
         ({"lr_clock": "tokens", "lr_scheduler": {"_component_": "a.b"}}, []),
-        ({"log_gradient_noise_scale": True}, ["log_gradient_noise_scale"]),
         ({"log_gradient_noise_scale": True, "micro_batch_size": 1}, []),
-        ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, ["log_gradient_noise_scale"]),
         ({"log_gradient_noise_scale": True, "gradient_accumulation_steps": 2}, []),
         (
             {"log_gradient_noise_scale": True, "micro_batch_size": 2, "batch_size_schedule": RAMP},
             [],
-        ),
-        (
-            {
-                "log_gradient_noise_scale": True,
-                "micro_batch_size": 1,
-                "uniform_micro_batches": "lengths",
-            },
-            ["log_gradient_noise_scale"],
-        ),
-        (
-            {"log_gradient_noise_scale": True, "micro_batch_size": 1, "sample_order": "seqlen"},
-            ["log_gradient_noise_scale"],
         ),
         ({"reference_batch_size": 8}, ["reference_batch_size"]),
         ({"reference_batch_size": 8, "lr_scaling": "linear"}, []),
@@ -451,25 +436,33 @@ BY_NOISE = {
     [
         (
             {},
-            (
-                "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows"
-                " than a step has"
-            ),
+            "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a"
+            " step has",
         ),
         ({"micro_batch_size": 4}, "a step is one micro-batch"),
+        ({"micro_batch_tokens": 100}, "micro_batch_tokens cuts micro-batches by length"),
+        ({"micro_batch_tokens": "auto"}, "micro_batch_tokens cuts micro-batches by length"),
+        ({"batch_tokens": 100}, "batch_tokens begins a step with the row"),
+        ({"batch_tokens": 100, "micro_batch_size": 1}, "batch_tokens begins a step with the row"),
         (
-            {"micro_batch_tokens": 100, "uniform_micro_batches": "lengths"},
-            "uniform_micro_batches leaves no random part of a step a micro-batch of its own",
+            {"micro_batch_size": 2, "micro_batch_layout": "grouped"},
+            "micro_batch_layout=grouped sorts rows by length; use padded or packed",
         ),
-        ({"micro_batch_size": 2, "sample_order": "seqlen"}, "rows come sorted by length"),
+        (
+            {"micro_batch_size": 2, "uniform_micro_batches": "lengths"},
+            "uniform_micro_batches=lengths sorts rows; use rows",
+        ),
+        ({"micro_batch_size": 2, "sample_order": "seqlen"}, "sample_order=seqlen sorts rows"),
+        ({"micro_batch_size": 2, "tensor_parallel_dim": 2}, "tensor parallelism keeps no gradient"),
     ],
     ids=str,
 )
-def test_a_rule_of_the_noise_that_is_never_measured_is_refused(keys, why):
-    with pytest.raises(
-        SettingError, match=rf"^batch_size_schedule=.*: it follows the gradient noise scale: {why}"
-    ):
-        Settings.from_config(PLAIN | BY_NOISE | keys)
+@pytest.mark.parametrize(
+    "asks", [BY_NOISE, {"log_gradient_noise_scale": True, "batch_size": 4}], ids=["rule", "log"]
+)
+def test_a_noise_scale_that_cannot_be_measured_is_refused(asks, keys, why):
+    with pytest.raises(SettingError, match=f"gradient noise scale cannot be measured: {why}"):
+        Settings.from_config(PLAIN | asks | keys)
 
 
 @pytest.mark.parametrize(
@@ -478,13 +471,11 @@ def test_a_rule_of_the_noise_that_is_never_measured_is_refused(keys, why):
         {"micro_batch_size": 2},
         {"micro_batch_size": "auto"},
         {"grow_beyond_maximum": True},
-        {"micro_batch_tokens": 100},
-        {"micro_batch_tokens": "auto"},
-        {"micro_batch_tokens": 100, "micro_batch_layout": "packed"},
-        {"micro_batch_size": 2, "micro_batch_layout": "grouped"},
+        {"micro_batch_size": 2, "micro_batch_layout": "packed"},
+        {"micro_batch_size": 2, "uniform_micro_batches": "rows"},
     ],
 )
-def test_a_rule_of_the_noise_that_may_be_measured_is_taken(keys):
+def test_a_noise_scale_that_may_be_measured_is_taken(keys):
     config = PLAIN | BY_NOISE | keys
     assert without_effect(Settings.from_config(config), config) == {}
 

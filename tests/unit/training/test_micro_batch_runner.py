@@ -211,7 +211,7 @@ LIMITS = st.sampled_from([None, 1e-3, 1e3])
 def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
     batch, capacity, shapes, limit
 ):
-    assume(capacity.unit == "rows" and shapes.kind != "grouped")
+    assume(shapes.keeps_order(capacity))
     for dtype in (torch.float64, torch.bfloat16):
         nets = model().to(dtype), model().to(dtype)
         results = [
@@ -254,42 +254,6 @@ def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, cap
     }
 
 
-LAYOUTS = [
-    (MicroBatchLimit(14, "tokens"), MicroBatchLayout()),
-    (MicroBatchLimit(14, "tokens"), MicroBatchLayout(kind="grouped")),
-    (MicroBatchLimit(2), MicroBatchLayout(kind="grouped")),
-]
-
-
-@given(
-    batch=st.lists(rows(), min_size=2, max_size=9),
-    layout=st.sampled_from(LAYOUTS),
-    small=st.integers(1, 8),
-)
-@examples(60)
-def test_by_length_the_sample_is_of_the_rows_that_were_asked_for_and_gradients_are_the_same(
-    batch, layout, small
-):
-    small = min(small, len(batch) - 1)
-    net = model()
-    run = runner(net, layout[0], layout=layout[1], measures_noise=True)
-    small_rows = tuple(range(small))
-    counts = list(map(len, run.pieces(batch, small_rows)))
-    result = run.run(batch, small_rows=small_rows)
-    first, of_first = gradients(batch[:small], MicroBatchLimit(small))
-    whole, of_whole = gradients(batch, MicroBatchLimit(len(batch)))
-    assert relative_error([parameter.grad for parameter in net.parameters()], of_whole) < 1e-6
-    parts = batch[:small], batch[small:]
-    assert counts == [len(run.pieces(part)[0]) for part in parts]
-    if not first.micro_batches or int(first.label_tokens) == int(whole.label_tokens):
-        assert result.noise is None
-        return
-    found = numbers(result.noise)
-    assert (found["small_rows"], found["big_rows"]) == (small, len(batch))
-    assert found["small_squared_norm"] == pytest.approx(squared_norm(of_first), rel=1e-6)
-    assert found["big_squared_norm"] == pytest.approx(squared_norm(of_whole), rel=1e-6)
-
-
 UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
 
 
@@ -299,11 +263,6 @@ UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
         (UNEQUAL, MicroBatchLimit(4), {"measures_noise": True}),
         (UNEQUAL, MicroBatchLimit(1), {}),
         (UNEQUAL, MicroBatchLimit(1), {"measures_noise": False}),
-        (
-            UNEQUAL,
-            MicroBatchLimit(18, "tokens"),
-            {"measures_noise": True, "layout": MicroBatchLayout(uniform="rows")},
-        ),
         ([row(5, masked=5), row(5)], MicroBatchLimit(1), {"measures_noise": True}),
         ([row(5), row(5, masked=5)], MicroBatchLimit(1), {"measures_noise": True}),
         ([row(5, masked=5), row(4, masked=4)], MicroBatchLimit(1), {"measures_noise": True}),
@@ -312,7 +271,6 @@ UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
         "one piece",
         "not asked",
         "refused",
-        "uniform, by tokens",
         "one labelled, last",
         "one labelled, first",
         "no label",
