@@ -9,7 +9,8 @@ ended, and a proof whose result the file holds already is not run again, so an i
 resumes. ``--quick`` runs the short form of each proof that has one. The proofs on PyTorch's CUDA
 build need ``make cuda-stack``. ``--against`` compares the exit status and the counts of each proof
 with those that an earlier commit recorded for the same command, and exits 1 where they differ.
-`parity_on_ranks` exits 1 by design: torchtune's own recipe cannot run two of its cases.
+`parity_on_ranks` exits 1 by design: torchtune's own recipe cannot run two of its cases. So does the
+short form of `kills`, which has too few kills to meet every moment of a run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+# A count that depends on when a kill meets a run.
+BY_CHANCE = {"never_hit"}
 STACK = ROOT / ".venv-cuda-stack" / "bin" / "python"
 # Arguments of the full form, then of the short form.
 PROOFS = {
@@ -36,7 +39,7 @@ PROOFS = {
     "faults": ("faults.py", "", "--quick"),
     "faults_adapters": ("faults.py", "--adapters", "--adapters --quick"),
     "faults_tasks": ("faults.py", "--tasks", "--tasks --quick"),
-    "faults_on_ranks": ("faults_on_ranks.py", "", "--every 160 --lost 1"),
+    "faults_on_ranks": ("faults_on_ranks.py", "", "--every 40 --lost 2 --ways 2 4"),
     "traceless": ("traceless.py", "", "--quick"),
     "traceless_adapters": ("traceless.py", "--adapters", "--adapters --quick"),
     "traceless_tasks": ("traceless.py", "--tasks", "--tasks --quick"),
@@ -108,7 +111,11 @@ def differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
 def outcome(result: dict[str, Any]) -> tuple[Any, ...]:
     """Return the exit status of a proof and the counts in its record."""
     counts = [
-        {key: value for key, value in figures.items() if isinstance(value, int)}
+        {
+            key: value
+            for key, value in figures.items()
+            if isinstance(value, int) and key not in BY_CHANCE
+        }
         for figures in result["figures"]
     ]
     return (result["exit_status"], *counts)

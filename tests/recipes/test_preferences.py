@@ -259,7 +259,7 @@ def test_an_estimate_has_the_pairs_that_fit_in_the_reference_alone(small, full):
     for size in ("null", "auto"):
         finished = small.run_in_process(
             "adaptive_estimate", *full, "estimate.devices=[20MiB]", "estimate.context=0",
-            "estimate.sequence_lengths=[64]", "estimate.changes=False",
+            "estimate.headroom=0", "estimate.sequence_lengths=[64]", "estimate.changes=False",
             f"reference_micro_batch_size={size}",
         )  # fmt: skip
         path = finished.output_dir / "adaptive_batch" / "estimate.json"
