@@ -60,6 +60,8 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
     """
     figures: dict[str, Any] = {}
     for key, value in record.items():
+        if key == "command":  # it names the temporary folder
+            continue
         if isinstance(value, list):
             figures[key] = len(value)
         elif isinstance(value, dict) and "summary" in value:
