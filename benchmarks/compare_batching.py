@@ -79,7 +79,7 @@ def ours(**ordering: Any) -> Plan:
 
 
 def hugging_face(batch_size: int) -> Plan:
-    """What transformers' Trainer with group_by_length hands out."""
+    """Batches of transformers' Trainer with group_by_length."""
 
     def plan(lengths: torch.Tensor, max_tokens: int) -> Batches:
         generator = torch.Generator().manual_seed(0)

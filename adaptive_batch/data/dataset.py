@@ -100,7 +100,7 @@ class DatasetAdapter(Dataset[Any]):
 
     @property
     def knows_lengths(self) -> bool:
-        """Whether :attr:`lengths` are there without reading the dataset."""
+        """Return whether :attr:`lengths` are known without reading the dataset."""
         return isinstance(self._row_length, int) or "lengths" in vars(self)
 
     @cached_property

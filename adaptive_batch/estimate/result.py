@@ -108,7 +108,7 @@ class CurveCheck:
 
     @property
     def is_off(self) -> bool:
-        """Whether the curve is off by more than a thousandth."""
+        """Return whether the curve is off by more than a thousandth."""
         return abs(self.counted_bytes - self.expected_bytes) > 1e-3 * self.counted_bytes
 
     def __str__(self) -> str:

@@ -73,7 +73,8 @@ def expand_segments() -> None:
 
 def expand_segments_in_script(device: torch.device | None = None) -> None:
     """Switch on expandable segments in a program that may have initialised CUDA already, with one
-    line in the log. Settings in the environment are left as they are.
+    line in the log. Settings of the environment, or of the program by
+    `torch.cuda.memory._set_allocator_settings`, are left as they are.
 
     Segments that were allocated before stay as they are; later ones expand.
 
@@ -83,7 +84,15 @@ def expand_segments_in_script(device: torch.device | None = None) -> None:
     variable, _ = allocator_settings()
     if variable or not segments_can_expand() or not torch.cuda.is_available():
         return
+    allocator = private(
+        "torch._C", "_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings"
+    )
+    # Settings that are given later replace all that the program has given.
+    if allocator._accelerator_getAllocatorSettings():
+        return
     expand_segments()
+    # PyTorch reads the environment once, and has done so now.
+    allocator._accelerator_setAllocatorSettings(_EXPANDABLE)
     if distributed.is_rank_zero():
         log.info(
             "CUDA's allocator uses expandable segments from now on (%s=%s), since steps of"

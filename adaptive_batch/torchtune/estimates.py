@@ -113,7 +113,7 @@ def estimate_devices(
 
 
 class _Estimated(NamedTuple):
-    """What each length holds on the first kind of device, the devices with what fits there, and
+    """Memory by length on the first kind of device, the devices with the rows that fit, and
     the run of the first kind.
     """
 

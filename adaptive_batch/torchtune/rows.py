@@ -104,7 +104,7 @@ class Rows(Dataset[Any]):
 
     @property
     def knows_lengths(self) -> bool:
-        """Whether :attr:`lengths` are there without reading the dataset."""
+        """Return whether :attr:`lengths` are known without reading the dataset."""
         return self._measured is not None
 
     @property

@@ -280,7 +280,7 @@ class BoundSearch:
 
     @property
     def _leaves_cache(self) -> bool:
-        """Whether training begins with what the allocator caches in the trial of the bound."""
+        """Return whether training starts with the cache that the trial of the bound leaves."""
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
         return has_cache and self._scope.evaluation is None
 

@@ -244,22 +244,28 @@ class StepRunner:
         Raises:
             RankLostError: out of memory.
         """
-        gradients = self.gradients_apart()
-        restore = self._snapshot.take()
         self.retry.expect([row])
         try:
-            with gradients.with_others(self._others):
-                run()
+            self._run_undone(run)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise self.retry.lost(error, "with a single row") from error
-        gradients.put_back()
-        restore()
+
+    def _run_undone(self, run: Callable[[], object]) -> None:
+        """Call a function that runs trials, and undo what it did, also where it fails."""
+        gradients = self.gradients_apart()
+        restore = self._snapshot.take()
+        try:
+            with gradients.with_others(self._others):
+                run()
+        finally:
+            gradients.put_back()
+            restore()
 
     @property
     def is_largest_due(self) -> bool:
-        """Whether to try the largest micro-batch of training first: segments of the allocator
+        """Return whether to try the largest micro-batch before training: segments of the allocator
         cannot expand, and neither a search nor a step has filled its cache.
 
         False with several ranks, which could not report a failure to each other; for a compiled
@@ -283,19 +289,13 @@ class StepRunner:
             run: function that runs the trial.
             largest: what it runs, for its size.
         """
-        gradients = self.gradients_apart()
-        restore = self._snapshot.take()
         fits = True
         try:
-            with gradients.with_others(self._others):
-                run()
+            self._run_undone(run)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             fits = False
-        finally:
-            gradients.put_back()
-            restore()
         if fits:
             self.largest_size = largest.size
         else:

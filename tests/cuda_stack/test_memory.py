@@ -143,6 +143,13 @@ def test_segments_expand_from_the_first_step_of_a_model_that_is_on_its_device():
     assert on_the_stack(program, PYTORCH_ALLOC_CONF="expandable_segments:False") == "{False}"
 
 
+def test_settings_that_a_program_gave_the_allocator_stay():
+    given = "torch.cuda.memory._set_allocator_settings('max_split_size_mb:128')"
+    program = f"{given}\nimport sys; sys.argv.append('model first'){IN_SCRIPT}"
+    program += "print(torch._C._accelerator_getAllocatorSettings())"
+    assert on_the_stack(program).splitlines() == ["{False}", "max_split_size_mb:128"]
+
+
 def test_a_step_on_a_driver_without_virtual_memory_does_without_expandable_segments():
     program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
     *_, line, segments = on_the_stack(program, STUB_CUDA_EXPANDS="0").splitlines()
