@@ -16,6 +16,8 @@ import support.ranks  # noqa: F401  # says what the server of forked processes i
 import torch
 from hypothesis import settings
 
+from adaptive_batch.memory import ALLOCATOR_VARIABLES
+
 # Examples have no deadline, as their time depends on what else the machine runs. `make test` and CI
 # draw the same examples each time. `make nightly` draws others each night, ten times as many, and
 # prints how to repeat the one that fails.
@@ -56,6 +58,23 @@ def _random_numbers_are_the_same_in_any_order_of_tests():
     np.random.seed(0)
     # torch.manual_seed would prepare devices too.
     torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _the_allocator_is_as_before():
+    """Building a step switches on expandable segments for the rest of the process and for those
+    that it starts.
+    """
+    before = {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if torch.cuda.is_initialized():
+        # The second call makes the allocator's text empty, as if no program had set anything.
+        for text in ("expandable_segments:False", ""):
+            torch._C._accelerator_setAllocatorSettings(text)
 
 
 @pytest.fixture(scope="session")

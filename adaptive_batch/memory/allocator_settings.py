@@ -79,10 +79,12 @@ def expand_segments_in_script(device: torch.device | None = None) -> None:
     Segments that were allocated before stay as they are; later ones expand.
 
     Args:
-        device: CUDA device whose driver is checked; None where no device is known yet.
+        device: device of the model, nothing is done for one that is not CUDA's; None where no
+            device is known yet. The driver of a known device is checked.
     """
     variable, _ = allocator_settings()
-    if variable or not segments_can_expand() or not torch.cuda.is_available():
+    is_elsewhere = device is not None and device.type != "cuda"
+    if variable or is_elsewhere or not segments_can_expand() or not torch.cuda.is_available():
         return
     allocator = private(
         "torch._C", "_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings"

@@ -31,7 +31,7 @@ from adaptive_batch._util import check_state, check_whole, instance_of
 from adaptive_batch.data import MicroBatch, MicroBatchLayout
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import device_memory
+from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
 from .agreement import Question
@@ -137,8 +137,10 @@ class AdaptiveStep:
             if split is None
             else OwnSplit(split)
         )
+        device = next(model.parameters()).device
+        expand_segments_in_script(device)
         self.memory = options.memory or device_memory(
-            next(model.parameters()).device, shared_by=distributed.local_world_size()
+            device, shared_by=distributed.local_world_size()
         )
         self.sizer = MicroBatchSizer(
             size,

@@ -33,6 +33,7 @@ from adaptive_batch.memory import (
     auto_headroom,
     budget_bytes,
     check_device_memory,
+    expand_segments_in_script,
     optimizer_state_tensors,
     optimizers_of,
     segments_can_expand,
@@ -503,6 +504,7 @@ def find_max_batch_size(
             raise SettingError(key, function, "give a function")
     check_bool("accumulates", accumulates)
     reshard(model)
+    expand_segments_in_script(next(model.parameters()).device)
     runner = StepRunner(model, MicroBatchSizer())
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:

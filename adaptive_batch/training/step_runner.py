@@ -18,7 +18,6 @@ from adaptive_batch.errors import MEMORY_REMEDIES, RankLostError
 from adaptive_batch.memory import (
     DeviceMemory,
     device_memory,
-    expand_segments_in_script,
     is_out_of_memory,
     recover,
     segments_expand,
@@ -67,10 +66,9 @@ class StepRunner:
     ) -> None:
         self.model = model
         self.sizer = sizer
-        device = next(model.parameters()).device
-        if device.type == "cuda":
-            expand_segments_in_script(device)
-        self.memory = memory or device_memory(device, shared_by=distributed.local_world_size())
+        self.memory = memory or device_memory(
+            next(model.parameters()).device, shared_by=distributed.local_world_size()
+        )
         self.sharding = sharding or sharding_of(model)
         self.retry = OOMRetry(
             sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies

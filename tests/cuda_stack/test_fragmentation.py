@@ -113,7 +113,6 @@ def _segments_expand():
     yield
     gc.collect()
     torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 @pytest.mark.usefixtures("_segments_expand")
