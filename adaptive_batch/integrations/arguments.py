@@ -16,10 +16,23 @@ from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import check_device_memory
 from adaptive_batch.schedules import RULES
-from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions, configured_size
+from adaptive_batch.training import (
+    AdaptiveStep,
+    Part,
+    SplitBatch,
+    StepOptions,
+    Terms,
+    configured_size,
+)
 
 log = logging.getLogger("adaptive_batch")
 
+# Names of these arguments in errors; each trainer adds its function.
+TERMS = Terms(
+    num_labels="AdaptiveArguments(num_labels=...)",
+    split="AdaptiveArguments(split=...)",
+    share='give AdaptiveArguments(loss_reduction="sum") for a loss that is a sum',
+)
 # That a search tries, as elsewhere by default.
 _MOST_ROWS = 4096
 
@@ -79,13 +92,20 @@ class AdaptiveArguments:
             remedy = "batches do not grow; give batch_increase_function too"
             raise SettingError("lr_scaling", self.lr_scaling, remedy)
 
-    def new_step(self, model: nn.Module, forward_backward: Callable[[Part], Any]) -> AdaptiveStep:
+    def new_step(
+        self, kind: type[AdaptiveStep], model: nn.Module, forward_backward: Callable[[Part], Any]
+    ) -> AdaptiveStep:
         """Return what runs a step of a model.
+
+        Args:
+            kind: class of the step, with the terms of the trainer.
+            model: model that is trained.
+            forward_backward: function that runs a part.
 
         Raises:
             SettingError: a value cannot be used.
         """
-        return AdaptiveStep(
+        return kind(
             model,
             forward_backward,
             micro_batch_size=self.micro_batch_size,

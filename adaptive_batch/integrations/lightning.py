@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -25,7 +25,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import check_segments, expand_segments_in_script
 from adaptive_batch.training import AdaptiveStep, Part
 
-from .arguments import AdaptiveArguments
+from .arguments import TERMS, AdaptiveArguments
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
@@ -33,6 +33,10 @@ __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 _MAKES_CLOSURE = "_make_closure"
 # What follows the name and the value.
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
+
+
+class _Step(AdaptiveStep):
+    terms = replace(TERMS, function="training_step")
 
 
 class AdaptiveCallback(Callback):
@@ -76,7 +80,7 @@ class AdaptiveCallback(Callback):
             return self._batch.run(part)
 
         forward_backward.__name__ = "training_step"
-        self.step = self.adaptive.new_step(trainer.strategy.model, forward_backward)
+        self.step = self.adaptive.new_step(_Step, trainer.strategy.model, forward_backward)
         loop = _loop(trainer)
         vars(loop)[_MAKES_CLOSURE] = lambda kwargs, optimizer, batch_idx: Closure(
             lambda: self._run_batch(trainer, _Batch(trainer, kwargs, optimizer, batch_idx))

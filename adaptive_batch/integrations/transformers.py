@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
 
-from .arguments import AdaptiveArguments
+from .arguments import TERMS, AdaptiveArguments
 from .pairs import COLLATOR, by_pairs
 from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
 
@@ -37,6 +37,10 @@ __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
 # Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
 _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
+
+
+class _Step(AdaptiveStep):
+    terms = replace(TERMS, function="compute_loss")
 
 
 @dataclass
@@ -173,7 +177,7 @@ class AdaptiveTrainer(Trainer):
         def compute_loss(part: Part) -> torch.Tensor:
             return self._run_part(model, part)
 
-        return adaptive.new_step(model, compute_loss)
+        return adaptive.new_step(_Step, model, compute_loss)
 
     def _run_part(self, model: nn.Module, part: Part) -> torch.Tensor:
         is_counted = not part.is_trial and part.share > 0.0

@@ -17,7 +17,7 @@ from .lowered_limit import LimitChange, OOMPolicy
 from .micro_batch_runner import MicroBatchRunner
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
-from .options import StepOptions
+from .options import StepOptions, Terms
 from .packing import pack_rows, rows_apart
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
@@ -59,6 +59,7 @@ __all__ = [
     "SplitBatch",
     "StepOptions",
     "StepResult",
+    "Terms",
     "TriedStep",
     "WorstRows",
     "configured_size",

@@ -39,7 +39,7 @@ from .bound_search import ProbeOptions
 from .loop_events import log_event
 from .lowered_limit import LimitChange
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
-from .options import StepOptions
+from .options import StepOptions, Terms
 from .part_runner import PartRunner
 from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable, length_in_sample
 from .sample_search import SampleSearch
@@ -100,10 +100,14 @@ class AdaptiveStep:
         sharding: how several ranks hold it.
         sizer: decides what a part may hold.
         parts: runs the parts of a batch.
+        terms: names of the caller's API, for errors.
 
     Raises:
         SettingError: an argument cannot be used.
     """
+
+    # A class attribute, since a script gives none.
+    terms = Terms()
 
     def __init__(
         self,
@@ -167,6 +171,7 @@ class AdaptiveStep:
         self.parts = PartRunner(
             forward_backward,
             runner,
+            terms=self.terms,
             num_labels=num_labels,
             statistics=statistics,
             counts_over_ranks=options.count_labels_over == "ranks" and distributed.world_size() > 1,

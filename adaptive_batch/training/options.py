@@ -27,6 +27,23 @@ _OF_LOOP = {
 
 
 @dataclass(frozen=True)
+class Terms:
+    """Names of the caller's API, for errors.
+
+    Attributes:
+        function: function whose loss is split.
+        num_labels: argument that counts labels.
+        split: argument that splits a batch.
+        share: fix of a loss that has the wrong weight, in the imperative.
+    """
+
+    function: str = "forward_backward"
+    num_labels: str = "num_labels="
+    split: str = "split="
+    share: str = "multiply a mean by part.share before backward"
+
+
+@dataclass(frozen=True)
 class StepOptions:
     """How a step runs.
 

@@ -17,6 +17,7 @@ from .agreement import Division, Question
 from .batch_statistics import STATISTICS, BatchStatistics
 from .model_checks import has_batch_norm, is_compiled
 from .oom_retry import OutOfMemoryElsewhereError
+from .options import Terms
 from .parts import LabelCounter, Part, Splittable
 from .split_check import SplitCheck
 from .step_runner import StepRunner
@@ -39,13 +40,14 @@ class PartRunner:
     Args:
         forward_backward: function that runs forward and backward of a part.
         runner: agrees with other ranks, and retries.
+        terms: names of the caller's API, for errors.
         num_labels: function that returns the labels of a batch; see :class:`.AdaptiveStep`.
         statistics: function that returns statistics of a part; see :class:`.AdaptiveStep`.
         counts_over_ranks: whether labels and statistics are those of all ranks.
         event: function that writes down what was compiled again; see :class:`.CompilationLog`.
 
     Attributes:
-        runner: as given.
+        runner, terms: as given.
         pieces: rows of each part of the last batch, on this rank.
         num_pieces: parts of the last batch, on the rank that has most.
     """
@@ -55,12 +57,14 @@ class PartRunner:
         forward_backward: Callable[[Part], Any],
         runner: StepRunner,
         *,
+        terms: Terms,
         num_labels: Callable[[Any], Any] | None,
         statistics: Callable[[Part], Mapping[str, Any]] | None,
         counts_over_ranks: bool,
         event: Callable[..., object],
     ) -> None:
         self.runner = runner
+        self.terms = terms
         self.pieces: list[MicroBatch] = []
         self.num_pieces = 0
         self._forward_backward = forward_backward

@@ -201,6 +201,14 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         AdaptiveCallback(AdaptiveArguments(batch_increase_function=lambda epoch, size: size))
 
 
+def test_errors_name_the_method_and_the_arguments_of_the_callback(tmp_path):
+    callback = AdaptiveCallback()
+    trained(Module(), tmp_path, [callback])
+    terms = callback.step.parts.terms
+    assert terms.function == "training_step"
+    assert terms.split == "AdaptiveArguments(split=...)"
+
+
 def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_path, monkeypatch):
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 

@@ -516,6 +516,13 @@ def test_a_loss_that_is_no_sum_over_rows_is_refused(tmp_path):
         )
 
 
+def test_errors_name_the_arguments_of_the_trainer(tmp_path):
+    trainer, *_ = trained(AdaptiveTrainer, tmp_path, max_steps=1)
+    terms = trainer.adaptive_step.parts.terms
+    assert terms.function == "compute_loss"
+    assert terms.num_labels == "AdaptiveArguments(num_labels=...)"
+
+
 class Makes(CountsInItsLoss, AdaptiveTrainer):
     adaptive = AdaptiveArguments(micro_batch_size="auto")
 
