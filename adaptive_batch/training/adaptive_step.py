@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,7 @@ from .lowered_limit import LimitChange
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions, Terms
 from .part_runner import PartRunner
-from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable, length_in_sample
+from .parts import OwnSplit, Part, RowSplitter, SplitBatch, Splittable, length_in_sample
 from .sample_search import SampleSearch
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_runner import StepRunner
@@ -135,9 +134,8 @@ class AdaptiveStep:
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
         self.model = model
-        self._is_compiled = is_compiled(model)
         self._split_batch: Callable[[Any], Splittable] = (
-            partial(_split_rows, trims=not self._is_compiled, size=size)
+            RowSplitter(trims=not is_compiled(model), size=size)
             if split is None
             else OwnSplit(split)
         )
@@ -354,24 +352,6 @@ class AdaptiveStep:
         check_state(state, ("sizer",), owner="a step")
         self.sizer.load_search(state["sizer"])
         self.sizer.load_state_dict(state["sizer"])
-
-
-def _split_rows(batch: Any, *, trims: bool, size: ConfiguredSize) -> RowsOfBatch:
-    """Return a batch as rows.
-
-    Raises:
-        SettingError: its rows are packed into one, and a size of its parts is configured.
-    """
-    rows = RowsOfBatch(batch, trims=trims)
-    if rows.is_packed:
-        for key, value in asdict(size).items():
-            if value is not None:
-                remedy = (
-                    "the rows of the batch are packed into one without padding, which is not split;"
-                    f" disable packing and padding_free, leave {key} out, or give split="
-                )
-                raise SettingError(key, value, remedy)
-    return rows
 
 
 def configured_size(

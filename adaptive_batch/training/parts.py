@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
@@ -14,6 +14,8 @@ from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
+
+from .sizing import ConfiguredSize
 
 # A dict is known at once; for an abstract class alone Python looks through its subclasses.
 _MAPPING = (dict, Mapping)
@@ -78,9 +80,14 @@ class Splittable(Protocol):
     def is_packed(self) -> bool: ...
     @property
     def divided(self) -> tuple[bool, ...]: ...
+    @property
+    def cuts(self) -> bool: ...
+    @property
+    def treatment(self) -> str: ...
     def part(self, rows: Sequence[int], /) -> Any: ...
     def dummy(self) -> Any: ...
     def to_check(self) -> Splittable: ...
+    def uncut(self) -> Splittable: ...
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,8 @@ class SplitBatch:
     part: Callable[[Sequence[int]], Any]
     lengths: Sequence[int] | None = None
     is_packed: ClassVar[bool] = False
+    cuts: ClassVar[bool] = False
+    treatment: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         if self.lengths is not None and len(self.lengths) != self.num_rows:
@@ -125,6 +134,10 @@ class SplitBatch:
 
     def to_check(self) -> Splittable:
         """Return the batch as the check of a split divides it."""
+        return self
+
+    def uncut(self) -> Splittable:
+        """Return the batch, as its parts are those of `part`."""
         return self
 
 
@@ -358,6 +371,29 @@ class RowsOfBatch:
         """Return the batch as the check of a split divides it."""
         return self
 
+    @property
+    def cuts(self) -> bool:
+        """Whether parts may have fewer columns than the batch."""
+        lengths = self.lengths or []
+        return not self.is_packed and any(length < self.width for length in lengths)
+
+    def uncut(self) -> RowsOfBatch:
+        """Return the same batch, whose parts keep all columns."""
+        return RowsOfBatch(self._batch, trims=False)
+
+    @property
+    def treatment(self) -> str:
+        """Whether each key is divided, cut or kept whole, for errors."""
+        if not isinstance(self._batch, _MAPPING):
+            return ""
+        keys: dict[str, list[str]] = {}
+        for key, value in self._batch.items():
+            how = "divided" if self._has_rows(value) else "kept whole"
+            if self.cuts and self._is_table(value) and value.shape[1] == self.width:
+                how = "divided and cut"
+            keys.setdefault(how, []).append(str(key))
+        return "; ".join(f"{', '.join(names)} {how}" for how, names in keys.items())
+
     def _has_rows(self, value: Any) -> bool:
         return _first_dimension(value) == self.num_rows
 
@@ -379,6 +415,40 @@ class RowsOfBatch:
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
+
+
+class RowSplitter:
+    """Splits batches by rows.
+
+    Args:
+        trims: whether unused columns are cut.
+        size: configured size of a part.
+    """
+
+    def __init__(self, *, trims: bool, size: ConfiguredSize) -> None:
+        self._trims = trims
+        self._size = size
+
+    def __call__(self, batch: Any) -> RowsOfBatch:
+        """Return a batch as rows.
+
+        Raises:
+            SettingError: its rows are packed into one, and a size of its parts is configured.
+        """
+        rows = RowsOfBatch(batch, trims=self._trims)
+        if rows.is_packed:
+            for key, value in asdict(self._size).items():
+                if value is not None:
+                    remedy = (
+                        "the rows of the batch are packed into one without padding, which is not"
+                        f" split; disable packing and padding_free, leave {key} out, or give split="
+                    )
+                    raise SettingError(key, value, remedy)
+        return rows
+
+    def stop_cutting(self) -> None:
+        """Keep all columns in the parts of later batches."""
+        self._trims = False
 
 
 def _is_packed(batch: Any, num_rows: int) -> bool:

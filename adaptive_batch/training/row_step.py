@@ -115,6 +115,8 @@ class RowsOfStep:
     is_packed = False
     width = 0
     divided = ()
+    cuts = False
+    treatment = ""
 
     def __init__(self, step: RowStep, rows: Sequence[Row]) -> None:
         self._step = step
@@ -142,6 +144,9 @@ class RowsOfStep:
         if collated.num_rows != self.num_rows:
             return self
         return collated
+
+    def uncut(self) -> Splittable:
+        return self
 
 
 class RowStep:

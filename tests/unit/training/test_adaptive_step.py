@@ -568,6 +568,30 @@ def test_without_a_mask_no_token_of_a_source_is_cut_that_is_longer_than_its_targ
     assert part["input_ids"].shape == part["labels"].shape == (2, max(source[2:]))
 
 
+def test_a_batch_may_keep_its_columns_and_names_the_treatment_of_each_key():
+    batch = {**masked_batch(), "table": torch.eye(3)}
+    rows = RowsOfBatch(batch)
+    assert rows.cuts
+    assert rows.treatment == (
+        "tokens, labels, attention_mask divided and cut; positions, scores, classes divided;"
+        " table kept whole"
+    )
+    whole = rows.uncut()
+    assert not whole.cuts
+    assert whole.part([8])["tokens"].shape == (1, 16)
+    assert rows.part([8])["tokens"].shape == (1, 3)
+    assert "cut" not in whole.treatment
+
+
+def test_a_step_that_stops_cutting_keeps_all_columns():
+    model = decoder()
+    script = Script(model)
+    step = AdaptiveStep(model, script, micro_batch_size=4)
+    step._split_batch.stop_cutting()
+    step(masked_batch())
+    assert {part.batch["tokens"].shape[1] for part in script.trained} == {16}
+
+
 def test_padding_in_front_is_not_cut():
     model = decoder()
     batch = masked_batch()
