@@ -85,8 +85,9 @@ class AdaptiveStep:
         split: function that returns :class:`SplitBatch` of a batch: for pairs, sequences along
             another dimension, states. None splits each tensor by its first dimension.
         num_labels: function that returns the number of labels that the loss of a batch is a mean
-            over. None counts ``labels`` that are not -100, after the shift by one or before it, as
-            the loss of the first split shows; of a batch without ``labels`` its rows.
+            over, or the sum of their weights where it is a weighted mean. None counts ``labels``
+            that are not -100, after the shift by one or before it, as the loss of the first split
+            shows; of a batch without ``labels`` its rows.
         statistics: ``statistics(part)`` returns a mapping of names to numbers or tensors. It is run
             on each part before the first backward, without gradients; the sums over the parts are
             ``part.statistics`` in `forward_backward`. With ``count_labels_over="ranks"`` they are

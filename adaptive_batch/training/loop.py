@@ -66,11 +66,12 @@ class AdaptiveLoop:
         dataset: map-style.
         collate: function that makes one padded batch of a list of rows, on the host.
         mean_loss: function that returns the loss of a batch on the device: a tensor of one number,
-            averaged over its labels, each of which counts the same, whatever other rows are there.
+            averaged over its labels, whatever other rows are there.
         batch_size: rows of a step on one device, before a rule changes it; ``"max"`` for the most
             that fit, which :meth:`find_bound` finds before the first epoch.
         num_labels: function that returns how many labels a batch has that `mean_loss` averages
-            over; None for ``labels`` that are not -100, see :class:`AdaptiveStep`.
+            over, or the sum of their weights; None for ``labels`` that are not -100, see
+            :class:`AdaptiveStep`.
         row_length: function that returns the tokens of a row, or a number where all rows are alike;
             None for those of its ``tokens`` or ``input_ids``.
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts,
@@ -102,7 +103,7 @@ class AdaptiveLoop:
         collate: Callable[[list[Any]], Any],
         mean_loss: Callable[[Any], torch.Tensor],
         batch_size: int | str,
-        num_labels: Callable[[Any], int | torch.Tensor] | None = None,
+        num_labels: Callable[[Any], float | torch.Tensor] | None = None,
         row_length: RowLength = None,
         batch_increase_function: Callable[[int, int], int] | None = None,
         batch_size_schedule: Schedule | None = None,

@@ -226,7 +226,7 @@ class PartRunner:
 
         self.runner.learn_collectives(run, _IDLE)
 
-    def num_labels(self, batch: Any, num_rows: int) -> int:
+    def num_labels(self, batch: Any, num_rows: int) -> float:
         """Return the labels of a batch of so many rows, as a part's share counts them."""
         return self._labels.count(batch, num_rows, way=self._check.way)
 

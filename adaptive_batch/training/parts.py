@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -582,28 +583,28 @@ class LabelCounter:
     the first split shows.
 
     Args:
-        num_labels: function that returns the labels of a batch; None for its ``labels`` that are
-            not -100, and where it has none, for its rows.
+        num_labels: function that returns the labels of a batch, or the sum of their weights; None
+            for its ``labels`` that are not -100, and where it has none, for its rows.
     """
 
     def __init__(self, num_labels: Callable[[Any], Any] | None) -> None:
         self._num_labels = num_labels
 
-    def counts(self, batch: Any, num_rows: int) -> tuple[int, ...]:
+    def counts(self, batch: Any, num_rows: int) -> tuple[Any, ...]:
         """Return the labels of a batch, counted in each way that may be meant; the likelier first.
 
         Raises:
-            SettingError: `num_labels` returned no whole number.
+            SettingError: `num_labels` returned no number.
         """
         num_ways = 1
         if self._num_labels is None and _has_labels(batch) and batch["labels"].dim() == 2:
             num_ways = 2
         return tuple(self.count(batch, num_rows, way=way) for way in range(num_ways))
 
-    def count(self, batch: Any, num_rows: int, *, way: int) -> int:
+    def count(self, batch: Any, num_rows: int, *, way: int) -> float:
         """Return the labels of a batch, counted in one of the ways of :meth:`counts`."""
         if self._num_labels is not None:
-            return whole_count(self._num_labels(batch))
+            return label_count(self._num_labels(batch))
         if not _has_labels(batch):
             return num_rows
         labels = batch["labels"]
@@ -636,20 +637,20 @@ def has_shifted_labels(batch: Any) -> bool:
     return bool(is_next[is_label[:, :-1]].all()) and not bool(is_own[is_label].all())
 
 
-def whole_count(count: Any) -> int:
-    """Return the result of a user's `num_labels`, if it is a whole number.
+def label_count(count: Any) -> float:
+    """Return the result of a user's `num_labels` as a number.
 
     Raises:
-        SettingError: it is none.
+        SettingError: it is not a finite number, or it is below 0.
     """
-    remedy = "give a function that returns a whole number: how many labels are averaged over"
+    remedy = (
+        "give a function that returns a number, 0 or more: how many labels are averaged over, or"
+        " the sum of their weights"
+    )
     try:
-        tensor = torch.as_tensor(count)
+        tensor = torch.as_tensor(count, dtype=torch.float64 if type(count) is float else None)
     except (RuntimeError, TypeError, ValueError):
         raise SettingError("num_labels", count, remedy) from None
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
+    if tensor.is_complex() or tensor.dim() or not 0 <= tensor < math.inf:
         raise SettingError("num_labels", count, remedy)
-    number = int(tensor)
-    if number < 0:
-        raise SettingError("num_labels", count, remedy)
-    return number
+    return float(tensor) if tensor.is_floating_point() else int(tensor)

@@ -244,7 +244,7 @@ class RowStep:
         num_labels = self.step.parts.num_labels(batch, 1)
         return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
 
-    def _forward_backward(self, part: Part) -> tuple[torch.Tensor, int] | None:
+    def _forward_backward(self, part: Part) -> tuple[torch.Tensor, float] | None:
         num_labels = self.step.parts.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
             # The mean over no label is no number.
@@ -276,7 +276,7 @@ class RowStep:
         trained = list(filter(None, results))
         num_parts = len(trained)
         loss = 0.0
-        num_labels = 0
+        num_labels: float = 0
         if trained:
             losses, labels = zip(*trained, strict=True)
             loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
@@ -285,11 +285,10 @@ class RowStep:
         run_tokens = sum(piece.run_tokens for piece in self.step.parts.pieces)
         ranks = distributed.world_size()
         if ranks > 1:
-            own = [loss / ranks, float(num_labels), float(num_tokens), float(run_tokens)]
-            loss, *counts = (
+            own: list[Any] = [loss / ranks, num_labels, num_tokens, run_tokens]
+            loss, num_labels, num_tokens, run_tokens = (
                 sum(values) for values in zip(*distributed.all_gather(own), strict=True)
             )
-            num_labels, num_tokens, run_tokens = map(int, counts)
             num_parts = self.step.num_pieces if num_labels else 0
             if not num_labels:
                 self.step.parts.runner.drop_gradients()

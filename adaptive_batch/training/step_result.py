@@ -18,7 +18,8 @@ class StepResult(NamedTuple):
         loss: mean loss of a label token, or of a row where the loss is a mean over rows; 0 where
             the step had none.
         num_labels: tokens that have a label, counted after the shift, or rows where the loss is a
-            mean over rows; a scalar tensor where that saves waiting for a device.
+            mean over rows, or the sum of their weights where `num_labels` returns it; a scalar
+            tensor where that saves waiting for a device.
         rows: rows of the step.
         tokens: real tokens of the step, padding not counted.
         micro_batches: forward and backward passes that were run, by each rank.
@@ -32,7 +33,7 @@ class StepResult(NamedTuple):
     """
 
     loss: float
-    num_labels: int | torch.Tensor
+    num_labels: float | torch.Tensor
     rows: int
     tokens: int
     micro_batches: int

@@ -22,6 +22,7 @@ from support.sharded_model import (
 )
 
 from adaptive_batch import SplitBatch, distributed, find_max_batch_size
+from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 from adaptive_batch.training.parts import RowsOfBatch
@@ -126,7 +127,13 @@ def test_what_runs_out_of_memory_on_one_rank_is_run_again_on_both(
         assert result["losses"] == pytest.approx(result["plain"], rel=CLOSE)
 
 
-def uneven(lengths: tuple[tuple[int, ...], ...], over: str) -> dict[str, Any]:
+def weights_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return 0.25 * (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+
+
+def uneven(
+    lengths: tuple[tuple[int, ...], ...], over: str, num_labels: Any = None
+) -> dict[str, Any]:
     model = Decoder()
     rows = rows_of(lengths)
     expected = mean_over_ranks(twin(model), rows)
@@ -135,7 +142,11 @@ def uneven(lengths: tuple[tuple[int, ...], ...], over: str) -> dict[str, Any]:
     divided(model)
     script = Script(model)
     step = AdaptiveStep(
-        model, script, micro_batch_size=2, options=StepOptions(count_labels_over=over)
+        model,
+        script,
+        micro_batch_size=2,
+        num_labels=num_labels,
+        options=StepOptions(count_labels_over=over),
     )
     results = step(collate(rows[distributed.rank()]))
     return {
@@ -145,9 +156,11 @@ def uneven(lengths: tuple[tuple[int, ...], ...], over: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("over", ["rank", "ranks"])
-def test_a_rank_that_has_fewer_parts_keeps_step_with_the_others(over):
-    first, second = run_on_ranks(uneven, 2, ((9, 7, 9, 4, 5, 6), (6, 3)), over)
+@pytest.mark.parametrize(
+    ("over", "num_labels"), [("rank", None), ("ranks", None), ("ranks", weights_of)]
+)
+def test_a_rank_that_has_fewer_parts_keeps_step_with_the_others(over, num_labels):
+    first, second = run_on_ranks(uneven, 2, ((9, 7, 9, 4, 5, 6), (6, 3)), over, num_labels)
     assert max(first["error"], second["error"]) <= CLOSE
     assert (first["results"], second["results"]) == (3, 1)
     assert first["rows"] == [2, 2, 2]

@@ -385,11 +385,57 @@ def test_a_function_may_say_how_many_labels_there_are():
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
-@pytest.mark.parametrize("count", [1.5, torch.tensor([1, 2])])
-def test_a_number_of_labels_that_is_none_is_refused(count):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("is_tensor", [True, False])
+def test_a_weighted_mean_counts_the_weights_of_its_labels(dtype, is_tensor):
+    model = Classifier().to(dtype)
+    batch = classified_rows()
+    batch["x"] = batch["x"].to(dtype)
+    weight = torch.tensor([1.0, 5.0, 0.25])
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch["x"]), batch["labels"], weight=weight.to(dtype))
+
+    def num_labels(batch: Any) -> Any:
+        total = weight[batch["labels"]].sum()
+        return total if is_tensor else total.item()
+
+    expected, _ = plain_gradients(model, batch, loss)
+    script = Script(model, loss=loss)
+    AdaptiveStep(model, script, micro_batch_size=3, num_labels=num_labels)(batch)
+    assert len(script.trained) == 4
+    assert sum(part.share for part in script.trained) == pytest.approx(1.0)
+    rounding = ROUNDING if dtype != torch.bfloat16 else 1e-2
+    assert relative_error(gradients_of(model), expected) <= rounding
+
+
+def test_parts_whose_labels_have_no_weight_are_left_out():
+    model = Classifier()
+    batch = classified_rows()
+    weight = torch.tensor([0.0, 0.0, 0.5])
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch["x"]), batch["labels"], weight=weight)
+
+    expected, _ = plain_gradients(model, batch, loss)
+    script = Script(model, loss=loss)
+    AdaptiveStep(
+        model,
+        script,
+        micro_batch_size=1,
+        num_labels=lambda batch: weight[batch["labels"]].sum(),
+    )(batch)
+    assert len(script.trained) == int((batch["labels"] == 2).sum())
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    "count", [-0.5, float("nan"), float("inf"), 1j, "2", None, torch.tensor([1.5])]
+)
+def test_labels_that_are_no_number_are_refused(count):
     model = Regression()
     step = AdaptiveStep(model, Script(model), micro_batch_size=4, num_labels=lambda batch: count)
-    with pytest.raises(SettingError, match=r"num_labels=.*whole number"):
+    with pytest.raises(SettingError, match=r"^num_labels=.*returns a number, 0 or more"):
         step(regression_data())
 
 

@@ -705,10 +705,10 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(option: str, value: ob
         training(**{option: value})
 
 
-@pytest.mark.parametrize("num_labels", [0.8, None, -1, [1, 2]])
+@pytest.mark.parametrize("num_labels", [-0.8, None, -1, [1, 2]])
 def test_labels_that_cannot_be_counted_are_refused(num_labels: object) -> None:
     one = training(num_labels=lambda batch: num_labels)
-    says = f"num_labels={num_labels!r}: give a function that returns a whole number"
+    says = f"num_labels={num_labels!r}: give a function that returns a number, 0 or more"
     with pytest.raises(SettingError, match=re.escape(says)):
         one.loop.run(next(iter(one.loop)))
 

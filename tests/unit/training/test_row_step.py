@@ -381,6 +381,34 @@ def test_a_classifier_trains_as_it_does_by_hand(kind):
         assert torch.allclose(parameter, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("micro_batch_size", [None, 5])
+def test_a_class_weighted_mean_trains_as_it_does_by_hand(micro_batch_size):
+    options, rows = classes("mappings")
+    net = nn.Linear(5, 3).double()
+    weight = torch.tensor([1.0, 5.0, 0.25], dtype=torch.float64)
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        return cross_entropy(net(batch["point"].double()), batch["labels"], weight=weight)
+
+    one = training(
+        model=net,
+        rows=rows,
+        mean_loss=mean_loss,
+        num_labels=lambda batch: weight[batch["labels"]].sum(),
+        batch_size=12,
+        micro_batch_size=micro_batch_size,
+        row_length=1,
+        **options,
+    )
+    rows_of_step = next(iter(one.loop))
+    batch = options["collate"](rows_of_step)
+    (expected,) = torch.autograd.grad(mean_loss(batch), net.weight)
+    result = one.loop.run(rows_of_step)
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-12, atol=1e-14)
+    assert result.loss == pytest.approx(mean_loss(batch).item(), rel=1e-6)
+    assert result.num_labels == pytest.approx(weight[batch["labels"]].sum().item())
+
+
 def test_labels_of_sequences_are_counted_after_the_shift():
     """Or before it, if the check of the first split shows that; what has none counts its rows."""
     labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
