@@ -40,7 +40,7 @@ from .lowered_limit import LimitChange
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions, Terms
 from .part_runner import PartRunner
-from .parts import OwnSplit, Part, RowSplitter, SplitBatch, Splittable, length_in_sample
+from .parts import OwnSplit, Part, RowSplitter, SplitBatch, length_in_sample
 from .sample_search import SampleSearch
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_runner import StepRunner
@@ -135,7 +135,7 @@ class AdaptiveStep:
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
         self.model = model
-        self._split_batch: Callable[[Any], Splittable] = (
+        self._split_batch: RowSplitter | OwnSplit = (
             RowSplitter(trims=not is_compiled(model), size=size)
             if split is None
             else OwnSplit(split)
@@ -176,7 +176,7 @@ class AdaptiveStep:
             counts_over_ranks=options.count_labels_over == "ranks" and distributed.world_size() > 1,
             event=partial(log_event, options.event),
         )
-        self._search = SampleSearch(self.parts, self._split_batch, forward_backward)
+        self._search = SampleSearch(self.parts, self._split_batch.split_sample, forward_backward)
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
@@ -312,7 +312,7 @@ class AdaptiveStep:
         device = self.memory.device
         if device.type == "meta":
             device = torch.device("cpu")
-        longest = length_in_sample(sample, self._split_batch, device)
+        longest = length_in_sample(sample, self._split_batch.split_sample, device)
 
         def forward_backward(fake: FakeDevice, num_rows: int) -> None:
             with private.disable_current_modes():

@@ -4,7 +4,6 @@ which a pass without gradients computes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -16,7 +15,7 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 
 from .oom_retry import OutOfMemoryElsewhereError
-from .parts import Part, Splittable
+from .parts import Part, Splittable, copy_containers
 from .snapshot import StepSnapshot
 from .step_runner import StepRunner
 
@@ -70,12 +69,8 @@ class BatchStatistics:
         """
         if self._function is None:
             return {}
-        batch = part.batch
-        if isinstance(batch, Mapping | list):
-            # The function may pop from its batch, which the loss needs afterwards.
-            batch = copy.copy(batch)
         with torch.no_grad():
-            statistics = self._function(part._replace(batch=batch))
+            statistics = self._function(part._replace(batch=copy_containers(part.batch)))
         if not isinstance(statistics, Mapping):
             raise SettingError("statistics", type(statistics).__name__, _REMEDY)
         return dict(statistics)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
 
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
@@ -22,7 +25,11 @@ from .sizing import ConfiguredSize
 _MAPPING = (dict, Mapping)
 # A tuple, since `list | tuple` is made anew each time.
 _LIST = (list, tuple)
-_CONTAINER = (*_MAPPING, list)
+
+# Their first dimension is the number of rows where several are equally common.
+_ROW_KEYS = ("input_ids", "tokens", "attention_mask", "labels")
+# A pair or triplet of mappings may be collated views; a list of more has one for each row.
+_MOST_VIEWS = 3
 
 # Tensors of one sequence that a collate function pads together, each with the value of its padding;
 # None where the mask or the labels alone show the padding.
@@ -171,6 +178,8 @@ class OwnSplit:
 
         return replace(rows, part=part)
 
+    split_sample = __call__
+
     def _compare(self, all_rows: Any, batch: Any, num_rows: int) -> None:
         """Refuse a part of all rows whose tensors have not the rows of the batch's."""
         if isinstance(all_rows, torch.Tensor) and isinstance(batch, torch.Tensor):
@@ -202,7 +211,12 @@ class OwnSplit:
 class RowsOfBatch:
     """A batch whose tensors have the rows as their first dimension.
 
-    Mappings, tuples and lists are split item by item; what has another first dimension stays whole.
+    The number of rows is the first dimension that most tensors share, arrays of NumPy among them.
+    Mappings, tuples and lists are split key by key. Tensors of this many rows and lists with an
+    item for each row are divided, nested and sparse tensors and packed sequences among them; what
+    else lies in the batch stays whole. Where no tensor lies outside of lists, lists that are
+    equally long have an item for each row, unless all tensors in them share a first dimension.
+
     A part leaves out the trailing columns that hold padding in all of its rows: 0 in
     ``attention_mask`` and ``completion_mask``, -100 in ``labels``. Without ``attention_mask``
     padding is the last token of a row of ``tokens`` or ``input_ids``, repeated without labels.
@@ -210,56 +224,58 @@ class RowsOfBatch:
     columns.
 
     Args:
-        batch: tensors in any nesting of mappings, tuples and lists. A list with one item for each
-            row is divided by its items.
+        batch: tensors in any nesting of mappings, tuples and lists, or a list of rows.
         trims: whether unused columns are cut.
         row_lengths: tokens of each row, so that all columns after them are padding; None where they
             are not known.
+        is_divided: whether each key is divided, as an earlier batch shows; keys that are not in it
+            are decided here.
 
     Attributes:
         num_rows: rows of the batch; 1 if they are packed.
         is_packed: whether rows lie one after the other in one row, without padding.
+        is_divided: whether each key is divided.
 
     Raises:
-        SettingError: no tensor shows the number of rows, or most tensors of a list have another.
+        SettingError: nothing shows the number of rows.
     """
 
     knows_lengths = False
 
     def __init__(
-        self, batch: Any, *, trims: bool = True, row_lengths: Sequence[int] | None = None
+        self,
+        batch: Any,
+        *,
+        trims: bool = True,
+        row_lengths: Sequence[int] | None = None,
+        is_divided: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         self._batch = batch
         self._trims = trims
         self._row_lengths = row_lengths
-        num_rows = _first_dimension(_outside_lists(batch))
+        self.is_divided = dict(is_divided)
+        values = _values(batch, known=is_divided)
+        num_rows = _most_common(_length(value) for name, value in values if is_divided.get(name))
         if num_rows is None:
-            num_rows = _first_dimension(batch)
+            num_rows, lists = _count_rows(batch)
+            self.is_divided.update(dict.fromkeys(lists, True))
         if num_rows is None:
-            remedy = f"no tensor in it shows the number of rows; {_SPLIT_REMEDY}"
+            remedy = f"nothing in it shows the number of rows ({self.treatment}); {_SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
         self.is_packed = _is_packed(batch, num_rows)
-        self.num_rows = num_rows = 1 if self.is_packed else num_rows
+        self.num_rows = 1 if self.is_packed else num_rows
         if self.is_packed:
+            self.is_divided = {}
             return
-        if any(self._is_unclear(items) for items in _lists_in(batch)):
-            remedy = (
-                f"its first tensor has {count(num_rows, 'row')}, and those of a list in it have"
-                f" not; {_SPLIT_REMEDY}"
-            )
-            raise SettingError("batch", type(batch).__name__, remedy)
-
-    def _is_unclear(self, items: list[Any]) -> bool:
-        """Whether a list of tensors is neither of columns of all rows nor of one item a row."""
-        num_columns = sum(map(self._has_rows, items))
-        return len(items) != self.num_rows and 2 * num_columns < len(items)
+        for name, value in _values(batch, known=self.is_divided, num_rows=num_rows):
+            # A batch of texts may have None or no image, and the next one an image for each row.
+            if length := _length(value):
+                self.is_divided.setdefault(name, length == num_rows)
 
     @property
     def divided(self) -> tuple[bool, ...]:
-        """Whether each tensor of the batch is divided, in the order in which they lie there."""
-        return tuple(
-            bool(tensor.dim()) and len(tensor) == self.num_rows for tensor in _tensors(self._batch)
-        )
+        """Whether each key of the batch is divided."""
+        return tuple(self.is_divided.values())
 
     @property
     def width(self) -> int:
@@ -321,24 +337,27 @@ class RowsOfBatch:
         named = [self._batch.get(name) for name in _PADDING]
         padded = {id(table) for table in named if self._is_table(table)}
         return any(
-            self.width in tensor.shape[int(tensor.shape[:1] == (self.num_rows,)) :]
-            for tensor in _tensors(self._batch)
+            isinstance(tensor, PackedSequence)
+            or getattr(tensor, "is_nested", False)
+            or self.width in tensor.shape[int(tensor.shape[:1] == (self.num_rows,)) :]
+            for tensor in _arrays(self._batch)
             if id(tensor) not in padded
         )
 
     def _is_table(self, value: Any) -> TypeGuard[torch.Tensor]:
         """Whether a value is a tensor of `[rows, columns]`."""
-        if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        if not isinstance(value, torch.Tensor) or value.is_nested or value.dim() != 2:
             return False
         return value.shape[0] == self.num_rows
 
     def part(self, rows: Sequence[int], /) -> Any:
-        """Return the batch of some rows; the script's own tensors of all of them."""
+        """Return the batch of some rows; the script's own tensors of all of them.
+
+        Raises:
+            SettingError: a key that was divided in an earlier batch has another number of rows.
+        """
         if len(rows) == self.num_rows:
-            # A copy, since a function may pop from its batch and be called again.
-            if isinstance(self._batch, _CONTAINER):
-                return copy.copy(self._batch)
-            return self._batch
+            return copy_containers(self._batch)
         width = None
         used_width = None
         if self._trims and self.lengths is not None:
@@ -347,19 +366,26 @@ class RowsOfBatch:
             if self._row_lengths is not None:
                 longest = max(self._row_lengths[row] for row in rows)
                 used_width = min(width, max(used_width, longest))
-        first = rows[0]
-        last = rows[-1]
-        index: Any = slice(first, last + 1) if last - first + 1 == len(rows) else list(rows)
+        if rows[-1] - rows[0] + 1 == len(rows):
+            rows = range(rows[0], rows[-1] + 1)
 
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            some_rows = tensor[index]
-            has_width = tensor.dim() == 2 and tensor.shape[1] == width
-            if has_width:
+        def take(value: Any, name: str) -> Any:
+            if not self.is_divided.get(name):
+                return _rebuild(value, name, take)
+            length = _length(value)
+            if length != self.num_rows:
+                remedy = (
+                    f"{name} was divided in an earlier batch, but has {length or 'no'} rows in this"
+                    f" one of {self.num_rows} ({self.treatment}); {_SPLIT_REMEDY}"
+                )
+                raise SettingError("batch", type(self._batch).__name__, remedy)
+            some_rows = _select(value, rows)
+            if width is not None and self._is_table(value) and value.shape[1] == width:
                 # Models call view() on their labels, which needs rows that lie side by side.
                 return some_rows[:, :used_width].contiguous()
             return some_rows
 
-        return self._map(self._batch, cut, index)
+        return take(self._batch, "")
 
     def dummy(self) -> Any:
         """Return the row that has most labels, as the mean of none is no number."""
@@ -375,51 +401,27 @@ class RowsOfBatch:
     @property
     def cuts(self) -> bool:
         """Whether parts may have fewer columns than the batch."""
-        lengths = self.lengths or []
-        return not self.is_packed and any(length < self.width for length in lengths)
+        return any(length < self.width for length in self.lengths or ())
 
     def uncut(self) -> RowsOfBatch:
         """Return the same batch, whose parts keep all columns."""
-        return RowsOfBatch(self._batch, trims=False)
+        return RowsOfBatch(self._batch, trims=False, is_divided=self.is_divided)
 
     @property
     def treatment(self) -> str:
         """Whether each key is divided, cut or kept whole, for errors."""
-        if not isinstance(self._batch, _MAPPING):
-            return ""
-        keys: dict[str, list[str]] = {}
-        for key, value in self._batch.items():
-            how = "divided" if self._has_rows(value) else "kept whole"
-            if self.cuts and self._is_table(value) and value.shape[1] == self.width:
-                how = "divided and cut"
-            keys.setdefault(how, []).append(str(key))
-        return "; ".join(f"{', '.join(names)} {how}" for how, names in keys.items())
-
-    def _has_rows(self, value: Any) -> bool:
-        return _first_dimension(value) == self.num_rows
-
-    def _map(self, value: Any, cut: Callable[[torch.Tensor], torch.Tensor], index: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not value.dim() or len(value) != self.num_rows:
-                return value
-            return cut(value)
-        if isinstance(value, _MAPPING):
-            return _like(value, {key: self._map(item, cut, index) for key, item in value.items()})
-        if not isinstance(value, list | tuple):
-            return value
-        if len(value) == self.num_rows and not any(map(self._has_rows, value)):
-            # A column of texts or numbers, or of a tensor for each row.
-            numbers = range(self.num_rows)[index] if isinstance(index, slice) else index
-            return type(value)(value[number] for number in numbers)
-        items = [self._map(item, cut, index) for item in value]
-        # A named tuple.
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
+        names: dict[str, list[str]] = {}
+        for name, value in _values(self._batch, known=self.is_divided):
+            how = "kept whole"
+            if self.is_divided.get(name):
+                is_cut = self.cuts and self._is_table(value) and value.shape[1] == self.width
+                how = "divided and cut" if is_cut else "divided"
+            names.setdefault(how, []).append(name or "the batch")
+        return "; ".join(f"{', '.join(each)} {how}" for how, each in names.items())
 
 
 class RowSplitter:
-    """Splits batches by rows.
+    """Splits batches by rows, each key as the first batch of several rows is split.
 
     Args:
         trims: whether unused columns are cut.
@@ -429,14 +431,25 @@ class RowSplitter:
     def __init__(self, *, trims: bool, size: ConfiguredSize) -> None:
         self._trims = trims
         self._size = size
+        self._is_divided: dict[str, bool] = {}
 
     def __call__(self, batch: Any) -> RowsOfBatch:
-        """Return a batch as rows.
+        """Return a batch as rows; later batches are divided as it is.
 
         Raises:
             SettingError: its rows are packed into one, and a size of its parts is configured.
         """
-        rows = RowsOfBatch(batch, trims=self._trims)
+        rows = self.split_sample(batch, self._is_divided)
+        # In a batch of one row, a tensor of all rows may have a first dimension of 1 too.
+        if rows.num_rows > 1:
+            self._is_divided = rows.is_divided
+        return rows
+
+    def split_sample(self, batch: Any, is_divided: Mapping[str, bool] | None = None) -> RowsOfBatch:
+        """Return a sample of a search as rows. Later batches, which may have another form, are not
+        divided as it is.
+        """
+        rows = RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
         if rows.is_packed:
             for key, value in asdict(self._size).items():
                 if value is not None:
@@ -469,51 +482,164 @@ def _is_packed(batch: Any, num_rows: int) -> bool:
     return int(begins.sum()) > 1
 
 
-def _first_dimension(value: Any) -> int | None:
-    """Return the length of the first tensor in a batch that has dimensions; None without one."""
+def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
+    """Return the number of rows, None where nothing shows it, and the names of lists that have an
+    item for each row where they alone show it.
+    """
+    entries = sorted(_entries(batch) or [("", batch)], key=lambda entry: entry[0] not in _ROW_KEYS)
+    lists = {name: value for name, value in entries if _is_list(value)}
+    num_rows = _most_common(_lengths_in(value for name, value in entries if name not in lists))
+    if _is_list(batch) and _hold_rows([batch]):
+        return len(batch), [""]
+    if lists and num_rows is None:
+        columns = list(lists.values())
+        if _hold_rows(columns):
+            return len(columns[0]), lists
+        num_rows = _most_common(_lengths_in(columns))
+    return num_rows, ()
+
+
+def _hold_rows(lists: Sequence[Sequence[Any]]) -> bool:
+    """Return whether lists have an item for each row, and not the tensors of all rows, which share
+    their first dimension.
+    """
+    items = lists[0]
+    if len(set(map(len, lists))) > 1 or len(items) < 2:
+        return False
+    if any(len(set(map(_form, items))) > 1 for items in lists):
+        return False
+    lengths = {_length(value) for items in lists for item in items for _, value in _values(item)}
+    if len(lists) == 1 and isinstance(items[0], _MAPPING) and len(items) > _MOST_VIEWS:
+        return True
+    # One list of tensors may have a table beside those of all rows.
+    num_dimensions = 2 if len(lists) == 1 and _is_array(items[0]) else 1
+    return None in lengths or len(lengths) > num_dimensions
+
+
+def _form(value: Any) -> Any:
+    """Return the type of a value, with its keys, the forms of its items or its dimensions."""
+    if isinstance(value, _MAPPING):
+        return frozenset(value)
+    if _is_list(value):
+        return frozenset(map(_form, value))
+    return type(value), getattr(value, "ndim", None), getattr(value, "dtype", None)
+
+
+def _most_common(lengths: Iterable[int | None]) -> int | None:
+    """Return the most common length, of several the first; None without one."""
+    lengths = [length for length in lengths if length is not None]
+    return Counter(lengths).most_common(1)[0][0] if lengths else None
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Return whether a value may have an item for each row; a named tuple has not."""
+    return isinstance(value, _LIST) and not hasattr(value, "_fields")
+
+
+def _length(value: Any) -> int | None:
+    """Return the first dimension of a tensor or an array, or the items of a list; None of another
+    value.
+    """
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
     if isinstance(value, torch.Tensor):
-        if not value.dim():
-            return None
-        return value.shape[0]
-    for item in _items_of(value):
-        first_dimension = _first_dimension(item)
-        if first_dimension is not None:
-            return first_dimension
+        return value.size(0) if value.dim() else None
+    if _is_list(value) or (_is_array(value) and value.ndim):
+        return len(value)
     return None
 
 
-def _outside_lists(value: Any) -> Any:
-    """Return a mapping without its lists and tuples, whose items may be one for each row."""
-    if not isinstance(value, _MAPPING):
-        return value
-    return [item for item in value.values() if not isinstance(item, _LIST)]
+def _is_array(value: Any) -> bool:
+    """Return whether a value is a tensor, an array of NumPy or a packed sequence."""
+    if isinstance(value, torch.Tensor | PackedSequence):
+        return True
+    # The type is asked, as the attribute of a PIL image copies its pixels.
+    return hasattr(type(value), "__array_interface__") and hasattr(value, "ndim")
 
 
-def _lists_in(value: Any) -> Iterator[list[Any]]:
-    """Yield the lists in a batch that hold tensors."""
-    if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
+def _arrays(value: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays in a batch."""
+    if _is_array(value):
         yield value
-    for item in _items_of(value):
-        if not isinstance(item, torch.Tensor):
-            yield from _lists_in(item)
+    for _, item in _entries(value):
+        yield from _arrays(item)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a batch."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for item in _items_of(value):
-        yield from _tensors(item)
+def _lengths_in(values: Iterable[Any]) -> Iterator[int | None]:
+    """Return the first dimensions of all tensors and arrays in some values."""
+    return (_length(array) for value in values for array in _arrays(value))
 
 
-def _items_of(value: Any) -> Iterable[Any]:
-    """Return what lies in a mapping, a list or a tuple; nothing of another value."""
+def _entries(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Return the items of a container by name; nothing of another value."""
     if isinstance(value, _MAPPING):
-        return value.values()
-    if isinstance(value, _LIST):
+        prefix = f"{name}." if name else ""
+        return [(f"{prefix}{key}", item) for key, item in value.items()]
+    if isinstance(value, _LIST) and not isinstance(value, PackedSequence):
+        return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
+    return []
+
+
+def _values(
+    value: Any, name: str = "", *, known: Collection[str] = (), num_rows: int | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a batch by name. A list is one of them if its name is known, or if it has
+    no tensors, or an item for each row and not tensors of all rows.
+    """
+    is_value = name in known
+    if _is_list(value) and not is_value and f"{name}[0]" not in known:
+        lengths = set(_lengths_in(value))
+        is_value = not lengths or (len(value) == num_rows and lengths != {num_rows})
+    entries = _entries(value, name)
+    if is_value or not entries:
+        yield name, value
+        return
+    for entry_name, entry in entries:
+        yield from _values(entry, entry_name, known=known, num_rows=num_rows)
+
+
+def _select(value: Any, rows: Sequence[int]) -> Any:
+    """Return rows of a value that has an entry for each."""
+    if isinstance(value, PackedSequence):
+        sequences = unpack_sequence(value)
+        is_sorted = value.sorted_indices is None
+        return pack_sequence([sequences[row] for row in rows], enforce_sorted=is_sorted)
+    if _is_list(value):
+        return type(value)(copy_containers(value[row]) for row in rows)  # type: ignore[call-arg]
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        tensors = value.unbind()
+        return torch.nested.as_nested_tensor([tensors[row] for row in rows], layout=value.layout)
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        numbers = torch.tensor(rows, device=value.device)
+        coo: torch.Tensor = value.to_sparse_coo()  # type: ignore[no-untyped-call]
+        return coo.index_select(0, numbers).to_sparse(layout=value.layout)
+    return value[rows.start : rows.stop] if isinstance(rows, range) else value[list(rows)]
+
+
+def copy_containers(value: Any) -> Any:
+    """Copy the containers of a batch, the inner ones too, so that a function may pop from them and
+    be called again. Tensors are not copied.
+    """
+    if not isinstance(value, _MAPPING):
+        return _rebuild(value, "", lambda item, name: copy_containers(item))
+    try:
+        copy_of_value: Any = copy.copy(value)
+        for key, item in value.items():
+            copy_of_value[key] = copy_containers(item)
+    except (RuntimeError, TypeError):
+        # It is immutable.
         return value
-    return ()
+    return copy_of_value
+
+
+def _rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
+    """Return a copy of a container whose items are changed; another value as it is."""
+    items = [change(item, item_name) for item_name, item in _entries(value, name)]
+    if isinstance(value, _MAPPING):
+        return _like(value, dict(zip(value, items, strict=True)))
+    if not items:
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -564,7 +690,7 @@ def counted_sample(
             return batch
         found = rows.num_rows
         has_rows |= found == num_rows
-        size = sum(tensor.numel() for tensor in _tensors(batch))
+        size = sum(each.numel() for each in _arrays(batch) if isinstance(each, torch.Tensor))
         first = first or (num_rows, size)
         is_constant = num_rows > first[0] and size == first[1]
         if found < num_rows and (has_rows or not found or is_constant):

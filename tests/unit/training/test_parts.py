@@ -1,0 +1,513 @@
+"""A batch of any layout is divided by its rows, or refused with the treatment of each key."""
+
+from __future__ import annotations
+
+import re
+from collections import UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from support.sharded_model import relative_error
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pack_sequence
+from transformers import BatchEncoding
+from transformers.modeling_outputs import TokenClassifierOutput
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.training import AdaptiveStep, Part, RowsOfBatch
+
+ROUNDING = 2e-6
+Pair = namedtuple("Pair", "x y")
+random = torch.Generator().manual_seed(1)
+
+
+def rows_of(*lengths, k=4):
+    return [torch.randn(length, k, generator=random) for length in lengths]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 4)
+        self.linear = nn.Linear(4, 3)
+        self.conv = nn.Conv2d(3, 3, 3)
+        self.rnn = nn.GRU(4, 3)
+
+
+def gradients(model):
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def gradients_of_whole(model, loss, batch):
+    model.zero_grad()
+    loss(model, batch).backward()
+    whole = gradients(model)
+    model.zero_grad()
+    return whole
+
+
+def new_step(model, loss, **arguments):
+    """A step that splits by two rows, and the parts that it trains."""
+    parts: list[Part] = []
+
+    def forward_backward(part):
+        if not part.is_trial:
+            parts.append(part)
+        (loss(model, part.batch) * part.share).backward()
+
+    return AdaptiveStep(model, forward_backward, micro_batch_size=2, **arguments), parts
+
+
+# --- layouts that are divided
+
+Y = torch.tensor([0, 2, 1, 2])
+IDS = torch.tensor([[1, 2, 3, 4], [1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]])
+MASKED = {"ids": IDS, "attention_mask": (IDS > 0).long(), "y": Y}
+
+
+def pooled(model, batch, more=0):
+    hidden = (model.embedding(batch["ids"]) + more) * batch["attention_mask"][..., None]
+    return model.linear(hidden.sum(1))
+
+
+def of_masked(more):
+    """A loss that adds something to the embeddings."""
+    return lambda model, batch: cross_entropy(pooled(model, batch, more(model, batch)), batch["y"])
+
+
+def of_pictures(model, batch):
+    pictures, targets = batch
+    outputs = torch.stack([model.conv(picture[None]).mean() for picture in pictures])
+    return (outputs - torch.stack([target["score"] for target in targets])).square().mean()
+
+
+def of_graphs(model, graphs):
+    return torch.stack(
+        [cross_entropy(model.linear(graph["x"]).sum(0), graph["y"]) for graph in graphs]
+    ).mean()
+
+
+def of_mean(model, batch):
+    outputs = torch.stack([model.linear(row).mean(0) for row in batch["x"]])
+    return cross_entropy(outputs, torch.as_tensor(batch["y"]))
+
+
+def of_sequences(unpack):
+    return lambda model, batch: cross_entropy(
+        torch.stack([model.linear(row).mean(0) for row in unpack(batch)]), batch["y"]
+    )
+
+
+PICTURES = [torch.randn(3, 8 + row, 9, generator=random) for row in range(4)]
+TARGETS = [{"score": torch.ones(()), "boxes": torch.zeros(row + 2, 4)} for row in range(4)]
+GRAPHS = [
+    {"x": x, "edges": torch.zeros(2, 5), "y": Y[row]} for row, x in enumerate(rows_of(5, 5, 3, 7))
+]
+SPARSE = torch.eye(4)
+
+EXACT = {
+    "boxes beside a mask": (
+        {**MASKED, "bbox": torch.randn(4, 4, 4, generator=random)},
+        of_masked(lambda model, batch: batch["bbox"]),
+    ),
+    "a mask of columns by columns": (
+        {**MASKED, "to": torch.ones(4, 4, 4)},
+        lambda model, batch: cross_entropy(
+            model.linear((batch["to"] @ model.embedding(batch["ids"])).sum(1)), batch["y"]
+        ),
+    ),
+    "positions of all rows": (
+        {**MASKED, "position_ids": torch.arange(4)[None]},
+        of_masked(lambda model, batch: model.embedding(batch["position_ids"])),
+    ),
+    "as many features as columns": (
+        {**MASKED, "features": torch.randn(4, 4, generator=random)},
+        lambda model, batch: cross_entropy(
+            pooled(model, batch) + model.linear(batch["features"]), batch["y"]
+        ),
+    ),
+    "an array as wide as the mask": (
+        {**MASKED, "bbox": np.ones((4, 4, 4), dtype=np.float32)},
+        of_masked(lambda model, batch: torch.as_tensor(batch["bbox"])),
+    ),
+    "nested rows as wide as the mask": (
+        {**MASKED, "rows": torch.nested.nested_tensor(rows_of(4, 1, 2, 3), layout=torch.jagged)},
+        lambda model, batch: cross_entropy(
+            pooled(model, batch, torch.stack([row[:1] for row in batch["rows"].unbind()])),
+            batch["y"],
+        ),
+    ),
+    "tuples of pictures and targets": ((tuple(PICTURES), tuple(TARGETS)), of_pictures),
+    "lists of pictures and targets": ([PICTURES, TARGETS], of_pictures),
+    "a mapping of pictures and targets": (
+        {"pictures": PICTURES, "targets": TARGETS},
+        lambda model, batch: of_pictures(model, batch.values()),
+    ),
+    "pairs of a picture and a target": (
+        list(zip(PICTURES, TARGETS, strict=True)),
+        lambda model, batch: of_pictures(model, zip(*batch, strict=True)),
+    ),
+    "pictures and a tensor of targets": (
+        (PICTURES, Y),
+        lambda model, batch: cross_entropy(
+            torch.stack([model.conv(picture[None]).mean((0, 2, 3)) for picture in batch[0]]),
+            batch[1],
+        ),
+    ),
+    "a list of mappings": (GRAPHS, of_graphs),
+    "mappings whose tensors are as long": (
+        [{**graph, "x": graph["x"][:2], "y": graph["y"][None]} for graph in GRAPHS],
+        lambda model, batch: of_graphs(model, [{**graph, "y": graph["y"][0]} for graph in batch]),
+    ),
+    "a list of rows of several lengths": (
+        rows_of(5, 3, 4, 4),
+        lambda model, batch: torch.stack([model.linear(row).mean() for row in batch]).mean(),
+    ),
+    "a list of texts": (
+        ["a", "bb", "c", "dddd"],
+        lambda model, batch: model.embedding(torch.tensor(list(map(len, batch)))).square().mean(),
+    ),
+    "lists of words and labels": (
+        {"words": [["a"], ["bb", "c"], ["dd"], ["e"]], "labels": [0, 1, 1, 2]},
+        lambda model, batch: cross_entropy(
+            model.linear(model.embedding(torch.tensor([len(row) for row in batch["words"]]))),
+            torch.tensor(batch["labels"]),
+        ),
+    ),
+    "views of all rows": (
+        [{"x": torch.randn(4, 4, generator=random), "y": Y} for _ in range(2)],
+        lambda model, batch: sum(
+            cross_entropy(model.linear(view["x"]), view["y"]) for view in batch
+        ),
+    ),
+    "a table beside tensors": (
+        Pair(torch.randn(4, 4, generator=random), (Y, torch.ones(3))),
+        lambda model, batch: cross_entropy(model.linear(batch.x) * batch.y[1], batch.y[0]),
+    ),
+    "a packed sequence": (
+        (pack_sequence(rows_of(5, 4, 3, 2)), Y),
+        lambda model, batch: cross_entropy(model.rnn(batch[0])[1][0], batch[1]),
+    ),
+    "a packed sequence in another order": (
+        {"x": pack_sequence(rows_of(2, 5, 3, 4), enforce_sorted=False), "y": Y},
+        lambda model, batch: cross_entropy(model.rnn(batch["x"])[1][0], batch["y"]),
+    ),
+    "jagged rows": (
+        {"x": torch.nested.nested_tensor(rows_of(2, 4, 3, 5), layout=torch.jagged), "y": Y},
+        of_sequences(lambda batch: batch["x"].unbind()),
+    ),
+    "nested rows": (
+        {"x": torch.nested.nested_tensor(rows_of(2, 4, 3, 5)), "y": Y},
+        of_sequences(lambda batch: batch["x"].unbind()),
+    ),
+    "sparse rows": (
+        {"x": SPARSE.to_sparse(), "y": Y},
+        lambda model, batch: cross_entropy(
+            torch.sparse.mm(batch["x"], model.linear.weight.T), batch["y"]
+        ),
+    ),
+    "compressed sparse rows": (
+        {"x": SPARSE.to_sparse_csr(), "y": Y},
+        lambda model, batch: cross_entropy(model.linear(batch["x"].to_dense()), batch["y"]),
+    ),
+    "arrays": (
+        {"x": np.ones((4, 2, 4), dtype=np.float32), "y": Y.numpy()},
+        lambda model, batch: of_mean(model, {**batch, "x": torch.as_tensor(batch["x"])}),
+    ),
+    "an array of texts": (
+        {"x": torch.randn(4, 2, 4, generator=random), "y": np.array(["0", "2", "1", "2"], object)},
+        lambda model, batch: of_mean(model, {**batch, "y": list(map(int, batch["y"]))}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "loss"), EXACT.values(), ids=EXACT)
+def test_rows_of_any_layout_are_divided(batch, loss):
+    model = Model()
+    expected = gradients_of_whole(model, loss, batch)
+    step, parts = new_step(model, loss)
+    step(batch)
+    assert [part.num_rows for part in parts] == [2, 2]
+    assert all(type(part.batch) is type(batch) for part in parts)
+    assert relative_error(gradients(model), expected) <= ROUNDING
+
+
+# --- layouts of which the model or the check of the split decides
+
+TREATMENTS = {
+    "graphs in a mapping": (
+        {"x": torch.randn(12, 4), "of_graph": torch.arange(12) // 3, "y": Y},
+        12,
+        "x, of_graph divided; y kept whole",
+    ),
+    "CTC targets in one row": (
+        {
+            "x": torch.randn(4, 9, 4),
+            "targets": torch.ones(8),
+            "lengths": Y,
+            "target_lengths": torch.full((4,), 2),
+        },
+        4,
+        "x, lengths, target_lengths divided; targets kept whole",
+    ),
+    "time first": (
+        {"x": torch.randn(9, 4, 4), "y": torch.zeros(9, 4), "lengths": Y},
+        9,
+        "x, y divided; lengths kept whole",
+    ),
+    "several images of a row": (
+        {"input_ids": IDS, "labels": IDS, "images": torch.randn(9, 3), "sizes": torch.ones(9, 2)},
+        4,
+        "input_ids, labels divided; images, sizes kept whole",
+    ),
+    "named keys among as many others": (
+        {"sizes": torch.ones(9, 2), "input_ids": IDS, "crops": [torch.ones(9), torch.ones(9)]},
+        4,
+        "sizes, crops[0], crops[1] kept whole; input_ids divided",
+    ),
+    "as many entries as rows": (
+        {**MASKED, "weights": torch.ones(4)},
+        4,
+        "ids, attention_mask, y, weights divided",
+    ),
+    "padding": (
+        {"input_ids": IDS[1:], "attention_mask": MASKED["attention_mask"][1:], "y": Y[1:]},
+        3,
+        "input_ids, attention_mask divided and cut; y divided",
+    ),
+    "tensors in containers": (
+        {"in": (IDS, {"y": Y}), "scale": torch.ones(()), "name": "a", "sizes": [1, 2]},
+        4,
+        "in[0], in[1].y divided; scale, name, sizes kept whole",
+    ),
+    "a tensor": (IDS, 4, "the batch divided"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "num_rows", "treatment"), TREATMENTS.values(), ids=TREATMENTS)
+def test_the_treatment_of_each_key_is_named(batch, num_rows, treatment):
+    rows = RowsOfBatch(batch)
+    assert rows.num_rows == num_rows
+    assert rows.treatment == treatment
+
+
+@pytest.mark.parametrize(
+    ("batch", "treatment"),
+    [
+        ({"scale": 2.0, "name": "train"}, "scale, name kept whole"),
+        ({"texts": ["a", "b"], "sizes": [1, 2, 3]}, "texts, sizes kept whole"),
+        (["a", 2.0], "the batch kept whole"),
+        (nn.Identity(), "the batch kept whole"),
+    ],
+)
+def test_a_batch_that_shows_no_rows_is_refused(batch, treatment):
+    step, _ = new_step(Model(), lambda model, batch: None)
+    sentence = (
+        f"batch={type(batch).__name__!r}: nothing in it shows the number of rows ({treatment});"
+        " give split=, a function that returns SplitBatch(num_rows, part) of a batch"
+    )
+    with pytest.raises(SettingError, match=f"^{re.escape(sentence)}$"):
+        step(batch)
+
+
+# --- the first batch decides
+
+
+def classified(num_rows, **others):
+    return {
+        "x": torch.randn(num_rows, 4, generator=random),
+        "y": torch.arange(num_rows) % 3,
+        **others,
+    }
+
+
+def weighted(model, batch):
+    losses = cross_entropy(model.linear(batch["x"]), batch["y"], reduction="none")
+    return (losses * batch["weights"][batch["y"]]).mean()
+
+
+WEIGHTS = torch.tensor([1.0, 3.0, 9.0, 1.0])
+
+
+@pytest.mark.parametrize("num_rows", [4, 3, 8, 1])
+def test_what_the_first_batch_keeps_whole_stays_whole(num_rows):
+    model = Model()
+    step, parts = new_step(model, weighted)
+    step(classified(8, weights=WEIGHTS))
+    batch = classified(num_rows, weights=WEIGHTS, names=["a"] * num_rows)
+    expected = gradients_of_whole(model, weighted, batch)
+    parts.clear()
+    step(batch)
+    assert [part.num_rows for part in parts] == [2] * (num_rows // 2) + [1] * (num_rows % 2)
+    # A key that the first batch has not is divided as this one shows.
+    assert sum(len(part.batch["names"]) for part in parts) == num_rows
+    assert relative_error(gradients(model), expected) <= ROUNDING
+
+
+def test_a_batch_that_contradicts_the_first_is_refused_where_it_would_be_split():
+    model = Model()
+    step, parts = new_step(
+        model, lambda model, batch: weighted(model, {**batch, "weights": WEIGHTS})
+    )
+    step(classified(4, weights=WEIGHTS))
+    parts.clear()
+    sentence = (
+        "batch='dict': weights was divided in an earlier batch, but has 4 rows in this one of 3 (x,"
+        " y, weights divided); give split=, a function that returns SplitBatch(num_rows, part) of a"
+        " batch"
+    )
+    with pytest.raises(SettingError, match=f"^{re.escape(sentence)}$"):
+        step(classified(3, weights=WEIGHTS))
+    assert parts == []
+    step(classified(2, weights=WEIGHTS))
+    assert [len(part.batch["weights"]) for part in parts] == [4]
+
+
+def test_a_value_of_another_kind_than_the_first_is_refused():
+    step, _ = new_step(Model(), lambda model, batch: model.linear(batch["x"]).mean())
+    step(classified(4))
+    with pytest.raises(SettingError, match="y was divided in an earlier batch, but has no rows"):
+        step(classified(4, y={"labels": torch.zeros(4)}))
+
+
+def test_what_the_first_batch_has_not_is_decided_later():
+    """A collator may give None or no image for texts alone."""
+    model = Model()
+    step, parts = new_step(model, lambda model, batch: model.linear(batch["x"]).mean())
+    step(classified(4, images=None, masks=torch.ones(0, 4), boxes=[]))
+    parts.clear()
+    step(classified(6, images=torch.ones(6, 3), masks=torch.ones(6, 4), boxes=list(range(6))))
+    for part in parts:
+        assert [len(part.batch[key]) for key in ("images", "masks", "boxes")] == [2] * 3
+
+
+@pytest.mark.parametrize("first", ["one row", "a search"])
+def test_neither_one_row_nor_a_sample_decides(first):
+    """Of one row, as of a sample, positions of all rows seem to be a row's own."""
+    model = Model()
+
+    def loss(model, batch):
+        hidden = model.embedding(batch["ids"]) + model.embedding(batch["positions"])
+        return cross_entropy(model.linear(hidden.sum(1)), batch["y"])
+
+    def make(num_rows):
+        return {"ids": IDS[:num_rows], "positions": torch.arange(4)[None], "y": Y[:num_rows]}
+
+    step, parts = new_step(model, loss)
+    if first == "one row":
+        step(make(1))
+        model.zero_grad()
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        step.find_bound(optimizer, make, maximum=4, device_memory="1GiB")
+    expected = gradients_of_whole(model, loss, make(4))
+    step(make(4))
+    assert [part.num_rows for part in parts][-2:] == [2, 2]
+    assert relative_error(gradients(model), expected) <= ROUNDING
+
+
+def test_pictures_that_are_as_many_as_their_channels_are_not_divided_by_these():
+    model = Model()
+    step, parts = new_step(model, of_pictures)
+    for num_rows in (4, 3):
+        batch = (tuple(PICTURES[:num_rows]), tuple(TARGETS[:num_rows]))
+        expected = gradients_of_whole(model, of_pictures, batch)
+        step(batch)
+        assert sum(len(part.batch[0]) for part in parts) == num_rows
+        assert relative_error(gradients(model), expected) <= ROUNDING
+        parts.clear()
+
+
+# --- containers
+
+
+class Attributes(Mapping):
+    """A mapping that cannot be changed."""
+
+    def __init__(self, *, x, y):
+        self.x, self.y = x, y
+
+    def __getitem__(self, key):
+        return vars(self)[key]
+
+    def __iter__(self):
+        return iter(vars(self))
+
+    def __len__(self):
+        return 2
+
+
+CONTAINERS = {
+    "a mapping": (dict, lambda inner: inner.pop("y")),
+    "a mapping of a class": (UserDict, lambda inner: inner.pop("y")),
+    "a mapping with defaults": (
+        lambda values: defaultdict(list, values),
+        lambda inner: inner.pop("y"),
+    ),
+    "an encoding": (BatchEncoding, lambda inner: inner.pop("y")),
+    "an output": (
+        lambda values: TokenClassifierOutput(logits=values["y"]),
+        lambda inner: inner.clear(),
+    ),
+    "a list": (lambda values: [values["y"]], lambda inner: inner.pop()),
+    "a tuple of lists": (lambda values: ([values["y"]],), lambda inner: inner[0].pop()),
+    "a named tuple": (lambda values: Pair([values["y"]], 0), lambda inner: inner.x.pop()),
+    "a list of mappings": (
+        lambda values: [{"y": each} for each in values["y"]],
+        lambda inner: [each.pop("y") for each in inner],
+    ),
+    "a view": (lambda values: MappingProxyType(values), lambda inner: inner["y"]),
+    "a mapping that cannot be changed": (
+        lambda values: Attributes(x=0, **values),
+        lambda inner: inner["y"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "pop"), CONTAINERS.values(), ids=CONTAINERS)
+@pytest.mark.parametrize("has_statistics", [False, True])
+def test_what_a_function_removes_from_a_batch_is_there_in_its_next_attempt(
+    build, pop, has_statistics
+):
+    model = Model()
+    batch = {"x": torch.randn(4, 4, generator=random), "more": [build({"y": Y})]}
+    attempts = []
+
+    def forward_backward(part):
+        inner = part.batch["more"][0]
+        if part.num_rows == 4:
+            assert type(inner) is type(batch["more"][0])
+        assert len(inner)
+        pop(inner)
+        if torch.is_grad_enabled():
+            attempts.append(part.num_rows)
+            if part.num_rows > 2:
+                torch.empty(2**50, dtype=torch.uint8)
+        (model.linear(part.batch["x"]).mean() * part.share).backward()
+
+    def statistics(part):
+        pop(part.batch["more"][0])
+        return {"rows": part.num_rows}
+
+    step = AdaptiveStep(model, forward_backward, statistics=statistics if has_statistics else None)
+    step(batch)
+    assert attempts == [4, 2, 2]
+    assert len(batch["more"][0])
+
+
+def test_tensors_of_one_part_are_those_of_the_batch():
+    model = Model()
+    step, parts = new_step(model, lambda model, batch: model.linear(batch["in"][0]["x"]).mean())
+    batch = {"in": [{"x": torch.ones(2, 4)}], "names": np.array(["a", "b"])}
+    step(batch)
+    assert parts[0].batch["in"][0]["x"] is batch["in"][0]["x"]
+    assert parts[0].batch["names"] is batch["names"]
