@@ -9,13 +9,15 @@ What a step holds, accumulation, clipping, scaling, logs, saves and resuming sta
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ from .pairs import COLLATOR, by_pairs
 from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
+
+log = logging.getLogger("adaptive_batch")
 
 # Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
 _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
@@ -94,6 +98,23 @@ class AdaptiveTrainer(Trainer):
 
     adaptive = AdaptiveArguments()
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Let a class take `adaptive` whose other bases, such as TRL's, do not pass it on."""
+        super().__init_subclass__(**keywords)
+        init: Any = cls.__init__
+        if "adaptive" in signature(init).parameters:
+            return
+
+        @wraps(init)
+        def take_adaptive(
+            self: Any, *arguments: Any, adaptive: AdaptiveArguments | None = None, **keywords: Any
+        ) -> None:
+            if adaptive is not None:
+                self.adaptive = adaptive
+            init(self, *arguments, **keywords)
+
+        cls.__init__ = take_adaptive  # type: ignore[method-assign]
+
     def __init__(
         self, *arguments: Any, adaptive: AdaptiveArguments | None = None, **keywords: Any
     ) -> None:
@@ -106,6 +127,7 @@ class AdaptiveTrainer(Trainer):
         self._adaptive_of_step: AdaptiveArguments | None = None
         self._reduction = _Reduction()
         self._metrics_of_step: _Metrics | None = None
+        self._num_fetched = 0
         self._growth: Growth | None = None
 
     def training_step(
@@ -268,6 +290,19 @@ class AdaptiveTrainer(Trainer):
             # A batch that grows will not fit at once.
             accumulates=self.args.gradient_accumulation_steps > 1 or self._growth is not None,
         )
+
+    def get_batch_samples(self, *arguments: Any) -> Any:
+        """Return what Trainer does; warn if the first step did not reach this class."""
+        self._num_fetched += 1
+        if self._num_fetched == 2 and self.adaptive_step is None:
+            log.warning(
+                "%s does not call AdaptiveTrainer.training_step, so no batch is split or run again"
+                " after it runs out of memory; call super().training_step in it, or list"
+                " AdaptiveTrainer as the first base of %s",
+                self.training_step.__qualname__,
+                type(self).__name__,
+            )
+        return super().get_batch_samples(*arguments)
 
     # --- batches that grow
 

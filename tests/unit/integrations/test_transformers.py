@@ -262,6 +262,69 @@ def test_a_batch_without_a_label_changes_nothing(tmp_path):
     assert torch.equal(weights, before)
 
 
+class StepsAlone(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Bypassed(StepsAlone, AdaptiveTrainer):
+    pass
+
+
+class Reached(AdaptiveTrainer, StepsAlone):
+    pass
+
+
+class CallsSuper(Trainer):
+    def training_step(self, *arguments):
+        return super().training_step(*arguments)
+
+
+class AlsoReached(CallsSuper, AdaptiveTrainer):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "warnings"), [(Bypassed, 1), (Reached, 0), (AlsoReached, 0)])
+def test_a_training_step_that_leaves_ours_out_is_warned_of_once(tmp_path, caplog, kind, warnings):
+    trainer, *_ = trained(kind, tmp_path)
+    trainer.train()
+    assert caplog.text.count("does not call AdaptiveTrainer.training_step") == warnings
+    assert ("StepsAlone.training_step does not" in caplog.text) == bool(warnings)
+    assert (trainer.adaptive_step is None) == bool(warnings)
+
+
+class TakesNoMore(Trainer):
+    """As TRL's trainers do, it takes the arguments that it knows."""
+
+    def __init__(self, model, args, train_dataset=None, data_collator=None):
+        super().__init__(model, args, train_dataset=train_dataset, data_collator=data_collator)
+
+
+class TakesNoMoreInParts(TakesNoMore, AdaptiveTrainer):
+    adaptive = AdaptiveArguments(micro_batch_size=3)
+
+
+class Derived(TakesNoMoreInParts):
+    def __init__(self, *arguments, adaptive, **keywords):
+        adaptive = AdaptiveArguments(micro_batch_size=2 * adaptive)
+        super().__init__(*arguments, adaptive=adaptive, **keywords)
+
+
+def test_a_trainer_takes_adaptive_whatever_its_bases_take(tmp_path):
+    trainer, *_ = trained(TakesNoMoreInParts, tmp_path, max_steps=1)
+    assert trainer.adaptive_step.num_pieces == 2
+    adaptive = AdaptiveArguments(micro_batch_size=2)
+    trainer, *_ = trained(TakesNoMoreInParts, tmp_path, adaptive=adaptive, max_steps=1)
+    assert trainer.adaptive_step.num_pieces == 3
+    trainer, *_ = trained(Derived, tmp_path, adaptive=1, max_steps=1)
+    assert trainer.adaptive_step.num_pieces == 3
+    with pytest.raises(SettingError, match=r"adaptive=2: give AdaptiveArguments"):
+        trained(TakesNoMoreInParts, tmp_path, adaptive=2)
+
+
 def test_other_arguments_are_taken_in_the_next_run(tmp_path):
     trainer, _, _ = trained(AdaptiveTrainer, tmp_path)
     assert trainer.adaptive_step.num_pieces == 1
