@@ -37,6 +37,10 @@ TERMS = Terms(
 _MOST_ROWS = 4096
 
 
+def _one(batch: Any) -> int:
+    return 1
+
+
 @dataclass(frozen=True)
 class AdaptiveArguments:
     """How the steps of a trainer are run.
@@ -59,6 +63,10 @@ class AdaptiveArguments:
             `lr_scaling`.
         lr_scaling: how the rate of the trainer's scheduler follows the batch that grows: ``none``,
             ``linear`` or ``sqrt`` of its rows / `per_device_train_batch_size`.
+        loss_reduction: ``mean`` weights the loss of a part by its share of the labels; ``sum`` adds
+            losses up as they are; ``auto`` is what the trainer shows: ``sum`` of a loss that it
+            divides by the labels of the whole step, and of Transformers' CTC models with
+            ``ctc_loss_reduction="sum"``.
 
     Raises:
         SettingError: a value cannot be used.
@@ -74,6 +82,7 @@ class AdaptiveArguments:
     options: StepOptions = field(default_factory=StepOptions)
     batch_increase_function: Callable[[int, int], int] | None = None
     lr_scaling: str = "none"
+    loss_reduction: str = "auto"
 
     def __post_init__(self) -> None:
         # What it raises is said here, before a step is made.
@@ -84,6 +93,7 @@ class AdaptiveArguments:
         if self.options.max_grad_norm is not None:
             remedy = "the trainer clips; set its own max_grad_norm or gradient_clip_val"
             raise SettingError("max_grad_norm", self.options.max_grad_norm, remedy)
+        check_choice("loss_reduction", self.loss_reduction, ("auto", "mean", "sum"))
         function = self.batch_increase_function
         if function is not None and not callable(function):
             raise SettingError("batch_increase_function", function, "give a function")
@@ -111,7 +121,8 @@ class AdaptiveArguments:
             micro_batch_size=self.micro_batch_size,
             micro_batch_tokens=self.micro_batch_tokens,
             split=self.split,
-            num_labels=self.num_labels,
+            # Rows without labels may have a loss too, which a sum counts.
+            num_labels=self.num_labels or (_one if self.loss_reduction == "sum" else None),
             options=self.options,
         )
 

@@ -82,8 +82,11 @@ class AdaptiveCallback(Callback):
         forward_backward.__name__ = "training_step"
         self.step = self.adaptive.new_step(_Step, trainer.strategy.model, forward_backward)
         loop = _loop(trainer)
+        is_sum = self.adaptive.loss_reduction == "sum"
         vars(loop)[_MAKES_CLOSURE] = lambda kwargs, optimizer, batch_idx: Closure(
-            lambda: self._run_batch(trainer, _Batch(trainer, kwargs, optimizer, batch_idx))
+            lambda: self._run_batch(
+                trainer, _Batch(trainer, kwargs, optimizer, batch_idx, is_sum=is_sum)
+            )
         )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -155,6 +158,7 @@ class _Batch:
         kwargs: arguments of ``training_step``.
         optimizer: optimizer that steps after it.
         batch_idx: number of the batch.
+        is_sum: whether the loss is a sum, whose parts are added up as they are.
     """
 
     def __init__(
@@ -163,12 +167,15 @@ class _Batch:
         kwargs: Mapping[str, Any],
         optimizer: torch.optim.Optimizer,
         batch_idx: int,
+        *,
+        is_sum: bool,
     ) -> None:
         if "batch" not in kwargs:
             remedy = "take batch and batch_idx, whose rows can be split"
             raise SettingError("training_step", f"takes {', '.join(kwargs)}", remedy)
         self.rows = kwargs["batch"]
         self._kwargs = kwargs
+        self._is_sum = is_sum
         self._loop = _loop(trainer)
         self._module: LightningModule = trainer.lightning_module
         self._clear = self._loop._make_zero_grad_fn(batch_idx, optimizer)
@@ -205,7 +212,7 @@ class _Batch:
             if loss is None:
                 return _Result(part, None, outputs, logged)
             # One part has Lightning's own bits.
-            if part.share != 1.0:
+            if part.share != 1.0 and not self._is_sum:
                 loss = loss * part.share
             if not torch.is_grad_enabled():
                 # The check of a split: hooks of a backward would find no gradients.

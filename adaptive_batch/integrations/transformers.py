@@ -174,6 +174,9 @@ class AdaptiveTrainer(Trainer):
     def _arguments(self) -> AdaptiveArguments:
         # They may have been set since this was built.
         adaptive = self._check_arguments()
+        if adaptive.loss_reduction == "auto" and type(self.model).__name__.endswith("ForCTC"):
+            reduction = getattr(self.model.config, "ctc_loss_reduction", "auto")
+            adaptive = replace(adaptive, loss_reduction=reduction)
         if type(self.data_collator).__name__ == COLLATOR:
             return by_pairs(adaptive)
         return adaptive
@@ -241,6 +244,9 @@ class AdaptiveTrainer(Trainer):
     @property
     def _is_sum_over_items(self) -> bool:
         """Whether a loss is divided by the labels of the whole step, so that parts add up to it."""
+        reduction = self._arguments.loss_reduction
+        if reduction != "auto":
+            return reduction == "sum"
         if getattr(self, "loss_type", None) in _SUMS_OVER_TOKENS:
             return True
         if self._reduction.num_items is None:

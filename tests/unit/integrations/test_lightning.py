@@ -176,6 +176,30 @@ def test_what_parts_count_return_and_log_is_that_of_the_batch(tmp_path, size):
     assert own_trainer.logged_metrics["seven"] == trainer.logged_metrics["seven"] == 7.0
 
 
+class Sums(Module):
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        loss = cross_entropy(self.layers(inputs), targets, reduction="sum")
+        self.log("mean", inputs.mean(), on_step=True)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("accumulates", [1, 2])
+def test_a_loss_that_is_declared_a_sum_is_added_up_as_it_is(tmp_path, accumulates):
+    arguments = {"accumulate_grad_batches": accumulates}
+    plain = Sums()
+    trainer, weights = trained(plain, tmp_path, **arguments)
+    ours = Sums()
+    callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size=3, loss_reduction="sum"))
+    own_trainer, own_weights = trained(ours, tmp_path, [callback], **arguments)
+    assert callback.step.num_pieces == 1
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert (own_weights - weights).abs().max() < 1e-5
+    assert own_trainer.logged_metrics["mean"] == pytest.approx(trainer.logged_metrics["mean"])
+    with pytest.raises(SettingError, match="training_step"):
+        trained(Sums(), tmp_path, [AdaptiveCallback(AdaptiveArguments(micro_batch_size=3))])
+
+
 class ConvertsBatch(Module):
     """Takes rows as a loader gives them in a hook, in the precision of the trainer."""
 

@@ -20,6 +20,9 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+    default_data_collator,
     get_linear_schedule_with_warmup,
 )
 
@@ -262,6 +265,104 @@ def test_a_batch_without_a_label_changes_nothing(tmp_path):
     assert torch.equal(weights, before)
 
 
+def speech():
+    """Return a model that has Transformers' default loss, a sum over rows."""
+    torch.manual_seed(0)
+    convolutions = {"conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (4,)}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    dropouts = ("hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout")
+    no_noise = dict.fromkeys((*dropouts, "layerdrop", "mask_time_prob"), 0.0)
+    config = Wav2Vec2Config(
+        vocab_size=12, num_hidden_layers=1, **convolutions, **positions, **sizes, **no_noise
+    )
+    assert config.ctc_loss_reduction == "sum"
+    return Wav2Vec2ForCTC(config)
+
+
+def transcribed(num_rows=NUM_ROWS):
+    """Rows of sound, each third of which has no transcript."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(num_rows):
+        labels = torch.randint(1, 12, (5,), generator=generator)
+        labels[number % 6 :] = -100
+        if number % 3 == 0:
+            labels[:] = -100
+        yield {"input_values": torch.randn(160, generator=generator), "labels": labels}
+
+
+def test_a_ctc_model_adds_its_rows_up_as_its_configuration_says(tmp_path):
+    given = {"data": list(transcribed()), "collator": default_data_collator}
+    _, plain, weights = trained(Trainer, tmp_path, speech(), **given)
+    for size in (2, 1):
+        adaptive = AdaptiveArguments(micro_batch_size=size)
+        trainer, ours, own = trained(
+            AdaptiveTrainer, tmp_path, speech(), adaptive=adaptive, **given
+        )
+        assert trainer.adaptive_step.num_pieces == 6 // size
+        assert ours == pytest.approx(plain, rel=1e-5)
+        assert (own - weights).abs().max() < 1e-4
+
+
+class SumOfRows(MeanOfRows):
+    """A model whose loss is a sum over rows."""
+
+    def forward(self, x, y):
+        return {"loss": (self.linear(x).squeeze(1) - y).square().sum()}
+
+
+def regression_rows():
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=generator), "y": float(y)} for y in range(NUM_ROWS)]
+
+
+@pytest.mark.parametrize("accumulates", [1, 2])
+@pytest.mark.parametrize(("model", "reduction"), [(SumOfRows, "sum"), (MeanOfRows, "mean")])
+def test_a_loss_may_be_declared_a_sum_or_a_mean(tmp_path, model, reduction, accumulates):
+    given = {
+        "data": regression_rows(),
+        "collator": default_data_collator,
+        "per_device_train_batch_size": 5,
+        "learning_rate": 1e-3,
+        "gradient_accumulation_steps": accumulates,
+    }
+    _, plain, weights = trained(Trainer, tmp_path, model(), **given)
+    adaptive = AdaptiveArguments(micro_batch_size=2, loss_reduction=reduction)
+    trainer, ours, own = trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
+    assert trainer.adaptive_step.num_pieces > 1
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+    other = {"sum": "mean", "mean": "sum"}[reduction]
+    adaptive = AdaptiveArguments(micro_batch_size=2, loss_reduction=other)
+    with pytest.raises(SettingError, match="compute_loss"):
+        trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
+
+
+class WeighsClasses(Trainer):
+    """The commonest loss of users: a mean that is weighted by class."""
+
+    weight = torch.tensor([1.0, 7.5])
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return nn.functional.cross_entropy(logits, inputs["labels"], weight=self.weight)
+
+
+class WeighsClassesInParts(WeighsClasses, AdaptiveTrainer):
+    adaptive = AdaptiveArguments(
+        micro_batch_size=2, num_labels=lambda batch: WeighsClasses.weight[batch["labels"]].sum()
+    )
+
+
+def test_a_class_weighted_mean_is_exact_with_the_weights_of_its_labels(tmp_path):
+    given = {"collator": collate_with_classes}
+    _, plain, weights = trained(WeighsClasses, tmp_path, ClassifiesRows(), **given)
+    trainer, ours, own = trained(WeighsClassesInParts, tmp_path, ClassifiesRows(), **given)
+    assert trainer.adaptive_step.num_pieces == 3
+    assert ours == pytest.approx(plain, rel=5e-6)
+    assert (own - weights).abs().max() < 1e-4
+
+
 class StepsAlone(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
@@ -341,6 +442,7 @@ def test_other_arguments_are_taken_in_the_next_run(tmp_path):
         ({"micro_batch_size": 1, "micro_batch_tokens": 2}, "give one of them"),
         ({"device_memory": "much"}, "device_memory='much'"),
         ({"options": 3}, "options=3"),
+        ({"loss_reduction": "none"}, "loss_reduction='none': give one of auto, mean, sum"),
         ({"options": StepOptions(max_grad_norm=1.0)}, "the trainer clips; set its own"),
     ],
 )
