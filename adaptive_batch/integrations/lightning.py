@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
-from torchmetrics import Metric
+from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
@@ -26,6 +26,7 @@ from adaptive_batch.memory import check_segments, expand_segments_in_script
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import TERMS, AdaptiveArguments
+from .part_logs import over_parts
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
@@ -33,6 +34,8 @@ __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 _MAKES_CLOSURE = "_make_closure"
 # What follows the name and the value.
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
+# Reductions of metrics that are no mean over rows.
+_OF_METRICS: dict[type, str] = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
 
 
 class _Step(AdaptiveStep):
@@ -101,7 +104,8 @@ class AdaptiveCallback(Callback):
     def _run_batch(self, trainer: Trainer, batch: _Batch) -> ClosureResult:
         """Clear the gradients where they are to be, and leave those of a batch; return its loss."""
         assert self.step is not None, "training has begun"
-        batch.clear_gradients()
+        if batch.clear_gradients is not None:
+            batch.clear_gradients()
         self._batch = batch
         try:
             self._find_bound(trainer, self.step)
@@ -138,16 +142,26 @@ class AdaptiveCallback(Callback):
         )
 
 
+_Logged = tuple[Any, Metric | None, dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class _Result:
-    """What ``training_step`` left of a part: its share of the loss, other outputs, what it logged
-    by name, with all that was given.
+    """What ``training_step`` left of a part.
+
+    Attributes:
+        num_rows: rows of the part.
+        weight: weight of what it logged.
+        loss: its share of the loss.
+        outputs: other outputs.
+        logged: by name, the value, the metric of which it is, and all that was given.
     """
 
-    part: Part
+    num_rows: int
+    weight: float
     loss: torch.Tensor | None
     outputs: dict[str, Any]
-    logged: dict[str, tuple[Any, dict[str, Any]]]
+    logged: dict[str, _Logged]
 
 
 class _Batch:
@@ -159,6 +173,10 @@ class _Batch:
         optimizer: optimizer that steps after it.
         batch_idx: number of the batch.
         is_sum: whether the loss is a sum, whose parts are added up as they are.
+
+    Attributes:
+        rows: the batch.
+        clear_gradients: function that clears gradients; None where those of several batches add up.
     """
 
     def __init__(
@@ -178,14 +196,9 @@ class _Batch:
         self._is_sum = is_sum
         self._loop = _loop(trainer)
         self._module: LightningModule = trainer.lightning_module
-        self._clear = self._loop._make_zero_grad_fn(batch_idx, optimizer)
+        self.clear_gradients = self._loop._make_zero_grad_fn(batch_idx, optimizer)
         self._backward = self._loop._make_backward_fn(optimizer)
         self._metrics = _MetricStates(self._module)
-
-    def clear_gradients(self) -> None:
-        """Clear them, unless they add up over several batches."""
-        if self._clear is not None:
-            self._clear()
 
     def run(self, part: Part) -> _Result | None:
         """Run a part; None of a trial or a dummy, which leave no metrics."""
@@ -203,23 +216,24 @@ class _Batch:
         return result
 
     def _run(self, part: Part) -> _Result:
-        logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+        logged: dict[str, _Logged] = {}
+        weight = part.num_rows if self._is_sum else part.share
         with _logs_into(logged, self._module):
             result = self._loop._training_step({**self._kwargs, "batch": part.batch})
             loss: torch.Tensor | None = result.closure_loss
             # Without the graph, which would keep the part's memory.
             outputs = recursive_detach(result.extra)
             if loss is None:
-                return _Result(part, None, outputs, logged)
+                return _Result(part.num_rows, weight, None, outputs, logged)
             # One part has Lightning's own bits.
             if part.share != 1.0 and not self._is_sum:
                 loss = loss * part.share
-            if not torch.is_grad_enabled():
-                # The check of a split: hooks of a backward would find no gradients.
+            if part.is_trial:
+                # Hooks of Lightning's backward would find no gradients in the check of a split.
                 loss.backward()  # type: ignore[no-untyped-call]
             elif self._backward is not None:
                 self._backward(loss)
-        return _Result(part, loss.detach(), outputs, logged)
+        return _Result(part.num_rows, weight, loss.detach(), outputs, logged)
 
 
 def _loop(trainer: Trainer) -> Any:
@@ -262,16 +276,18 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _logs_into(
-    logged: dict[str, tuple[Any, dict[str, Any]]], module: LightningModule
-) -> Iterator[None]:
+def _logs_into(logged: dict[str, _Logged], module: LightningModule) -> Iterator[None]:
     """Inside, what a module logs waits for the other parts."""
 
     def log(name: str, value: Any, *arguments: Any, **given: Any) -> None:
         keywords = dict(zip(_LOG_ARGUMENTS, arguments, strict=False)) | given
+        metric = None
+        if isinstance(value, Metric):
+            metric = value
+            value = metric._forward_cache
         if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
             value = value.detach()
-        logged[name] = value, keywords
+        logged[name] = value, metric, keywords
 
     with replaced(module, log=log):
         yield
@@ -282,29 +298,25 @@ def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
     with replaced(module, _current_fx_name="training_step"):
         for name in dict.fromkeys(name for result in results for name in result.logged):
             of_parts = [result for result in results if name in result.logged]
-            values, given = zip(*(result.logged[name] for result in of_parts), strict=True)
+            values, metrics, given = zip(*(each.logged[name] for each in of_parts), strict=True)
+            *_, metric = metrics
             *_, keywords = given
-            value = values[-1]
-            if len(values) > 1:
-                shares = [result.part.share for result in of_parts]
-                value = _over_parts(values, shares, keywords.get("reduce_fx", "mean"))
+            reduction = keywords.get("reduce_fx", "mean")
+            if metric is not None:
+                reduction = _OF_METRICS.get(type(metric), "mean")
+            value = over_parts(
+                values,
+                [result.weight for result in of_parts],
+                getattr(reduction, "__name__", reduction),
+            )
+            if metric is not None:
+                # What Lightning logs of a step; it computes the value of an epoch from the state.
+                metric._forward_cache = value
+                value = metric
             if keywords.get("batch_size") is not None:
                 num_rows = sum(each["batch_size"] for each in given)
                 keywords = keywords | {"batch_size": num_rows}
             module.log(name, value, **keywords)
-
-
-def _over_parts(values: Sequence[Any], shares: Sequence[float], reduce_fx: Any) -> Any:
-    """Return what a value is of all parts; the last one of what is no number, as a metric."""
-    if not all(isinstance(value, torch.Tensor | int | float) for value in values):
-        return values[-1]
-    if reduce_fx in ("sum", torch.sum):
-        return sum(values)
-    if reduce_fx in ("max", "min", torch.max, torch.min):
-        extreme = max if reduce_fx in ("max", torch.max) else min
-        return extreme(values)
-    weighted = sum(share * value for share, value in zip(shares, values, strict=True))
-    return weighted / sum(shares)
 
 
 def _joined(results: Sequence[_Result]) -> dict[str, Any]:
@@ -315,7 +327,7 @@ def _joined(results: Sequence[_Result]) -> dict[str, Any]:
         values = [result.outputs[name] for result in of_parts]
         joined[name] = values[-1]
         if len(values) > 1 and all(
-            isinstance(value, torch.Tensor) and value.dim() and len(value) == result.part.num_rows
+            isinstance(value, torch.Tensor) and value.dim() and len(value) == result.num_rows
             for value, result in zip(values, of_parts, strict=True)
         ):
             joined[name] = torch.cat(values)

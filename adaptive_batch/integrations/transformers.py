@@ -25,14 +25,17 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import nested_detach
 
 from adaptive_batch import distributed
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import TERMS, AdaptiveArguments
 from .pairs import COLLATOR, by_pairs
+from .part_logs import log_calls, merge_lists
 from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
@@ -41,6 +44,8 @@ log = logging.getLogger("adaptive_batch")
 
 # Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
 _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
+# Attributes in which TRL's trainers collect metrics: lists, to which each batch adds a number.
+_LISTS = {"_metrics", "_stored_metrics"}
 
 
 class _Step(AdaptiveStep):
@@ -82,9 +87,9 @@ class AdaptiveTrainer(Trainer):
     """A Trainer whose ``training_step`` runs in parts that fit, and again where memory runs out.
 
     As the last base of a class it serves trainers that derive from Trainer, such as TRL's. What
-    they prepare of a batch is prepared once a step; metrics that their losses collect in attributes
-    count neither trials nor failed attempts. The pairs that TRL's collator of preferences makes
-    stay together, each as one row.
+    they prepare of a batch is prepared once a step. What ``compute_loss`` logs, and metrics that it
+    collects in attributes, are those of the batch: trials and failed attempts do not count. The
+    pairs that TRL's collator of preferences makes stay together, each as one row.
 
     Args:
         *arguments: what ``transformers.Trainer`` takes.
@@ -144,7 +149,7 @@ class AdaptiveTrainer(Trainer):
         # As Trainer does before it prepares a batch, on which TRL's GRPOTrainer relies.
         model.train()
         prepared = self._prepare_inputs(inputs)
-        self._metrics_of_step = _Metrics(self)
+        self._metrics_of_step = metrics = _Metrics(self)
         with replaced(
             self,
             # What a trainer makes in it, it makes once a step.
@@ -153,6 +158,7 @@ class AdaptiveTrainer(Trainer):
         ):
             step = self._step_of(model)
             losses: list[torch.Tensor] = step(prepared)
+        metrics.log()
         # Alike on all ranks: only a split is looked at.
         if step.num_pieces > 1:
             self._reduction.agree()
@@ -213,14 +219,20 @@ class AdaptiveTrainer(Trainer):
         elif part.is_first:
             # An earlier attempt may have counted rows, on a rank whose own memory sufficed too.
             metrics.restore()
-        with _mode_kept(model):
-            if self._reduction.is_seen_sum is None and not torch.is_grad_enabled():
+        calls: list[dict[str, Any]] = []
+        # What a part logs waits for the others.
+        waits = replaced(self, log=lambda logs, *_, **__: calls.append(nested_detach(logs)))
+        with waits, _mode_kept(model):
+            if self._reduction.is_seen_sum is None and part.is_trial:
                 self._reduction.is_seen_sum = self._sees_sum(model, part)
             # A dummy, which a rank without rows runs, counts in no sum either.
             is_of_sum = self._is_sum_over_items and part.share
             self._reduction.share = 1.0 if is_of_sum else part.share
             loss: torch.Tensor = super().training_step(model, part.batch, self._reduction.num_items)
-        if not is_counted:
+        if is_counted:
+            is_sum = self._arguments.loss_reduction == "sum"
+            metrics.logged.append((part.num_rows if is_sum else part.share, calls))
+        else:
             metrics.restore()
         return loss
 
@@ -270,7 +282,13 @@ class AdaptiveTrainer(Trainer):
         self._reduction.share = 1.0
         losses = []
         for factor in (1, 2):
-            with self.compute_loss_context_manager():
+            # Both draw the same random numbers.
+            with (
+                torch.no_grad(),
+                torch.compiler.set_stance("force_eager"),
+                RandomState(self.args.device),
+                self.compute_loss_context_manager(),
+            ):
                 loss = self.compute_loss(
                     model, dict(part.batch), num_items_in_batch=self._reduction.num_items * factor
                 )
@@ -384,15 +402,27 @@ def _mode_kept(model: nn.Module) -> Iterator[None]:
 class _Metrics:
     """What a trainer counts in its attributes, as it was when this was made: numbers, texts and
     tensors, and lists and mappings of them.
+
+    Attributes:
+        logged: weight of each part that has run since, and what it has logged.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.logged: list[tuple[float, list[dict[str, Any]]]] = []
         self._values = {
             name: _copied(value) for name, value in vars(trainer).items() if _is_count(value)
         }
 
+    def log(self) -> None:
+        """Make one value of the batch of what its parts have logged and added to lists."""
+        weights = [weight for weight, _ in self.logged]
+        for name in _LISTS & self._values.keys():
+            merge_lists(vars(self._trainer)[name], self._values[name], weights)
+        log_calls(self._trainer.log, self.logged)
+
     def restore(self) -> None:
+        self.logged.clear()
         own = vars(self._trainer)
         for name in [name for name, value in own.items() if _is_count(value)]:
             if name not in self._values:

@@ -12,7 +12,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from torchmetrics import SumMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from adaptive_batch import SettingError
 from adaptive_batch.errors import AdaptiveBatchError
@@ -174,6 +175,68 @@ def test_what_parts_count_return_and_log_is_that_of_the_batch(tmp_path, size):
     assert ours.rows_seen == plain.rows_seen
     assert ours.targets == plain.targets
     assert own_trainer.logged_metrics["seven"] == trainer.logged_metrics["seven"] == 7.0
+
+
+class LogsMetrics(Module):
+    """Logs metrics of torchmetrics for each step and each epoch, in all the ways that it can."""
+
+    def __init__(self, **keywords):
+        super().__init__(**keywords)
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+        # They share a state.
+        self.several = MetricCollection(
+            [kind(4, average="micro") for kind in (MulticlassAccuracy, MulticlassF1Score)]
+        )
+        self.extremes = nn.ModuleList([SumMetric(), MaxMetric(), MinMetric()])
+        self.updated = MeanMetric()
+        self.logged = []
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        if self.limit and len(inputs) > self.limit:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        logits = self.layers(inputs)
+        self.accuracy(logits, targets)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, prog_bar=True)
+        self.several(logits, targets)
+        self.log_dict(self.several, on_step=True)
+        for metric in self.extremes:
+            metric(inputs[:, 0])
+            self.log(type(metric).__name__, metric, on_step=True, on_epoch=True)
+        self.updated.update(inputs[:, 1])
+        self.log("updated", self.updated, on_step=False, on_epoch=True)
+        for function in (torch.mean, "min", max, torch.sum):
+            name = getattr(function, "__name__", function)
+            value = getattr(inputs[:, 2], name)()
+            self.log(name, value, on_step=True, on_epoch=True, reduce_fx=function)
+        return cross_entropy(logits, targets)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        logged = {**self.trainer.logged_metrics, **self.trainer.progress_bar_metrics}
+        self.logged.append({name: float(value) for name, value in logged.items()})
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "limit", "num_parts"),
+    [
+        (AdaptiveArguments(), None, 1),
+        (AdaptiveArguments(), 3, 2),
+        (AdaptiveArguments(micro_batch_size=3), None, 3),
+        (AdaptiveArguments(micro_batch_size="auto", row_length=1), None, 1),
+    ],
+    ids=["whole", "out of memory", "parts", "auto"],
+)
+def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
+    plain = LogsMetrics()
+    trainer, _ = trained(plain, tmp_path)
+    ours = LogsMetrics(limit=limit)
+    callback = AdaptiveCallback(adaptive)
+    own_trainer, _ = trained(ours, tmp_path, [callback])
+    assert len(ours.logged) == len(plain.logged) == 8
+    for own, logged in zip(ours.logged, plain.logged, strict=True):
+        assert own == (logged if num_parts == 1 else pytest.approx(logged, rel=1e-5))
+    for name, value in trainer.callback_metrics.items():
+        assert own_trainer.callback_metrics[name] == pytest.approx(value.item(), rel=1e-5), name
 
 
 class Sums(Module):

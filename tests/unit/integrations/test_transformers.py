@@ -457,7 +457,6 @@ class CountsInItsLoss(Trainer):
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         self.num_prepared = 0
-        self._metrics = {"train": defaultdict(list)}
         self._num_tokens = 0
         self.num_rows = 0
         self.row_counts = []
@@ -470,7 +469,6 @@ class CountsInItsLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._num_tokens += int(inputs["attention_mask"].sum())
         num_rows = len(inputs["input_ids"])
-        self._metrics["train"]["rows"].append(num_rows)
         self.num_rows += num_rows
         self.calls["rows"] += num_rows
         self.row_counts.append(torch.tensor(num_rows))
@@ -487,12 +485,78 @@ def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
     ours, own_losses, _ = trained(Counts, tmp_path, fails_above(2))
     assert own_losses == pytest.approx(losses, rel=2e-6)
     assert ours._num_tokens == plain._num_tokens
-    assert sum(ours._metrics["train"]["rows"]) == sum(plain._metrics["train"]["rows"])
-    assert max(ours._metrics["train"]["rows"]) == 1
     assert ours.num_rows == ours.num_seen_later == plain.num_rows
     assert ours.calls == plain.calls
     assert sum(ours.row_counts) == sum(plain.row_counts)
     assert ours.num_prepared == plain.num_prepared
+
+
+class LogsInItsLoss(Trainer):
+    """Logs numbers of a batch, and collects them as TRL's trainers do."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self._metrics = {"train": defaultdict(list)}
+        self.num_tokens = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"][:, 1:]
+        labels = labels[labels != -100].double()
+        values = {
+            "mean_label": labels.mean(),
+            "labels/min": labels.min(),
+            "max_label": labels.max(),
+            "minutes": labels.mean(),
+            "lr_scaled": torch.ones((), requires_grad=True),
+        }
+        self.log({name: value.item() for name, value in values.items()}, 0.0)
+        self.log({"norm": values["mean_label"]})
+        self.log({"norm": 2 * values["mean_label"], "note": "text"})
+        if labels.min() < 4:
+            self.log({"few": 4.0})
+            self._metrics["train"]["few"].append(4.0)
+        for name, value in values.items():
+            self._metrics["train"][name].append(value.item())
+        self._metrics["train"]["notes"].append("text")
+        self._metrics["train"]["last"].extend(labels[-2:].tolist())
+        self.num_tokens += len(labels)
+        self._metrics["train"]["num_tokens"] = [self.num_tokens]
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class LogsInParts(LogsInItsLoss, AdaptiveTrainer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "limit", "num_parts"),
+    [
+        (AdaptiveArguments(), 6, 1),
+        (AdaptiveArguments(), 2, 6),
+        (AdaptiveArguments(micro_batch_size=4), 6, 2),
+        (AdaptiveArguments(micro_batch_size="auto"), 6, 1),
+    ],
+    ids=["whole", "out of memory", "parts", "auto"],
+)
+def test_what_a_loss_logs_is_that_of_the_batch(tmp_path, adaptive, limit, num_parts):
+    given = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
+    plain, _, _ = trained(LogsInItsLoss, tmp_path, **given)
+    ours, _, _ = trained(LogsInParts, tmp_path, fails_above(limit), adaptive=adaptive, **given)
+    assert ours.adaptive_step.num_pieces == num_parts
+    history = plain.state.log_history[:-1]
+    assert len(ours.state.log_history[:-1]) == len(history)
+    for entry, own in zip(history, ours.state.log_history, strict=False):
+        assert own.pop("note", "") == entry.pop("note", "")
+        own, entry = ({key: float(one[key]) for key in one} for one in (own, entry))
+        assert own == (entry if num_parts == 1 else pytest.approx(entry, rel=1e-5))
+    metrics = dict(plain._metrics["train"])
+    own_metrics = dict(ours._metrics["train"])
+    # To these a part adds texts, or several numbers.
+    assert len(metrics.pop("notes")) * num_parts == len(own_metrics.pop("notes"))
+    assert set(own_metrics.pop("last")) >= set(metrics.pop("last"))
+    assert own_metrics.keys() == metrics.keys()
+    for name, values in metrics.items():
+        assert own_metrics[name] == pytest.approx(values, rel=1e-12), name
 
 
 class NotesTheMode(Trainer):

@@ -1,0 +1,64 @@
+"""What parts log has the value of the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from adaptive_batch.integrations.part_logs import merge_lists, over_parts
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("values", "reduction", "expected"),
+    [
+        ([1.0, 5.0], "mean", 4.0),
+        ([1.0, 5.0], "sum", 6.0),
+        ([1, 5], "min", 1),
+        ([torch.tensor(1.0), torch.tensor([5.0])], "max", 5.0),
+        # A part may have nothing that a metric is taken over.
+        ([NAN, 5.0], "mean", 5.0),
+        ([NAN, 5.0], "min", 5.0),
+        (["one", "two"], "mean", "two"),
+        ([None, 5.0], "sum", 5.0),
+    ],
+)
+def test_numbers_are_reduced_and_the_last_of_other_values_is_kept(values, reduction, expected):
+    assert over_parts(values, [0.25, 0.75], reduction) == expected
+
+
+def test_a_value_that_no_part_has_stays_none():
+    for reduction in ("mean", "min"):
+        assert math.isnan(over_parts([NAN, NAN], [0.25, 0.75], reduction))
+
+
+def test_a_single_part_keeps_its_bits():
+    value = torch.tensor(0.1)
+    assert over_parts([value], [0.3], "mean") is value
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("min_reward", 1.0),
+        ("completions/max_length", 5.0),
+        ("clip_ratio/low_min", 1.0),
+        ("Maximum", 5.0),
+        ("minutes", 4.0),
+        ("admin", 4.0),
+        ("climax/x", 4.0),
+    ],
+)
+def test_names_say_which_numbers_are_extremes(name, expected):
+    lists = {"train": {name: [9.0, 1.0, 5.0]}}
+    merge_lists(lists, {"train": {name: [9.0]}}, [0.25, 0.75])
+    assert lists == {"train": {name: [9.0, expected]}}
+
+
+def test_a_number_that_some_parts_have_is_their_mean():
+    lists = {"new": [1.0, 5.0], "more than parts": [1.0] * 4, "one": [2.0]}
+    merge_lists(lists, {}, [0.2, 0.3, 0.5])
+    assert lists == {"new": [3.0], "more than parts": [1.0] * 4, "one": [2.0]}
