@@ -82,7 +82,7 @@ class AdaptiveCallback(Callback):
             assert self._batch is not None, "a step runs within a batch"
             return self._batch.run(part)
 
-        forward_backward.__name__ = "training_step"
+        forward_backward.__name__ = f"{type(pl_module).__name__}.training_step"
         self.step = self.adaptive.new_step(_Step, trainer.strategy.model, forward_backward)
         loop = _loop(trainer)
         is_sum = self.adaptive.loss_reduction == "sum"

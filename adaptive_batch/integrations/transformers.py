@@ -208,6 +208,7 @@ class AdaptiveTrainer(Trainer):
         def compute_loss(part: Part) -> torch.Tensor:
             return self._run_part(model, part)
 
+        compute_loss.__name__ = f"{type(self).__name__}.compute_loss"
         return adaptive.new_step(_Step, model, compute_loss)
 
     def _run_part(self, model: nn.Module, part: Part) -> torch.Tensor:

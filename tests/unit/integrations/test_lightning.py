@@ -259,7 +259,7 @@ def test_a_loss_that_is_declared_a_sum_is_added_up_as_it_is(tmp_path, accumulate
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert (own_weights - weights).abs().max() < 1e-5
     assert own_trainer.logged_metrics["mean"] == pytest.approx(trainer.logged_metrics["mean"])
-    with pytest.raises(SettingError, match="training_step"):
+    with pytest.raises(SettingError, match=r"'Sums\.training_step'"):
         trained(Sums(), tmp_path, [AdaptiveCallback(AdaptiveArguments(micro_batch_size=3))])
 
 

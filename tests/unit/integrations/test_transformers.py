@@ -734,7 +734,7 @@ def test_a_loss_that_is_no_sum_over_rows_is_refused(tmp_path):
     def stacked(features):
         return {"x": torch.stack([row["x"] for row in features]), "y": torch.zeros(len(features))}
 
-    with pytest.raises(SettingError, match="compute_loss"):
+    with pytest.raises(SettingError, match=r"'AdaptiveTrainer\.compute_loss'"):
         trained(
             AdaptiveTrainer,
             tmp_path,
