@@ -31,7 +31,8 @@ log = logging.getLogger("adaptive_batch")
 TERMS = Terms(
     num_labels="AdaptiveArguments(num_labels=...)",
     split="AdaptiveArguments(split=...)",
-    share='give AdaptiveArguments(loss_reduction="sum") for a loss that is a sum',
+    share='give AdaptiveArguments(loss_reduction="mean") if a mean was taken for a sum',
+    sum='give AdaptiveArguments(loss_reduction="sum")',
 )
 # That a search tries, as elsewhere by default.
 _MOST_ROWS = 4096

@@ -39,7 +39,9 @@ _OF_METRICS: dict[type, str] = {SumMetric: "sum", MaxMetric: "max", MinMetric: "
 
 
 class _Step(AdaptiveStep):
-    terms = replace(TERMS, function="training_step")
+    terms = replace(
+        TERMS, function="training_step", share="return the mean of the batch from training_step"
+    )
 
 
 class AdaptiveCallback(Callback):

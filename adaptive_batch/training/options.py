@@ -34,13 +34,15 @@ class Terms:
         function: function whose loss is split.
         num_labels: argument that counts labels.
         split: argument that splits a batch.
-        share: fix of a loss that has the wrong weight, in the imperative.
+        share: fix of a mean that has the wrong weight, in the imperative.
+        sum: fix of a loss that is a sum, in the imperative.
     """
 
     function: str = "forward_backward"
     num_labels: str = "num_labels="
     split: str = "split="
     share: str = "multiply a mean by part.share before backward"
+    sum: str = "do not multiply it by part.share"
 
 
 @dataclass(frozen=True)

@@ -750,6 +750,7 @@ def test_errors_name_the_arguments_of_the_trainer(tmp_path):
     terms = trainer.adaptive_step.parts.terms
     assert terms.function == "compute_loss"
     assert terms.num_labels == "AdaptiveArguments(num_labels=...)"
+    assert terms.sum == 'give AdaptiveArguments(loss_reduction="sum")'
 
 
 class Makes(CountsInItsLoss, AdaptiveTrainer):
