@@ -32,7 +32,7 @@ from adaptive_batch.schedules import (
 
 from .batching import Batching, Sampling
 from .dataset import DatasetAdapter, RowLength
-from .order import SamplerOrder
+from .order import YIELDS_BATCHES, SamplerOrder
 from .requested_batch import Event, NoSizer, Sizer
 from .step_planner import StepPlanner
 from .step_queue import StepQueue
@@ -261,10 +261,9 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
             name,
             "batch_tokens and sample_order have an order of their own; give one of them",
         )
-    if isinstance(sampler, BatchSampler):
-        raise SettingError(
-            "sampler", name, "it yields batches, which are made here; give its sampler"
-        )
+    is_like_batch_sampler = hasattr(sampler, "batch_size") and hasattr(sampler, "drop_last")
+    if isinstance(sampler, BatchSampler) or is_like_batch_sampler:
+        raise SettingError("sampler", name, YIELDS_BATCHES)
     if isinstance(sampler, str) or not hasattr(sampler, "__iter__"):
         remedy = "it yields no row numbers; give a Sampler, such as torch's RandomSampler"
         raise SettingError("sampler", sampler, remedy)

@@ -163,6 +163,10 @@ class _ComputedOrder:
         return permuted
 
 
+# Remedy of a sampler whose items are batches.
+YIELDS_BATCHES = "it yields batches, which are made here; give its sampler"
+
+
 class SamplerOrder:
     """The order of a script's own sampler, drawn as far as it is needed.
 
@@ -194,9 +198,10 @@ class SamplerOrder:
         """
         if epoch != self._epoch:
             self._begin(epoch)
-        self._numbers += [
-            int(number) for number in islice(self._drawn, max(0, end - len(self._numbers)))
-        ]
+        drawn = list(islice(self._drawn, max(0, end - len(self._numbers))))
+        if any(isinstance(number, list | tuple) for number in drawn):
+            raise SettingError("sampler", type(self._sampler).__name__, YIELDS_BATCHES)
+        self._numbers += map(int, drawn)
         return torch.tensor(self._numbers[begin:end], dtype=torch.int64)
 
     def _begin(self, epoch: int) -> None:

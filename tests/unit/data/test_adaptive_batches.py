@@ -517,11 +517,38 @@ def test_a_state_that_is_none_of_batches_is_refused(state):
         AdaptiveBatches(Rows(), 3).load_state_dict(state)
 
 
-def test_a_sampler_of_batches_is_refused():
-    with pytest.raises(
-        SettingError, match="sampler='BatchSampler': it yields batches, which are made here"
-    ):
-        AdaptiveBatches(Rows(), 3, sampler=BatchSampler(range(NUM_ROWS), 4, False))
+class OwnBatchSampler:
+    """A sampler of batches that has torch's attributes and not its type."""
+
+    batch_size, drop_last = 4, False
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self):
+        return NUM_ROWS
+
+
+class Groups(OwnBatchSampler):
+    """A sampler of batches that has no attributes of torch's."""
+
+    @property
+    def batch_size(self):
+        raise AttributeError
+
+
+SAYS_BATCHES = "it yields batches, which are made here; give its sampler"
+
+
+@pytest.mark.parametrize("sampler", [BatchSampler(range(NUM_ROWS), 4, False), OwnBatchSampler()])
+def test_a_sampler_of_batches_is_refused(sampler):
+    with pytest.raises(SettingError, match=f"^sampler='{type(sampler).__name__}': {SAYS_BATCHES}"):
+        AdaptiveBatches(Rows(), 3, sampler=sampler)
+
+
+def test_a_sampler_whose_first_item_is_a_batch_is_refused_there():
+    with pytest.raises(SettingError, match=f"^sampler='Groups': {SAYS_BATCHES}"):
+        next(iter(AdaptiveBatches(Rows(), 3, sampler=Groups())))
 
 
 def test_a_step_without_a_batch_is_refused():
