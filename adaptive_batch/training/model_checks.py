@@ -27,7 +27,11 @@ def has_batch_norm(model: nn.Module) -> bool:
     """Return whether the model normalizes over the rows of a micro-batch, so that its results
     depend on their number.
     """
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )
 
 
 def fewest_rows(model: nn.Module) -> int:

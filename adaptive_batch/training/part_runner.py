@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches, split_by_rows
+from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 
 from .agreement import Division, Question
@@ -84,12 +84,7 @@ class PartRunner:
         self._learns_collectives = (
             self._sharding.is_sharded and runner.retry.retries and not is_compiled(runner.model)
         )
-        self._has_batch_norm = has_batch_norm(runner.model)
-        if self._has_batch_norm:
-            log.warning(
-                "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
-                " changes results"
-            )
+        self._has_split = False
 
     def run(self, rows: Splittable, question: Question) -> list[Any]:
         """Run a batch that is ready to be split; the rest as when called with a batch.
@@ -113,16 +108,9 @@ class PartRunner:
             if rows.lengths is None:
                 raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
             return self.plan(rows.lengths, limit)
-        limit = self._even_limit(rows.num_rows, limit)
-        pieces = split_by_rows(range(rows.num_rows), limit.amount)
         width = rows.width
+        pieces = _even_pieces(rows.num_rows, at_most=limit.amount)
         return [MicroBatch(piece, length=width) for piece in pieces]
-
-    def _even_limit(self, num_rows: int, limit: MicroBatchLimit) -> MicroBatchLimit:
-        """Return a limit of rows that makes micro-batches alike where the model has BatchNorm."""
-        if not self._has_batch_norm or limit.unit != "rows" or not num_rows:
-            return limit
-        return replace(limit, amount=_even_rows(num_rows, at_most=limit.amount))
 
     def plan(self, lengths: Sequence[int], limit: MicroBatchLimit) -> list[MicroBatch]:
         """Return the micro-batches of a batch whose rows have these lengths, as a step runs them.
@@ -131,8 +119,14 @@ class PartRunner:
             lengths: tokens of each row.
             limit: what a micro-batch may hold.
         """
-        limit = self._even_limit(len(lengths), limit)
-        return micro_batches(lengths, limit, self.runner.sizer.layout)
+        layout = self.runner.sizer.layout
+        if not layout.keeps_order(limit):
+            return micro_batches(lengths, limit, layout)
+        plan = []
+        for rows in _even_pieces(len(lengths), at_most=limit.amount):
+            (piece,) = micro_batches([lengths[row] for row in rows], limit, layout)
+            plan.append(replace(piece, rows=rows))
+        return plan
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
@@ -140,6 +134,13 @@ class PartRunner:
         self.num_pieces = division.num_pieces
         if not self.num_pieces:
             return []
+        if self.num_pieces > 1 and not self._has_split:
+            self._has_split = True
+            if has_batch_norm(self.runner.model):
+                log.warning(
+                    "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
+                    " changes results"
+                )
         parts = self._parts(rows, self.pieces, self.num_pieces)
         statistics = self._statistics.of_batch(rows, parts, self.pieces)
         results = []
@@ -257,6 +258,8 @@ class PartRunner:
         self._forward_backward(part._replace(statistics=statistics))
 
 
-def _even_rows(num_rows: int, *, at_most: int) -> int:
-    """Return the rows of a micro-batch where as few as can be are as equal as can be."""
-    return math.ceil(num_rows / math.ceil(num_rows / at_most))
+def _even_pieces(num_rows: int, *, at_most: int) -> list[list[int]]:
+    """Return rows in their order, in the fewest pieces; sizes differ by one row at most."""
+    num_pieces = math.ceil(num_rows / at_most)
+    ends = [math.ceil(end * num_rows / num_pieces) for end in range(1, num_pieces + 1)]
+    return [list(range(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -254,8 +254,7 @@ def test_batches_of_any_shape_are_split_by_rows(shape, micro_batch_size):
     expected, whole_loss = plain_gradients(model, batch, loss)
     script = Script(model, loss=loss)
     losses = AdaptiveStep(model, script, micro_batch_size=micro_batch_size)(batch)
-    assert sum(script.rows) == 11
-    assert max(script.rows) == micro_batch_size
+    assert script.rows == {1: [1] * 11, 4: [4, 4, 3], 10: [6, 5]}[micro_batch_size]
     assert all(type(part.batch) is type(batch) for part in script.trained)
     assert [part.is_last for part in script.trained] == [False] * (len(losses) - 1) + [True]
     assert sum(part.share for part in script.trained) == pytest.approx(1.0)
@@ -818,7 +817,7 @@ def test_pairs_stay_together():
     expected, _ = plain_gradients(model, inputs, loss)
     script = Script(model, loss=loss)
     AdaptiveStep(model, script, micro_batch_size=3, split=split)(inputs)
-    assert [(part.num_rows, len(part.batch)) for part in script.trained] == [(3, 6), (3, 6), (1, 2)]
+    assert [(part.num_rows, len(part.batch)) for part in script.trained] == [(3, 6), (2, 4), (2, 4)]
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
@@ -1108,9 +1107,28 @@ def test_the_check_runs_at_a_few_splits_and_leaves_no_trace():
     assert len(script.trials) == 4 * len([1, 2, 4, 8, 16, 32, 64])
 
 
-def test_a_model_with_batch_norm_is_warned_about(caplog):
-    AdaptiveStep(model := Normalized(), Script(model))
-    assert "BatchNorm" in caplog.text
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_model_with_batch_norm_is_warned_about_at_its_first_split(is_frozen, caplog):
+    model = Normalized()
+    step = AdaptiveStep(model, Script(model, loss=regression_loss), micro_batch_size=4)
+    # As scripts freeze it after the step is built.
+    model.layers[1].train(not is_frozen)
+    step(regression_data(4))
+    assert "BatchNorm" not in caplog.text
+    for _ in range(2):
+        step(regression_data(11))
+    assert caplog.text.count("BatchNorm") == (not is_frozen)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "at_most", "parts"),
+    [(21, 5, [5, 4, 4, 4, 4]), (11, 10, [6, 5]), (9, 3, [3, 3, 3]), (4, 5, [4])],
+)
+def test_parts_of_rows_are_nearly_equal(num_rows, at_most, parts):
+    model = Regression()
+    script = Script(model, loss=regression_loss)
+    AdaptiveStep(model, script, micro_batch_size=at_most)(regression_data(num_rows))
+    assert script.rows == parts
 
 
 def test_batch_norm_never_gets_a_row_alone_that_two_could_share():

@@ -185,6 +185,9 @@ def test_in_backward_the_loss_is_a_mean_and_not_multiplied_by_its_tokens():
 def test_a_model_that_normalizes_over_rows_is_told():
     assert has_batch_norm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     assert not has_batch_norm(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    # A frozen one has its own statistics, if it tracks them.
+    assert not has_batch_norm(nn.BatchNorm1d(2).eval())
+    assert has_batch_norm(nn.BatchNorm1d(2, track_running_stats=False).eval())
 
 
 # what a step says of the gradient's noise
