@@ -13,8 +13,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from inspect import signature
@@ -223,7 +222,7 @@ class AdaptiveTrainer(Trainer):
         calls: list[dict[str, Any]] = []
         # What a part logs waits for the others.
         waits = replaced(self, log=lambda logs, *_, **__: calls.append(nested_detach(logs)))
-        with waits, _mode_kept(model):
+        with waits:
             if self._reduction.is_seen_sum is None and part.is_trial:
                 self._reduction.is_seen_sum = self._sees_sum(model, part)
             # A dummy, which a rank without rows runs, counts in no sum either.
@@ -386,18 +385,6 @@ class AdaptiveTrainer(Trainer):
         if self._growth is not None and self._growth.learning_rate is not None:
             return self._growth.learning_rate
         return float(super()._get_learning_rate())
-
-
-@contextmanager
-def _mode_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that the check of a split evaluates is not set to training, as Trainer would
-    in each step.
-    """
-    if model.training:
-        yield
-        return
-    with replaced(model, train=lambda mode=True: model):
-        yield
 
 
 class _Metrics:

@@ -99,6 +99,7 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._type = _type_of(device)
         # There is one MPS, and it takes no device.
         self._which = () if self._type == "mps" else (device,)
@@ -121,6 +122,16 @@ class RandomState:
 
     def restore(self) -> None:
         self.load_state_dict(self._state)
+
+    def has_changed(self) -> bool:
+        """Return whether a generator has another state now."""
+        now = RandomState(self._device).state_dict()
+        return any(
+            not torch.equal(value, now[name])
+            if isinstance(value, torch.Tensor)
+            else value != now.get(name)
+            for name, value in self.state_dict().items()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""

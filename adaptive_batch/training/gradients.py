@@ -55,7 +55,7 @@ class GradientsApart:
         with others.watched(set_aside):
             yield
 
-    def _gradients_of_others(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def others(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yield leaves that the model does not have, with their gradients before the batch."""
         for reference, earlier in self._others:
             leaf = reference()
@@ -70,18 +70,18 @@ class GradientsApart:
     def drop_new(self) -> None:
         """Drop the gradients of a failed attempt."""
         self._drop()
-        for leaf, _ in self._gradients_of_others():
+        for leaf, _ in self.others():
             leaf.grad = None
 
     def put_back(self) -> None:
         """Leave the earlier gradients alone, as before the batch."""
         self._drop()
-        for leaf, earlier in (*self._earlier.items(), *self._gradients_of_others()):
+        for leaf, earlier in (*self._earlier.items(), *self.others()):
             leaf.grad = earlier
 
     def add_up(self) -> None:
         """Add the batch's gradients to the earlier ones, in place, as autograd does."""
-        for leaf, earlier in (*self._earlier.items(), *self._gradients_of_others()):
+        for leaf, earlier in (*self._earlier.items(), *self.others()):
             new = leaf.grad
             if earlier is None:
                 continue

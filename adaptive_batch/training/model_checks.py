@@ -201,6 +201,11 @@ def stepping_hooks(leaves: Iterable[torch.Tensor | None]) -> Iterator[str]:
                 yield getattr(function, "__qualname__", type(function).__name__)
 
 
+def gradient_hooks(model: nn.Module) -> list[str]:
+    """Return the names of parameters with a hook that changes or reads their gradients."""
+    return [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+
+
 def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
     """Refuse hooks that may step an optimizer in backward, which is called for each part.
 

@@ -78,6 +78,7 @@ class PartRunner:
             forward_backward,
             self._labels,
             self._statistics,
+            terms=terms,
             name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
         )
         # A rank can be brought to the end of a micro-batch whose collectives are known.
@@ -103,6 +104,8 @@ class PartRunner:
         return results
 
     def _divide(self, rows: Splittable) -> list[MicroBatch]:
+        if self._check.keeps_columns:
+            rows = rows.uncut()
         limit = self.runner.sizer.limit_of_step
         if rows.knows_lengths or not self.runner.sizer.layout.keeps_order(limit):
             if rows.lengths is None:
@@ -141,7 +144,12 @@ class PartRunner:
                     "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
                     " changes results"
                 )
+        keeps_columns = self._check.keeps_columns
+        if keeps_columns:
+            rows = rows.uncut()
         parts = self._parts(rows, self.pieces, self.num_pieces)
+        if self._check.keeps_columns and not keeps_columns:
+            return self._attempt(rows, Division.agreed(self._divide(rows)))
         statistics = self._statistics.of_batch(rows, parts, self.pieces)
         results = []
 
@@ -189,8 +197,9 @@ class PartRunner:
             self._labels.counts(batch, len(piece.rows))
             for batch, piece in zip(batches, pieces, strict=False)
         ]
-        if num_pieces > 1 and self._check.begin_split(counts, rows.divided):
-            self._check.check(rows, [piece.rows for piece in pieces])
+        if num_pieces > 1 and self._check.begin_split(counts):
+            self.runner.begin_parts(num_pieces)
+            self._check.check(rows, pieces)
         labels = [count[self._check.way] for count in counts]
         total: float = sum(labels)
         if over_ranks:

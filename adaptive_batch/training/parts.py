@@ -87,8 +87,6 @@ class Splittable(Protocol):
     @property
     def is_packed(self) -> bool: ...
     @property
-    def divided(self) -> tuple[bool, ...]: ...
-    @property
     def cuts(self) -> bool: ...
     @property
     def treatment(self) -> str: ...
@@ -130,11 +128,6 @@ class SplitBatch:
     def width(self) -> int:
         """Columns that rows are padded to; 0 as nothing shows them."""
         return 0
-
-    @property
-    def divided(self) -> tuple[bool, ...]:
-        """Nothing: what a part has, `part` decides."""
-        return ()
 
     def dummy(self) -> Any:
         """Return a part that runs with weight 0 where other ranks have more parts."""
@@ -273,11 +266,6 @@ class RowsOfBatch:
                 self.is_divided.setdefault(name, length == num_rows)
 
     @property
-    def divided(self) -> tuple[bool, ...]:
-        """Whether each key of the batch is divided."""
-        return tuple(self.is_divided.values())
-
-    @property
     def width(self) -> int:
         """Columns that rows are padded to; 0 where nothing shows them."""
         if isinstance(self._batch, _MAPPING):
@@ -340,7 +328,7 @@ class RowsOfBatch:
             isinstance(tensor, PackedSequence)
             or getattr(tensor, "is_nested", False)
             or self.width in tensor.shape[int(tensor.shape[:1] == (self.num_rows,)) :]
-            for tensor in _arrays(self._batch)
+            for tensor in arrays_in(self._batch)
             if id(tensor) not in padded
         )
 
@@ -460,10 +448,6 @@ class RowSplitter:
                     raise SettingError(key, value, remedy)
         return rows
 
-    def stop_cutting(self) -> None:
-        """Keep all columns in the parts of later batches."""
-        self._trims = False
-
 
 def _is_packed(batch: Any, num_rows: int) -> bool:
     """Return whether a batch has the ends of its rows, or positions that begin again in one row."""
@@ -557,17 +541,17 @@ def _is_array(value: Any) -> bool:
     return hasattr(type(value), "__array_interface__") and hasattr(value, "ndim")
 
 
-def _arrays(value: Any) -> Iterator[Any]:
+def arrays_in(value: Any) -> Iterator[Any]:
     """Yield the tensors and arrays in a batch."""
     if _is_array(value):
         yield value
     for _, item in _entries(value):
-        yield from _arrays(item)
+        yield from arrays_in(item)
 
 
 def _lengths_in(values: Iterable[Any]) -> Iterator[int | None]:
     """Return the first dimensions of all tensors and arrays in some values."""
-    return (_length(array) for value in values for array in _arrays(value))
+    return (_length(array) for value in values for array in arrays_in(value))
 
 
 def _entries(value: Any, name: str = "") -> list[tuple[str, Any]]:
@@ -690,7 +674,7 @@ def counted_sample(
             return batch
         found = rows.num_rows
         has_rows |= found == num_rows
-        size = sum(each.numel() for each in _arrays(batch) if isinstance(each, torch.Tensor))
+        size = sum(each.numel() for each in arrays_in(batch) if isinstance(each, torch.Tensor))
         first = first or (num_rows, size)
         is_constant = num_rows > first[0] and size == first[1]
         if found < num_rows and (has_rows or not found or is_constant):

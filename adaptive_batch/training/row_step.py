@@ -114,7 +114,6 @@ class RowsOfStep:
     knows_lengths = True
     is_packed = False
     width = 0
-    divided = ()
     cuts = False
     treatment = ""
 

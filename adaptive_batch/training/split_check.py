@@ -1,267 +1,115 @@
-"""Whether the loss of a batch is the sum of its parts' shares: what does not decompose is refused
-before it is split.
+"""Compares the gradient of a few rows with the sum of their parts' gradients before a batch is
+split, so that a loss which does not decompose is refused.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import RandomState, is_out_of_memory, recover
+from adaptive_batch.memory import RandomState, is_out_of_memory
 
-from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
-from .model_checks import evaluation_mode
-from .oom_retry import OOMRetry
-from .parts import LabelCounter, Part, Splittable, has_shifted_labels
-from .sizing import MicroBatchSizer
-from .snapshot import StepSnapshot
+from .batch_statistics import BatchStatistics
+from .gradient_passes import GradientPasses, Pass
+from .model_checks import gradient_hooks, some_names
+from .options import Terms
+from .parts import LabelCounter, Part, Splittable, arrays_in, has_shifted_labels
 from .step_runner import StepRunner
 
 log = logging.getLogger("adaptive_batch")
 
-# Difference that may be rounding, as a share of the losses: of float32, and in epsilons of the
-# coarsest type that forward computes in, which is less of a mean over more labels.
-_ROUNDING = 1e-4
-_EPSILONS = 8
-# Epsilons of the type of the loss, which is rounded however many labels it is a mean over.
-_LOSS_EPSILONS = 2
-# Batches after which the likelier way to count labels is taken, if all have given the same loss.
-_MOST_CHECKS = 3
-# Splits that are checked again: the first batch may have been one of equal parts by chance.
-_CHECKED_AGAIN = frozenset({2, 4, 8, 16, 32, 64})
+# Differences that rounding may cause, as shares of the norm of the gradient. In 1,257 correct
+# records float32 differed by at most 2.4e-5, and bfloat16 weights by more than 1.5% once.
+_FLOORS = {torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
+_FLOOR = 1e-3
+_FLOOR_TF32 = 1e-2
+# Difference between two runs of the same rows above which a comparison shows nothing.
+_MOST_NOISE = 0.05
+# Difference between fitted shares and those that a kind of loss would have.
+_SAME_SHARE = 0.05
+# Share of the second run: it rounds backward otherwise.
+_OTHER_SHARE = 0.7
+# Comparisons after which the likelier way to count labels is taken, if each way fits all of them.
+_MOST_CHECKS = 6
+# Splits that are checked, and every 256th after them: rows of one batch may be alike by chance.
+_CHECKED = frozenset({1, 2, 4, 8, 16, 32, 64})
+_CHECKED_EVERY = 256
+# Rows of a batch among which those with fewest and with most labels are sought.
+_CANDIDATES = 64
+
+# Rows of a batch in two parts, ascending.
+Pair = tuple[list[int], list[int]]
 
 
-class BackwardCatcher(TorchFunctionMode):
-    """Catches ``Tensor.backward``, where GradScaler, accelerate and Fabric arrive too, and sums up
-    its losses.
+@dataclass(frozen=True)
+class Comparison:
+    """Inner products of the gradients of some rows as a whole and in two parts, summed over ranks.
 
     Attributes:
-        loss: sum of the losses; None where no backward was called.
-        epsilon: rounding of the coarsest type that a function returned.
-        loss_epsilon: rounding of the coarsest 16-bit type of a single number that one returned; 0
-            without one.
+        products: float64 `[3, 3]`, of the gradient of the whole and of each part.
+        shares: of the two parts on this rank.
+        draws: whether a part drew random numbers that the whole did not.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss: torch.Tensor | None = None
-        self.epsilon = torch.finfo(torch.float32).eps
-        self.loss_epsilon = 0.0
+    products: torch.Tensor
+    shares: tuple[float, ...]
+    draws: bool
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.backward:
-            loss = args[0].detach().double().sum()
-            if self.loss is not None:
-                loss = loss + self.loss
-            self.loss = loss
-            return None
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
-            epsilon = torch.finfo(result.dtype).eps
-            self.epsilon = max(self.epsilon, epsilon)
-            if result.numel() == 1:
-                self.loss_epsilon = max(self.loss_epsilon, epsilon)
-        return result
-
-
-class EvaluatedPieces:
-    """Runs pieces of a batch, on all ranks as many, and undoes what they change.
-
-    Args:
-        runner: runs the parts of a batch.
-        forward_backward: function that runs a part; see :class:`.SplitCheck`.
-        statistics: statistics of a batch.
-    """
-
-    def __init__(
-        self,
-        runner: StepRunner,
-        forward_backward: Callable[[Part], object],
-        statistics: BatchStatistics,
-    ) -> None:
-        self._runner = runner
-        self._forward_backward = forward_backward
-        self._statistics = statistics
-        self._sharding = runner.sharding
-        self._retry = OOMRetry(
-            MicroBatchSizer(), memory=runner.memory, sharding=runner.sharding, is_of_training=False
-        )
-        self._snapshot = StepSnapshot(runner.model, runner.memory.device)
-        self._epsilon = torch.finfo(torch.float32).eps
-        self._loss_epsilon = 0.0
-
-    def learn_collectives(self, rows: Splittable) -> None:
-        """Run once, so that even the first piece can fail on one rank and be brought to its end."""
-        kinds: list[bool | str] = [True]
-        if self._statistics.are_needed:
-            kinds.append(STATISTICS)
-        if all(self._sharding.knows(evaluates=kind) for kind in kinds):
-            return
-        restore = self._snapshot.take()
-        self._retry.expect([MicroBatch([0], 1)])
-        try:
-            with self._evaluating():
-                statistics = self._statistics_of(rows.dummy, 1)
-                self._loss(rows.dummy, 1, statistics=statistics)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._retry.lost(error, "in the check of a split") from error
-        restore()
-
-    def losses(
-        self, rows: Splittable, pieces: Sequence[Sequence[int]], shares: Sequence[float]
-    ) -> list[float | None] | None:
-        """Return the loss that the function calls backward on, of each piece with its share; None
-        where memory ran out on any rank.
+    @property
+    def norm(self) -> float:
+        """Return the norm of the gradient of the whole, or of a part if that is larger; NaN if the
+        whole's is not finite.
         """
-        # Empty where none are needed.
-        of_pieces: defaultdict[int, Statistics] = defaultdict(dict)
-        losses: list[float | None] = []
+        whole, *parts = self.products.diagonal().sqrt().tolist()
+        norm: float = max([whole, *filter(math.isfinite, parts)])
+        return norm
 
-        def part(number: int) -> tuple[Callable[[], Any], int, float]:
-            # A rank that has fewer pieces runs one that does not count.
-            if number >= len(pieces):
-                return rows.dummy, 1, 1.0
-            return partial(rows.part, pieces[number]), len(pieces[number]), shares[number]
-
-        def measure(number: int) -> None:
-            of_pieces[number] = self._statistics_of(*part(number))
-
-        def run(number: int) -> None:
-            # The whole has its own, and each of the others their sum.
-            is_one_of_others = 0 < number < len(pieces)
-            statistics = of_others if is_one_of_others else of_pieces[number]
-            losses.append(self._loss(*part(number), statistics=statistics))
-
-        if self._statistics.are_needed and not self._run_pieces(pieces, measure, STATISTICS):
-            return None
-        of_others = sum_of([of_pieces[number] for number in range(1, len(pieces))])
-        if not self._run_pieces(pieces, run, True):
-            return None
-        return losses[: len(pieces)]
-
-    def _run_pieces(
-        self,
-        pieces: Sequence[Sequence[int]],
-        run: Callable[[int], None],
-        evaluates: bool | str,
-    ) -> bool:
-        """Run pieces, on all ranks as many, and undo what they change; return whether memory
-        sufficed on all ranks.
+    @property
+    def difference(self) -> float:
+        """Return the norm of whole - sum of parts, as a share of `norm`; infinite if a part's
+        gradient is not finite.
         """
-        restore = self._snapshot.take()
-        num_pieces = distributed.maximum(len(pieces))
-        largest = MicroBatch(list(pieces[0]) if pieces else [], 0)
-        has_failed = False
-        try:
-            with self._evaluating():
-                self._retry.run_in_turn(
-                    [largest] * num_pieces,
-                    run,
-                    drop=self._sharding.reset,
-                    idle=largest,
-                    kinds=[{"evaluates": evaluates}] * num_pieces,
-                )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if distributed.world_size() > 1:
-                raise self._retry.lost(error, "in the check of a split") from error
-            has_failed = True
-        restore()
-        if has_failed:
-            # Outside of the except block, which keeps the failed forward's tensors alive.
-            recover(self._runner.memory)
-        if distributed.any_of_ranks(has_failed or self._retry.has_failed):
-            self._retry.forget_failure()
-            return False
-        return True
+        signs = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
+        square = float(signs @ self.products @ signs)
+        return math.sqrt(max(0.0, square)) / self.norm if math.isfinite(square) else math.inf
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with (
-            evaluation_mode(self._runner.model),
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-
-    def _statistics_of(
-        self, make_batch: Callable[[], Any], num_rows: int, share: float = 1.0
-    ) -> Statistics:
-        """Return the statistics of a piece alone; empty where none are needed."""
-        if not self._statistics.are_needed:
-            return {}
-        with self._runner.trial(evaluates=STATISTICS):
-            part = Part(make_batch(), num_rows, share=share, is_trial=True)
-            return self._statistics.of_part(part)
-
-    def _loss(
-        self,
-        make_batch: Callable[[], Any],
-        num_rows: int,
-        share: float = 1.0,
-        *,
-        statistics: Statistics,
-    ) -> float | None:
-        """Return the loss that the function calls backward on; None where no backward is seen."""
-        with self._runner.trial(evaluates=True), BackwardCatcher() as catcher:
-            part = Part(make_batch(), num_rows, share=share, is_trial=True, statistics=statistics)
-            try:
-                self._forward_backward(part)
-            except RuntimeError as error:
-                # torch.autograd.backward and .grad are not caught, and have no graph here.
-                if "does not require grad" not in str(error):
-                    raise
-        self._epsilon = max(self._epsilon, catcher.epsilon)
-        self._loss_epsilon = max(self._loss_epsilon, catcher.loss_epsilon)
-        return None if catcher.loss is None else float(catcher.loss)
-
-    def rounding(self, num_labels: float) -> float:
-        """Return the difference between losses that may be rounding, as a share of them. A
-        collective.
-
-        Args:
-            num_labels: labels that the loss is a mean over.
+    def fitted_shares(self) -> tuple[list[float], float]:
+        """Return the shares with which the parts fit the whole best, by least squares, and what is
+        left of the difference, as a share of `norm`.
         """
-        epsilon = max(distributed.all_gather(self._epsilon))
-        loss_epsilon = max(distributed.all_gather(self._loss_epsilon))
-        rounding: float = (
-            _ROUNDING
-            + _EPSILONS * epsilon / max(1.0, num_labels) ** 0.5
-            + _LOSS_EPSILONS * loss_epsilon
-        )
-        return rounding
+        parts = self.products[1:, 1:].nan_to_num()
+        target = self.products[1:, 0].nan_to_num()
+        weights = torch.linalg.pinv(parts, rtol=1e-9, hermitian=True) @ target
+        left = (self.products[0, 0] - weights @ target).clamp(min=0).sqrt() / self.norm
+        return (weights * torch.tensor(self.shares)).tolist(), float(left)
 
 
 class SplitCheck:
-    """Compares the loss of a batch with that of its parts, in evaluation mode and without
-    gradients.
+    """Compares the gradient of a few rows with the sum of their parts' gradients.
 
     All ranks call it alike, and decide alike.
 
     Args:
         runner: runs the parts of a batch.
-        forward_backward: function that runs a part, see :class:`.AdaptiveStep`; what it returns
-            does not count.
+        forward_backward: function that runs a part, see :class:`.AdaptiveStep`.
         labels: counts the labels of a part, perhaps in several ways.
-        statistics: statistics of a batch, which must be the sums of its parts' too.
-        name: name of the function in errors.
+        statistics: statistics of a batch.
+        terms: names of the caller's API.
+        name: name of the function.
 
     Attributes:
         way: way in which labels are counted, as far as batches have shown it.
+        keeps_columns: whether parts keep all columns, since the gradient depends on padding.
     """
 
     def __init__(
@@ -271,146 +119,256 @@ class SplitCheck:
         labels: LabelCounter,
         statistics: BatchStatistics,
         *,
+        terms: Terms,
         name: str,
     ) -> None:
         self._runner = runner
         self._labels = labels
+        self._terms = terms
         self._name = name
-        self._evaluated = EvaluatedPieces(runner, forward_backward, statistics)
-        # By the way of counting labels, summed over the batches that were checked.
-        self._differences: list[float] = []
-        self._num_checks = 0
+        self._passes = GradientPasses(runner, forward_backward, statistics, terms=terms)
         self.way = 0
+        self.keeps_columns = False
+        self._num_checks = 0
         self._is_decided = False
-        self._sees_loss = True
+        # Whether rows of the last check had no gradient, or none that is finite.
+        self._is_open = False
         self._num_splits = 0
-        # Which tensors of a batch were divided, of each batch that was checked.
-        self._divided: set[tuple[bool, ...]] = set()
+        self._warned: set[str] = set()
 
-    def begin_split(self, counts: Sequence[Sequence[int]], divided: tuple[bool, ...]) -> bool:
-        """Count a split; return whether its parts have to be checked before they run. A collective.
+    def begin_split(self, counts: Sequence[Sequence[float]]) -> bool:
+        """Count a split; return whether to check it before its parts run. A collective.
 
         Args:
             counts: labels of each part, counted in each way; none on a rank without rows.
-            divided: whether each tensor of the batch is divided.
         """
-        if not self._sees_loss:
-            return False
         self._num_splits += 1
-        is_new = divided not in self._divided
-        self._divided.add(divided)
-        if self._is_decided:
-            return distributed.any_of_ranks(is_new or self._num_splits in _CHECKED_AGAIN)
+        is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
+        is_due |= self._is_open and self._num_splits < max(_CHECKED)
+        if is_due or self._is_decided:
+            return is_due
         num_ways = len(counts[0]) if counts else 1
         differs = len({_shares(counts, way) for way in range(num_ways)}) > 1
-        return distributed.any_of_ranks(differs or not self._num_checks)
+        return distributed.any_of_ranks(differs)
 
-    def check(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
-        """Compare a batch with its parts, and leave random numbers as they were, of which
-        collating may draw some.
+    def check(self, rows: Splittable, pieces: Sequence[MicroBatch]) -> None:
+        """Compare a few rows with their parts; random numbers are as before afterwards.
 
         Args:
             rows: rows of the batch.
-            pieces: rows of each part.
+            pieces: parts that the batch is split into.
 
         Raises:
-            SettingError: the loss is another one when it is split; with both losses.
+            SettingError: the gradient is another one when rows are split, or a part fails.
         """
+        self._is_open = False
         with RandomState(self._runner.memory.device):
-            self._compare(rows.to_check(), pieces)
+            collated = rows.to_check()
+            try:
+                # A script's own split= compares all of its rows with the batch.
+                collated.part(range(collated.num_rows))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            for pair in self._pairs(collated, pieces):
+                self._compare(rows, collated, pair)
+        self._warn_of_side_effects()
+        self._runner.retry.disregard_allocator_retries()
 
-    def _compare(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
-        """Compare the whole batch with its parts; where it does not fit, the largest half that does
-        with its halves.
+    def _pairs(self, rows: Splittable, pieces: Sequence[MicroBatch]) -> Iterator[Pair]:
+        """Yield the rows with fewest and those with most labels, and then others.
+
+        A part has two rows if a micro-batch has four, so that a check needs no more memory.
         """
-        self._evaluated.learn_collectives(rows)
-        whole = list(range(rows.num_rows))
-        has_cache = self._runner.memory.granularity_bytes > 1
-        if has_cache and self._runner.sizer.max_batch_size is not None:
-            largest, halves_of_largest = largest_part(pieces)
-            if distributed.any_of_ranks(len(halves_of_largest) > 1):
-                whole = largest
-                pieces = halves_of_largest
-        while distributed.any_of_ranks(len(pieces) > 1):
-            counts = [self._labels.counts(rows.part(piece), len(piece)) for piece in pieces]
-            # A part without labels in the likelier way may have some in the other.
-            shares = [share or 1.0 for share in _shares(counts, 0)]
-            losses = self._evaluated.losses(rows, [whole, *pieces] if whole else [], [1.0, *shares])
-            if losses is not None:
-                self._runner.retry.disregard_allocator_retries()
-                self._decide(rows, counts, shares, losses)
-                return
-            whole = whole[: (len(whole) + 1) // 2]
-            pieces = halves(whole)
+        num_rows = rows.num_rows
+        order = random.Random(self._num_splits).sample(range(num_rows), num_rows)
+        by_labels = sorted(order[:_CANDIDATES], key=lambda row: self._labels_first(rows, row))
+        largest = max((piece.size for piece in pieces), default=0)
+        length = max((piece.length for piece in pieces), default=0) or 1
+        size = 2 if 4 * length <= largest and num_rows >= 4 else 1
+        yield sorted(by_labels[:size]), sorted(by_labels[size:][-size:])
+        if distributed.maximum(num_rows) > 2:
+            yield sorted(order[:size]), sorted(order[size : 2 * size])
 
-    def _decide(
+    def _labels_first(self, rows: Splittable, row: int) -> list[float]:
+        """Return what orders rows: labels, then classes, other whole numbers, and other numbers."""
+        batch = rows.part([row])
+        tensors = [
+            each.detach()
+            for each in arrays_in(batch)
+            if isinstance(each, torch.Tensor)
+            and each.layout == torch.strided
+            and not each.is_nested
+        ]
+        tensors.sort(key=lambda each: (each.is_floating_point(), each.numel() > 1))
+        labels = self._labels.count(batch, 1, way=self.way)
+        return [labels, *(float(each.sum(dtype=torch.float64)) for each in tensors)]
+
+    def _compare(self, rows: Splittable, collated: Splittable, pair: Pair) -> None:
+        """Compare rows as a whole with two parts.
+
+        Raises:
+            SettingError: their gradients differ.
+        """
+        found = self._measure(rows, collated, pair)
+        if found is None:
+            pair = (pair[0][:1], pair[1][-1:])
+            found = self._measure(rows, collated, pair)
+        if found is None:
+            self._warn("two rows do not fit in memory at once, so the split is not checked")
+            return
+        if not 0 < found.norm < math.inf:
+            self._is_open = True
+            self._warn("rows have no finite gradient, so the split is not checked yet")
+            return
+        limit = self._floor()
+        noise = 0.0
+        cut = None
+        by_row = found.draws
+        if found.difference > limit:
+            if by_row:
+                found = self._measure(rows, collated, pair, by_row=True) or found
+            noise = self._noise(rows, collated, pair, by_row=by_row)
+            limit = max(limit, 2 * noise)
+        if found.difference > limit and not self._is_decided and self._num_ways(rows) > 1:
+            other = self._measure(rows, collated, pair, way=1 - self.way, by_row=by_row)
+            if other is not None and other.difference <= limit:
+                found = other
+                self.way = 1 - self.way
+        if found.difference > limit and distributed.any_of_ranks(collated.cuts):
+            cut = found.difference
+            found = self._measure(rows, collated.uncut(), pair, by_row=by_row) or found
+        coefficient = _auxiliary_coefficient(self._runner.model)
+        if found.difference <= limit and (cut is None or distributed.any_of_ranks(rows.cuts)):
+            if cut is not None:
+                self.keeps_columns = True
+                self._warn(
+                    f"the gradient depends on padding (it differs by {_percent(cut)} without), so"
+                    " parts of a batch keep all columns"
+                )
+            self._learn_way(rows, collated, pair, limit)
+        elif found.draws or noise > _MOST_NOISE:
+            self._warn(
+                "a batch and its parts cannot be compared, since the loss draws random numbers or"
+                f" is not deterministic (the same rows differ by {_percent(noise)})"
+            )
+        elif found.difference <= 2 * coefficient:
+            self._warn(
+                f"gradients of a batch and of its parts differ by {_percent(found.difference)},"
+                " since each part has an auxiliary loss of its own, with coefficient"
+                f" {coefficient:g}"
+            )
+        else:
+            raise self._refusal(pair, found, noise=noise, limit=limit, cut=cut)
+
+    def _num_ways(self, rows: Splittable) -> int:
+        """Return how many ways there are to count labels, on any rank."""
+        return distributed.maximum(len(self._labels.counts(rows.dummy(), 1)))
+
+    def _shares_of(self, rows: Splittable, pair: Pair, way: int) -> tuple[float, ...]:
+        """Return the share of each part, 0 of one without labels."""
+        counts = [
+            self._labels.count(rows.part(part), len(part), way=way) if part else 0.0
+            for part in pair
+        ]
+        total = sum(counts)
+        return tuple(count / total if total else 0.0 for count in counts)
+
+    def _measure(
         self,
         rows: Splittable,
-        counts: Sequence[Sequence[int]],
-        shares: Sequence[float],
-        losses: Sequence[float | None],
-    ) -> None:
-        """Choose how labels are counted: the way that gives the loss of the whole batch.
+        collated: Splittable,
+        pair: Pair,
+        *,
+        way: int | None = None,
+        by_row: bool = False,
+    ) -> Comparison | None:
+        """Run rows as a whole and in two parts; return None if a rank ran out of memory.
 
-        Args:
-            rows: rows of the batch.
-            counts: labels of each part, counted in each way.
-            shares: with which the parts ran.
-            losses: of the whole and of each part.
+        A part without labels has no mean, so a dummy with weight 0 runs in its place.
         """
-        seen = [loss for loss in losses if loss is not None]
-        if distributed.any_of_ranks(len(seen) < len(losses)):
-            self.way = 0
-            self._is_decided = True
-            self._sees_loss = False
-            if distributed.is_rank_zero():
-                log.warning(
-                    "no loss.backward() is seen in forward_backward: whether a split changes the"
-                    " loss is not known"
-                )
-            return
-        whole_loss = seen[0] if seen else 0.0
-        num_ways = len(self._labels.counts(rows.dummy(), 1))
-        sums = [_weighted_sum(_shares(counts, way), shares, seen[1:]) for way in range(num_ways)]
-        scale = max((abs(loss) for loss in seen if not math.isnan(loss)), default=0.0)
-        num_labels = sum(count[0] for count in counts)
-        gathered = distributed.all_gather([whole_loss, scale, num_labels, *sums])
-        whole_loss, scale, num_labels, *sums = (
-            torch.tensor(gathered, dtype=torch.float64).sum(dim=0).tolist()
-        )
-        if not math.isfinite(whole_loss) or any(map(math.isinf, sums)):
-            return
-        rounding = self._evaluated.rounding(num_labels)
-        # Where a part has a share and its loss is no number, its labels are counted wrong.
-        differences = [math.inf if math.isnan(total) else abs(total - whole_loss) for total in sums]
+        shares = self._shares_of(collated, pair, self.way if way is None else way)
+        whole = Pass(collated.uncut(), sorted([*pair[0], *pair[1]]), sum(shares), rows.dummy)
+        parts = [
+            Pass(collated, part, share, rows.dummy)
+            for part, share in zip(pair, shares, strict=True)
+        ]
+        gradients = self._passes.run([whole, *parts], by_row=by_row)
+        if gradients is None:
+            return None
+        draws = distributed.any_of_ranks(self._passes.has_other_draws)
+        return Comparison(_products(gradients), shares, draws)
+
+    def _noise(self, rows: Splittable, collated: Splittable, pair: Pair, *, by_row: bool) -> float:
+        """Return how far the same rows differ when they run again, as a share of their gradient; 0
+        if memory runs out.
+        """
+        total = sum(self._shares_of(collated, pair, self.way))
+        # In the same order: among equal losses a top-k may choose other rows.
+        numbers = sorted([*pair[0], *pair[1]])
+        passes = [
+            Pass(collated.uncut(), numbers, share * total, rows.dummy)
+            for share in (1.0, _OTHER_SHARE)
+        ]
+        gradients = self._passes.run(passes, by_row=by_row)
+        if gradients is None:
+            return 0.0
+        products = _products(gradients)
+        # The sine of the angle between both, as a function may ignore the share.
+        cosine = products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()
+        return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
+
+    def _floor(self) -> float:
+        """Return the difference that rounding may cause, by the coarsest type of the model."""
+        types = {parameter.dtype for parameter in self._runner.model.parameters()}
+        if self._passes.keeps_autocast:
+            types.add(torch.bfloat16)
+        floor = max(_FLOORS.get(dtype, _FLOOR) for dtype in types)
+        is_cuda = self._runner.memory.device.type == "cuda"
+        if is_cuda and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
+            floor = max(floor, _FLOOR_TF32)
+        return max(distributed.all_gather(floor))
+
+    def _warn(self, message: str) -> None:
+        """Log a message of a kind once."""
+        kind = message.partition("(")[0]
+        if kind not in self._warned and distributed.is_rank_zero():
+            log.warning("%s: %s", self._name, message)
+        self._warned.add(kind)
+
+    def _warn_of_side_effects(self) -> None:
+        """Name the buffers that a forward pass writes, and the hooks of gradients."""
+        written = self._passes.written_buffers
+        if written:
+            self._warn(
+                f"each part of a split batch writes the buffers {some_names(written)}, which a"
+                " whole batch writes once"
+            )
+        hooked = gradient_hooks(self._runner.model)
+        if hooked:
+            self._warn(
+                f"each part of a split batch calls the gradient hooks of {some_names(hooked)},"
+                " which a whole batch calls once"
+            )
+
+    def _learn_way(self, rows: Splittable, collated: Splittable, pair: Pair, limit: float) -> None:
+        """Decide how labels are counted if the other way would have given other shares, or after
+        enough comparisons.
+        """
         if self._is_decided:
-            sums = [sums[self.way]]
-            differences = [differences[self.way]]
-        fitting = [difference for difference in differences if difference <= rounding * scale]
-        if not fitting:
-            raise self._refusal(whole_loss, sums)
-        if not self._is_decided:
-            self._learn_way(rows, differences, num_fitting=len(fitting))
-
-    def _learn_way(
-        self, rows: Splittable, differences: Sequence[float], *, num_fitting: int
-    ) -> None:
-        """Add what a batch has shown of each way of counting labels; decide where one way alone
-        fits, or enough batches were checked.
-        """
-        earlier = self._differences or [0.0] * len(differences)
-        self._differences = [total + new for total, new in zip(earlier, differences, strict=True)]
-        self.way = self._differences.index(min(self._differences))
+            return
         self._num_checks += 1
-        if num_fitting == 1 or self._num_checks == _MOST_CHECKS:
-            self._is_decided = True
-            if len(differences) > 1 and num_fitting == 1 and self.way == 0:
-                self._refuse_labels_shifted_twice(rows)
-            if self.way > 0 and distributed.is_rank_zero():
-                log.info(
-                    "labels are shifted already where they reach the model, so the first of each"
-                    " row counts too"
-                )
+        ways = range(self._num_ways(rows))
+        shares = [self._shares_of(collated, pair, way)[0] for way in ways]
+        is_only = distributed.any_of_ranks(max(shares) - min(shares) > 2 * limit)
+        self._is_decided = is_only or self._num_checks == _MOST_CHECKS
+        if is_only and self.way == 0:
+            self._refuse_labels_shifted_twice(collated)
+        if self._is_decided and self.way > 0 and distributed.is_rank_zero():
+            log.info(
+                "labels are shifted already where they reach the model, so the first of each row"
+                " counts too"
+            )
 
     def _refuse_labels_shifted_twice(self, rows: Splittable) -> None:
         """Refuse labels that collate has shifted where the loss leaves the first of each row out,
@@ -420,55 +378,74 @@ class SplitCheck:
         if distributed.any_of_ranks(has_shifted):
             remedy = (
                 "each is the token after its own already, and the loss shifts them again, so that"
-                " it predicts the token after the next; shift them in one of the two, or give"
-                " num_labels= where that is meant"
+                f" it predicts the token after the next; shift them in one of the two, or give"
+                f" {self._terms.num_labels} where that is meant"
             )
             raise SettingError("labels", "shifted twice", remedy)
 
-    def _refusal(self, whole_loss: float, sums: Sequence[float]) -> SettingError:
-        parts = " or ".join(f"{total:.6g}" for total in sums)
-        remedy = (
-            f"the loss of a batch is {whole_loss:.6g} as a whole and {parts} as the sum of its"
-            " parts' shares, so a split would train something else; multiply a mean by part.share"
-            " before backward; give num_labels=, how many"
-            " labels the mean is taken over, or split=, where rows belong together or the model"
-            " sees padding, of which a part has less; a loss that compares rows, such as a"
-            ' contrastive one, must stay whole: on_out_of_memory="raise", without micro_batch_size'
-            " and micro_batch_tokens"
+    def _refusal(
+        self, pair: Pair, found: Comparison, *, noise: float, limit: float, cut: float | None
+    ) -> SettingError:
+        """Build the error of a loss that does not decompose: what was measured, and its remedy."""
+        terms = self._terms
+        measured = (
+            f"the gradients of {count(sum(map(len, pair)), 'row')} as a whole and in two parts"
+            f" differ by {_percent(found.difference)}"
         )
-        return SettingError("forward_backward", self._name, remedy)
+        if cut is not None:
+            measured += f" ({_percent(cut)} if the parts leave padding out)"
+        measured += f", and those of two runs of the whole by {_percent(noise)}"
+        shares, rest = found.fitted_shares()
+        given = " and ".join(f"{share:.3g}" for share in found.shares)
+        fitted = " and ".join(f"{share:.3g}" for share in shares)
+        if found.difference <= limit:
+            remedy = (
+                "the model sees padding, of which a part has less; mask it, or pad all rows to one"
+                " length"
+            )
+        elif rest > limit:
+            remedy = (
+                "a loss that compares rows, such as a contrastive one, must stay whole: set"
+                ' on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens; if'
+                f" rows belong together, give {terms.split}"
+            )
+        elif all(abs(share - 1) < _SAME_SHARE for share in shares):
+            remedy = f"the loss is a sum over rows, not a mean: {terms.sum}"
+        else:
+            remedy = (
+                f"the loss weights the parts by {fitted}, and their labels by {given};"
+                f" {terms.share}; give {terms.num_labels} if the mean is over something else, such"
+                " as the sum of class weights"
+            )
+        value = f"{measured}, so a split would train something else; {remedy}"
+        return SettingError(terms.function, self._name, value)
 
 
-def largest_part(pieces: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Return the rows of the largest part and its halves, which are compared from the first where a
-    device has a cache and what fits is known.
-
-    Where the whole does not fit, the allocator would give back the cache that trials have left for
-    training.
-    """
-    largest = max(map(list, pieces), key=len, default=[])
-    return largest, halves(largest)
-
-
-def halves(rows: list[int]) -> list[list[int]]:
-    """Return the two halves of a piece, of which the first may have a row more; one of one row."""
-    middle = (len(rows) + 1) // 2
-    return [half for half in (rows[:middle], rows[middle:]) if half]
-
-
-def _shares(counts: Sequence[Sequence[int]], way: int) -> tuple[float, ...]:
-    """Return the share of each part, labels counted in one way; zeros where there are none."""
+def _shares(counts: Sequence[Sequence[float]], way: int) -> tuple[float, ...]:
+    """Return the share of each part, labels counted in one way; zeros if there are none."""
     total = sum(count[way] for count in counts)
     return tuple(count[way] / total if total else 0.0 for count in counts)
 
 
-def _weighted_sum(
-    shares: Sequence[float], ran_with: Sequence[float], losses: Sequence[float]
-) -> float:
-    """Return the sum of losses with these shares, of parts that ran with others."""
-    # The mean of a part without labels is no number, and does not count.
-    return sum(
-        share / divisor * loss
-        for share, divisor, loss in zip(shares, ran_with, losses, strict=True)
-        if share
-    )
+def _products(vectors: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Return the inner products of vectors: float64 `[vectors, vectors]`, summed over ranks."""
+    stacked = torch.stack(list(vectors))
+    gathered = distributed.all_gather((stacked @ stacked.T).tolist())
+    return torch.tensor(gathered, dtype=torch.float64).sum(dim=0)
+
+
+def _auxiliary_coefficient(model: nn.Module) -> float:
+    """Return the coefficient of a mixture of experts' auxiliary loss; 0 without one."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    values = [
+        value
+        for config in configs
+        if hasattr(config, "__dict__")
+        for name, value in vars(config).items()
+        if "aux_loss" in name and isinstance(value, float)
+    ]
+    return max(values, default=0.0)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if math.isfinite(share) else "more than can be measured"

@@ -52,6 +52,7 @@ class StepRunner:
         largest_size: tokens of the largest micro-batch that the allocator's cache has served since
             it was given back; rows where their lengths are not known.
         is_trial: whether what runs now is a trial, and not training.
+        step_gradients: gradients of earlier batches, set aside while a step runs.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StepRunner:
         self.largest_size = 0
         self.compilations = CompilationLog(model)
         self.is_trial = False
+        self.step_gradients = GradientsApart({}, self.drop_gradients)
         self._snapshot = StepSnapshot(model, self.memory.device)
         self._others = OtherLeaves(self.own_leaves)
 
@@ -137,7 +139,7 @@ class StepRunner:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        gradients = self.gradients_apart()
+        self.step_gradients = gradients = self.gradients_apart()
         self.sharding.begin_step()
         restore = self._snapshot.take()
         divisions = [division]
@@ -205,7 +207,7 @@ class StepRunner:
             {"is_last": number == num_pieces - 1 or (reduces_first and not number)}
             for number in range(num_pieces)
         ]
-        self._others.begin_parts(len(pieces))
+        self.begin_parts(len(pieces))
         size = max((piece.size for piece in pieces if piece), default=0)
         if size > self.largest_size:
             self.largest_size = size
@@ -217,6 +219,10 @@ class StepRunner:
                 run(pieces[number], is_last)
 
         self.retry.run_in_turn(pieces, run_number, drop=self.drop_gradients, idle=idle, kinds=kinds)
+
+    def begin_parts(self, num_parts: int) -> None:
+        """Refuse hooks that may step an optimizer in backward if a step has several parts."""
+        self._others.begin_parts(num_parts)
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
@@ -321,6 +327,15 @@ class StepRunner:
             for parameter in self._parameters()
             if parameter is not None and parameter.grad is not None
         }
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Return the gradients of parameters by their ids, of those outside of the model too."""
+        others = [
+            leaf for leaf, _ in self.step_gradients.others() if isinstance(leaf, nn.Parameter)
+        ]
+        gradients = self._gradients()
+        gradients |= {leaf: leaf.grad for leaf in others if leaf.grad is not None}
+        return {id(parameter): gradient for parameter, gradient in gradients.items()}
 
     def has_gradients(self) -> bool:
         """Return whether a parameter has a gradient."""

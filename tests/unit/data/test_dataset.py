@@ -129,7 +129,7 @@ def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() 
     assert torch.allclose(split, whole, rtol=1e-6, atol=1e-9)
     # The check of the first split shows it too.
     assert torch.allclose(gradient(2), whole, rtol=1e-6, atol=1e-9)
-    with pytest.raises(SettingError, match=r"as a whole and .* as the sum of its parts' shares"):
+    with pytest.raises(SettingError, match="so a split would train something else"):
         gradient(2, num_labels=lambda batch: (batch["labels"][:, 1:] != -100).sum())
 
 

@@ -1,0 +1,251 @@
+"""Runs rows forward and backward, takes their gradients away, and undoes everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from adaptive_batch import distributed
+from adaptive_batch._util import count
+from adaptive_batch.data import MicroBatch
+from adaptive_batch.distributed import local_part
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.memory import RandomState, is_out_of_memory, recover
+
+from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
+from .exact_forward import exact_forward, without_autocast
+from .oom_retry import OOMRetry
+from .options import Terms
+from .parts import Part, Splittable
+from .row_draws import RowDraws
+from .sizing import MicroBatchSizer
+from .snapshot import StepSnapshot
+from .step_runner import StepRunner
+
+# Numbers that the gradient of a parameter is projected to, and its entries that are projected.
+_NUMBERS = 256
+_MOST_ENTRIES = 2**15
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Rows of a batch that run at once.
+
+    Attributes:
+        rows: the batch.
+        numbers: which of its rows run, ascending.
+        share: weight of their mean loss; 0 if they have no label, and a dummy runs.
+        dummy: function that makes one.
+    """
+
+    rows: Splittable
+    numbers: Sequence[int]
+    share: float
+    dummy: Callable[[], Any]
+
+    def part(self) -> Part:
+        """Return what the function is called with."""
+        if not self.share:
+            return Part(self.dummy(), 1, share=0.0, is_trial=True)
+        batch = self.rows.part(self.numbers)
+        return Part(batch, len(self.numbers), share=self.share, is_trial=True)
+
+
+class GradientPasses:
+    """Runs passes whose gradients are compared, as many on all ranks.
+
+    Args:
+        runner: runs the parts of a batch.
+        forward_backward: function that runs a part; see :class:`.AdaptiveStep`.
+        statistics: statistics of a batch.
+        terms: names of the caller's API.
+
+    Attributes:
+        keeps_autocast: whether the function fails without autocast, so that it stays on.
+        has_other_draws: whether the last passes drew random numbers that do not belong to rows.
+        written_buffers: names of the buffers that the last passes wrote.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        forward_backward: Callable[[Part], object],
+        statistics: BatchStatistics,
+        *,
+        terms: Terms,
+    ) -> None:
+        self._runner = runner
+        self._forward_backward = forward_backward
+        self._statistics = statistics
+        self._terms = terms
+        self._retry = OOMRetry(
+            MicroBatchSizer(), memory=runner.memory, sharding=runner.sharding, is_of_training=False
+        )
+        self._snapshot = StepSnapshot(runner.model, runner.memory.device)
+        self.keeps_autocast = False
+        self.has_other_draws = False
+        self.written_buffers: list[str] = []
+
+    def run(self, passes: Sequence[Pass], *, by_row: bool = False) -> torch.Tensor | None:
+        """Return the projected gradient of each pass.
+
+        Args:
+            passes: rows as a whole, and then their parts, if any.
+            by_row: whether each row draws its random numbers with a seed of its own.
+
+        Returns:
+            float64 `[passes, numbers]`; None if a rank ran out of memory.
+
+        Raises:
+            SettingError: the function failed.
+        """
+        with exact_forward(self._runner.model):
+            if not self.keeps_autocast:
+                with without_autocast(self._runner.memory.device) as is_used:
+                    try:
+                        return self._run(passes, by_row=by_row)
+                    except SettingError:
+                        if not is_used():
+                            raise
+                # Some kernels exist for 16-bit types alone.
+                self.keeps_autocast = True
+            return self._run(passes, by_row=by_row)
+
+    def _run(self, passes: Sequence[Pass], *, by_row: bool) -> torch.Tensor | None:
+        runner = self._runner
+        statistics: list[Statistics] = []
+        gradients: list[dict[int, torch.Tensor]] = []
+        draws: list[RowDraws] = []
+        has_drawn = False
+
+        def measure(number: int) -> None:
+            with runner.trial(evaluates=STATISTICS):
+                statistics.append(self._statistics.of_part(passes[number].part()))
+
+        def run(number: int) -> None:
+            nonlocal has_drawn
+            random_state = RandomState(runner.memory.device)
+            versions = self._buffer_versions()
+            if not passes[number].share and not runner.sharding.needs_dummy(is_last=False):
+                gradients.append({})
+                return
+            draws.append(RowDraws(passes[number].numbers or [0]))
+            with runner.trial(), draws[-1] if by_row else nullcontext():
+                part = passes[number].part()
+                if statistics:
+                    own = statistics[0] if number == 0 else of_parts
+                    part = part._replace(statistics=own)
+                self._forward_backward(part)
+            has_drawn |= random_state.has_changed()
+            written = self._buffer_versions().items() - versions.items()
+            self.written_buffers = sorted(name for name, _ in written)
+            gradients.append({key: _projected(grad) for key, grad in runner.gradients().items()})
+
+        if self._statistics.are_needed and not self._run_in_turn(passes, measure, STATISTICS):
+            return None
+        # The parts of a batch have the sums over all of them.
+        of_parts = sum_of(statistics[1:])
+        if not self._run_in_turn(passes, run):
+            return None
+        self.has_other_draws = has_drawn
+        if by_row:
+            sizes = [each.sizes for each in draws]
+            self.has_other_draws = None in sizes[0] or sizes != [sizes[0]] * len(sizes)
+        zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
+        rows = [
+            torch.cat([torch.zeros(1), *({**zeros, **each}[key] for key in zeros)])
+            for each in gradients
+        ]
+        return torch.stack(rows).double()
+
+    def _run_in_turn(
+        self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
+    ) -> bool:
+        """Run passes and undo what they change; return whether memory sufficed on all ranks."""
+        drop = self._runner.step_gradients.drop_new
+        restore = self._snapshot.take()
+        fullest = MicroBatch(list(passes[0].numbers) or [0], 0)
+        has_failed = False
+
+        def run_undone(number: int) -> None:
+            try:
+                run(number)
+            finally:
+                drop()
+                restore()
+
+        try:
+            self._retry.run_in_turn(
+                [fullest] * len(passes),
+                run_undone,
+                drop=drop,
+                idle=fullest,
+                kinds=[{"evaluates": evaluates}] * len(passes),
+            )
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failure(passes[0], error) from error
+            if distributed.world_size() > 1:
+                raise self._retry.lost(error, "in the check of a split") from error
+            has_failed = True
+        if has_failed:
+            # Outside of the except block, which keeps the failed forward's tensors alive.
+            recover(self._runner.memory)
+        if distributed.any_of_ranks(has_failed or self._retry.has_failed):
+            self._retry.forget_failure()
+            return False
+        return True
+
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        """Return by name what changes as a buffer is written; a BatchNorm's are left out."""
+        return {
+            f"{path}.{name}".lstrip("."): (id(buffer), buffer._version)
+            for path, module in self._runner.model.named_modules()
+            if not isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+
+    def _failure(self, whole: Pass, error: Exception) -> SettingError:
+        """Build the error of a function that failed on rows of a batch."""
+        rows = count(len(whole.numbers), "row")
+        treatment = whole.rows.treatment
+        if treatment:
+            rows = f"{rows} of a batch ({treatment})"
+        remedy = (
+            f"it raised {type(error).__name__} on {rows}, or on a part of them: {error}; if the"
+            f" rows are not those of the batch, give {self._terms.split}, a function that returns"
+            " SplitBatch(num_rows, part)"
+        )
+        name = getattr(self._forward_backward, "__name__", type(self._forward_backward).__name__)
+        return SettingError(self._terms.function, name, remedy)
+
+
+def _projected(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a random projection of a gradient, which keeps its norm and its inner products to
+    about 6%: entries with random signs, summed in 256 groups; of a large one only a part.
+    """
+    entries = local_part(gradient.detach())
+    if entries.is_sparse:
+        entries = entries.to_dense()
+    entries = entries.reshape(-1)
+    # An odd stride meets all columns of a matrix.
+    entries = entries[:: entries.numel() // _MOST_ENTRIES | 1].to("cpu", torch.float64)
+    if entries.numel() <= _NUMBERS:
+        return entries
+    padding = -entries.numel() % _NUMBERS
+    signed = entries * _signs(entries.numel())
+    return nn.functional.pad(signed, (0, padding)).view(-1, _NUMBERS).sum(dim=0)
+
+
+@lru_cache(maxsize=128)
+def _signs(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 2, (number,), dtype=torch.int8, generator=generator) * 2 - 1

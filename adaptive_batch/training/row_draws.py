@@ -1,0 +1,79 @@
+"""Random numbers that a row gets whichever part of a batch it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from adaptive_batch._torch import TorchDispatchMode
+
+
+class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draw the random numbers of each row with the row's own seed.
+
+    The seed of an operator is one number of the global generator. Activation checkpointing restores
+    that generator, so a recomputed forward pass draws the same numbers.
+
+    Args:
+        rows: numbers of the rows of the part that runs.
+
+    Attributes:
+        sizes: what each operator drew for a row, in entries of the first dimension; 0 for a scalar,
+            and None for a tensor that does not have the rows.
+    """
+
+    # Otherwise flex_attention refuses to run.
+    supports_higher_order_operators = True
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows = rows
+        self.sizes: list[int | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        # A higher-order operator, such as flex_attention, has no tags.
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        # Attention has no dropout here.
+        if not draws or "attention" in func._schema.name:
+            return func(*args, **kwargs)
+        if "generator" in kwargs:
+            # The script's own generator stays as it is.
+            kwargs["generator"] = None
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        state = torch.get_rng_state()
+        try:
+            return self._draw(func, args, kwargs, seed)
+        finally:
+            torch.set_rng_state(state)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any, seed: int) -> Any:
+        num_rows = len(self._rows)
+        shapes = [
+            tuple(getattr(arg, "shape", arg))
+            for arg in args
+            if isinstance(arg, torch.Tensor | list | tuple)
+        ]
+        shape = next(filter(None, shapes), ())
+        if not shape or not shape[0] or shape[0] % num_rows:
+            self.sizes.append(None if shape else 0)
+            torch.manual_seed(seed)
+            return func(*args, **kwargs)
+        size = shape[0] // num_rows
+        self.sizes.append(size)
+
+        def of_row(number: int, arg: Any) -> Any:
+            if isinstance(arg, torch.Tensor) and arg.shape[:1] == shape[:1]:
+                return arg[number * size : (number + 1) * size]
+            if isinstance(arg, list | tuple) and tuple(arg) == shape:
+                return [size, *shape[1:]]
+            return arg
+
+        drawn = []
+        for number, row in enumerate(self._rows):
+            torch.manual_seed((seed + 7919 * row) % 2**63)
+            drawn.append(func(*[of_row(number, arg) for arg in args], **kwargs))
+        # An operator in place has drawn into views of its first argument.
+        return args[0] if func._schema.is_mutable else torch.cat(drawn)
