@@ -125,22 +125,19 @@ class RandomState:
 
     def has_changed(self) -> bool:
         """Return whether a generator has another state now."""
-        now = RandomState(self._device).state_dict()
+        earlier = self.state_dict()
         return any(
-            not torch.equal(value, now[name])
+            not torch.equal(value, earlier[name])
             if isinstance(value, torch.Tensor)
-            else value != now.get(name)
-            for name, value in self.state_dict().items()
+            else value != earlier.get(name)
+            for name, value in RandomState(self._device).state_dict().items()
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""
         state = dict(self._state)
         if "numpy" in state:
-            array = sys.modules["numpy"].ndarray
-            state["numpy"] = private.tree_map_only(
-                array, lambda words: words.tolist(), state["numpy"]
-            )
+            state["numpy"] = _without_arrays(state["numpy"])
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +151,13 @@ class RandomState:
         numpy = sys.modules.get("numpy")
         if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])
+
+
+def _without_arrays(state: Any) -> Any:
+    """Return the state of a generator of NumPy with lists for its arrays."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(value) for name, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 @cache

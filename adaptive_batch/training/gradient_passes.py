@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from .exact_forward import exact_forward, without_autocast
 from .oom_retry import OOMRetry
 from .options import Terms
 from .parts import Part, Splittable
-from .row_draws import RowDraws
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
 from .step_runner import StepRunner
@@ -121,7 +121,7 @@ class GradientPasses:
         runner = self._runner
         statistics: list[Statistics] = []
         gradients: list[dict[int, torch.Tensor]] = []
-        draws: list[RowDraws] = []
+        sizes: list[list[int | None]] = []
         has_drawn = False
 
         def measure(number: int) -> None:
@@ -135,8 +135,7 @@ class GradientPasses:
             if not passes[number].share and not runner.sharding.needs_dummy(is_last=False):
                 gradients.append({})
                 return
-            draws.append(RowDraws(passes[number].numbers or [0]))
-            with runner.trial(), draws[-1] if by_row else nullcontext():
+            with runner.trial(), self._draws(passes[number], sizes, by_row=by_row):
                 part = passes[number].part()
                 if statistics:
                     own = statistics[0] if number == 0 else of_parts
@@ -155,14 +154,27 @@ class GradientPasses:
             return None
         self.has_other_draws = has_drawn
         if by_row:
-            sizes = [each.sizes for each in draws]
-            self.has_other_draws = None in sizes[0] or sizes != [sizes[0]] * len(sizes)
+            of_passes = set(map(tuple, sizes))
+            self.has_other_draws = len(of_passes) > 1 or None in chain(*of_passes)
         zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
         rows = [
             torch.cat([torch.zeros(1), *({**zeros, **each}[key] for key in zeros)])
             for each in gradients
         ]
         return torch.stack(rows).double()
+
+    @contextmanager
+    def _draws(self, one: Pass, sizes: list[list[int | None]], *, by_row: bool) -> Iterator[None]:
+        """Draw random numbers by row, and append what was drawn for each."""
+        if not by_row:
+            yield
+            return
+        # Only a loss that draws needs the private name that it derives from.
+        from .row_draws import RowDraws
+
+        with RowDraws(one.numbers or [0]) as draws:
+            yield
+        sizes.append(draws.sizes)
 
     def _run_in_turn(
         self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ log = logging.getLogger("adaptive_batch")
 _FLOORS = {torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
 _FLOOR = 1e-3
 _FLOOR_TF32 = 1e-2
+# Of parts of one row in less than float32, where losses near 0 differed by up to 15%.
+_FLOOR_OF_ROWS = 0.25
 # Difference between two runs of the same rows above which a comparison shows nothing.
 _MOST_NOISE = 0.05
 # Difference between fitted shares and those that a kind of loss would have.
@@ -176,22 +179,30 @@ class SplitCheck:
         self._runner.retry.disregard_allocator_retries()
 
     def _pairs(self, rows: Splittable, pieces: Sequence[MicroBatch]) -> Iterator[Pair]:
-        """Yield the rows with fewest and those with most labels, and then others.
+        """Yield the rows with fewest and with most labels, and those that differ in another value.
 
         A part has two rows if a micro-batch has four, so that a check needs no more memory.
         """
         num_rows = rows.num_rows
-        order = random.Random(self._num_splits).sample(range(num_rows), num_rows)
-        by_labels = sorted(order[:_CANDIDATES], key=lambda row: self._labels_first(rows, row))
+        # Among equal rows, the order decides.
+        order = random.Random(self._num_splits).sample(range(num_rows), num_rows)[:_CANDIDATES]
+        values = {row: self._values(rows, row) for row in order}
         largest = max((piece.size for piece in pieces), default=0)
         length = max((piece.length for piece in pieces), default=0) or 1
         size = 2 if 4 * length <= largest and num_rows >= 4 else 1
-        yield sorted(by_labels[:size]), sorted(by_labels[size:][-size:])
+        # Other values at the splits 1, 2, 4 and so on.
+        turn = 2 * self._num_splits.bit_length()
+        choices = [(0, size)]
         if distributed.maximum(num_rows) > 2:
-            yield sorted(order[:size]), sorted(order[size : 2 * size])
+            choices.append((1 - turn, size))
+            if self._limit(1) == _FLOOR:
+                choices.append((-turn, 1))
+        for first, of_part in choices:
+            by_value = sorted(order, key=lambda row: _rotated(values[row], first))
+            yield sorted(by_value[:of_part]), sorted(by_value[of_part:][-of_part:])
 
-    def _labels_first(self, rows: Splittable, row: int) -> list[float]:
-        """Return what orders rows: labels, then classes, other whole numbers, and other numbers."""
+    def _values(self, rows: Splittable, row: int) -> list[float]:
+        """Return the labels of a row, its single integers, the sums of its tensors, its floats."""
         batch = rows.part([row])
         tensors = [
             each.detach()
@@ -200,7 +211,13 @@ class SplitCheck:
             and each.layout == torch.strided
             and not each.is_nested
         ]
-        tensors.sort(key=lambda each: (each.is_floating_point(), each.numel() > 1))
+        # Classes first, and single floats last, such as the weight of a row.
+        tensors.sort(
+            key=lambda each: (
+                each.is_floating_point(),
+                (each.numel() > 1) ^ each.is_floating_point(),
+            )
+        )
         labels = self._labels.count(batch, 1, way=self.way)
         return [labels, *(float(each.sum(dtype=torch.float64)) for each in tensors)]
 
@@ -221,7 +238,7 @@ class SplitCheck:
             self._is_open = True
             self._warn("rows have no finite gradient, so the split is not checked yet")
             return
-        limit = self._floor()
+        limit = self._limit(len(pair[0]))
         noise = 0.0
         cut = None
         by_row = found.draws
@@ -318,16 +335,17 @@ class SplitCheck:
         cosine = products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()
         return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
 
-    def _floor(self) -> float:
-        """Return the difference that rounding may cause, by the coarsest type of the model."""
+    def _limit(self, rows_of_part: int) -> float:
+        """Return the difference that rounding may cause, on any rank."""
         types = {parameter.dtype for parameter in self._runner.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
-        floor = max(_FLOORS.get(dtype, _FLOOR) for dtype in types)
-        is_cuda = self._runner.memory.device.type == "cuda"
-        if is_cuda and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
-            floor = max(floor, _FLOOR_TF32)
-        return max(distributed.all_gather(floor))
+        limit = max(_FLOORS.get(dtype, _FLOOR) for dtype in types)
+        if self._runner.memory.device.type == "cuda" and _has_tf32(self._runner.model):
+            limit = max(limit, _FLOOR_TF32)
+        if limit > _FLOOR and rows_of_part <= 1:
+            limit = _FLOOR_OF_ROWS
+        return max(distributed.all_gather(limit))
 
     def _warn(self, message: str) -> None:
         """Log a message of a kind once."""
@@ -427,6 +445,12 @@ def _shares(counts: Sequence[Sequence[float]], way: int) -> tuple[float, ...]:
     return tuple(count[way] / total if total else 0.0 for count in counts)
 
 
+def _rotated(values: list[float], first: int) -> list[float]:
+    """Return the values from one of them on, and then the others."""
+    first %= len(values)
+    return values[first:] + values[:first]
+
+
 def _products(vectors: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """Return the inner products of vectors: float64 `[vectors, vectors]`, summed over ranks."""
     stacked = torch.stack(list(vectors))
@@ -445,6 +469,15 @@ def _auxiliary_coefficient(model: nn.Module) -> float:
         if "aux_loss" in name and isinstance(value, float)
     ]
     return max(values, default=0.0)
+
+
+def _has_tf32(model: nn.Module) -> bool:
+    """Return whether matrix products or convolutions of a model on CUDA round to TF32."""
+    cudnn: Any = torch.backends.cudnn
+    has_convolution = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+    return torch.backends.cuda.matmul.fp32_precision == "tf32" or (
+        has_convolution and cudnn.conv.fp32_precision == "tf32"
+    )
 
 
 def _percent(share: float) -> str:

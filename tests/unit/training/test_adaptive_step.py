@@ -1085,10 +1085,10 @@ def test_the_check_runs_at_a_few_splits_and_leaves_no_trace():
         (regression_loss(twin, tuple(tensor[rows] for tensor in batch)) * share).backward()
     states.append(training_state(twin, other))
     assert states[0] == states[1]
-    assert [part.num_rows for part in script.trials] == [4, 2, 2] * 2
+    assert [part.num_rows for part in script.trials] == [4, 2, 2] * 2 + [2, 1, 1]
     for _ in range(300):
         step(batch)
-    assert len(script.trials) == 6 * len([1, 2, 4, 8, 16, 32, 64, 256])
+    assert len(script.trials) == 9 * len([1, 2, 4, 8, 16, 32, 64, 256])
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -1142,7 +1142,7 @@ def test_trials_are_marked():
         (regression_loss(model, part.batch) * part.share).backward()
 
     step(regression_data())
-    assert seen == [(True, True)] * 6 + [(False, False)] * 2
+    assert seen == [(True, True)] * 9 + [(False, False)] * 2
     assert not step.is_trial
 
 

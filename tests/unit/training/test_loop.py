@@ -842,7 +842,7 @@ def test_a_trial_can_be_told_from_training() -> None:
     (first,) = train(one, until=1)
     # Rows are compared with their parts before the first two splits.
     parts = first.result.micro_batches
-    assert calls == [True] * 6 + [False] * parts
+    assert calls == [True] * 9 + [False] * parts
     train(one, until=2)
     calls.clear()
     train(one, until=3)
