@@ -123,15 +123,18 @@ class RandomState:
     def restore(self) -> None:
         self.load_state_dict(self._state)
 
-    def has_changed(self) -> bool:
-        """Return whether a generator has another state now."""
+    def changed(self) -> set[str]:
+        """Return which generators have another state now: torch, python, numpy or the device's."""
         earlier = self.state_dict()
-        return any(
-            not torch.equal(value, earlier[name])
-            if isinstance(value, torch.Tensor)
-            else value != earlier.get(name)
+        return {
+            name
             for name, value in RandomState(self._device).state_dict().items()
-        )
+            if not (
+                torch.equal(value, earlier[name])
+                if isinstance(value, torch.Tensor)
+                else value == earlier.get(name)
+            )
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""

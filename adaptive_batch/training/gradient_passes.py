@@ -122,14 +122,13 @@ class GradientPasses:
         statistics: list[Statistics] = []
         gradients: list[dict[int, torch.Tensor]] = []
         sizes: list[list[int | None]] = []
-        has_drawn = False
+        drawn: set[str] = set()
 
         def measure(number: int) -> None:
             with runner.trial(evaluates=STATISTICS):
                 statistics.append(self._statistics.of_part(passes[number].part()))
 
         def run(number: int) -> None:
-            nonlocal has_drawn
             random_state = RandomState(runner.memory.device)
             versions = self._buffer_versions()
             if not passes[number].share and not runner.sharding.needs_dummy(is_last=False):
@@ -141,7 +140,7 @@ class GradientPasses:
                     own = statistics[0] if number == 0 else of_parts
                     part = part._replace(statistics=own)
                 self._forward_backward(part)
-            has_drawn |= random_state.has_changed()
+            drawn.update(random_state.changed())
             written = self._buffer_versions().items() - versions.items()
             self.written_buffers = sorted(name for name, _ in written)
             gradients.append({key: _projected(grad) for key, grad in runner.gradients().items()})
@@ -152,10 +151,11 @@ class GradientPasses:
         of_parts = sum_of(statistics[1:])
         if not self._run_in_turn(passes, run):
             return None
-        self.has_other_draws = has_drawn
+        self.has_other_draws = bool(drawn)
         if by_row:
             of_passes = set(map(tuple, sizes))
-            self.has_other_draws = len(of_passes) > 1 or None in chain(*of_passes)
+            is_unlike = len(of_passes) > 1 or None in chain(*of_passes)
+            self.has_other_draws = is_unlike or bool(drawn & {"python", "numpy"})
         zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
         rows = [
             torch.cat([torch.zeros(1), *({**zeros, **each}[key] for key in zeros)])

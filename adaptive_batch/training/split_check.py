@@ -359,7 +359,7 @@ class SplitCheck:
         written = self._passes.written_buffers
         if written:
             self._warn(
-                f"each part of a split batch writes the buffers {some_names(written)}, which a"
+                f"each part of a split batch writes the buffers {', '.join(written)}, which a"
                 " whole batch writes once"
             )
         hooked = gradient_hooks(self._runner.model)

@@ -1,0 +1,308 @@
+"""The check before a split compares gradients of a few rows with those of their parts."""
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, dropout, mse_loss
+
+from adaptive_batch import AdaptiveStep, SettingError
+
+WEIGHTS = torch.tensor([1.0, 5.0, 20.0])
+
+
+def rows(number=16):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(number, 8, generator=generator),
+        "y": torch.randint(0, 3, (number,), generator=generator),
+    }
+
+
+class Net(nn.Module):
+    def __init__(self, *, zero_head=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 3)
+        if zero_head:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, x):
+        return self.head(dropout(self.body(x).tanh(), 0.5, self.training))
+
+
+def new_step(model, loss, **arguments):
+    """A step whose function multiplies the loss of a batch by the share."""
+
+    def forward_backward(part):
+        (loss(model, part.batch) * part.share).backward()
+
+    return AdaptiveStep(model, forward_backward, **{"micro_batch_size": 4, **arguments})
+
+
+def mean(model, batch, weight=None):
+    return cross_entropy(model(batch["x"]).float(), batch["y"], weight=weight)
+
+
+def valid_rows(model, batch):
+    losses = cross_entropy(model(batch["x"]).float(), batch["y"], reduction="none")
+    return losses[batch["y"] > 0].mean()
+
+
+def entropy_of_batch(model, batch):
+    probabilities = model(batch["x"]).float().softmax(-1).mean(0)
+    return mean(model, batch) + torch.special.entr(probabilities).sum()
+
+
+@pytest.mark.parametrize("loss", [partial(mean, weight=WEIGHTS), valid_rows])
+@pytest.mark.parametrize("how", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("zero_head", [False, True])
+def test_a_mean_with_other_weights_is_refused_where_the_losses_of_rows_are_alike(
+    loss, how, zero_head
+):
+    model = Net(zero_head=zero_head)
+    batch = rows()
+    if how == "bfloat16":
+        model.bfloat16()
+        batch["x"] = batch["x"].bfloat16()
+
+    def in_type(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return loss(model, batch)
+
+    with pytest.raises(SettingError, match="the loss weights the parts by"):
+        new_step(model, in_type)(batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    new_step(Net(), mean)(rows())
+
+
+def test_the_error_names_the_measure_and_the_remedy_that_fits():
+    with pytest.raises(SettingError, match=r"differ by \d.*must stay whole.*give split="):
+        new_step(Net(), entropy_of_batch)(rows())
+
+    def summed(model, batch):
+        return cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+
+    with pytest.raises(SettingError, match=r"is a sum over rows, not a mean: do not multiply it"):
+        new_step(Net(), summed)(rows())
+
+
+def noisy(model, batch, weight=None):
+    noise = torch.randn_like(batch["x"])
+    return mean(model, {**batch, "x": batch["x"] + noise}, weight)
+
+
+def masked(model, batch):
+    kept = torch.empty_like(batch["x"]).bernoulli_(0.5)
+    return mean(model, {**batch, "x": batch["x"] * kept})
+
+
+@pytest.mark.parametrize("loss", [noisy, masked])
+def test_a_loss_that_draws_for_each_row_is_compared_with_the_same_numbers(loss, caplog):
+    new_step(Net(), loss)(rows())
+    assert caplog.text == ""
+    with pytest.raises(SettingError, match="the loss weights the parts by"):
+        new_step(Net(), partial(noisy, weight=WEIGHTS))(rows())
+
+
+def test_a_loss_whose_draws_are_of_no_row_trains_with_one_line(caplog):
+    def with_noise_of_numpy(model, batch):
+        noise = torch.from_numpy(np.random.randn(*batch["x"].shape)).float()
+        return mean(model, {**batch, "x": batch["x"] + noise})
+
+    step = new_step(Net(), with_noise_of_numpy)
+    for _ in range(4):
+        step(rows())
+    assert [record.message for record in caplog.records if "cannot be compared" in record.message]
+    assert len(caplog.records) == 1
+
+
+def test_the_random_numbers_of_a_step_are_those_without_a_check():
+    def state_after(loss):
+        model = Net()
+        step = new_step(model, loss)
+        torch.manual_seed(3)
+        step(rows())
+        return torch.get_rng_state(), [parameter.grad for parameter in model.parameters()]
+
+    def by_hand():
+        model = Net()
+        torch.manual_seed(3)
+        for first in range(0, 16, 4):
+            part = {key: value[first : first + 4] for key, value in rows().items()}
+            (noisy(model, part) / 4).backward()
+        return torch.get_rng_state(), [parameter.grad for parameter in model.parameters()]
+
+    (state, gradients), (expected_state, expected) = state_after(noisy), by_hand()
+    assert torch.equal(state, expected_state)
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_all_trained_parameters_count_those_outside_of_the_module_too():
+    encoder = nn.Linear(8, 16).requires_grad_(False)
+    head = nn.Linear(16, 3)
+    encoder.bias.requires_grad_(True)
+
+    def weighted(model, batch):
+        loss = mean(nn.Sequential(encoder.requires_grad_(True), head), batch, WEIGHTS)
+        return loss - (loss - loss.detach()) * 0.0
+
+    with pytest.raises(SettingError, match="so a split would train something else"):
+        new_step(encoder, weighted)(rows())
+    assert head.weight.grad is None
+
+
+class Queue(Net):
+    """Writes a buffer in each forward pass, and has a hook of a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(3))
+        self.head.weight.register_hook(lambda gradient: gradient * 2)
+
+    def forward(self, x):
+        self.queue.mul_(0.5).add_(1)
+        return super().forward(x)
+
+
+def test_buffers_that_forward_writes_and_hooks_of_gradients_are_named_once(caplog):
+    model = Queue()
+    step = new_step(model, mean)
+    for _ in range(3):
+        step(rows())
+    assert len(caplog.records) == 2
+    assert "writes the buffers queue" in caplog.text
+    assert "head.weight" in caplog.text
+    # Four parts of three batches, and no pass of the check.
+    expected = torch.zeros(3)
+    for _ in range(12):
+        expected = expected * 0.5 + 1
+    assert torch.equal(model.queue, expected)
+
+
+@pytest.mark.parametrize("coefficient", [0.01, None])
+def test_an_auxiliary_loss_of_experts_is_warned_of_where_the_configuration_names_it(
+    coefficient, caplog
+):
+    model = Net()
+    if coefficient:
+        model.config = SimpleNamespace(router_aux_loss_coef=coefficient)
+
+    def balanced(model, batch):
+        logits = model(batch["x"])
+        chosen = logits.softmax(-1).mean(0)
+        return mean(model, batch) + 0.01 * 3 * chosen.square().sum()
+
+    step = new_step(model, balanced)
+    if coefficient is None:
+        with pytest.raises(SettingError, match="so a split would train something else"):
+            step(rows())
+        return
+    step(rows())
+    assert "an auxiliary loss of its own, with coefficient 0.01" in caplog.text
+
+
+class Pooled(nn.Module):
+    """Takes the mean over all columns, padding included, if it has no mask."""
+
+    def __init__(self, *, masks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 16)
+        self.head = nn.Linear(16, 3)
+        self.masks = masks
+
+    def forward(self, batch):
+        hidden = self.embedding(batch["input_ids"])
+        if self.masks:
+            hidden = hidden * batch["attention_mask"][..., None]
+        return self.head(hidden.mean(1) if not self.masks else hidden.sum(1))
+
+
+def texts():
+    tokens = torch.zeros(8, 9, dtype=torch.long)
+    for row in range(8):
+        tokens[row, : row + 2] = row + 1
+    return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "y": torch.arange(8) % 3}
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_parts_keep_all_columns_if_the_gradient_depends_on_padding(masks, caplog):
+    model = Pooled(masks=masks)
+    batch = texts()
+    widths = []
+
+    def forward_backward(part):
+        if not part.is_trial:
+            widths.append(part.batch["input_ids"].shape[1])
+        (cross_entropy(model(part.batch), part.batch["y"]) * part.share).backward()
+
+    cross_entropy(model(batch), batch["y"]).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=4)
+    for _ in range(2):
+        model.zero_grad()
+        step(batch)
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+    assert widths == ([5, 9] * 2 if masks else [9, 9] * 2)
+    assert ("parts of a batch keep all columns" in caplog.text) == (not masks)
+
+
+def test_a_part_that_fails_is_one_sentence_with_the_treatment_of_each_key():
+    def fails(model, batch):
+        if len(batch["x"]) != len(batch["more"]):
+            raise ValueError("rows differ")
+        return mean(model, batch)
+
+    batch = {**rows(), "more": torch.zeros(15)}
+    with pytest.raises(SettingError, match=r"x, y divided; more kept whole.*rows differ.*split="):
+        new_step(Net(), fails)(batch)
+
+
+def test_autocast_stays_on_for_a_function_that_fails_without():
+    model = Net()
+    seen = []
+
+    def needs_autocast(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(batch["x"])
+            seen.append(outputs.dtype)
+            assert outputs.dtype == torch.bfloat16
+            return cross_entropy(outputs.float(), batch["y"])
+
+    new_step(model, needs_autocast)(rows())
+    assert seen[0] == torch.float32
+    assert seen.count(torch.float32) == 1
+
+
+def test_the_check_leaves_functions_and_modules_as_they_were():
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.5),
+        nn.Unflatten(1, (1, 8)),
+        nn.LSTM(8, 3, 2, dropout=0.5, batch_first=True),
+    )
+    before = [copy.copy(vars(module)) for module in model.modules()]
+    functions = [nn.functional.dropout, nn.functional.batch_norm, torch.autocast.__enter__]
+
+    def loss(model, batch):
+        return mse_loss(model(batch["x"])[0][:, 0], batch["x"][:, :3])
+
+    new_step(model, loss)(rows())
+    assert functions == [
+        nn.functional.dropout,
+        nn.functional.batch_norm,
+        torch.autocast.__enter__,
+    ]
+    for module, values in zip(model.modules(), before, strict=True):
+        assert vars(module).keys() == values.keys()
+        assert module.training == values["training"]
+        assert getattr(module, "dropout", None) == values.get("dropout")
