@@ -30,7 +30,7 @@ log = logging.getLogger("adaptive_batch")
 # Names of these arguments in errors; each trainer adds its function.
 TERMS = Terms(
     num_labels="AdaptiveArguments(num_labels=...)",
-    split="AdaptiveArguments(split=...)",
+    split=("give AdaptiveArguments(split=...), a function that returns SplitBatch(num_rows, part)"),
     share='give AdaptiveArguments(loss_reduction="mean") if a mean was taken for a sum',
     sum='give AdaptiveArguments(loss_reduction="sum")',
 )

@@ -1,4 +1,4 @@
-"""Runs rows forward and backward, takes their gradients away, and undoes everything else."""
+"""Runs forward and backward of some rows, returns their gradients and restores everything else."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Pass:
     """Rows of a batch that run at once.
 
     Attributes:
-        rows: the batch.
-        numbers: which of its rows run, ascending.
-        share: weight of their mean loss; 0 if they have no label, and a dummy runs.
+        batch: the batch.
+        rows: numbers of its rows that run, ascending.
+        share: weight of their mean loss; 0 if no row has labels, and a dummy runs instead.
         dummy: function that makes one.
     """
 
-    rows: Splittable
-    numbers: Sequence[int]
+    batch: Splittable
+    rows: Sequence[int]
     share: float
     dummy: Callable[[], Any]
 
@@ -53,23 +53,25 @@ class Pass:
         """Return what the function is called with."""
         if not self.share:
             return Part(self.dummy(), 1, share=0.0, is_trial=True)
-        batch = self.rows.part(self.numbers)
-        return Part(batch, len(self.numbers), share=self.share, is_trial=True)
+        rows = self.batch.part(self.rows)
+        return Part(rows, len(self.rows), share=self.share, is_trial=True)
 
 
 class GradientPasses:
-    """Runs passes whose gradients are compared, as many on all ranks.
+    """Runs passes whose gradients are compared; all ranks run the same number.
 
     Args:
         runner: runs the parts of a batch.
         forward_backward: function that runs a part; see :class:`.AdaptiveStep`.
         statistics: statistics of a batch.
         terms: names of the caller's API.
+        name: name of the function.
 
     Attributes:
         keeps_autocast: whether the function fails without autocast, so that it stays on.
-        has_other_draws: whether the last passes drew random numbers that do not belong to rows.
-        written_buffers: names of the buffers that the last passes wrote.
+        has_other_draws: whether the last passes drew random numbers, or with a seed for each row,
+            random numbers that belong to no row.
+        written_buffers: names of the buffers that passes wrote.
     """
 
     def __init__(
@@ -79,18 +81,20 @@ class GradientPasses:
         statistics: BatchStatistics,
         *,
         terms: Terms,
+        name: str,
     ) -> None:
         self._runner = runner
         self._forward_backward = forward_backward
         self._statistics = statistics
         self._terms = terms
+        self._name = name
         self._retry = OOMRetry(
             MicroBatchSizer(), memory=runner.memory, sharding=runner.sharding, is_of_training=False
         )
         self._snapshot = StepSnapshot(runner.model, runner.memory.device)
         self.keeps_autocast = False
         self.has_other_draws = False
-        self.written_buffers: list[str] = []
+        self.written_buffers: set[str] = set()
 
     def run(self, passes: Sequence[Pass], *, by_row: bool = False) -> torch.Tensor | None:
         """Return the projected gradient of each pass.
@@ -121,60 +125,52 @@ class GradientPasses:
         runner = self._runner
         statistics: list[Statistics] = []
         gradients: list[dict[int, torch.Tensor]] = []
-        sizes: list[list[int | None]] = []
+        draws_of_passes: list[list[int | None]] = []
         drawn: set[str] = set()
 
         def measure(number: int) -> None:
             with runner.trial(evaluates=STATISTICS):
                 statistics.append(self._statistics.of_part(passes[number].part()))
 
-        def run(number: int) -> None:
+        def run_pass(number: int) -> None:
+            one = passes[number]
             random_state = RandomState(runner.memory.device)
             versions = self._buffer_versions()
-            if not passes[number].share and not runner.sharding.needs_dummy(is_last=False):
+            if not one.share and not runner.sharding.needs_dummy(is_last=False):
                 gradients.append({})
                 return
-            with runner.trial(), self._draws(passes[number], sizes, by_row=by_row):
-                part = passes[number].part()
+            with runner.trial(), _draws_by_row(one.rows, by_row) as draws:
+                part = one.part()
                 if statistics:
-                    own = statistics[0] if number == 0 else of_parts
-                    part = part._replace(statistics=own)
+                    part = part._replace(statistics=statistics[number])
                 self._forward_backward(part)
+            draws_of_passes.append(draws)
             drawn.update(random_state.changed())
             written = self._buffer_versions().items() - versions.items()
-            self.written_buffers = sorted(name for name, _ in written)
+            self.written_buffers.update(name for name, _ in written)
             gradients.append({key: _projected(grad) for key, grad in runner.gradients().items()})
 
-        if self._statistics.are_needed and not self._run_in_turn(passes, measure, STATISTICS):
-            return None
-        # The parts of a batch have the sums over all of them.
-        of_parts = sum_of(statistics[1:])
-        if not self._run_in_turn(passes, run):
+        if self._statistics.are_needed:
+            if not self._run_in_turn(passes, measure, STATISTICS):
+                return None
+            # The parts of a batch have the sums over all of them.
+            statistics[1:] = [sum_of(statistics[1:])] * (len(passes) - 1)
+        if not self._run_in_turn(passes, run_pass):
             return None
         self.has_other_draws = bool(drawn)
         if by_row:
-            of_passes = set(map(tuple, sizes))
-            is_unlike = len(of_passes) > 1 or None in chain(*of_passes)
+            kinds = set(map(tuple, draws_of_passes))
+            is_unlike = len(kinds) > 1 or None in chain(*kinds)
             self.has_other_draws = is_unlike or bool(drawn & {"python", "numpy"})
         zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
-        rows = [
-            torch.cat([torch.zeros(1), *({**zeros, **each}[key] for key in zeros)])
-            for each in gradients
-        ]
-        return torch.stack(rows).double()
-
-    @contextmanager
-    def _draws(self, one: Pass, sizes: list[list[int | None]], *, by_row: bool) -> Iterator[None]:
-        """Draw random numbers by row, and append what was drawn for each."""
-        if not by_row:
-            yield
-            return
-        # Only a loss that draws needs the private name that it derives from.
-        from .row_draws import RowDraws
-
-        with RowDraws(one.numbers or [0]) as draws:
-            yield
-        sizes.append(draws.sizes)
+        # One zero, as there may be no gradient.
+        start = torch.zeros(1, dtype=torch.float64)
+        return torch.stack(
+            [
+                torch.cat([start, *(each.get(key, zero) for key, zero in zeros.items())])
+                for each in gradients
+            ]
+        )
 
     def _run_in_turn(
         self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
@@ -182,7 +178,7 @@ class GradientPasses:
         """Run passes and undo what they change; return whether memory sufficed on all ranks."""
         drop = self._runner.step_gradients.drop_new
         restore = self._snapshot.take()
-        fullest = MicroBatch(list(passes[0].numbers) or [0], 0)
+        fullest = MicroBatch(list(passes[0].rows) or [0], 0)
         has_failed = False
 
         def run_undone(number: int) -> None:
@@ -227,17 +223,28 @@ class GradientPasses:
 
     def _failure(self, whole: Pass, error: Exception) -> SettingError:
         """Build the error of a function that failed on rows of a batch."""
-        rows = count(len(whole.numbers), "row")
-        treatment = whole.rows.treatment
+        rows = count(len(whole.rows), "row")
+        treatment = whole.batch.treatment
         if treatment:
             rows = f"{rows} of a batch ({treatment})"
-        remedy = (
+        problem = (
             f"it raised {type(error).__name__} on {rows}, or on a part of them: {error}; if the"
-            f" rows are not those of the batch, give {self._terms.split}, a function that returns"
-            " SplitBatch(num_rows, part)"
+            f" rows are not those of the batch, {self._terms.split}"
         )
-        name = getattr(self._forward_backward, "__name__", type(self._forward_backward).__name__)
-        return SettingError(self._terms.function, name, remedy)
+        return SettingError(self._terms.function, self._name, problem)
+
+
+@contextmanager
+def _draws_by_row(rows: Sequence[int], by_row: bool) -> Iterator[list[int | None]]:
+    """Draw random numbers with a seed for each row if asked to; yield what is drawn for a row."""
+    if not by_row:
+        yield []
+        return
+    # Imported here, as it derives from a private class of torch.
+    from .row_draws import RowDraws
+
+    with RowDraws(rows or [0]) as draws:
+        yield draws.sizes
 
 
 def _projected(gradient: torch.Tensor) -> torch.Tensor:

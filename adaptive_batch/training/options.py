@@ -33,14 +33,14 @@ class Terms:
     Attributes:
         function: function whose loss is split.
         num_labels: argument that counts labels.
-        split: argument that splits a batch.
+        split: fix of rows that are divided wrongly, in the imperative.
         share: fix of a mean that has the wrong weight, in the imperative.
         sum: fix of a loss that is a sum, in the imperative.
     """
 
     function: str = "forward_backward"
     num_labels: str = "num_labels="
-    split: str = "split="
+    split: str = "give split=, a function that returns SplitBatch(num_rows, part)"
     share: str = "multiply a mean by part.share before backward"
     sum: str = "do not multiply it by part.share"
 

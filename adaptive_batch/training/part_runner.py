@@ -194,13 +194,13 @@ class PartRunner:
         if num_pieces == 1 and not over_ranks:
             return [Part(batch, rows.num_rows) for batch in batches] or [None]
         counts = [
-            self._labels.counts(batch, len(piece.rows))
+            self._labels.candidates(batch, len(piece.rows))
             for batch, piece in zip(batches, pieces, strict=False)
         ]
-        if num_pieces > 1 and self._check.begin_split(counts):
+        if num_pieces > 1 and self._check.is_due(counts):
             self.runner.begin_parts(num_pieces)
             self._check.check(rows, pieces)
-        labels = [count[self._check.way] for count in counts]
+        labels = [count[self._check.counts_first_label] for count in counts]
         total: float = sum(labels)
         if over_ranks:
             # FSDP takes the mean over ranks.
@@ -238,7 +238,7 @@ class PartRunner:
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
         """Return the labels of a batch of so many rows, as a part's share counts them."""
-        return self._labels.count(batch, num_rows, way=self._check.way)
+        return self._labels.count(batch, num_rows, counts_first=self._check.counts_first_label)
 
     def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
         """Run a batch as one part, as a trial, and forget what it returned.

@@ -686,11 +686,11 @@ def counted_sample(
 
 
 class LabelCounter:
-    """Counts the labels that the mean loss of a part is taken over, in each way that may be meant.
+    """Counts the labels that the mean loss of a part is taken over.
 
     Without a function that says so, ``labels`` of `[rows, columns]` may be shifted by the model,
-    which leaves the first of each row out, or by the collate function. Which it is, the check of
-    the first split shows.
+    which leaves the first of each row out, or by the collate function. The check of the first split
+    shows which.
 
     Args:
         num_labels: function that returns the labels of a batch, or the sum of their weights; None
@@ -700,25 +700,25 @@ class LabelCounter:
     def __init__(self, num_labels: Callable[[Any], Any] | None) -> None:
         self._num_labels = num_labels
 
-    def counts(self, batch: Any, num_rows: int) -> tuple[Any, ...]:
-        """Return the labels of a batch, counted in each way that may be meant; the likelier first.
+    def candidates(self, batch: Any, num_rows: int) -> tuple[float, float]:
+        """Return the labels of a batch without and with the first of each row.
 
         Raises:
             SettingError: `num_labels` returned no number.
         """
-        num_ways = 1
-        if self._num_labels is None and _has_labels(batch) and batch["labels"].dim() == 2:
-            num_ways = 2
-        return tuple(self.count(batch, num_rows, way=way) for way in range(num_ways))
+        without = self.count(batch, num_rows, counts_first=False)
+        if self._num_labels is not None:
+            return without, without
+        return without, self.count(batch, num_rows, counts_first=True)
 
-    def count(self, batch: Any, num_rows: int, *, way: int) -> float:
-        """Return the labels of a batch, counted in one of the ways of :meth:`counts`."""
+    def count(self, batch: Any, num_rows: int, *, counts_first: bool) -> float:
+        """Return the labels of a batch."""
         if self._num_labels is not None:
             return label_count(self._num_labels(batch))
         if not _has_labels(batch):
             return num_rows
         labels = batch["labels"]
-        if labels.dim() == 2 and way == 0:
+        if labels.dim() == 2 and not counts_first:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).count_nonzero())
 

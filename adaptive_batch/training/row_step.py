@@ -28,7 +28,7 @@ from .agreement import Question
 from .batch_forms import FORMS
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
-from .options import StepOptions
+from .options import StepOptions, Terms
 from .parts import Part, RowsOfBatch, Splittable
 from .step_result import StepResult
 from .throughput_search import kinds_to_choose_from
@@ -148,6 +148,15 @@ class RowsOfStep:
         return self
 
 
+class _LossStep(AdaptiveStep):
+    terms = Terms(
+        function="mean_loss",
+        split="make what belongs together one row of the dataset",
+        share="return the mean over the labels of the batch",
+        sum="return the mean over the labels of the batch",
+    )
+
+
 class RowStep:
     """Forward and backward of the rows of one step, through :class:`AdaptiveStep`.
 
@@ -197,9 +206,15 @@ class RowStep:
         self._mean_loss = mean_loss
         self._to_device = options.to_device or self._move
         self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
-        self.step = AdaptiveStep(
+
+        def forward_backward(part: Part) -> tuple[torch.Tensor, float] | None:
+            return self._forward_backward(part)
+
+        # Errors name the script's own function.
+        forward_backward.__name__ = getattr(mean_loss, "__name__", type(mean_loss).__name__)
+        self.step = _LossStep(
             model,
-            self._forward_backward,
+            forward_backward,
             micro_batch_size=micro_batch_size,
             micro_batch_tokens=micro_batch_tokens,
             num_labels=num_labels,

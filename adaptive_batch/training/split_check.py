@@ -8,7 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,48 +31,82 @@ log = logging.getLogger("adaptive_batch")
 
 # Differences that rounding may cause, as shares of the norm of the gradient. In 1,257 correct
 # records float32 differed by at most 2.4e-5, and bfloat16 weights by more than 1.5% once.
-_FLOORS = {torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
-_FLOOR = 1e-3
-_FLOOR_TF32 = 1e-2
+_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
+_TOLERANCE_FLOAT32 = 1e-3
+_TOLERANCE_TF32 = 1e-2
 # Of parts of one row in less than float32, where losses near 0 differed by up to 15%.
-_FLOOR_OF_ROWS = 0.25
+_TOLERANCE_ONE_ROW = 0.25
 # Difference between two runs of the same rows above which a comparison shows nothing.
-_MOST_NOISE = 0.05
+_MAX_NOISE = 0.05
 # Difference between fitted shares and those that a kind of loss would have.
 _SAME_SHARE = 0.05
-# Share of the second run: it rounds backward otherwise.
-_OTHER_SHARE = 0.7
-# Comparisons after which the likelier way to count labels is taken, if each way fits all of them.
-_MOST_CHECKS = 6
+# Weight of the loss in the second run of the same rows, so that backward rounds differently.
+_SECOND_RUN_SHARE = 0.7
+# Comparisons after which the likelier way to count labels is taken, if both fit all of them.
+_MAX_COMPARISONS = 6
 # Splits that are checked, and every 256th after them: rows of one batch may be alike by chance.
 _CHECKED = frozenset({1, 2, 4, 8, 16, 32, 64})
 _CHECKED_EVERY = 256
 # Rows of a batch among which those with fewest and with most labels are sought.
 _CANDIDATES = 64
 
-# Rows of a batch in two parts, ascending.
-Pair = tuple[list[int], list[int]]
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows whose gradient is compared with the sum of the gradients of two parts of them.
+
+    Attributes:
+        batch: the batch that they are rows of.
+        parts: numbers of the rows of each part, ascending; none on a rank without rows.
+        dummy: function that makes a row which runs with weight 0.
+    """
+
+    batch: Splittable
+    parts: tuple[list[int], list[int]]
+    dummy: Callable[[], Any]
+
+    @property
+    def rows(self) -> list[int]:
+        """Return the rows of both parts, ascending."""
+        return sorted([*self.parts[0], *self.parts[1]])
+
+    def one_row_each(self) -> Sample:
+        """Return the sample with one row in each part."""
+        return replace(self, parts=(self.parts[0][:1], self.parts[1][-1:]))
+
+    def uncut(self) -> Sample:
+        """Return the sample whose parts keep all columns."""
+        return replace(self, batch=self.batch.uncut())
+
+    def shares(self, labels: LabelCounter, *, counts_first: bool) -> tuple[float, ...]:
+        """Return the share of each part in the labels; 0 of one without labels."""
+        counts = [
+            labels.count(self.batch.part(part), len(part), counts_first=counts_first)
+            if part
+            else 0.0
+            for part in self.parts
+        ]
+        return _shares(counts)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Inner products of the gradients of some rows as a whole and in two parts, summed over ranks.
+    """Inner products of the gradients of a sample as a whole and in two parts, summed over ranks.
 
     Attributes:
         products: float64 `[3, 3]`, of the gradient of the whole and of each part.
         shares: of the two parts on this rank.
-        draws: whether a part drew random numbers that the whole did not.
+        has_other_draws: whether the passes drew random numbers, or with a seed for each row, random
+            numbers that belong to no row.
     """
 
     products: torch.Tensor
     shares: tuple[float, ...]
-    draws: bool
+    has_other_draws: bool
 
     @property
     def norm(self) -> float:
-        """Return the norm of the gradient of the whole, or of a part if that is larger; NaN if the
-        whole's is not finite.
-        """
+        """Return the largest finite norm of the three; not finite if the whole's is not."""
         whole, *parts = self.products.diagonal().sqrt().tolist()
         norm: float = max([whole, *filter(math.isfinite, parts)])
         return norm
@@ -105,13 +139,14 @@ class SplitCheck:
     Args:
         runner: runs the parts of a batch.
         forward_backward: function that runs a part, see :class:`.AdaptiveStep`.
-        labels: counts the labels of a part, perhaps in several ways.
+        labels: counts the labels of a part.
         statistics: statistics of a batch.
         terms: names of the caller's API.
         name: name of the function.
 
     Attributes:
-        way: way in which labels are counted, as far as batches have shown it.
+        counts_first_label: whether the first label of each row counts, as far as batches have
+            shown; see :class:`.LabelCounter`.
         keeps_columns: whether parts keep all columns, since the gradient depends on padding.
     """
 
@@ -129,203 +164,228 @@ class SplitCheck:
         self._labels = labels
         self._terms = terms
         self._name = name
-        self._passes = GradientPasses(runner, forward_backward, statistics, terms=terms)
-        self.way = 0
+        self._passes = GradientPasses(runner, forward_backward, statistics, terms=terms, name=name)
+        self.counts_first_label = False
         self.keeps_columns = False
-        self._num_checks = 0
-        self._is_decided = False
-        # Whether rows of the last check had no gradient, or none that is finite.
-        self._is_open = False
+        self._knows_first_label = False
         self._num_splits = 0
+        self._num_comparisons = 0
+        # Whether rows of the last check had no gradient, or none that is finite.
+        self._lacks_gradient = False
         self._warned: set[str] = set()
 
-    def begin_split(self, counts: Sequence[Sequence[float]]) -> bool:
+    def is_due(self, counts: Sequence[tuple[float, float]]) -> bool:
         """Count a split; return whether to check it before its parts run. A collective.
 
         Args:
-            counts: labels of each part, counted in each way; none on a rank without rows.
+            counts: labels of each part without and with the first of each row; none on a rank
+                without rows.
         """
         self._num_splits += 1
         is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
-        is_due |= self._is_open and self._num_splits < max(_CHECKED)
-        if is_due or self._is_decided:
+        is_due |= self._lacks_gradient and self._num_splits < max(_CHECKED)
+        if is_due or self._knows_first_label:
             return is_due
-        num_ways = len(counts[0]) if counts else 1
-        differs = len({_shares(counts, way) for way in range(num_ways)}) > 1
-        return distributed.any_of_ranks(differs)
+        shares = set(map(_shares, zip(*counts, strict=True)))
+        return distributed.any_of_ranks(len(shares) > 1)
 
     def check(self, rows: Splittable, pieces: Sequence[MicroBatch]) -> None:
-        """Compare a few rows with their parts; random numbers are as before afterwards.
+        """Compare the gradients of a few rows with those of their parts; random numbers are as
+        before afterwards.
 
         Args:
             rows: rows of the batch.
             pieces: parts that the batch is split into.
 
         Raises:
-            SettingError: the gradient is another one when rows are split, or a part fails.
+            SettingError: splitting changes the gradient, or a part fails.
         """
-        self._is_open = False
+        self._lacks_gradient = False
         with RandomState(self._runner.memory.device):
-            collated = rows.to_check()
-            try:
-                # A script's own split= compares all of its rows with the batch.
-                collated.part(range(collated.num_rows))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            for pair in self._pairs(collated, pieces):
-                self._compare(rows, collated, pair)
+            batch = rows.to_check()
+            if batch.num_rows:
+                try:
+                    # A script's own split= compares all of its rows with the batch.
+                    batch.part(range(batch.num_rows))
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+            # An AdaptiveLoop collates each part, so that it cannot keep columns.
+            can_keep_columns = distributed.any_of_ranks(rows.cuts)
+            for parts in self._choose_parts(batch, pieces):
+                sample = Sample(batch, parts, rows.dummy)
+                self._compare(sample, can_keep_columns=can_keep_columns)
         self._warn_of_side_effects()
         self._runner.retry.disregard_allocator_retries()
 
-    def _pairs(self, rows: Splittable, pieces: Sequence[MicroBatch]) -> Iterator[Pair]:
-        """Yield the rows with fewest and with most labels, and those that differ in another value.
+    def _choose_parts(
+        self, batch: Splittable, pieces: Sequence[MicroBatch]
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield two parts, of rows with fewest and with most labels, and parts that differ in
+        another value.
 
         A part has two rows if a micro-batch has four, so that a check needs no more memory.
         """
-        num_rows = rows.num_rows
+        num_rows = batch.num_rows
         # Among equal rows, the order decides.
         order = random.Random(self._num_splits).sample(range(num_rows), num_rows)[:_CANDIDATES]
-        values = {row: self._values(rows, row) for row in order}
+        values = {row: self._values(batch, row) for row in order}
         largest = max((piece.size for piece in pieces), default=0)
         length = max((piece.length for piece in pieces), default=0) or 1
-        size = 2 if 4 * length <= largest and num_rows >= 4 else 1
-        # Other values at the splits 1, 2, 4 and so on.
+        rows_per_part = 2 if 4 * length <= largest and num_rows >= 4 else 1
+        # Labels are the first value; each power of two moves on to the next two of the others.
         turn = 2 * self._num_splits.bit_length()
-        choices = [(0, size)]
+        choices = [(0, rows_per_part)]
         if distributed.maximum(num_rows) > 2:
-            choices.append((1 - turn, size))
-            if self._limit(1) == _FLOOR:
+            choices.append((1 - turn, rows_per_part))
+            if self._tolerance(1) == _TOLERANCE_FLOAT32:
                 choices.append((-turn, 1))
-        for first, of_part in choices:
-            by_value = sorted(order, key=lambda row: _rotated(values[row], first))
-            yield sorted(by_value[:of_part]), sorted(by_value[of_part:][-of_part:])
+        for value, size in choices:
 
-    def _values(self, rows: Splittable, row: int) -> list[float]:
+            def from_value(row: int, value: int = value) -> list[float]:
+                first = value % len(values[row])
+                return values[row][first:] + values[row][:first]
+
+            by_value = sorted(order, key=from_value)
+            yield sorted(by_value[:size]), sorted(by_value[size:][-size:])
+
+    def _values(self, batch: Splittable, row: int) -> list[float]:
         """Return the labels of a row, its single integers, the sums of its tensors, its floats."""
-        batch = rows.part([row])
+        of_row = batch.part([row])
         tensors = [
             each.detach()
-            for each in arrays_in(batch)
+            for each in arrays_in(of_row)
             if isinstance(each, torch.Tensor)
             and each.layout == torch.strided
             and not each.is_nested
         ]
-        # Classes first, and single floats last, such as the weight of a row.
+        # Single integers, integer tensors, floating-point tensors, and single floats, such as the
+        # weight of a row.
         tensors.sort(
             key=lambda each: (
                 each.is_floating_point(),
-                (each.numel() > 1) ^ each.is_floating_point(),
+                (each.numel() <= 1) == each.is_floating_point(),
             )
         )
-        labels = self._labels.count(batch, 1, way=self.way)
+        labels = self._labels.count(of_row, 1, counts_first=self.counts_first_label)
         return [labels, *(float(each.sum(dtype=torch.float64)) for each in tensors)]
 
-    def _compare(self, rows: Splittable, collated: Splittable, pair: Pair) -> None:
-        """Compare rows as a whole with two parts.
+    def _compare(self, sample: Sample, *, can_keep_columns: bool) -> None:
+        """Compare a sample with its parts.
 
         Raises:
             SettingError: their gradients differ.
         """
-        found = self._measure(rows, collated, pair)
-        if found is None:
-            pair = (pair[0][:1], pair[1][-1:])
-            found = self._measure(rows, collated, pair)
-        if found is None:
-            self._warn("two rows do not fit in memory at once, so the split is not checked")
-            return
-        if not 0 < found.norm < math.inf:
-            self._is_open = True
-            self._warn("rows have no finite gradient, so the split is not checked yet")
-            return
-        limit = self._limit(len(pair[0]))
-        noise = 0.0
-        cut = None
-        by_row = found.draws
-        if found.difference > limit:
-            if by_row:
-                found = self._measure(rows, collated, pair, by_row=True) or found
-            noise = self._noise(rows, collated, pair, by_row=by_row)
-            limit = max(limit, 2 * noise)
-        if found.difference > limit and not self._is_decided and self._num_ways(rows) > 1:
-            other = self._measure(rows, collated, pair, way=1 - self.way, by_row=by_row)
-            if other is not None and other.difference <= limit:
-                found = other
-                self.way = 1 - self.way
-        if found.difference > limit and distributed.any_of_ranks(collated.cuts):
-            cut = found.difference
-            found = self._measure(rows, collated.uncut(), pair, by_row=by_row) or found
+        result = self._measure(sample)
+        if result is None:
+            sample = sample.one_row_each()
+            result = self._measure(sample)
+        tolerance = self._tolerance(len(sample.parts[0]))
+        if result is None:
+            self._warn("memory", "two rows do not fit in memory at once, so the split is unchecked")
+        elif not 0 < result.norm < math.inf:
+            self._lacks_gradient = True
+            self._warn("gradient", "rows have no finite gradient, so the split is not checked yet")
+        elif result.difference <= tolerance:
+            self._learn_first_label(sample, tolerance)
+        else:
+            self._diagnose(sample, result, tolerance, can_keep_columns=can_keep_columns)
+
+    def _diagnose(
+        self, sample: Sample, result: Comparison, tolerance: float, *, can_keep_columns: bool
+    ) -> None:
+        """Find out whether random numbers, noise, the first labels, padding or an auxiliary loss
+        explain a difference.
+
+        Raises:
+            SettingError: none of them does.
+        """
+        by_row = result.has_other_draws
+        if by_row:
+            result = self._measure(sample, by_row=True) or result
+        noise = self._noise(sample, has_labels=any(result.shares), by_row=by_row)
+        tolerance = max(tolerance, 2 * noise)
+        if result.difference > tolerance:
+            result = self._with_other_labels(sample, result, tolerance, by_row=by_row)
+        difference_of_cut = 0.0
+        if result.difference > tolerance and distributed.any_of_ranks(sample.batch.cuts):
+            difference_of_cut = result.difference
+            result = self._measure(sample.uncut(), by_row=by_row) or result
+        is_equal = result.difference <= tolerance
         coefficient = _auxiliary_coefficient(self._runner.model)
-        if found.difference <= limit and (cut is None or distributed.any_of_ranks(rows.cuts)):
-            if cut is not None:
-                self.keeps_columns = True
-                self._warn(
-                    f"the gradient depends on padding (it differs by {_percent(cut)} without), so"
-                    " parts of a batch keep all columns"
-                )
-            self._learn_way(rows, collated, pair, limit)
-        elif found.draws or noise > _MOST_NOISE:
+        if noise > _MAX_NOISE or (result.has_other_draws and not is_equal):
             self._warn(
+                "noise",
                 "a batch and its parts cannot be compared, since the loss draws random numbers or"
-                f" is not deterministic (the same rows differ by {_percent(noise)})"
+                f" is not deterministic (the same rows differ by {_percent(noise)})",
             )
-        elif found.difference <= 2 * coefficient:
+        elif is_equal and not difference_of_cut:
+            self._learn_first_label(sample, tolerance)
+        elif is_equal and can_keep_columns:
+            self.keeps_columns = True
             self._warn(
-                f"gradients of a batch and of its parts differ by {_percent(found.difference)},"
+                "columns",
+                f"the gradient depends on padding (it differs by {_percent(difference_of_cut)}"
+                " without), so parts of a batch keep all columns",
+            )
+            self._learn_first_label(sample, tolerance)
+        elif result.difference <= 2 * coefficient:
+            self._warn(
+                "auxiliary loss",
+                f"gradients of a batch and of its parts differ by {_percent(result.difference)},"
                 " since each part has an auxiliary loss of its own, with coefficient"
-                f" {coefficient:g}"
+                f" {coefficient:g}",
             )
         else:
-            raise self._refusal(pair, found, noise=noise, limit=limit, cut=cut)
+            raise self._refusal(sample, result, noise, tolerance, difference_of_cut)
 
-    def _num_ways(self, rows: Splittable) -> int:
-        """Return how many ways there are to count labels, on any rank."""
-        return distributed.maximum(len(self._labels.counts(rows.dummy(), 1)))
-
-    def _shares_of(self, rows: Splittable, pair: Pair, way: int) -> tuple[float, ...]:
-        """Return the share of each part, 0 of one without labels."""
-        counts = [
-            self._labels.count(rows.part(part), len(part), way=way) if part else 0.0
-            for part in pair
-        ]
-        total = sum(counts)
-        return tuple(count / total if total else 0.0 for count in counts)
+    def _with_other_labels(
+        self, sample: Sample, result: Comparison, tolerance: float, *, by_row: bool
+    ) -> Comparison:
+        """Count the first labels too, or leave them out, if that is not known and fits; return the
+        comparison that fits.
+        """
+        if self._knows_first_label:
+            return result
+        counts_first = not self.counts_first_label
+        has_other_shares = sample.shares(self._labels, counts_first=counts_first) != result.shares
+        if not distributed.any_of_ranks(has_other_shares):
+            return result
+        other = self._measure(sample, counts_first=counts_first, by_row=by_row)
+        if other is None or other.difference > tolerance:
+            return result
+        self.counts_first_label = counts_first
+        return other
 
     def _measure(
-        self,
-        rows: Splittable,
-        collated: Splittable,
-        pair: Pair,
-        *,
-        way: int | None = None,
-        by_row: bool = False,
+        self, sample: Sample, *, counts_first: bool | None = None, by_row: bool = False
     ) -> Comparison | None:
-        """Run rows as a whole and in two parts; return None if a rank ran out of memory.
+        """Run a sample as a whole and in two parts; return None if a rank ran out of memory.
 
         A part without labels has no mean, so a dummy with weight 0 runs in its place.
         """
-        shares = self._shares_of(collated, pair, self.way if way is None else way)
-        whole = Pass(collated.uncut(), sorted([*pair[0], *pair[1]]), sum(shares), rows.dummy)
+        if counts_first is None:
+            counts_first = self.counts_first_label
+        shares = sample.shares(self._labels, counts_first=counts_first)
+        whole = Pass(sample.batch.uncut(), sample.rows, sum(shares), sample.dummy)
         parts = [
-            Pass(collated, part, share, rows.dummy)
-            for part, share in zip(pair, shares, strict=True)
+            Pass(sample.batch, part, share, sample.dummy)
+            for part, share in zip(sample.parts, shares, strict=True)
         ]
         gradients = self._passes.run([whole, *parts], by_row=by_row)
         if gradients is None:
             return None
-        draws = distributed.any_of_ranks(self._passes.has_other_draws)
-        return Comparison(_products(gradients), shares, draws)
+        has_other_draws = distributed.any_of_ranks(self._passes.has_other_draws)
+        return Comparison(_products(gradients), shares, has_other_draws)
 
-    def _noise(self, rows: Splittable, collated: Splittable, pair: Pair, *, by_row: bool) -> float:
+    def _noise(self, sample: Sample, *, has_labels: bool, by_row: bool) -> float:
         """Return how far the same rows differ when they run again, as a share of their gradient; 0
         if memory runs out.
         """
-        total = sum(self._shares_of(collated, pair, self.way))
         # In the same order: among equal losses a top-k may choose other rows.
-        numbers = sorted([*pair[0], *pair[1]])
         passes = [
-            Pass(collated.uncut(), numbers, share * total, rows.dummy)
-            for share in (1.0, _OTHER_SHARE)
+            Pass(sample.batch.uncut(), sample.rows, share * has_labels, sample.dummy)
+            for share in (1.0, _SECOND_RUN_SHARE)
         ]
         gradients = self._passes.run(passes, by_row=by_row)
         if gradients is None:
@@ -335,65 +395,66 @@ class SplitCheck:
         cosine = products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()
         return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
 
-    def _limit(self, rows_of_part: int) -> float:
+    def _tolerance(self, rows_per_part: int) -> float:
         """Return the difference that rounding may cause, on any rank."""
         types = {parameter.dtype for parameter in self._runner.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
-        limit = max(_FLOORS.get(dtype, _FLOOR) for dtype in types)
+        tolerance = max(_TOLERANCES.get(dtype, _TOLERANCE_FLOAT32) for dtype in types)
         if self._runner.memory.device.type == "cuda" and _has_tf32(self._runner.model):
-            limit = max(limit, _FLOOR_TF32)
-        if limit > _FLOOR and rows_of_part <= 1:
-            limit = _FLOOR_OF_ROWS
-        return max(distributed.all_gather(limit))
+            tolerance = max(tolerance, _TOLERANCE_TF32)
+        if tolerance > _TOLERANCE_FLOAT32 and rows_per_part == 1:
+            tolerance = _TOLERANCE_ONE_ROW
+        return max(distributed.all_gather(tolerance))
 
-    def _warn(self, message: str) -> None:
-        """Log a message of a kind once."""
-        kind = message.partition("(")[0]
+    def _warn(self, kind: str, message: str) -> None:
+        """Log the first message of a kind."""
         if kind not in self._warned and distributed.is_rank_zero():
             log.warning("%s: %s", self._name, message)
         self._warned.add(kind)
 
     def _warn_of_side_effects(self) -> None:
         """Name the buffers that a forward pass writes, and the hooks of gradients."""
-        written = self._passes.written_buffers
+        written = sorted(self._passes.written_buffers)
         if written:
             self._warn(
+                "buffers",
                 f"each part of a split batch writes the buffers {', '.join(written)}, which a"
-                " whole batch writes once"
+                " whole batch writes once",
             )
         hooked = gradient_hooks(self._runner.model)
         if hooked:
             self._warn(
+                "hooks",
                 f"each part of a split batch calls the gradient hooks of {some_names(hooked)},"
-                " which a whole batch calls once"
+                " which a whole batch calls once",
             )
 
-    def _learn_way(self, rows: Splittable, collated: Splittable, pair: Pair, limit: float) -> None:
-        """Decide how labels are counted if the other way would have given other shares, or after
-        enough comparisons.
+    def _learn_first_label(self, sample: Sample, tolerance: float) -> None:
+        """Decide whether first labels count as soon as only one answer fits, or after enough
+        comparisons.
         """
-        if self._is_decided:
+        if self._knows_first_label:
             return
-        self._num_checks += 1
-        ways = range(self._num_ways(rows))
-        shares = [self._shares_of(collated, pair, way)[0] for way in ways]
-        is_only = distributed.any_of_ranks(max(shares) - min(shares) > 2 * limit)
-        self._is_decided = is_only or self._num_checks == _MOST_CHECKS
-        if is_only and self.way == 0:
-            self._refuse_labels_shifted_twice(collated)
-        if self._is_decided and self.way > 0 and distributed.is_rank_zero():
+        self._num_comparisons += 1
+        without, including = (
+            sample.shares(self._labels, counts_first=counts_first)[0]
+            for counts_first in (False, True)
+        )
+        only_one_fits = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
+        self._knows_first_label = only_one_fits or self._num_comparisons == _MAX_COMPARISONS
+        if only_one_fits and not self.counts_first_label:
+            self._refuse_labels_shifted_twice(sample.batch)
+        if self._knows_first_label and self.counts_first_label and distributed.is_rank_zero():
             log.info(
                 "labels are shifted already where they reach the model, so the first of each row"
                 " counts too"
             )
 
-    def _refuse_labels_shifted_twice(self, rows: Splittable) -> None:
-        """Refuse labels that collate has shifted where the loss leaves the first of each row out,
-        which is to shift them again.
-        """
-        has_shifted = bool(rows.num_rows) and has_shifted_labels(rows.part(range(rows.num_rows)))
-        if distributed.any_of_ranks(has_shifted):
+    def _refuse_labels_shifted_twice(self, batch: Splittable) -> None:
+        """Refuse labels that both collate and the loss shift."""
+        rows = range(batch.num_rows)
+        if distributed.any_of_ranks(bool(rows) and has_shifted_labels(batch.part(rows))):
             remedy = (
                 "each is the token after its own already, and the loss shifts them again, so that"
                 f" it predicts the token after the next; shift them in one of the two, or give"
@@ -402,59 +463,61 @@ class SplitCheck:
             raise SettingError("labels", "shifted twice", remedy)
 
     def _refusal(
-        self, pair: Pair, found: Comparison, *, noise: float, limit: float, cut: float | None
+        self,
+        sample: Sample,
+        result: Comparison,
+        noise: float,
+        tolerance: float,
+        difference_of_cut: float,
     ) -> SettingError:
         """Build the error of a loss that does not decompose: what was measured, and its remedy."""
         terms = self._terms
         measured = (
-            f"the gradients of {count(sum(map(len, pair)), 'row')} as a whole and in two parts"
-            f" differ by {_percent(found.difference)}"
+            f"gradients of {count(len(sample.rows), 'row')} and of their two parts differ by"
+            f" {_percent(result.difference)} (noise {_percent(noise)}"
         )
-        if cut is not None:
-            measured += f" ({_percent(cut)} if the parts leave padding out)"
-        measured += f", and those of two runs of the whole by {_percent(noise)}"
-        shares, rest = found.fitted_shares()
-        given = " and ".join(f"{share:.3g}" for share in found.shares)
+        if difference_of_cut:
+            measured += f", {_percent(difference_of_cut)} if the parts leave padding out"
+        shares, rest = result.fitted_shares()
+        given = " and ".join(f"{share:.3g}" for share in result.shares)
         fitted = " and ".join(f"{share:.3g}" for share in shares)
-        if found.difference <= limit:
+        if result.difference <= tolerance:
             remedy = (
                 "the model sees padding, of which a part has less; mask it, or pad all rows to one"
                 " length"
             )
-        elif rest > limit:
+        elif rest > tolerance and 0 in result.shares and any(result.shares):
+            remedy = (
+                "a part without labels changes the loss; give"
+                f" {terms.num_labels} that counts what the loss averages over"
+            )
+        elif rest > tolerance:
             remedy = (
                 "a loss that compares rows, such as a contrastive one, must stay whole: set"
                 ' on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens; if'
-                f" rows belong together, give {terms.split}"
+                f" rows belong together, {terms.split}"
             )
         elif all(abs(share - 1) < _SAME_SHARE for share in shares):
             remedy = f"the loss is a sum over rows, not a mean: {terms.sum}"
         else:
             remedy = (
-                f"the loss weights the parts by {fitted}, and their labels by {given};"
+                f"the parts have shares {given} by their labels, but shares {fitted} would fit;"
                 f" {terms.share}; give {terms.num_labels} if the mean is over something else, such"
                 " as the sum of class weights"
             )
-        value = f"{measured}, so a split would train something else; {remedy}"
-        return SettingError(terms.function, self._name, value)
+        problem = f"{measured}), so a split would train something else; {remedy}"
+        return SettingError(terms.function, self._name, problem)
 
 
-def _shares(counts: Sequence[Sequence[float]], way: int) -> tuple[float, ...]:
-    """Return the share of each part, labels counted in one way; zeros if there are none."""
-    total = sum(count[way] for count in counts)
-    return tuple(count[way] / total if total else 0.0 for count in counts)
+def _shares(counts: Sequence[float]) -> tuple[float, ...]:
+    """Return the share of each part in the labels; zeros without labels."""
+    total = sum(counts) or 1
+    return tuple(count / total for count in counts)
 
 
-def _rotated(values: list[float], first: int) -> list[float]:
-    """Return the values from one of them on, and then the others."""
-    first %= len(values)
-    return values[first:] + values[:first]
-
-
-def _products(vectors: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """Return the inner products of vectors: float64 `[vectors, vectors]`, summed over ranks."""
-    stacked = torch.stack(list(vectors))
-    gathered = distributed.all_gather((stacked @ stacked.T).tolist())
+def _products(gradients: torch.Tensor) -> torch.Tensor:
+    """Return the inner products of gradients: float64 `[passes, passes]`, summed over ranks."""
+    gathered = distributed.all_gather((gradients @ gradients.T).tolist())
     return torch.tensor(gathered, dtype=torch.float64).sum(dim=0)
 
 
@@ -481,4 +544,9 @@ def _has_tf32(model: nn.Module) -> bool:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if math.isfinite(share) else "more than can be measured"
+    if not math.isfinite(share):
+        return "more than can be measured"
+    percent = 100 * share
+    if percent < 0.01:
+        return "less than 0.01%"
+    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"

@@ -265,7 +265,7 @@ def test_all_ranks_refuse_alike():
     first, second = run_on_ranks(refused, 2)
     assert first == second
     (of_loss, of_memory, of_hook), has_gradients = first
-    assert of_loss.startswith("forward_backward='forward_backward': the gradients of ")
+    assert of_loss.startswith("forward_backward='forward_backward': gradients of ")
     assert "ran out of memory on rank 1, alone in its micro-batch" in of_memory
     assert of_hook.startswith("register_post_accumulate_grad_hook=")
     assert not has_gradients

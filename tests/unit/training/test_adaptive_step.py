@@ -955,7 +955,7 @@ def test_a_loss_that_is_not_the_sum_of_its_parts_is_refused_before_anything_chan
     step = AdaptiveStep(model, script, num_labels=lambda batch: len(batch["x"]), **limit)
     with pytest.raises(SettingError) as caught:
         step(batch)
-    assert str(caught.value).startswith("forward_backward='Script': the gradients of ")
+    assert str(caught.value).startswith("forward_backward='Script': gradients of ")
     assert "so a split would train something else" in str(caught.value)
     if because == "micro_batch_size":
         assert script.trained == []

@@ -76,7 +76,7 @@ def test_a_mean_with_other_weights_is_refused_where_the_losses_of_rows_are_alike
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             return loss(model, batch)
 
-    with pytest.raises(SettingError, match="the loss weights the parts by"):
+    with pytest.raises(SettingError, match=r"have shares \S+ and \S+ by their labels, but shares"):
         new_step(model, in_type)(batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     new_step(Net(), mean)(rows())
@@ -107,7 +107,7 @@ def masked(model, batch):
 def test_a_loss_that_draws_for_each_row_is_compared_with_the_same_numbers(loss, caplog):
     new_step(Net(), loss)(rows())
     assert caplog.text == ""
-    with pytest.raises(SettingError, match="the loss weights the parts by"):
+    with pytest.raises(SettingError, match=r"have shares \S+ and \S+ by their labels, but shares"):
         new_step(Net(), partial(noisy, weight=WEIGHTS))(rows())
 
 
@@ -121,6 +121,33 @@ def test_a_loss_whose_draws_are_of_no_row_trains_with_one_line(caplog):
         step(rows())
     assert [record.message for record in caplog.records if "cannot be compared" in record.message]
     assert len(caplog.records) == 1
+
+
+def test_a_loss_that_differs_between_two_runs_of_the_same_rows_trains_with_one_line(caplog):
+    calls = iter(range(10**6))
+
+    def unsteady(model, batch):
+        losses = cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        weight = torch.ones(len(losses))
+        weight[next(calls) % len(losses)] = 2.0
+        return (losses * weight).mean()
+
+    step = new_step(Net(), unsteady)
+    for _ in range(4):
+        step(rows())
+    assert [("cannot be compared" in record.message) for record in caplog.records] == [True]
+
+
+def test_a_part_without_labels_that_adds_to_the_loss_needs_num_labels():
+    def of_all_rows(model, batch):
+        losses = cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return losses.mean()
+
+    labels = torch.full((16,), -100)
+    labels[:4] = 1
+    step = new_step(Net(), of_all_rows, micro_batch_size=2)
+    with pytest.raises(SettingError, match="a part without labels changes the loss; give num_labe"):
+        step({**rows(), "labels": labels})
 
 
 def test_the_random_numbers_of_a_step_are_those_without_a_check():
@@ -204,8 +231,9 @@ def test_an_auxiliary_loss_of_experts_is_warned_of_where_the_configuration_names
         with pytest.raises(SettingError, match="so a split would train something else"):
             step(rows())
         return
-    step(rows())
-    assert "an auxiliary loss of its own, with coefficient 0.01" in caplog.text
+    for _ in range(4):
+        step(rows())
+    assert caplog.text.count("an auxiliary loss of its own, with coefficient 0.01") == 1
 
 
 class Pooled(nn.Module):
