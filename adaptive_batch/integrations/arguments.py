@@ -33,6 +33,7 @@ TERMS = Terms(
     split=("give AdaptiveArguments(split=...), a function that returns SplitBatch(num_rows, part)"),
     share='give AdaptiveArguments(loss_reduction="mean") if a mean was taken for a sum',
     sum='give AdaptiveArguments(loss_reduction="sum")',
+    totals="",
 )
 # That a search tries, as elsewhere by default.
 _MOST_ROWS = 4096

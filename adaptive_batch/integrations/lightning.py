@@ -8,7 +8,7 @@ Clipping, precision, accumulation, loggers and checkpoints stay Lightning's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -234,8 +234,18 @@ class _Batch:
                 # Hooks of Lightning's backward would find no gradients in the check of a split.
                 loss.backward()  # type: ignore[no-untyped-call]
             elif self._backward is not None:
-                self._backward(loss)
+                with self._without_after_backward(part):
+                    self._backward(loss)
         return _Result(part.num_rows, weight, loss.detach(), outputs, logged)
+
+    def _without_after_backward(self, part: Part) -> AbstractContextManager[object]:
+        """Leave out the hooks after backward until the gradients of the batch are whole."""
+        if part.is_last:
+            return nullcontext()
+        return replaced(
+            self._module.trainer.precision_plugin,
+            post_backward=lambda loss, module: loss.detach(),
+        )
 
 
 def _loop(trainer: Trainer) -> Any:

@@ -71,7 +71,7 @@ class GradientPasses:
         keeps_autocast: whether the function fails without autocast, so that it stays on.
         has_other_draws: whether the last passes drew random numbers, or with a seed for each row,
             random numbers that belong to no row.
-        written_buffers: names of the buffers that passes wrote.
+        written: names of the buffers and frozen parameters that passes wrote.
     """
 
     def __init__(
@@ -94,14 +94,18 @@ class GradientPasses:
         self._snapshot = StepSnapshot(runner.model, runner.memory.device)
         self.keeps_autocast = False
         self.has_other_draws = False
-        self.written_buffers: set[str] = set()
+        self.written: set[str] = set()
 
-    def run(self, passes: Sequence[Pass], *, by_row: bool = False) -> torch.Tensor | None:
+    def run(
+        self, passes: Sequence[Pass], *, by_row: bool = False, accumulates: bool = True
+    ) -> torch.Tensor | None:
         """Return the projected gradient of each pass.
 
         Args:
             passes: rows as a whole, and then their parts, if any.
             by_row: whether each row draws its random numbers with a seed of its own.
+            accumulates: whether a part adds to the gradients of the parts before it, as in
+                training.
 
         Returns:
             float64 `[passes, numbers]`; None if a rank ran out of memory.
@@ -113,15 +117,15 @@ class GradientPasses:
             if not self.keeps_autocast:
                 with without_autocast(self._runner.memory.device) as is_used:
                     try:
-                        return self._run(passes, by_row=by_row)
+                        return self._run(passes, by_row, accumulates)
                     except SettingError:
                         if not is_used():
                             raise
                 # Some kernels exist for 16-bit types alone.
                 self.keeps_autocast = True
-            return self._run(passes, by_row=by_row)
+            return self._run(passes, by_row, accumulates)
 
-    def _run(self, passes: Sequence[Pass], *, by_row: bool) -> torch.Tensor | None:
+    def _run(self, passes: Sequence[Pass], by_row: bool, accumulates: bool) -> torch.Tensor | None:
         runner = self._runner
         statistics: list[Statistics] = []
         gradients: list[dict[int, torch.Tensor]] = []
@@ -135,19 +139,26 @@ class GradientPasses:
         def run_pass(number: int) -> None:
             one = passes[number]
             random_state = RandomState(runner.memory.device)
-            versions = self._buffer_versions()
+            versions = self._versions()
+            # What the parts before this one have summed.
+            summed = gradients[-1] if accumulates and number > 1 else None
+            if summed is None:
+                runner.step_gradients.drop_new()
             if not one.share and not runner.sharding.needs_dummy(is_last=False):
-                gradients.append({})
+                gradients.append(summed or {})
                 return
             with runner.trial(), _draws_by_row(one.rows, by_row) as draws:
-                part = one.part()
-                if statistics:
-                    part = part._replace(statistics=statistics[number])
+                is_first_of_parts = accumulates and number == 1 and len(passes) > 2
+                part = one.part()._replace(
+                    is_first=summed is None,
+                    is_last=not is_first_of_parts,
+                    statistics=statistics[number] if statistics else {},
+                )
                 self._forward_backward(part)
             draws_of_passes.append(draws)
             drawn.update(random_state.changed())
-            written = self._buffer_versions().items() - versions.items()
-            self.written_buffers.update(name for name, _ in written)
+            written = self._versions().items() - versions.items()
+            self.written.update(name for name, _ in written)
             gradients.append({key: _projected(grad) for key, grad in runner.gradients().items()})
 
         if self._statistics.are_needed:
@@ -160,17 +171,21 @@ class GradientPasses:
         self.has_other_draws = bool(drawn)
         if by_row:
             kinds = set(map(tuple, draws_of_passes))
-            is_unlike = len(kinds) > 1 or None in chain(*kinds)
-            self.has_other_draws = is_unlike or bool(drawn & {"python", "numpy"})
+            # Several entries for a row may also lie view after view.
+            belong_to_rows = len(kinds) == 1 and set(chain(*kinds)) <= {0, 1}
+            self.has_other_draws = not belong_to_rows or bool(drawn & {"python", "numpy"})
         zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
         # One zero, as there may be no gradient.
         start = torch.zeros(1, dtype=torch.float64)
-        return torch.stack(
+        vectors = torch.stack(
             [
                 torch.cat([start, *(each.get(key, zero) for key, zero in zeros.items())])
                 for each in gradients
             ]
         )
+        if accumulates:
+            vectors[2:] -= vectors[1:-1].clone()
+        return vectors
 
     def _run_in_turn(
         self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
@@ -185,7 +200,6 @@ class GradientPasses:
             try:
                 run(number)
             finally:
-                drop()
                 restore()
 
         try:
@@ -204,6 +218,8 @@ class GradientPasses:
             if distributed.world_size() > 1:
                 raise self._retry.lost(error, "in the check of a split") from error
             has_failed = True
+        finally:
+            drop()
         if has_failed:
             # Outside of the except block, which keeps the failed forward's tensors alive.
             recover(self._runner.memory)
@@ -212,13 +228,18 @@ class GradientPasses:
             return False
         return True
 
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Return by name what changes as a buffer is written; a BatchNorm's are left out."""
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Return by name what changes as a buffer or a frozen parameter is written; a BatchNorm's
+        are left out.
+        """
         return {
-            f"{path}.{name}".lstrip("."): (id(buffer), buffer._version)
+            f"{path}.{name}".lstrip("."): (id(tensor), tensor._version)
             for path, module in self._runner.model.named_modules()
             if not isinstance(module, nn.modules.batchnorm._BatchNorm)
-            for name, buffer in module.named_buffers(recurse=False)
+            for name, tensor in chain(
+                module.named_buffers(recurse=False), module.named_parameters(recurse=False)
+            )
+            if not tensor.requires_grad
         }
 
     def _failure(self, whole: Pass, error: Exception) -> SettingError:
@@ -255,8 +276,8 @@ def _projected(gradient: torch.Tensor) -> torch.Tensor:
     if entries.is_sparse:
         entries = entries.to_dense()
     entries = entries.reshape(-1)
-    # An odd stride meets all columns of a matrix.
-    entries = entries[:: entries.numel() // _MOST_ENTRIES | 1].to("cpu", torch.float64)
+    # An odd stride meets all columns of a matrix. A copy, as a later part adds to the gradient.
+    entries = entries[:: entries.numel() // _MOST_ENTRIES | 1].to("cpu", torch.float64, copy=True)
     if entries.numel() <= _NUMBERS:
         return entries
     padding = -entries.numel() % _NUMBERS

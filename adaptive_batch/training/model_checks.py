@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.distributed import Replicas, Sharding, local_part, reshard
 from adaptive_batch.errors import SettingError
 
@@ -101,7 +102,7 @@ def check_parameters(model: object, optimizer: object) -> None:
     ]
     if left and distributed.is_rank_zero():
         log.warning(
-            "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False),"
+            "the optimizer leaves out %s: freeze them with requires_grad_(False),"
             " or, where another optimizer steps them, clear their gradients after each step too,"
             " and note that its state is in no trial of find_bound",
             some_names(left),
@@ -115,9 +116,9 @@ def _stepped_by(optimizer: Optimizer) -> set[int]:
     return stepped
 
 
-def some_names(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str], kind: str = "parameter") -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"
+    return f"{count(len(names), kind)} ({', '.join(names[:_NAMED])}{more})"
 
 
 def check_ranks(model: nn.Module, sharding: Sharding) -> None:
@@ -136,7 +137,7 @@ def check_ranks(model: nn.Module, sharding: Sharding) -> None:
             if parameter.requires_grad and id(parameter) not in alike
         ]
         if apart:
-            needed = f"{some_names(apart)} are not DDP's, so each rank would train its own"
+            needed = f"DDP leaves out {some_names(apart)}, so each rank would train its own"
             remedy = "wrap the whole model in one DDP module"
             raise SettingError("model", type(model).__name__, f"{needed}; {remedy}")
         return
@@ -148,9 +149,7 @@ def check_ranks(model: nn.Module, sharding: Sharding) -> None:
         raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
     whole = _undivided(model)
     if whole:
-        needed = (
-            f"{some_names(whole)} are not divided by fully_shard, so each rank would train its own"
-        )
+        needed = f"fully_shard leaves out {some_names(whole)}, so each rank would train its own"
         remedy = "call fully_shard on the whole model too, after its parts"
         raise SettingError("model", type(model).__name__, f"{needed}; {remedy}")
 
@@ -270,7 +269,7 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer) -> None:
         )
     else:
         remedy = (
-            f"{some_names(foreign)} are not the optimizer's, so its zero_grad() leaves theirs;"
+            f"the optimizer leaves out {some_names(foreign)}, and so does its zero_grad();"
             " freeze them with requires_grad_(False), or call model.zero_grad() after each step"
         )
     raise ValueError(f"gradients are there before a step: {remedy}")

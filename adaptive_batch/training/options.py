@@ -36,6 +36,7 @@ class Terms:
         split: fix of rows that are divided wrongly, in the imperative.
         share: fix of a mean that has the wrong weight, in the imperative.
         sum: fix of a loss that is a sum, in the imperative.
+        totals: fix of a loss that needs totals of the batch, after a space; empty without one.
     """
 
     function: str = "forward_backward"
@@ -43,6 +44,7 @@ class Terms:
     split: str = "give split=, a function that returns SplitBatch(num_rows, part)"
     share: str = "multiply a mean by part.share before backward"
     sum: str = "do not multiply it by part.share"
+    totals: str = " give statistics= if it needs a total of the batch, such as a ratio;"
 
 
 @dataclass(frozen=True)

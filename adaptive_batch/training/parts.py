@@ -718,7 +718,8 @@ class LabelCounter:
         if not _has_labels(batch):
             return num_rows
         labels = batch["labels"]
-        if labels.dim() == 2 and not counts_first:
+        # A column of labels is one label for each row.
+        if labels.dim() == 2 and labels.shape[1] > 1 and not counts_first:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).count_nonzero())
 

@@ -154,6 +154,7 @@ class _LossStep(AdaptiveStep):
         split="make what belongs together one row of the dataset",
         share="return the mean over the labels of the batch",
         sum="return the mean over the labels of the batch",
+        totals="",
     )
 
 

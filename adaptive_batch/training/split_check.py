@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,9 @@ log = logging.getLogger("adaptive_batch")
 # records float32 differed by at most 2.4e-5, and bfloat16 weights by more than 1.5% once.
 _TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
 _TOLERANCE_FLOAT32 = 1e-3
+# A difference that each further part adds, such as a term without share, comes to 1% of many parts.
+_TOLERANCE_ALL_PARTS = 1e-2
+_MIN_TOLERANCE = 1e-4
 _TOLERANCE_TF32 = 1e-2
 # Of parts of one row in less than float32, where losses near 0 differed by up to 15%.
 _TOLERANCE_ONE_ROW = 0.25
@@ -42,8 +45,8 @@ _MAX_NOISE = 0.05
 _SAME_SHARE = 0.05
 # Weight of the loss in the second run of the same rows, so that backward rounds differently.
 _SECOND_RUN_SHARE = 0.7
-# Comparisons after which the likelier way to count labels is taken, if both fit all of them.
-_MAX_COMPARISONS = 6
+# Checks that begin since it is not known whether first labels count.
+_MAX_LABEL_CHECKS = 6
 # Splits that are checked, and every 256th after them: rows of one batch may be alike by chance.
 _CHECKED = frozenset({1, 2, 4, 8, 16, 32, 64})
 _CHECKED_EVERY = 256
@@ -169,25 +172,35 @@ class SplitCheck:
         self.keeps_columns = False
         self._knows_first_label = False
         self._num_splits = 0
-        self._num_comparisons = 0
+        self._num_label_checks = 0
+        self._has_cut = False
+        self._num_parts = 0
         # Whether rows of the last check had no gradient, or none that is finite.
         self._lacks_gradient = False
         self._warned: set[str] = set()
 
-    def is_due(self, counts: Sequence[tuple[float, float]]) -> bool:
+    def is_due(self, counts: Sequence[tuple[float, float]], *, num_parts: int, cuts: bool) -> bool:
         """Count a split; return whether to check it before its parts run. A collective.
 
         Args:
             counts: labels of each part without and with the first of each row; none on a rank
                 without rows.
+            num_parts: parts of the batch, on the rank that has most.
+            cuts: whether parts leave padding out.
         """
         self._num_splits += 1
+        self._num_parts = num_parts
         is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
         is_due |= self._lacks_gradient and self._num_splits < max(_CHECKED)
+        if not self._has_cut:
+            self._has_cut = distributed.any_of_ranks(cuts)
+            is_due |= self._has_cut
         if is_due or self._knows_first_label:
             return is_due
         shares = set(map(_shares, zip(*counts, strict=True)))
-        return distributed.any_of_ranks(len(shares) > 1)
+        differs = distributed.any_of_ranks(len(shares) > 1)
+        self._num_label_checks += differs
+        return differs and self._num_label_checks <= _MAX_LABEL_CHECKS
 
     def check(self, rows: Splittable, pieces: Sequence[MicroBatch]) -> None:
         """Compare the gradients of a few rows with those of their parts; random numbers are as
@@ -229,46 +242,38 @@ class SplitCheck:
         num_rows = batch.num_rows
         # Among equal rows, the order decides.
         order = random.Random(self._num_splits).sample(range(num_rows), num_rows)[:_CANDIDATES]
-        values = {row: self._values(batch, row) for row in order}
         largest = max((piece.size for piece in pieces), default=0)
         length = max((piece.length for piece in pieces), default=0) or 1
         rows_per_part = 2 if 4 * length <= largest and num_rows >= 4 else 1
-        # Labels are the first value; each power of two moves on to the next two of the others.
+
+        def extremes(
+            values: Mapping[int, Any], size: int = rows_per_part
+        ) -> tuple[list[int], list[int]]:
+            rows = sorted(values, key=values.__getitem__)
+            return sorted(rows[:size]), sorted(rows[size:][-size:])
+
+        counts = {row: self._labels.candidates(batch.part([row]), 1) for row in order}
+        if not self._knows_first_label:
+            # With and without first labels, these parts have the most different shares.
+            ratios = {
+                row: (without / number, -number)
+                for row, (without, number) in counts.items()
+                if number
+            }
+            if distributed.any_of_ranks(len({ratio for ratio, _ in ratios.values()}) > 1):
+                yield extremes(ratios)
+        values = {
+            row: [counts[row][self.counts_first_label], *_values(batch.part([row]))]
+            for row in order
+        }
+        yield extremes(values)
+        if distributed.maximum(num_rows) <= 2:
+            return
+        # The last value and the one before it; each power of two moves on to the next two.
         turn = 2 * self._num_splits.bit_length()
-        choices = [(0, rows_per_part)]
-        if distributed.maximum(num_rows) > 2:
-            choices.append((1 - turn, rows_per_part))
-            if self._tolerance(1) == _TOLERANCE_FLOAT32:
-                choices.append((-turn, 1))
-        for value, size in choices:
-
-            def from_value(row: int, value: int = value) -> list[float]:
-                first = value % len(values[row])
-                return values[row][first:] + values[row][:first]
-
-            by_value = sorted(order, key=from_value)
-            yield sorted(by_value[:size]), sorted(by_value[size:][-size:])
-
-    def _values(self, batch: Splittable, row: int) -> list[float]:
-        """Return the labels of a row, its single integers, the sums of its tensors, its floats."""
-        of_row = batch.part([row])
-        tensors = [
-            each.detach()
-            for each in arrays_in(of_row)
-            if isinstance(each, torch.Tensor)
-            and each.layout == torch.strided
-            and not each.is_nested
-        ]
-        # Single integers, integer tensors, floating-point tensors, and single floats, such as the
-        # weight of a row.
-        tensors.sort(
-            key=lambda each: (
-                each.is_floating_point(),
-                (each.numel() <= 1) == each.is_floating_point(),
-            )
-        )
-        labels = self._labels.count(of_row, 1, counts_first=self.counts_first_label)
-        return [labels, *(float(each.sum(dtype=torch.float64)) for each in tensors)]
+        yield extremes(_rotated(values, 1 - turn))
+        if self._tolerance(1) <= _TOLERANCE_FLOAT32:
+            yield extremes(_rotated(values, -turn), size=1)
 
     def _compare(self, sample: Sample, *, can_keep_columns: bool) -> None:
         """Compare a sample with its parts.
@@ -286,39 +291,56 @@ class SplitCheck:
         elif not 0 < result.norm < math.inf:
             self._lacks_gradient = True
             self._warn("gradient", "rows have no finite gradient, so the split is not checked yet")
-        elif result.difference <= tolerance:
-            self._learn_first_label(sample, tolerance)
         else:
-            self._diagnose(sample, result, tolerance, can_keep_columns=can_keep_columns)
+            result = self._with_likelier_labels(sample, result)
+            if result.difference <= tolerance:
+                self._learn_first_label(sample, tolerance)
+            else:
+                self._diagnose(sample, result, tolerance, can_keep_columns=can_keep_columns)
+
+    def _with_likelier_labels(
+        self, sample: Sample, result: Comparison, *, by_row: bool = False
+    ) -> Comparison:
+        """Switch whether first labels count if that is not known and the other answer fits better;
+        return the comparison that fits better.
+        """
+        counts_first = not self.counts_first_label
+        has_other_shares = sample.shares(self._labels, counts_first=counts_first) != result.shares
+        if self._knows_first_label or not distributed.any_of_ranks(has_other_shares):
+            return result
+        other = self._measure(sample, counts_first=counts_first, by_row=by_row)
+        if other is None or other.difference >= result.difference / 2:
+            return result
+        self.counts_first_label = counts_first
+        return other
 
     def _diagnose(
         self, sample: Sample, result: Comparison, tolerance: float, *, can_keep_columns: bool
     ) -> None:
-        """Find out whether random numbers, noise, the first labels, padding or an auxiliary loss
-        explain a difference.
+        """Find out whether random numbers, noise, padding, an auxiliary loss or gradients that the
+        function changes explain a difference.
 
         Raises:
-            SettingError: none of them does.
+            SettingError: the difference is not one of those that are trained.
         """
         by_row = result.has_other_draws
         if by_row:
             result = self._measure(sample, by_row=True) or result
+            result = self._with_likelier_labels(sample, result, by_row=True)
         noise = self._noise(sample, has_labels=any(result.shares), by_row=by_row)
         tolerance = max(tolerance, 2 * noise)
-        if result.difference > tolerance:
-            result = self._with_other_labels(sample, result, tolerance, by_row=by_row)
         difference_of_cut = 0.0
         if result.difference > tolerance and distributed.any_of_ranks(sample.batch.cuts):
             difference_of_cut = result.difference
-            result = self._measure(sample.uncut(), by_row=by_row) or result
+            sample = sample.uncut()
+            result = self._measure(sample, by_row=by_row) or result
         is_equal = result.difference <= tolerance
         coefficient = _auxiliary_coefficient(self._runner.model)
         if noise > _MAX_NOISE or (result.has_other_draws and not is_equal):
-            self._warn(
-                "noise",
-                "a batch and its parts cannot be compared, since the loss draws random numbers or"
-                f" is not deterministic (the same rows differ by {_percent(noise)})",
-            )
+            reason = "the loss draws random numbers that belong to no row"
+            if noise > _MAX_NOISE:
+                reason = f"two runs of the same rows differ by {_percent(noise)}"
+            self._warn("noise", f"a batch and its parts cannot be compared, since {reason}")
         elif is_equal and not difference_of_cut:
             self._learn_first_label(sample, tolerance)
         elif is_equal and can_keep_columns:
@@ -337,28 +359,25 @@ class SplitCheck:
                 f" {coefficient:g}",
             )
         else:
-            raise self._refusal(sample, result, noise, tolerance, difference_of_cut)
-
-    def _with_other_labels(
-        self, sample: Sample, result: Comparison, tolerance: float, *, by_row: bool
-    ) -> Comparison:
-        """Count the first labels too, or leave them out, if that is not known and fits; return the
-        comparison that fits.
-        """
-        if self._knows_first_label:
-            return result
-        counts_first = not self.counts_first_label
-        has_other_shares = sample.shares(self._labels, counts_first=counts_first) != result.shares
-        if not distributed.any_of_ranks(has_other_shares):
-            return result
-        other = self._measure(sample, counts_first=counts_first, by_row=by_row)
-        if other is None or other.difference > tolerance:
-            return result
-        self.counts_first_label = counts_first
-        return other
+            apart = self._measure(sample, by_row=by_row, accumulates=False) or result
+            changes_gradients = not is_equal and apart.difference <= tolerance
+            measured = (
+                f"gradients of {count(len(sample.rows), 'row')} and of their two parts differ by"
+                f" {_percent(result.difference)} (noise {_percent(noise)}"
+            )
+            if difference_of_cut:
+                measured += f", {_percent(difference_of_cut)} if the parts leave padding out"
+            remedy = self._remedy(sample, result, tolerance, changes_gradients=changes_gradients)
+            problem = f"{measured}), so a split would train something else; {remedy}"
+            raise SettingError(self._terms.function, self._name, problem)
 
     def _measure(
-        self, sample: Sample, *, counts_first: bool | None = None, by_row: bool = False
+        self,
+        sample: Sample,
+        *,
+        counts_first: bool | None = None,
+        by_row: bool = False,
+        accumulates: bool = True,
     ) -> Comparison | None:
         """Run a sample as a whole and in two parts; return None if a rank ran out of memory.
 
@@ -372,7 +391,7 @@ class SplitCheck:
             Pass(sample.batch, part, share, sample.dummy)
             for part, share in zip(sample.parts, shares, strict=True)
         ]
-        gradients = self._passes.run([whole, *parts], by_row=by_row)
+        gradients = self._passes.run([whole, *parts], by_row=by_row, accumulates=accumulates)
         if gradients is None:
             return None
         has_other_draws = distributed.any_of_ranks(self._passes.has_other_draws)
@@ -397,10 +416,12 @@ class SplitCheck:
 
     def _tolerance(self, rows_per_part: int) -> float:
         """Return the difference that rounding may cause, on any rank."""
+        of_parts = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
         types = {parameter.dtype for parameter in self._runner.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
-        tolerance = max(_TOLERANCES.get(dtype, _TOLERANCE_FLOAT32) for dtype in types)
+        float32 = min(_TOLERANCE_FLOAT32, of_parts)
+        tolerance = max(_TOLERANCES.get(dtype, float32) for dtype in types)
         if self._runner.memory.device.type == "cuda" and _has_tf32(self._runner.model):
             tolerance = max(tolerance, _TOLERANCE_TF32)
         if tolerance > _TOLERANCE_FLOAT32 and rows_per_part == 1:
@@ -415,11 +436,11 @@ class SplitCheck:
 
     def _warn_of_side_effects(self) -> None:
         """Name the buffers that a forward pass writes, and the hooks of gradients."""
-        written = sorted(self._passes.written_buffers)
+        written = sorted(self._passes.written)
         if written:
             self._warn(
                 "buffers",
-                f"each part of a split batch writes the buffers {', '.join(written)}, which a"
+                f"each part of a split batch writes {some_names(written, 'buffer')}, which a"
                 " whole batch writes once",
             )
         hooked = gradient_hooks(self._runner.model)
@@ -431,21 +452,19 @@ class SplitCheck:
             )
 
     def _learn_first_label(self, sample: Sample, tolerance: float) -> None:
-        """Decide whether first labels count as soon as only one answer fits, or after enough
-        comparisons.
-        """
+        """Decide whether first labels count, if the other answer would have given other shares."""
         if self._knows_first_label:
             return
-        self._num_comparisons += 1
         without, including = (
             sample.shares(self._labels, counts_first=counts_first)[0]
             for counts_first in (False, True)
         )
-        only_one_fits = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
-        self._knows_first_label = only_one_fits or self._num_comparisons == _MAX_COMPARISONS
-        if only_one_fits and not self.counts_first_label:
+        self._knows_first_label = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
+        if not self._knows_first_label:
+            return
+        if not self.counts_first_label:
             self._refuse_labels_shifted_twice(sample.batch)
-        if self._knows_first_label and self.counts_first_label and distributed.is_rank_zero():
+        elif distributed.is_rank_zero():
             log.info(
                 "labels are shifted already where they reach the model, so the first of each row"
                 " counts too"
@@ -462,51 +481,68 @@ class SplitCheck:
             )
             raise SettingError("labels", "shifted twice", remedy)
 
-    def _refusal(
-        self,
-        sample: Sample,
-        result: Comparison,
-        noise: float,
-        tolerance: float,
-        difference_of_cut: float,
-    ) -> SettingError:
-        """Build the error of a loss that does not decompose: what was measured, and its remedy."""
+    def _remedy(
+        self, sample: Sample, result: Comparison, tolerance: float, *, changes_gradients: bool
+    ) -> str:
+        """Return what helps a loss that does not decompose, as its gradients show."""
         terms = self._terms
-        measured = (
-            f"gradients of {count(len(sample.rows), 'row')} and of their two parts differ by"
-            f" {_percent(result.difference)} (noise {_percent(noise)}"
-        )
-        if difference_of_cut:
-            measured += f", {_percent(difference_of_cut)} if the parts leave padding out"
         shares, rest = result.fitted_shares()
         given = " and ".join(f"{share:.3g}" for share in result.shares)
         fitted = " and ".join(f"{share:.3g}" for share in shares)
         if result.difference <= tolerance:
-            remedy = (
+            return (
                 "the model sees padding, of which a part has less; mask it, or pad all rows to one"
                 " length"
             )
-        elif rest > tolerance and 0 in result.shares and any(result.shares):
-            remedy = (
-                "a part without labels changes the loss; give"
-                f" {terms.num_labels} that counts what the loss averages over"
+        if changes_gradients:
+            return (
+                "it changes gradients that earlier parts left, by zero_grad, clipping or an"
+                " assignment; do that once, outside of it"
             )
-        elif rest > tolerance:
-            remedy = (
-                "a loss that compares rows, such as a contrastive one, must stay whole: set"
-                ' on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens; if'
-                f" rows belong together, {terms.split}"
+        if rest > tolerance and 0 in result.shares and any(result.shares):
+            return (
+                f"a part without labels changes the loss; give {terms.num_labels} that counts what"
+                " the loss averages over"
             )
-        elif all(abs(share - 1) < _SAME_SHARE for share in shares):
-            remedy = f"the loss is a sum over rows, not a mean: {terms.sum}"
-        else:
-            remedy = (
-                f"the parts have shares {given} by their labels, but shares {fitted} would fit;"
-                f" {terms.share}; give {terms.num_labels} if the mean is over something else, such"
-                " as the sum of class weights"
+        if rest > tolerance or fitted == given:
+            rows = f" ({sample.batch.treatment})" if sample.batch.treatment else ""
+            coefficient = _auxiliary_coefficient(self._runner.model)
+            experts = ""
+            if coefficient:
+                experts = f" or an auxiliary loss with coefficient {coefficient:g}"
+            return (
+                f"a loss that compares rows, such as a contrastive one{experts}, must stay whole:"
+                " set"
+                ' on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens;'
+                f"{terms.totals} if rows{rows} are not those of the batch, {terms.split}"
             )
-        problem = f"{measured}), so a split would train something else; {remedy}"
-        return SettingError(terms.function, self._name, problem)
+        if all(abs(share - 1) < _SAME_SHARE for share in shares):
+            return f"the loss is a sum over rows, not a mean: {terms.sum}"
+        return (
+            f"the parts have shares {given} by their labels, but shares {fitted} would fit;"
+            f" {terms.share}; give {terms.num_labels} if the mean is over something else, such"
+            f" as the sum of class weights;{terms.totals}"
+        ).rstrip(";")
+
+
+def _values(row: Any) -> list[float]:
+    """Return the sums of a row's tensors: floating-point tensors, integer tensors, single floats,
+    such as a weight, and last single integers, such as a class.
+    """
+    tensors = [
+        each.detach()
+        for each in arrays_in(row)
+        if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_nested
+    ]
+    tensors.sort(key=lambda each: (each.numel() <= 1, not each.is_floating_point()))
+    return [float(each.sum(dtype=torch.float64)) for each in tensors]
+
+
+def _rotated(values: Mapping[int, list[float]], first: int) -> dict[int, list[float]]:
+    """Return the values of each row from one of them on, and then the others."""
+    return {
+        row: each[first % len(each) :] + each[: first % len(each)] for row, each in values.items()
+    }
 
 
 def _shares(counts: Sequence[float]) -> tuple[float, ...]:

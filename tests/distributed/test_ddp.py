@@ -247,7 +247,7 @@ def refused() -> list[str]:
 def test_what_ddp_does_not_keep_alike_is_refused_and_one_row_is_on_all_ranks():
     first, second = run_on_ranks(refused, 2)
     assert first == second
-    assert "2 parameters (head.weight, head.bias) are not DDP's, so each rank would" in first[0]
+    assert "DDP leaves out 2 parameters (head.weight, head.bias), so each rank would" in first[0]
     assert "or a DDP module" in first[1]
     assert "ran out of memory on rank 1, alone in its micro-batch" in first[2]
 

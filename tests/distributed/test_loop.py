@@ -287,7 +287,7 @@ def test_a_model_of_which_a_part_was_not_divided_is_refused_by_the_names_of_its_
     for rank in two_ranks:
         said = rank["refused, partly"]
         assert (
-            "1 parameters (embed.weight) are not divided by fully_shard" in said
+            "fully_shard leaves out 1 parameter (embed.weight)" in said
         )  # and one that is frozen need not be
         assert said.endswith("call fully_shard on the whole model too, after its parts")
 

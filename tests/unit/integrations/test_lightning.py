@@ -288,6 +288,23 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         AdaptiveCallback(AdaptiveArguments(batch_increase_function=lambda epoch, size: size))
 
 
+def test_hooks_after_backward_run_once_for_a_batch_with_all_of_its_gradients(tmp_path):
+    class Clipping(Module):
+        num_calls = 0
+
+        def on_after_backward(self):
+            self.num_calls += 1
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+    split = Clipping()
+    callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size=2))
+    _, weights = trained(split, tmp_path, [callback])
+    whole = Clipping()
+    _, expected = trained(whole, tmp_path)
+    assert split.num_calls == whole.num_calls > 0
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_errors_name_the_method_and_the_arguments_of_the_callback(tmp_path):
     callback = AdaptiveCallback()
     trained(Module(), tmp_path, [callback])

@@ -685,5 +685,5 @@ def test_what_collating_draws_for_a_check_of_a_split_is_drawn_again(monkeypatch)
         return bytes(torch.get_rng_state().numpy())
 
     with_checks = random_state_after()
-    monkeypatch.setattr(SplitCheck, "is_due", lambda *_: False)
+    monkeypatch.setattr(SplitCheck, "is_due", lambda *_, **__: False)
     assert random_state_after() == with_checks

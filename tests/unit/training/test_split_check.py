@@ -204,7 +204,7 @@ def test_buffers_that_forward_writes_and_hooks_of_gradients_are_named_once(caplo
     for _ in range(3):
         step(rows())
     assert len(caplog.records) == 2
-    assert "writes the buffers queue" in caplog.text
+    assert "writes 1 buffer (queue)" in caplog.text
     assert "head.weight" in caplog.text
     # Four parts of three batches, and no pass of the check.
     expected = torch.zeros(3)
@@ -281,6 +281,125 @@ def test_parts_keep_all_columns_if_the_gradient_depends_on_padding(masks, caplog
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
     assert widths == ([5, 9] * 2 if masks else [9, 9] * 2)
     assert ("parts of a batch keep all columns" in caplog.text) == (not masks)
+
+
+def test_a_function_that_changes_the_gradients_of_earlier_parts_is_refused():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def clears(part):
+        optimizer.zero_grad()
+        (mean(model, part.batch) * part.share).backward()
+
+    def assigns(part):
+        loss = mean(model, part.batch) * part.share
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            parameter.grad = gradient
+
+    for function in (clears, assigns):
+        step = AdaptiveStep(model, function, micro_batch_size=4)
+        with pytest.raises(SettingError, match="it changes gradients that earlier parts left"):
+            step(rows())
+
+
+def test_a_function_may_change_gradients_in_the_first_and_last_part():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def forward_backward(part):
+        if part.is_first:
+            optimizer.zero_grad()
+        (mean(model, part.batch) * part.share).backward()
+        if part.is_last:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows())
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert norm.item() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_a_column_of_labels_is_one_label_for_each_row():
+    batch = rows()
+    batch["labels"] = batch["y"][:, None]
+    model = Net()
+    new_step(model, mean)(batch)
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+def masked_tokens(number):
+    """Rows of which some have their first label, as for masked language models."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(1, 9, (16, 12), generator=generator)
+    labels = tokens.masked_fill(torch.rand(16, 12, generator=generator) > 0.3, -100)
+    return {"input_ids": tokens, "labels": labels}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_first_labels_are_counted_from_the_first_batch_on_if_the_loss_counts_them(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(9, 16), nn.Tanh(), nn.Linear(16, 9))
+
+    def of_tokens(model, batch):
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        return cross_entropy(logits, batch["labels"].flatten())
+
+    step = new_step(model, of_tokens)
+    for number in range(6):
+        batch = masked_tokens(100 * seed + number)
+        of_tokens(model, batch).backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        step(batch)
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+
+
+def test_the_first_batch_whose_parts_leave_padding_out_is_checked(caplog):
+    model = Pooled(masks=False)
+    step = new_step(model, lambda model, batch: cross_entropy(model(batch), batch["y"]))
+    even = {**texts(), "input_ids": torch.ones(8, 9, dtype=torch.long)}
+    even["attention_mask"] = even["input_ids"]
+    for _ in range(4):
+        step(even)
+    assert caplog.text == ""
+    step(texts())
+    assert "parts of a batch keep all columns" in caplog.text
+
+
+def test_a_small_term_without_share_is_refused_if_many_parts_would_add_it():
+    def forward_backward(part):
+        weight = model.body.weight
+        (mean(model, part.batch) * part.share + 5e-4 * weight.square().sum()).backward()
+
+    model = Net()
+    with pytest.raises(SettingError, match="so a split would train something else"):
+        AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows(256))
+
+
+def test_draws_over_views_that_lie_one_after_the_other_are_not_compared(caplog):
+    def with_views(model, batch):
+        x = torch.cat([batch["x"], batch["x"]])
+        return mean(model, {"x": x + torch.randn_like(x), "y": torch.cat([batch["y"]] * 2)})
+
+    new_step(Net(), with_views)(rows())
+    assert "cannot be compared" in caplog.text
+
+
+def test_a_frozen_parameter_that_forward_writes_is_named(caplog):
+    class Teacher(Net):
+        def __init__(self):
+            super().__init__()
+            self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+        def forward(self, x):
+            self.teacher.mul_(0.9)
+            return super().forward(x)
+
+    new_step(Teacher(), mean)(rows())
+    assert "writes 1 buffer (teacher)" in caplog.text
 
 
 def test_a_part_that_fails_is_one_sentence_with_the_treatment_of_each_key():
