@@ -124,7 +124,6 @@ measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with w
 	$(BIN)/python benchmarks/step_time.py --compare order
 	$(BIN)/python benchmarks/scripts.py $(if $(SCRIPTS),--scripts $(SCRIPTS),--only sft dpo grpo lightning_module stream)
 	$(STACK)/bin/python benchmarks/cuda_stack.py
-	$(STACK)/bin/python benchmarks/budgets.py
 	$(STACK)/bin/python benchmarks/fragmentation.py
 	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 2
 	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 8

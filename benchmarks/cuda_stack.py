@@ -3,7 +3,8 @@ without a device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
     {cases,tasks,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
-    [--cases N] [--settings {default,expandable}] [--lengths {fixed,varying,drawn}] [--output DIR]
+    [--cases N] [--settings {default,expandable}] [--lengths {fixed,varying,drawn}]
+    [--recount] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted
@@ -23,6 +24,9 @@ shares of the memory taken away and given back. `runs`: the same model, 100 time
 settings with lengths of five kinds, four sizes of the device and five seeds: the search with its
 own headroom, and 200 steps at its bound. `ranks`: estimated bounds beside brute force for a
 small model that FSDP divides between two processes.
+
+`--recount` estimates the rows of the newest records of `cases` and `compiled` again, and compares
+them with what PyTorch counted then. It needs no PyTorch for CUDA, and some seconds for each case.
 
 A case that is finished is kept in `.measure/`, and a part that was stopped resumes with the next
 case (but `recipe` and `ranks`). The file is removed once the part's record is written.
@@ -75,6 +79,7 @@ LENGTH_OF_TASKS = 1024  # of a pair both answers
 LENGTHS_OF_COMPILED = (512, 1024, 4096)
 STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
+KINDS_OF_PEAKS = ("requested", "allocated", "reserved")
 KINDS_OF_LENGTHS = ("fixed", "varying", "drawn")
 DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
 PARAMETERS = {  # in billions
@@ -256,6 +261,12 @@ class Estimated:
             self._run = step.run.forward_backward(step._rows[self._length][0])
             yield self
 
+    @property
+    def margin(self) -> float:
+        """Share that is added to the peak of a compiled step."""
+        margin: float = self._step._step.margin
+        return margin
+
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
             step = self._step._step
@@ -364,13 +375,13 @@ def measure_cases(
     return rows_of_table
 
 
-def peaks_of(allocator: CachingAllocator) -> dict[str, Any]:
-    """What is estimated by the end of a replay."""
+def peaks_of(allocator: CachingAllocator, *, margin: float = 0.0) -> dict[str, Any]:
+    """What is estimated by the end of a replay, a margin included."""
     return {
         "estimate": {
-            "requested": allocator.peak_requested_bytes,
-            "allocated": allocator.peak_allocated_bytes,
-            "reserved": allocator.peak_reserved_bytes,
+            "requested": int((1 + margin) * allocator.peak_requested_bytes),
+            "allocated": int((1 + margin) * allocator.peak_allocated_bytes),
+            "reserved": int((1 + margin) * allocator.peak_reserved_bytes),
             "retries": allocator.num_retries,
             "ooms": allocator.num_ooms,
         },
@@ -455,7 +466,7 @@ def measure_compiled(
     def at_the_bound(case: Case) -> dict[str, Any]:
         with Estimated(case).opened() as estimated:
             rows = max(1, estimated.bound(""))
-            peaks = peaks_of(estimated.replayed(rows, ""))
+            peaks = peaks_of(estimated.replayed(rows, ""), margin=estimated.margin)
             # What the estimate compiled is not what the run does.
             torch.compiler.reset()
         # The first run fills Inductor's cache, and may tune kernels beside the step.
@@ -491,6 +502,57 @@ def measure_compiled(
         f" more does not in {above}"
     )
     return table
+
+
+# --- earlier counts
+
+
+def recount(part: str, every: int) -> dict[str, Any]:
+    """Estimate the rows of the newest record of a part again, and compare the estimates with what
+    PyTorch counted then.
+    """
+    path = max(records.RESULTS.glob(f"cuda_stack-{part}-*.json"))
+    earlier = json.loads(path.read_text())[part]["cases"][::every]
+    print(f"counted: {path.name}")
+    table = []
+    for old in earlier:
+        case = Case(Combination(**old["combination"]), old["device"], "bound")
+        entry = {key: old[key] for key in ("combination", "device")}
+        with Estimated(case).opened() as estimated:
+            for name, conf in CONFS.items():
+                if name not in old and (name != "default" or "counted" not in old):
+                    continue
+                one = old.get(name, old)
+                counted, rows = one["counted"], one["rows"]
+                estimated.log(rows)
+                # An upper bound can pass what the device has, where the run did not.
+                is_bound = estimated.margin and not counted["ooms"]
+                capacity = 2**50 if is_bound else estimated.budget_bytes
+                replayed = estimated.replayed(rows, conf, budget_bytes=capacity)
+                estimate = peaks_of(replayed, margin=estimated.margin)["estimate"]
+                errors = {kind: estimate[kind] / counted[kind] - 1 for kind in KINDS_OF_PEAKS}
+                entry[name] = {
+                    "rows": rows,
+                    "estimate": estimate,
+                    "counted": counted,
+                    "errors": errors,
+                    "budget": estimated.budget_bytes,
+                }
+                shown = " ".join(f"{error:>+9.3%}" for error in errors.values())
+                print(f"{case!s:<88} {name:<10} {rows:>4} {shown}", flush=True)
+        torch.compiler.reset()
+        table.append(entry)
+    summary = {}
+    for name, kind in product(CONFS, KINDS_OF_PEAKS):
+        errors = sorted(entry[name]["errors"][kind] for entry in table if name in entry)
+        if errors:
+            within = sorted(map(abs, errors))
+            summary[f"{kind}, {name}"] = (
+                f"lowest {errors[0]:+.4%}, median {median(errors):+.4%}, highest {errors[-1]:+.4%},"
+                f" 95% within {within[math.ceil(0.95 * len(within)) - 1]:.4%}"
+            )
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in summary.items()))
+    return {"counted": path.name, "summary": summary, "cases": table}
 
 
 # --- bounds
@@ -842,12 +904,23 @@ def main() -> None:
     )
     parser.add_argument("--settings", choices=CONFS, help="of bounds, probe and runs: one of two")
     parser.add_argument("--lengths", choices=KINDS_OF_LENGTHS, help="of bounds: one kind")
+    parser.add_argument("--recount", action="store_true", help="compare with the newest records")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not (arguments.recount or torch.cuda.is_available()):
         parser.error("run it by the Python of `make cuda-stack`")
     set_up_process()
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    if arguments.recount:
+        for part in [arguments.only] if arguments.only else ["cases", "compiled"]:
+            recounted = recount(part, 10 if arguments.quick else 1)
+            records.write(f"cuda_stack-{part}", arguments.output, **{part: recounted})
+        return
+    measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure the parts that are asked for, and write their record."""
     share = 10 if arguments.quick else 1
     settings = [arguments.settings] if arguments.settings else list(CONFS)
     runs, parts = StackRuns(), {}

@@ -1,7 +1,7 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
 from .allocator import AllocatorSettings, CachingAllocator
-from .compiled_parts import CompiledParts, not_estimated, uses_cuda_graphs
+from .compiled_parts import CompiledParts, check_compiler
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
 from .estimator import estimate_length, traces_alike
@@ -37,15 +37,14 @@ __all__ = [
     "MemoryEstimate",
     "Target",
     "alike",
+    "check_compiler",
     "estimate_length",
     "estimate_memory",
     "estimate_step",
     "left_out",
     "needs_values",
-    "not_estimated",
     "parse_devices",
     "ranked",
     "read_estimate",
     "traces_alike",
-    "uses_cuda_graphs",
 ]

@@ -82,13 +82,16 @@ class ReplayedBounds:
         if rows not in self._peaks:
             allocator = CachingAllocator(2**50, self._settings)
             allocator.replay(self._log(rows))
-            self._peaks[rows] = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+            peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+            allocated, reserved = (int(peak * (1 + self._length.margin)) for peak in peaks)
+            self._peaks[rows] = allocated, reserved
         return self._peaks[rows]
 
     def fits_with_retries(self, rows: int, budget_bytes: int) -> bool:
         """Return whether training with that many rows fits at all."""
         try:
-            CachingAllocator(budget_bytes, self._settings).replay(self._log(rows))
+            capacity = int(budget_bytes / (1 + self._length.margin))
+            CachingAllocator(capacity, self._settings).replay(self._log(rows))
         except torch.OutOfMemoryError:
             return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,8 +57,9 @@ def estimate_length(
         tokens,
         step.resident,
         _breakdowns(curve, (few_rows, few), (more_rows, more)),
-        _one_row_bytes(step, run, curve, targets),
+        math.ceil(_one_row_bytes(step, run, curve, targets) * (1 + step.margin)),
         step.optimizer_peak_bytes,
+        margin=step.margin,
     )
 
     def fit(target: Target, expected: Fit | None = None) -> Fit:

@@ -105,6 +105,8 @@ class FakeDevice:
         self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         self.loaded: Phase | None = None
+        # What is counted may be this share below the peak.
+        self.margin = 0.0
 
     def build(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Return a model with fake parameters and buffers, made in the order of `build`.
@@ -422,6 +424,11 @@ class FakeStep:
         """
         of_few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), later)
         return of_few_rows or self._at(rows, run, is_first=True)
+
+    @property
+    def margin(self) -> float:
+        """Share by which the peak of a step can exceed what is counted."""
+        return self._device.margin
 
     @property
     def loading(self) -> Phase:

@@ -136,6 +136,8 @@ class LengthEstimate:
         one_row_bytes: the peak of a single row, which often runs other operations.
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
             backward.
+        margin: share by which the peak can exceed what was counted, as the order of a compiled
+            step's kernels is not known; 0 of an eager step.
     """
 
     sequence_length: int
@@ -144,16 +146,18 @@ class LengthEstimate:
     one_row_bytes: int
     optimizer_peak_bytes: int | None
     check: CurveCheck | None = None
+    margin: float = 0.0
 
     @property
     def curve(self) -> MemoryCurve:
-        """Peak of forward and backward, by rows; operations are the places of the breakdowns.
+        """Peak of forward and backward with the margin, by rows; operations are the places of the
+        breakdowns.
 
         Where the check is off, the curve is scaled to the peak that was counted.
         """
-        scale = Fraction(1)
+        scale = 1 + Fraction(self.margin)
         if self.check is not None and self.check.is_off:
-            scale = Fraction(self.check.counted_bytes, self.check.expected_bytes)
+            scale *= Fraction(self.check.counted_bytes, self.check.expected_bytes)
         lines = [
             Line(breakdown.fixed_bytes * scale, breakdown.bytes_per_row * scale, place)
             for place, breakdown in enumerate(self.breakdowns)
@@ -298,6 +302,10 @@ class MemoryEstimate:
     def table(self) -> str:
         """Return aligned text: each device and length, what is resident, what makes the peaks."""
         lines = self._rows_of_table()
+        if any(length.margin for length in self.lengths):
+            lines.append(
+                "compiled: a step needs at most this; adaptive-batch emulate counts what it needs"
+            )
         for device in self.devices:
             budget = format_bytes(device.budget_bytes)
             total = format_bytes(device.total_bytes)

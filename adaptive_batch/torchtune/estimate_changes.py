@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 from torchtune import modules
 
-from adaptive_batch.estimate import AllocatorSettings, not_estimated
+from adaptive_batch.estimate import AllocatorSettings, check_compiler
 
 from .checks import has_tensor_parallelism
 from .config_errors import merged
@@ -183,7 +183,7 @@ def _estimates_compiled(cfg: DictConfig) -> bool:
     """Return whether a step is compiled, and estimated so."""
     if not cfg.get("compile", False) or str(cfg.device) == "cpu":
         return False
-    return not has_tensor_parallelism(cfg) and not_estimated() is None
+    return not has_tensor_parallelism(cfg) and check_compiler() is None
 
 
 def _activation_budget(cfg: DictConfig) -> float:

@@ -25,9 +25,8 @@ from adaptive_batch.estimate import (
     CudaKernels,
     FakeDevice,
     FakeStep,
-    not_estimated,
+    check_compiler,
     traces_alike,
-    uses_cuda_graphs,
 )
 from adaptive_batch.memory import MemoryCurve
 
@@ -120,26 +119,15 @@ class FakeRun:
 
     def _estimates_compiled(self) -> bool:
         """Return whether compiled parts are counted as such; note why where they are not."""
-        if self._on_accelerator and uses_cuda_graphs():
-            remedy = (
-                "CUDA graphs keep memory in pools of their own, which are not simulated; estimate"
-                " without TORCHINDUCTOR_CUDAGRAPHS=1 and TORCH_COMPILE_BACKEND=cudagraphs"
-            )
-            raise SettingError("compile", True, remedy)
-        reason = not_estimated()
         if not self._on_accelerator:
-            reason = "as the memory of a CPU always is"
+            reason: str | None = "as the memory of a CPU always is"
         elif distributed.data_parallel_size() < distributed.world_size():
-            reason = (
-                "what is compiled with tensor parallelism was not held against PyTorch's CUDA build"
-            )
-        if reason is None:
-            return True
-        self._leave_out(
-            "compile: the eager program is counted, which holds more than a compiled one as a rule:"
-            f" {reason}"
-        )
-        return False
+            reason = "tensor parallelism is not counted as compiled"
+        else:
+            reason = check_compiler()
+        if reason is not None:
+            self._leave_out(f"compile=True: the step is counted as the eager program: {reason}")
+        return reason is None
 
     def _leave_out(self, sentence: str) -> None:
         if sentence not in self._left_out:

@@ -16,20 +16,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import (
-    CompiledParts,
-    CudaKernels,
-    FakeDevice,
-    estimate_memory,
-    not_estimated,
-)
-from adaptive_batch.estimate.compiled_parts import GraphMemory
+from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, estimate_memory
+from adaptive_batch.estimate.compiled_parts import MARGIN, GraphMemory
 from adaptive_batch.torchtune import estimate_devices
 from adaptive_batch.training import rows_apart
-
-pytestmark = pytest.mark.skipif(
-    not_estimated() is not None, reason="compiled steps are not estimated on this torch"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +70,11 @@ def test_what_a_product_reads_is_in_memory(device):
     assert device.kernels is kept
 
 
+def test_the_estimate_of_a_compiled_step_is_above_what_is_counted(device):
+    allocated(device, lambda x, y, z: x + y * z)
+    assert device.margin == MARGIN > 0
+
+
 def test_parts_of_what_is_divided_have_no_memory_of_their_own(device):
     def gated(x, y, z):
         gate, value = x.chunk(2, -1)
@@ -87,33 +82,6 @@ def test_parts_of_what_is_divided_have_no_memory_of_their_own(device):
 
     sizes, _ = allocated(device, gated)
     assert sizes == [SIZE // 2]
-
-
-def test_a_kernel_writes_over_what_it_is_the_last_to_read(device):
-    sizes, _ = allocated(device, lambda x, y, z: (x @ y) * z)
-    assert sizes == [SIZE, 32 * 2**20]
-
-
-def test_a_fused_kernel_waits_for_the_one_that_reads_the_same(device):
-    def computes(x, y, z):
-        first = x.sin() * y
-        product = first @ z
-        return product, (x + z @ z).cos() * y
-
-    sizes, _ = allocated(device, computes)
-    # The product that the second kernel needs comes first, then both kernels in one.
-    assert sizes == [SIZE, 32 * 2**20, SIZE, SIZE]
-
-
-def test_sums_over_rows_of_the_same_memory_are_one_kernel_which_other_products_wait_for(device):
-    def computes(x, y, z):
-        first = (x * y).sum(0)
-        beside = y[:128] @ z
-        return first, beside, (x * (z @ y)).sum(0)
-
-    sizes, _ = allocated(device, computes)
-    of_a_sum = SIZE // 256
-    assert sizes == [SIZE, 32 * 2**20, of_a_sum, of_a_sum, SIZE // 2]
 
 
 @pytest.fixture
@@ -130,136 +98,12 @@ def graphs(monkeypatch):
     return graphs
 
 
-def kernels_of(graph):
-    """The operators of each kernel, each of which runs after the makers of what it reads."""
-    kernels = graph._kernels
-    made = set(graph._arguments)
-    for kernel in kernels:
-        assert kernel.reads.keys() <= made
-        made.update(kernel.results)
-    return [[node.target._schema.name for node in kernel.nodes] for kernel in kernels]
-
-
-def test_a_sum_over_rows_runs_apart_from_what_reads_the_same_row_by_row(device, graphs):
-    def computes(x, y, z):
-        beside = x.sin() * y
-        first = (x * y).sum(0)
-        return beside, first, (x * (first * z)).sum(0)
-
-    sizes, _ = allocated(device, computes)
-    assert sorted(sizes) == [SIZE // 256, SIZE // 256, SIZE]
-    assert sorted(kernels_of(graphs[0])) == [["aten::mul"], ["aten::sum"], ["aten::sum"]]
-
-
-def test_sums_over_rows_that_read_the_same_are_one_kernel(device, graphs):
-    def computes(x, y, z):
-        before = x.sin() * y
-        first = (x * y).sum(0)
-        after = x.cos() * y
-        return before, first, after, (x * (z @ y)).sum(0)
-
-    allocated(device, computes)
-    assert sorted(kernels_of(graphs[0])) == [
-        ["aten::mm"],
-        ["aten::mul", "aten::mul"],
-        ["aten::sum", "aten::sum"],
-    ]
-
-
-@pytest.mark.parametrize(("num_products", "num_kernels"), [(20, 1), (70, 2)])
-def test_kernels_that_read_the_same_far_apart_are_not_fused(
-    device, graphs, num_products, num_kernels
-):
-    def computes(x, y, z):
-        first = x.sin() * y
-        for _ in range(num_products):
-            z = z @ z
-        return first, z, x.cos() * y
-
-    allocated(device, computes)
-    kernels = kernels_of(graphs[0])
-    assert len(kernels) == num_products + num_kernels
-
-
-def test_results_that_a_third_needs_are_one_kernel_with_it(device, graphs):
-    def computes(x, y, z):
-        gate = (x @ y) * (y @ x)
-        value = (x @ z) * (z @ x)
-        return gate, value, functional.silu(gate) * value
-
-    allocated(device, computes)
-    assert ["aten::mul", "aten::mul", "aten::mul"] in kernels_of(graphs[0])
-
-
-def test_a_result_is_written_over_memory_that_was_freed_before(device):
-    def computes(x, y, z):
-        first = (x @ y).t().contiguous()
-        return first @ z, (first + 1) @ y
-
-    sizes, _ = allocated(device, computes)
-    # The product, its copy, the second result; the first result has the product's memory.
-    assert sizes.count(SIZE) == 3
-
-
-def test_a_product_of_another_dtype_than_its_operands_has_new_memory(device):
-    def computes(x, y, z):
-        halves = (x @ y).t().contiguous().bfloat16()
-        return torch.mm(halves @ halves, halves, out_dtype=torch.float32)
-
-    sizes, left_out = allocated(device, computes)
-    assert sizes[-1] == SIZE
-    assert not left_out
-
-
-def test_the_first_product_takes_the_workspace_of_cublas_wherever_it_is_written(device):
-    # The two sums of a kernel of their own are done with, and one has the product's size.
-    sizes, _ = allocated(device, lambda x, y, z: x.cumsum(0).t().cumsum(0) @ y)
-    assert max(sizes) > 100 * SIZE
-
-
-def test_what_forward_returns_is_the_callers_and_never_written_over(device):
-    kept, _ = allocated(device, lambda x, y, z: torch.sigmoid(x @ y), backward=True)
-    # Its gradient, and those of both operands of the product.
-    assert kept.count(SIZE) == 3
-
-
 def test_a_part_that_draws_random_numbers_in_training_is_compiled(device):
     sizes, left_out = allocated(
         device, lambda x, y, z: functional.dropout(x @ y, 0.1) @ z, backward=True
     )
     assert not left_out
     assert sizes
-
-
-@pytest.mark.parametrize(
-    "total",
-    [lambda x: x.sum(dim=None, keepdim=True), lambda x: x.sum().sum(0)],
-    ids=["all dimensions", "none left"],
-)
-def test_a_sum_of_all_is_none_over_rows(device, total):
-    sizes, left_out = allocated(device, lambda x, y, z: total(x * y))
-    assert sizes
-    assert not left_out
-
-
-def test_of_several_orders_that_with_the_lowest_peak_is_taken(device, graphs):
-    def computes(x, y, z):
-        kept = torch.cat([x, y, z]).sin()
-        return kept, ((x @ y) @ z)[0].clone()
-
-    allocated(device, computes)
-    assert kernels_of(graphs[0])[-1] == ["aten::sin"]
-
-
-@pytest.mark.parametrize(
-    ("total", "num_kernels"),
-    [(lambda x: x[..., None].sum(-1), 1), (lambda x: x.cumsum(0), 2)],
-    ids=["of one value", "cumulative"],
-)
-def test_a_sum_of_one_value_is_no_loop_and_a_cumulative_one_is(device, total, num_kernels):
-    # Two loops in different orders are not fused.
-    sizes, _ = allocated(device, lambda x, y, z: (total(x * y).t() + z).cumsum(0))
-    assert sizes == [SIZE] * num_kernels
 
 
 def test_backward_computes_again_what_is_cheap(device):
@@ -276,8 +120,7 @@ def test_a_part_with_a_graph_break_is_counted_as_the_eager_program_and_said_to_b
     sizes, (sentence,) = allocated(device, breaks, name="Layer")
     assert sizes == [SIZE] * 3
     assert sentence.startswith(
-        "compile: Layer is counted as the eager program, which holds more as a rule: it could"
-        " not be compiled as one graph (Unsupported: "
+        "Layer is compiled, but counted as the eager program: it is not one graph (Unsupported: "
     )
 
 
@@ -336,9 +179,8 @@ def test_attention_of_packed_rows_is_in_the_graph_where_one_kernel_takes_them(
         heads = [torch.empty(1, 4, 256, 64, dtype=torch.float16) for _ in range(3)]
         assert compiled(*heads).shape == (1, 4, 256, 64)
     reason = (
-        "compile: Attention is counted as the eager program, which holds more as a rule: it could"
-        " not be compiled as one graph (NotImplementedError: the attention of packed rows is a call"
-        " for each row there)"
+        "Attention is compiled, but counted as the eager program: it is not one graph"
+        " (NotImplementedError: the attention of packed rows is a call for each row there)"
     )
     assert parts.left_out == ([] if is_compiled else [reason])
 
@@ -358,8 +200,7 @@ def test_attention_that_is_checkpointed_inside_a_part_is_that_of_cuda(graphs):
     with device.counting():
         compiled(*(torch.empty(shape, dtype=torch.float16, requires_grad=True) for _ in range(3)))
     assert parts.left_out == []
-    operations = (kernel.nodes for graph in graphs for kernel in graph._kernels)
-    assert attention in {node.target for nodes in operations for node in nodes}
+    assert attention in {node.target for graph in graphs for node in graph._kernels}
 
 
 def test_an_error_of_the_function_is_not_taken_for_one_of_the_compiler(device):
@@ -391,7 +232,7 @@ def test_a_compiled_step_is_estimated_as_such_and_less_is_kept_within_a_budget_o
     for keys in ({"activation_memory_budget": 0.2, "micro_batch_layout": "grouped"}, {}):
         estimated = estimate(**keys)
         assert (partitioner.activation_memory_budget, compiler.assume_static_by_default) == before
-        assert not any(sentence.startswith("compile") for sentence in estimated.left_out)
+        assert not any("the eager program" in sentence for sentence in estimated.left_out)
         peaks.append(estimated.lengths[0].curve.peak_bytes(ROWS))
     assert peaks[0] < peaks[1] < eager
 
@@ -402,7 +243,7 @@ def test_a_compiled_step_of_ranks_that_divide_the_model_is_estimated_as_such():
     block = {"estimate": {"world_size": 2}}
     eager = estimate(compile=False, **block)
     compiled = estimate(**block)
-    assert not any(sentence.startswith("compile") for sentence in compiled.left_out)
+    assert not any("the eager program" in sentence for sentence in compiled.left_out)
     peaks = [found.lengths[0].curve.peak_bytes(ROWS) for found in (compiled, eager)]
     assert peaks[0] < peaks[1]
 
@@ -417,7 +258,7 @@ def test_with_tensor_parallelism_the_eager_program_is_counted():
     }
     compiled = estimate(**by_tensors)
     eager = estimate(compile=False, **by_tensors)
-    (sentence,) = [said for said in compiled.left_out if said.startswith("compile")]
+    (sentence,) = [said for said in compiled.left_out if "the eager program" in said]
     assert "tensor parallelism" in sentence
     assert compiled.lengths[0].curve == eager.lengths[0].curve
 
@@ -432,7 +273,7 @@ def test_a_second_model_is_estimated_as_compiled(ranks):
             "llama3_2", 64, dtype="bf16", device="cuda", compiled=is_compiled, task="DPO"
         )
         found = estimate_devices(pairs.to_estimate(**keys), show=lambda text: None)
-        assert not any(sentence.startswith("compile") for sentence in found.left_out)
+        assert not any("the eager program" in sentence for sentence in found.left_out)
         peaks.append(found.lengths[0].curve.peak_bytes(ROWS))
     assert peaks[0] < peaks[1]
 
@@ -445,8 +286,8 @@ def test_cuda_graphs_are_refused(monkeypatch):
 
 def test_another_backend_is_counted_as_the_eager_program(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    (sentence,) = (one for one in estimate().left_out if one.startswith("compile"))
-    assert sentence.endswith("as a rule: TORCH_COMPILE_BACKEND=aot_eager is not inductor")
+    (sentence,) = (one for one in estimate().left_out if "the eager program" in one)
+    assert sentence.endswith("TORCH_COMPILE_BACKEND=aot_eager is not inductor")
 
 
 # --- a script's own model
@@ -507,7 +348,7 @@ def eager_peak():
 
 
 def about_compile(estimate):
-    return [sentence for sentence in estimate.left_out if sentence.startswith("compile")]
+    return [sentence for sentence in estimate.left_out if "the eager program" in sentence]
 
 
 def what_runs(model):
@@ -527,7 +368,7 @@ def test_a_scripts_compiled_model_is_estimated_as_such_and_left_as_it_was(eager_
     before = what_runs(model)
     compiled = estimate_of(model)
     assert not about_compile(compiled)
-    assert peak_of(compiled) < 0.9 * eager_peak
+    assert peak_of(compiled) < 0.95 * eager_peak
     assert what_runs(model) == before
 
 
@@ -573,24 +414,15 @@ def test_a_compiled_forward_is_counted_as_the_eager_program_and_said_to_be():
     model = scripts_model()
     model[1].forward = torch.compile(model[1].forward)
     (sentence,) = about_compile(estimate_of(model))
-    assert sentence.endswith("its forward is compiled, and not the module; give module.compile()")
+    assert sentence.endswith("its forward is compiled, not the module; give module.compile()")
 
 
 def test_a_scripts_other_backend_is_counted_as_the_eager_program(eager_peak):
     estimate = estimate_of(scripts_model(compiles={"backend": "aot_eager"}))
     assert about_compile(estimate) == [
-        "compile: Gated is counted as the eager program, which holds more as a rule: its backend is"
-        " not inductor"
+        "Gated is compiled, but counted as the eager program: its backend is not inductor"
     ]
     assert peak_of(estimate) == eager_peak
-
-
-def test_a_version_of_torch_that_nothing_was_held_against_is_counted_as_the_eager_program(
-    monkeypatch,
-):
-    monkeypatch.setattr("adaptive_batch.estimate.compiled_parts._HELD_AGAINST", ("0.1.",))
-    (sentence,) = about_compile(estimate_of(scripts_model(compiles={})))
-    assert sentence.endswith("compiles was not held against PyTorch's CUDA build")
 
 
 @pytest.mark.parametrize("way", ["compiles", "wraps"])

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from omegaconf import OmegaConf
 
 from adaptive_batch.config_files import config_path
-from adaptive_batch.estimate import not_estimated
 from adaptive_batch.torchtune import FullModel
 from adaptive_batch.torchtune.estimate_changes import candidates
-
-pytestmark = pytest.mark.skipif(
-    not_estimated() is not None, reason="compiled steps are not estimated on this torch"
-)
 
 
 def budgets(*changed, world_size=1):
