@@ -234,8 +234,8 @@ class SplitCheck:
     def _choose_parts(
         self, batch: Splittable, pieces: Sequence[MicroBatch]
     ) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield two parts, of rows with fewest and with most labels, and parts that differ in
-        another value.
+        """Yield two parts, of rows with fewest and with most labels, parts that differ in another
+        value, and parts that share it.
 
         A part has two rows if a micro-batch has four, so that a check needs no more memory.
         """
@@ -269,11 +269,20 @@ class SplitCheck:
         yield extremes(values)
         if distributed.maximum(num_rows) <= 2:
             return
-        # The last value and the one before it; each power of two moves on to the next two.
-        turn = 2 * self._num_splits.bit_length()
-        yield extremes(_rotated(values, 1 - turn))
+        # The last value first; each power of two moves on to the one before.
+        by_value = _rotated(values, -self._num_splits.bit_length())
+        lowest, highest = extremes(by_value)
+        yield lowest, highest
+        # A loss may decompose over parts that differ in a value, and not over parts that share it.
         if self._tolerance(1) <= _TOLERANCE_FLOAT32:
-            yield extremes(_rotated(values, -turn), size=1)
+            rows = sorted(order, key=by_value.__getitem__)
+            yield rows[:1], rows[1:2]
+        else:
+            # Parts of one row show little in 16 bits.
+            yield (
+                sorted([*lowest[::2], *highest[1::2]]),
+                sorted([*lowest[1::2], *highest[::2]]),
+            )
 
     def _compare(self, sample: Sample, *, can_keep_columns: bool) -> None:
         """Compare a sample with its parts.
