@@ -384,7 +384,7 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
     """Build a value of an annotated type from what JSON has of it.
 
     Args:
-        kind: A dataclass, a tuple, ``X | None``, a number or a text.
+        kind: A dataclass, a tuple, a dict, ``X | None``, a number or a text.
         value: What ``asdict`` has made of it, or JSON of that.
         optional: Fields of dataclasses that may be missing.
 
@@ -413,6 +413,9 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
             kinds = kinds[:1] * len(value)
         pairs = zip(kinds, value, strict=True)
         return tuple(from_json(*pair, optional=optional) for pair in pairs)
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        _, hint = get_args(kind)
+        return {name: from_json(hint, item, optional=optional) for name, item in value.items()}
     if kind in (float, Fraction):
         return kind(value)
     if not isinstance(value, kind):

@@ -65,6 +65,7 @@ from adaptive_batch.estimate import (
     AllocatorSettings,
     CachingAllocator,
     CompiledParts,
+    CudaKernels,
     FakeDevice,
     FakeStep,
     LengthEstimate,
@@ -72,7 +73,6 @@ from adaptive_batch.estimate import (
     cuda_operators,
     estimate_memory,
 )
-from adaptive_batch.estimate.cuda_workspace import CudaKernels
 from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune import builder_of, estimate_devices
 

@@ -2,10 +2,17 @@
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .compiled_parts import CompiledParts, check_compiler
-from .cuda_workspace import CudaKernels, left_out
+from .cuda_operators import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
 from .estimator import estimate_length, traces_alike
-from .fake_step import DevicesAsHost, FakeDevice, FakeStep, needs_values
+from .fake_step import (
+    DevicesAsHost,
+    FakeDevice,
+    FakeStep,
+    Resident,
+    needs_values,
+    runs_in_optimizer,
+)
 from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
@@ -35,6 +42,7 @@ __all__ = [
     "LengthEstimate",
     "MemoryBreakdown",
     "MemoryEstimate",
+    "Resident",
     "Target",
     "alike",
     "check_compiler",
@@ -46,5 +54,6 @@ __all__ = [
     "parse_devices",
     "ranked",
     "read_estimate",
+    "runs_in_optimizer",
     "traces_alike",
 ]

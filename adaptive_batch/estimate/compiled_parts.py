@@ -36,7 +36,7 @@ from adaptive_batch.errors import SettingError
 private = PrivateNames("memory estimates")
 
 if TYPE_CHECKING:
-    from .cuda_workspace import CudaKernels
+    from .cuda_operators import CudaKernels
     from .fake_step import FakeDevice
 
 # What is added to the peak that is counted. Without it 0.25% too little was allocated, and 0.3%

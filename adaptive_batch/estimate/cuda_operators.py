@@ -1,172 +1,290 @@
-"""What CUDA's operators allocate besides their results, in their order.
+"""What CUDA's operators allocate beside their results, for a device that is not here.
 
-This is buffers of reductions and sorts, and copies to another dtype. An operator here takes fake
-tensors of a CPU and makes what CUDA makes. It is read from the source of PyTorch
-(each names the file, below aten/src/ATen) and equal to what PyTorch's CUDA build allocates on a
-CUDA runtime without a device; docs/cuda.md has what was measured on a GPU.
+Fake tensors are of a CPU, which has other kernels for attention, norms and dropout. Inside
+:class:`CudaKernels` these calls keep for backward what CUDA's keep, and their backward takes the
+large buffers that CUDA's takes: `_KEPT` and `_BUFFERS` have the shapes of each kernel.
+Buffers below a thousandth of the peak are left out: semaphores, partial sums of reductions, split
+keys, what sorting takes. docs/cuda.md has what was measured beside PyTorch's CUDA build.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch._util import round_up
-
-from .cuda_workspace import free_last_first, varlen_gradients
+from adaptive_batch._util import replaced, round_up
+from adaptive_batch.memory import estimated_attention
 
 private = PrivateNames("memory estimates")
 
 aten = torch.ops.aten
 
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
+Shapes = list[tuple[int, ...]]
+
+_CUDA: Any = torch.backends.cuda
+
+# Attention of [rows, heads, tokens, head_dim]. What is kept for backward beside operands and
+# output, in float32: the logarithms of the sums.
+_KEPT: dict[str, Callable[[Tensor], Shapes]] = {
+    "flash": lambda query: [query.shape[:3]],
+    "efficient": lambda query: [(*query.shape[:2], round_up(query.shape[2], 32))],
+    "cudnn": lambda query: [query.shape[:3]],
+}
+# What backward takes while it runs, in float32: sums of the gradient, and a gradient of the query,
+# padded to the kernel's blocks. Flash attention's are padded for each of the packed rows.
+_BUFFERS: dict[str, Callable[[Tensor, int], Shapes]] = {
+    "flash": lambda query, rows: [
+        (query.shape[1], _padded(query, rows), width)
+        for width in (1, round_up(query.shape[3], 32 if query.shape[3] <= 128 else 64))
+    ],
+    "efficient": lambda query, _: [
+        query.shape[:3],
+        (*query.shape[:2], round_up(query.shape[2], 64), round_up(query.shape[3], 64)),
+    ],
+    "cudnn": lambda query, _: [(*query.shape[:3], query.shape[3] + 1)],
+}
+_BACKWARDS = {
+    "flash": aten._scaled_dot_product_flash_attention_backward.default,
+    "efficient": aten._scaled_dot_product_efficient_attention_backward.default,
+    "cudnn": aten._scaled_dot_product_cudnn_attention_backward.default,
+}
 _MATMULS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out),
 )
-# Workspaces beside cuBLAS's own: of cuBLASLt, which adds biases, before torch 2.12.
-_MORE_WORKSPACES = (2**20,) if torch.__version__ < "2.12" else ()
-# Threads of a multiprocessor, where they are not 2048.
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
-# Values that a thread of a reduction adds up.
-_MAX_VALUES = 256
-_MIN_VALUES = 16
 
 
-class CudaOperators:
-    """The operators of a device.
+def left_out(
+    model: torch.nn.Module, architectures: Collection[str], *, world_size: int = 1
+) -> tuple[str, ...]:
+    """Return what is not counted and can matter, a sentence each.
 
-    Attributes:
-        instead: what runs in the place of an operator; other operators allocate their results
-            alone.
-        workspaces: of cuBLAS and cuBLASLt, which are kept: each for forward and backward.
+    Args:
+        architectures: names such as ``"sm_90"``; one is empty where only a size is known.
+        world_size: number of ranks.
+    """
+    sentences = []
+    if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+        sentences.append(
+            "what fused kernels of recurrent layers keep: a step with an LSTM or a GRU needs 7 to"
+            " 10% more"
+        )
+    if any(name.startswith(("sm_90", "sm_10")) for name in architectures):
+        sentences.append("cuDNN's own workspace for attention on Hopper and Blackwell")
+    if world_size > 1:
+        sentences.append("NCCL's buffers, and what loading takes for a time on each rank")
+    if any(name.startswith("gfx") for name in architectures):
+        sentences.append("ROCm's attention, which is counted as CUDA's")
+    return tuple(sentences)
+
+
+class CudaKernels(TorchFunctionMode):
+    """Context manager: attention, norms and dropout of fake tensors allocate what they would on
+    CUDA.
+
+    Args:
+        compute_capability: such as (9, 0); None is taken as (8, 0).
     """
 
-    def __init__(self, compute_capability: tuple[int, int], multiprocessors: int) -> None:
-        self._slots = multiprocessors * _THREADS.get(compute_capability, 2048)
-        self._workspace_sizes = (workspace_bytes(compute_capability), *_MORE_WORKSPACES)
-        self.workspaces: dict[tuple[bool, int], torch.Tensor] = {}
-        self.instead: dict[Any, Callable[..., Any]] = {
-            **dict.fromkeys(
-                (aten.sum.default, aten.sum.dim_IntList), partial(self._reduced, aten.sum)
-            ),
-            aten.linalg_vector_norm.default: self._norm,
-            **dict.fromkeys((aten.mean.default, aten.mean.dim), partial(self._reduced, aten.mean)),
-            aten._softmax_backward_data.default: _softmax_backward,
-            aten.isinf.default: _is_infinite,
-            aten._foreach_norm.Scalar: _norms,
-            aten.embedding_dense_backward.default: _embedding_backward,
-            torch.ops.adaptive_batch.packed_attention_backward.default: _packed_attention_backward,
-            **{operator: partial(self._multiplied, operator) for operator in _MATMULS},
+    def __init__(self, compute_capability: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.capability = compute_capability or (8, 0)
+        self._instead: dict[Any, Callable[..., Any]] = {
+            functional.scaled_dot_product_attention: self._attention,
+            functional.multi_head_attention_forward: self._multi_head_attention,
+            estimated_attention: self._packed_attention,
+            **dict.fromkeys((functional.rms_norm, torch.rms_norm), partial(_norm, 1)),
+            **dict.fromkeys((functional.layer_norm, torch.layer_norm), partial(_norm, 2)),
+            **dict.fromkeys((functional.dropout, torch.dropout), _dropout),
         }
 
-    def _multiplied(self, operator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Multiply; a thread's first product takes a workspace, which is kept."""
-        result: torch.Tensor = operator(*args, **kwargs)
-        # Forward and backward run in threads of their own.
-        is_backward = private.current_graph_task_id() != -1
-        num_needed = 2 if _adds_bias(operator, *args, **kwargs) else 1
-        for number, size in enumerate(self._workspace_sizes[:num_needed]):
-            if (is_backward, number) not in self.workspaces:
-                workspace = torch.empty(size, dtype=torch.uint8)
-                self.workspaces[is_backward, number] = workspace
-        if len(self.workspaces) == 2 * len(self._workspace_sizes):
-            for matmul in _MATMULS:
-                self.instead.pop(matmul, None)
-        return result
+    @classmethod
+    def of_this_device(cls) -> CudaKernels:
+        """Return those of the device that PyTorch uses."""
+        return cls(torch.cuda.get_device_capability())
 
-    def _norm(
-        self, tensor: torch.Tensor, order: Any = 2, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        def norm(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return aten.linalg_vector_norm.default(tensor, order, *args, **kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and type(args[0]) is private.FakeTensor:
+            func = self._instead.get(func, func)
+        return func(*args, **(kwargs or {}))
 
-        return self._reduced(norm, tensor, *args, **kwargs)
+    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
+        # The mode does not see what a call that it has seen calls in its turn.
+        with replaced(functional, scaled_dot_product_attention=self._attention):
+            return functional.multi_head_attention_forward(*args, **kwargs)
 
-    def _reduced(
-        self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """native/ReduceOps.cpp, native/cuda/Reduce.cuh: copy what has another dtype, and reduce."""
-        result: torch.Tensor = operator(tensor, *args, **kwargs)
-        summand = tensor
-        # Halves are read as they are, also where they give float32.
-        if tensor.dtype != result.dtype and tensor.dtype.itemsize != 2:
-            summand = tensor.to(result.dtype)
-        dims: Sequence[int] = range(tensor.ndim)
-        if args and args[0]:
-            dims = args[0]
-        sizes = self.reduction_bytes(summand, dims)
-        free_last_first([torch.empty(size, dtype=torch.uint8) for size in sizes])
-        return result
-
-    def reduction_bytes(self, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
-        """Return the bytes of the buffer and of the semaphores of blocks that share an output.
-
-        native/cuda/Reduce.cuh: ``setReduceConfig``. Empty where no blocks share one.
-        """
-        reduced_dims = {dim % tensor.ndim for dim in dims if tensor.ndim}
-        kept_dims = set(range(tensor.ndim)) - reduced_dims
-        # Pairs of size and stride.
-        reduced = _coalesced(tensor, sorted(reduced_dims, key=tensor.stride))
-        kept = _coalesced(tensor, sorted(kept_dims, reverse=True))
-        outputs = math.prod(size for size, _ in kept)
-        inputs = math.prod(size for size, _ in reduced)
-        if not reduced or not outputs:
-            return ()
-
-        # Neighbouring threads read along the dimension with the smaller stride.
-        is_along = not kept or reduced[0][1] < kept[0][1]
-        vector = 1
-        if is_along:
-            width = inputs
-            height = outputs
-            if reduced[0][1] == 1 and inputs > 128 and len(reduced) + len(kept) == 1:
-                width //= 4
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        as_operator: bool = False,
+    ) -> Tensor:
+        """native/transformers/attention.cpp: ``scaled_dot_product_attention``."""
+        head_dim = query.shape[-1]
+        options = (dropout_p, is_causal, enable_gqa)
+        kernel = self.kernel(query, key, value, attn_mask, *options)
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.empty(mask.shape, dtype=query.dtype)
+        if kernel == "math":
+            return _math_attention(query, key, value, mask, *options)
+        if kernel == "flash" and head_dim % 8:
+            query, key, value = (
+                functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value)
+            )
+        if kernel == "efficient" and mask is not None:
+            if mask.shape[-1] % 8:
+                mask = functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
+            mask = mask.expand(*query.shape[:3], key.shape[-2])
+        if as_operator:
+            tensors = (query, key, value)
+            if kernel == "flash":
+                results = aten._scaled_dot_product_flash_attention(*tensors, dropout_p, is_causal)
+            else:
+                operator = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+                kept = torch.is_grad_enabled()
+                results = operator(*tensors, mask, kept, dropout_p, is_causal)
+            output: Tensor = results[0]
         else:
-            width = outputs
-            height = inputs
-            if kept[0][1] == 1:
-                strides = [stride for _, stride in reduced + kept[1:]]
-                vector = math.gcd(4, kept[0][0], *strides)
-                width //= vector
-        max_threads = 512 // vector
-        width = _power_of_two_below(width, at_most=max_threads)
-        height = _power_of_two_below(height, at_most=max_threads)
-        block_height = min(height, max_threads // min(width, 32))
-        block_width = min(width, max_threads // block_height)
-        inputs_at_once = block_width if is_along else 1
-        outputs_at_once = 1 if is_along else block_width
+            output = _run(_Attention, kernel, query, key, value, mask)
+        return output[..., :head_dim] if output.shape[-1] != head_dim else output
 
-        values = _ceil_div(inputs, inputs_at_once)
-        if values < block_height * 16 and values < _MAX_VALUES:
-            return ()
-        values = _ceil_div(inputs, inputs_at_once * block_height)
-        grid = _ceil_div(outputs // vector, outputs_at_once)
-        target = self._slots // (block_width * block_height)
-        if values < _MAX_VALUES or grid > target:
-            return ()
-        blocks = min(_ceil_div(target, grid), _ceil_div(values, _MIN_VALUES))
-        blocks = max(blocks, _ceil_div(values, _MAX_VALUES))
-        if blocks <= 1:
-            return ()
-        buffer_bytes = max(4, tensor.dtype.itemsize) * outputs * blocks
-        if not is_along:
-            buffer_bytes *= block_width * vector
-        return buffer_bytes, 4 * grid
+    def attention_operator(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention by the operator that CUDA takes, for a graph of operators."""
+        return self._attention(*args, **kwargs, as_operator=True)
+
+    def _packed_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self.takes_packed_rows(query, key, value):
+            return None
+        if ends is None:
+            ends = torch.empty(len(lengths) + 1, dtype=torch.int32)
+        return _run(_Attention, "flash", query, key, value, None, len(lengths)), ends
+
+    def takes_packed_rows(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether one kernel attends to rows of several lengths, laid end to end in ``[1,
+        heads, tokens, head_dim]``.
+        """
+        return (
+            self.kernel(query, key, value, is_causal=True, enable_gqa=True, cudnn=False) == "flash"
+        )
+
+    def kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+        cudnn: bool = True,
+    ) -> Kernel:
+        """Return the kernel that CUDA takes.
+
+        The order, and the constraints of each, are those of
+        native/transformers/cuda/sdp_utils.cpp.
+        """
+        tensors = (query, key, value)
+        capability = self.capability
+        if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors):
+            return "math"
+        if any(tensor.stride(-1) != 1 for tensor in (*tensors, mask) if tensor is not None):
+            return "math"
+        head_dim, value_dim = query.shape[-1], value.shape[-1]
+        heads, key_heads = query.shape[1], key.shape[1]
+        is_half = query.dtype == torch.float16
+        if capability >= (8, 0):
+            is_half = query.dtype in (torch.float16, torch.bfloat16)
+        same_heads = heads == key_heads == value.shape[1]
+        heads_fit = same_heads or (
+            enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1]
+        )
+        widest = max(head_dim, value_dim)
+        if cudnn and is_half and capability[0] in (9, 10) and _CUDA.cudnn_sdp_enabled():
+            dims_fit = widest <= (256 if capability == (9, 0) else 128) and key.shape[2] > 1
+            dropout_fits = 16 * dropout % 1 == 0 and not (dropout and query.shape[2] == 1)
+            if heads_fit and dims_fit and head_dim % 8 == value_dim % 8 == 0 and dropout_fits:
+                return "cudnn"
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        has_little_shared_memory = capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12
+        no_backward = has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout)
+        if (
+            _CUDA.flash_sdp_enabled()
+            and is_half
+            and capability >= (8, 0)
+            and head_dim == key.shape[-1] == value_dim <= 256
+            and not (trains and no_backward)
+            and not (is_causal and query.shape[2] != key.shape[2])
+            and mask is None
+            and heads_fit
+        ):
+            return "flash"
+        # Tensor cores read 16 bytes at once, from the architecture on that has them for the dtype.
+        alignment = 1
+        if query.dtype.itemsize == 2 and capability >= (7, 0):
+            alignment = 8
+        elif query.dtype.itemsize != 2 and capability >= (8, 0):
+            alignment = 4
+        if (
+            _CUDA.mem_efficient_sdp_enabled()
+            and (is_half or query.dtype == torch.float32)
+            and head_dim % alignment == value_dim % alignment == 0
+            and same_heads
+            and head_dim == key.shape[-1]
+        ):
+            return "efficient"
+        return "math"
+
+    def operators(self) -> dict[Any, Callable[..., Any]]:
+        """Return what runs in the place of operators; others allocate their results alone."""
+        instead: dict[Any, Callable[..., Any]] = {
+            aten._softmax_backward_data.default: _softmax_backward,
+            aten.embedding_dense_backward.default: _embedding_backward,
+            torch.ops.adaptive_batch.packed_attention_backward.default: _packed_backward,
+        }
+        for kernel, operator in _BACKWARDS.items():
+            instead[operator] = partial(_attention_backward, kernel)
+        return instead
 
 
-def _ceil_div(amount: int, divisor: int) -> int:
-    return -(-amount // divisor)
+class Workspaces:
+    """Workspaces of cuBLAS, which keeps one for each thread: of forward and of backward.
 
+    Attributes:
+        tensors: those that were made so far.
+        instead: products of matrices that make them.
+    """
 
-def _power_of_two_below(amount: int, *, at_most: int) -> int:
-    if amount >= at_most:
-        return at_most
-    return 1 << (amount.bit_length() - 1)
+    def __init__(self, kernels: CudaKernels) -> None:
+        self._bytes = workspace_bytes(kernels.capability)
+        self.tensors: dict[bool, Tensor] = {}
+        self.instead: dict[Any, Callable[..., Any]] = {
+            operator: partial(self._multiplied, operator) for operator in _MATMULS
+        }
+
+    def _multiplied(self, operator: Any, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = operator(*args, **kwargs)
+        is_backward = private.current_graph_task_id() != -1
+        if is_backward not in self.tensors:
+            self.tensors[is_backward] = torch.empty(self._bytes, dtype=torch.uint8)
+        return result
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
@@ -179,110 +297,205 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return (2 * 4096 + 8 * 16) * 1024
 
 
-def _adds_bias(operator: Any, first: torch.Tensor, *factors: torch.Tensor, **options: Any) -> bool:
-    """Return whether cuBLASLt multiplies.
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        rows: int = 0,
+    ) -> Tensor:
+        if kernel != "efficient" and query.shape[3] == value.shape[3]:
+            output = torch.empty_like(query)
+        else:
+            batch, heads, tokens, _ = query.shape
+            output = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
+        kept = map(_floats, _KEPT[kernel](query) if any(ctx.needs_input_grad) else ())
+        ctx.save_for_backward(query, key, value, output, mask, *kept)
+        ctx.kernel = kernel
+        ctx.rows = rows
+        return output
 
-    native/cuda/Blas.cpp: ``isInputCompliesAddmmCudaLt``.
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, output, *_ = ctx.saved_tensors
+        tensors = (gradient, query, key, value, output)
+        gradients = _attention_backward(ctx.kernel, *tensors, rows=ctx.rows)
+        return (None, *gradients[:3], None, None)
+
+
+def _attention_backward(
+    kernel: str,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others: Any,
+    rows: int = 0,
+    **_: Any,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value and mask, having allocated what the kernel takes.
+
+    Args:
+        rows: number of packed rows; 0 where rows are not packed.
     """
-    if operator not in (aten.addmm.default, aten.addmm.out) or options.get("beta", 1) != 1:
-        return False
-    num_columns = factors[1].shape[1]
-    return first.shape == (num_columns,) and num_columns > 1 and first.is_contiguous()
+    buffers = [tensor.transpose(1, 2).contiguous() for tensor in (gradient,) if kernel != "cudnn"]
+    output = others[0] if kernel == "flash" else None
+    if output is not None:
+        buffers.append(output.transpose(1, 2).contiguous())
+    gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    buffers += map(_floats, _BUFFERS[kernel](query, rows))
+    # Key heads that several heads share have a gradient for each of these first.
+    if kernel == "flash" and key.shape[1] != query.shape[1]:
+        shape = (len(key), query.shape[1], *key.shape[2:])
+        buffers += [key.new_empty(shape) for _ in range(2)]
+    return (*gradients, None) if kernel == "efficient" else gradients
 
 
-def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) -> torch.Tensor:
+def _packed_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *others: Any
+) -> tuple[Tensor | None, ...]:
+    """The operator of adaptive_batch.memory, of ``[tokens, heads, head_dim]``."""
+    flat = (gradient, query, key, value, output)
+    tensors = [tensor.transpose(0, 1)[None] for tensor in flat]
+    gradients = _attention_backward("flash", *tensors, rows=len(others[1]) - 1)
+    return tuple(part[0].transpose(0, 1) for part in gradients if part is not None)
+
+
+def _padded(query: Tensor, rows: int) -> int:
+    """Return the tokens of all rows, padded for flash attention's backward."""
+    if rows:
+        return query.shape[2] + 128 * rows
+    return len(query) * round_up(query.shape[2], 128)
+
+
+def _norm(
+    num_sums: int,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Any = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """RMSNorm keeps one sum of a row, LayerNorm two."""
+    if num_sums == 1:
+        # native/layer_norm.cpp: weights of another dtype are not fused.
+        if weight is not None and weight.dtype != input.dtype:
+            return torch.rms_norm(input, normalized_shape, weight, bias)
+        bias = None
+    sums = [tuple(input.shape[: -len(normalized_shape)])] * num_sums
+    return _run(_Norm, sums, input, weight, bias)
+
+
+class _Norm(torch.autograd.Function):
+    """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda``."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Shapes, tensor: Tensor, *weights: Tensor | None) -> Tensor:
+        output = torch.empty_like(tensor.contiguous())
+        ctx.save_for_backward(tensor, *weights, *map(_floats, sums))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        tensor, *weights = ctx.saved_tensors
+        buffers = [gradient.contiguous(), tensor.contiguous()]
+        inputs = [buffers[1], *weights]
+        needs = ctx.needs_input_grad[1:]
+        return None, *(
+            torch.empty_like(input) if need else None
+            for input, need in zip(inputs, needs, strict=False)
+        )
+
+
+class _Dropout(torch.autograd.Function):
+    """native/cuda/Dropout.cu: ``native_dropout``, whose mask is boolean."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.empty_like(tensor, dtype=torch.bool))
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return functional.dropout(input, p, training, inplace)
+    return _run(_Dropout, input)
+
+
+def _softmax_backward(gradient: Tensor, output: Tensor, *args: Any) -> Tensor:
     """native/cuda/SoftMax.cu: the product of gradient and output."""
-    result: torch.Tensor = aten._softmax_backward_data.default(gradient, output, *args)
+    result: Tensor = aten._softmax_backward_data.default(gradient, output, *args)
     torch.empty_like(gradient)
     return result
 
 
-def _is_infinite(tensor: torch.Tensor) -> torch.Tensor:
-    """native/TensorCompare.cpp: the absolute values, which are compared with infinity."""
-    absolute = tensor.abs() if tensor.is_floating_point() else None
-    result: torch.Tensor = aten.isinf.default(tensor)
-    del absolute
-    return result
-
-
-def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """native/cuda/ForeachReduceOp.cu: partial sums, as many for each tensor as for the largest."""
-    parts_per_tensor = max(_ceil_div(tensor.numel(), 65536) for tensor in tensors)
-    parts = torch.empty(len(tensors) * parts_per_tensor, dtype=torch.float32)
-    result = aten._foreach_norm.Scalar(tensors, *args, **kwargs)
-    del parts
-    return result
-
-
 def _embedding_backward(
-    gradient: torch.Tensor, tokens: torch.Tensor, words: int, padding: int, scales: bool
-) -> torch.Tensor:
-    """native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu: many tokens are sorted, then summed."""
+    gradient: Tensor, tokens: Tensor, words: int, padding: int, scales: bool
+) -> Tensor:
+    """native/cuda/EmbeddingBackwardKernel.cu: rows of a token are added up in parts of 10."""
     count = tokens.numel()
-    (dim,) = gradient.shape[-1:]
-    if count <= 3072 and not scales:
-        return gradient.new_empty(words, dim)
-
-    def integers(*sizes: int) -> list[torch.Tensor]:
-        return [torch.empty(size, dtype=torch.int64) for size in sizes]
-
-    def scratch(size: int) -> None:
-        torch.empty(size, dtype=torch.uint8)
-
-    buffers = integers(count, count)
-    positions = integers(count)
-    # cub's sort, by 8 bits of a token at once.
-    passes = _ceil_div(max(1, (words - 1).bit_length()), 8)
-    scratch(2 * round_up(8 * count, 256) + 2048 * passes + 1024 * _ceil_div(count, 4608) + 511)
-    del positions[0]
-    result = gradient.new_empty(words, dim)
-    segments = min(count, words)
-    buffers += integers(count, 1)
-    keys = integers(count)
-    # cub's search for distinct tokens.
-    scratch(round_up(16 * _ceil_div(count, 7168) + 832, 256) + 255)
-    del keys[0]
-    buffers += integers(segments, segments)
-    # cub's prefix sum.
-    scratch(round_up(16 * _ceil_div(segments, 1024) + 816, 256) + 255)
-    # Rows of one token are added up in parts of 10.
-    parts = count // 10 + segments
-    buffers += integers(1, parts)
-    dtype = torch.float32 if gradient.dtype.itemsize == 2 else gradient.dtype
-    buffers.append(torch.empty(parts, dim, dtype=dtype))
-    free_last_first(buffers)
+    result = gradient.new_empty(words, gradient.shape[-1])
+    if count > 3072 or scales:
+        _floats((count // 10 + min(count, words), gradient.shape[-1]))
     return result
 
 
-def _packed_attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    sums: torch.Tensor,
-    ends: torch.Tensor,
-    scale: float | None,
-) -> tuple[torch.Tensor, ...]:
-    """The operator of adaptive_batch.memory, which calls ``_flash_attention_backward``."""
-    # The ends of rows on the device, and the state of random numbers, which are not drawn.
-    buffers = [torch.empty(len(ends), dtype=torch.int32), torch.empty(2, dtype=torch.uint64)]
-    tensors = (query, key, value, output)
-    return varlen_gradients(gradient, *tensors, rows=len(ends) - 1, buffers=buffers)
+class _SafeSoftmax(torch.autograd.Function):
+    """native/transformers/attention.cpp: ``_safe_softmax``."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        weights = scores.softmax(-1)
+        torch.empty_like(scores, dtype=torch.bool)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        result: Tensor = aten._softmax_backward_data(gradient, weights, -1, weights.dtype)
+        return result
 
 
-def _coalesced(tensor: torch.Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
-    """Return sizes and strides of some dimensions, those that lie next to each other as one."""
-    merged: list[tuple[int, int]] = []
-    for dim in dims:
-        size = tensor.shape[dim]
-        stride = tensor.stride(dim)
-        if size == 1:
-            continue
-        if merged:
-            inner_size, inner_stride = merged[-1]
-            if inner_size * inner_stride == stride:
-                merged[-1] = (inner_size * size, inner_stride)
-                continue
-        merged.append((size, stride))
-    return merged
+def _math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> Tensor:
+    """native/transformers/attention.cpp: ``_scaled_dot_product_attention_math``."""
+    dtype = query.dtype
+    if dtype.itemsize == 2 and not _CUDA.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    scaled = query * 1.0
+    if is_causal:
+        mask = torch.empty(query.shape[-2], key.shape[-2], dtype=scaled.dtype)
+    if enable_gqa and query.shape[-3] > key.shape[-3]:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
+    weights = scaled.matmul(key.transpose(-2, -1) * 1.0)
+    if mask is not None:
+        weights.add_(mask)
+    weights = _dropout(_run(_SafeSoftmax, weights), dropout)
+    return weights.matmul(value).to(dtype)
+
+
+def _run(function: Any, *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+def _floats(shape: Sequence[int]) -> Tensor:
+    return torch.empty(*shape, dtype=torch.float32)

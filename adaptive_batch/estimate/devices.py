@@ -20,7 +20,7 @@ from adaptive_batch._util import format_bytes, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import parse_size
 
-from .cuda_workspace import CudaKernels
+from .cuda_operators import CudaKernels
 from .result import Target
 
 # What a process takes on the device outside PyTorch's allocator: the driver's context, kernels,
@@ -57,7 +57,6 @@ class EstimatedDevice:
     total_bytes: int
     source: str = ""
     architecture: str = ""
-    multiprocessors: int = 0
     other_names: tuple[str, ...] = ()
 
     @property
@@ -71,7 +70,7 @@ class EstimatedDevice:
     @property
     def kernels(self) -> CudaKernels:
         """Those that PyTorch has for it; of an Ampere where only a size is known."""
-        return CudaKernels(self.compute_capability, self.multiprocessors or None)
+        return CudaKernels(self.compute_capability)
 
     def describe(self) -> str:
         """The device and its capacity, such as ``H100 (79.11 GiB)``."""
@@ -127,10 +126,9 @@ def _read_devices() -> tuple[EstimatedDevice, ...]:
             int(size),
             source,
             architecture,
-            int(multiprocessors),
             tuple(filter(None, other_names.split("; "))),
         )
-        for name, architecture, multiprocessors, size, source, other_names in rows
+        for name, architecture, _, size, source, other_names in rows
     )
 
 
@@ -168,7 +166,7 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
 
 def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
     """Return the numbers of devices that run the same kernels, together."""
-    kinds = [(device.architecture, device.multiprocessors) for device in devices]
+    kinds = [device.architecture for device in devices]
     return [
         [number for number, other in enumerate(kinds) if other == kind]
         for kind in dict.fromkeys(kinds)

@@ -88,7 +88,7 @@ def estimate_length(
                 checked_fit = fit(target, checked_fit)
             checked_fits.append(checked_fit)
         fits = tuple(checked_fits)
-    return length, fits
+    return length, tuple(map(length.explained, fits))
 
 
 def _breakdowns(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import traceback
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,8 +34,7 @@ from adaptive_batch.memory import (
     storage_bytes,
 )
 
-from .cuda_operators import CudaOperators
-from .cuda_workspace import CudaKernels
+from .cuda_operators import CudaKernels, Workspaces
 from .step_log import Phase, joined
 from .tracker import AttributedTracker, ModuleNames, StepTrace
 
@@ -59,6 +59,12 @@ def needs_values(error: Exception) -> str | None:
     operation = getattr(error, "func", None) or str(error).partition("\n")[0]
     reason = f"{operation} ({type(error).__name__}) needs values, and there are none"
     return f"it cannot run on fake tensors: {reason}; probe it on a device"
+
+
+def runs_in_optimizer(error: BaseException) -> bool:
+    """Return whether the code of an optimizer has raised an error."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in frames)
 
 
 # Forward and backward of that many rows.
@@ -224,12 +230,9 @@ class FakeDevice:
         :class:`AttributedTracker`.
         """
         kernels = self.kernels
-        operators = None
-        if kernels:
-            operators = CudaOperators(kernels.capability, kernels.multiprocessors)
-            operators.instead.update(kernels.operators_of_graphs())
         counter = AttributedTracker(
-            operators=operators,
+            instead=kernels.operators() if kernels else {},
+            workspaces=Workspaces(kernels) if kernels else None,
             on_host=self._on_host,
             not_moved=self.not_moved,
             streams=self._streams,

@@ -24,10 +24,10 @@ from adaptive_batch.memory import auto_headroom, optimizer_state_tensors
 
 from .allocator import AllocatorSettings
 from .compiled_parts import CompiledParts
-from .cuda_workspace import left_out
+from .cuda_operators import left_out
 from .devices import alike, parse_devices
 from .estimator import estimate_length
-from .fake_step import FakeDevice, FakeStep, needs_values
+from .fake_step import FakeDevice, FakeStep, needs_values, runs_in_optimizer
 from .result import Fit, MemoryEstimate
 
 private = PrivateNames("memory estimates")
@@ -101,7 +101,7 @@ def estimate_memory(
         forward_backward,
         lambda: max_grad_norm and nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm),
         devices,
-        sequence_length=next((shape[1] for shape in shapes if len(shape) > 1), 1),
+        sequence_length=_tokens_of(batch),
         accumulates=accumulates,
         maximum=check_whole("maximum", maximum),
         context=context,
@@ -145,7 +145,11 @@ def estimate_step(
         for members in reversed(alike(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             compiled = CompiledParts(fake)
-            with _fake_in_place(fake, model, optimizer) as twins, compiled.in_place(model):
+            with (
+                _fake_in_place(fake, model, optimizer) as twins,
+                compiled.in_place(model),
+                _noting_autocast() as autocast_on_cuda,
+            ):
                 for twin in twins.optimizers:
                     not_counted.update(dict.fromkeys(fake.prepare_optimizer(twin)))
                 step = FakeStep(
@@ -162,15 +166,20 @@ def estimate_step(
                     sequence_length,
                     [targets[number] for number in members],
                     maximum=maximum,
-                    explains=0 in members,
                     allocator=settings,
                 )
             fits.update(zip(members, some, strict=True))
+            if autocast_on_cuda:
+                not_counted['torch.autocast("cuda"): operators are counted in their own dtype'] = (
+                    None
+                )
             not_counted.update(dict.fromkeys(compiled.left_out))
     except Exception as error:
         remedy = needs_values(error)
         if remedy is None:
             raise
+        if runs_in_optimizer(error):
+            raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
         devices=tuple(
@@ -178,9 +187,27 @@ def estimate_step(
         ),
         lengths=(length,),
         maximum=maximum,
-        left_out=(*not_counted, *left_out([device.architecture for device in parsed])),
+        left_out=(*not_counted, *left_out(model, [device.architecture for device in parsed])),
         seconds=round(time.perf_counter() - start, 2),
     )
+
+
+@contextmanager
+def _noting_autocast() -> Iterator[list[str]]:
+    """Context manager: yields a list of the devices that autocast is entered for, but the CPU's."""
+    entered: list[str] = []
+    enter = torch.autocast.__enter__
+
+    def note(autocast: torch.autocast) -> Any:
+        if autocast.device != "cpu":
+            entered.append(autocast.device)
+        return enter(autocast)  # type: ignore[no-untyped-call]
+
+    torch.autocast.__enter__ = note  # type: ignore[method-assign]
+    try:
+        yield entered
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
@@ -282,6 +309,15 @@ def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
         held=[value for value in copies if isinstance(value, torch.Tensor) and value.dim()],
         not_copied=not_copied,
     )
+
+
+def _tokens_of(batch: Any) -> int:
+    """Return the tokens of a row: the width of the first whole numbers; 1 where there are none."""
+    for leaf in private.tree_leaves(batch):
+        is_tokens = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.int32, torch.int64)
+        if is_tokens and leaf.dim() > 1:
+            return int(leaf.shape[1])
+    return 1
 
 
 def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:

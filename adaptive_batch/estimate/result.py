@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, from_json
 from adaptive_batch.errors import SettingError
@@ -29,6 +28,10 @@ class Fit:
             of what tensors hold, and of what the allocator takes from the device for them.
         first_too_large: the first thing that does not fit, in the order in which a run would need
             it; None where a row fits.
+        bytes_per_row: what one row more adds to the peak.
+        composition: bytes by kind at the peak of forward and backward.
+        site: the operation there with the largest transient allocations; empty if they were not
+            looked up.
     """
 
     sequence_length: int
@@ -37,6 +40,30 @@ class Fit:
     allocated_bytes: int
     reserved_bytes: int
     first_too_large: str | None = None
+    bytes_per_row: float = 0.0
+    composition: dict[str, int] = field(default_factory=dict)
+    site: str = ""
+
+    def explain(self) -> str:
+        """Return what the peak is made of, and where in the step it is."""
+        total = sum(self.composition.values())
+        parts = sorted(self.composition.items(), key=lambda item: -item[1])
+        shares = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total
+        )
+        rows = count(max(1, self.max_batch_size), "row")
+        text = f"peak of {rows}{_of_length(self.sequence_length)}: {format_bytes(total)}: {shares}"
+        return f"{text}\n    reached in {self.site}" if self.site else text
+
+    def describe_too_large(self) -> str:
+        """Return why not one row fits; empty where one does."""
+        if self.max_batch_size_with_retries > self.max_batch_size == 0:
+            rows = count(self.max_batch_size_with_retries, "row")
+            return (
+                "no row runs without the allocator giving its cache back in mid-step;"
+                f" {rows} with it, which is slow"
+            )
+        return f"too large: {self.first_too_large}" if self.first_too_large else ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +86,17 @@ class Target:
     source: str = ""
     lengths: tuple[Fit, ...] = ()
     reference_rows: tuple[int, ...] = ()
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a name or a size stands for this device."""
+        from .devices import find_device
+
+        if name in (self.name, self.name.partition(" (")[0]):
+            return True
+        try:
+            return find_device(name).describe() == self.name
+        except SettingError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -216,22 +254,16 @@ class LengthEstimate:
         """Return bytes by kind at the peak of that many rows."""
         return self.breakdowns[self.curve.highest(rows).operation].at(rows, self.resident)
 
-    def explain(self, rows: int) -> str:
-        """Return what the peak at that many rows is made of, and where in the step it is."""
-        parts = sorted(self.composition(rows).items(), key=lambda item: -item[1])
-        total = sum(size for _, size in parts)
-        shares = ", ".join(
-            f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total
+    def explained(self, fit: Fit) -> Fit:
+        """Return a fit of this length with what its peak is made of."""
+        rows = max(1, fit.max_batch_size)
+        parts = {name: round(size) for name, size in self.composition(rows).items()}
+        return replace(
+            fit,
+            bytes_per_row=float(self.curve.highest(max(2, rows)).bytes_per_row),
+            composition=parts,
+            site=self.breakdowns[self.curve.highest(rows).operation].site,
         )
-        highest = self.curve.highest(rows)
-        text = (
-            f"peak of {rows} x {count(self.sequence_length, 'token')}:"
-            f" {format_bytes(highest.at(rows))}: {shares}"
-        )
-        site = self.breakdowns[highest.operation].site
-        if site:
-            text += f"\n  reached in {site}"
-        return text
 
 
 @dataclass(frozen=True)
@@ -283,14 +315,13 @@ class MemoryEstimate:
         """Return whether that many rows, of each length, fit on a device without allocator retries.
 
         Args:
-            device: as :attr:`devices` name it, with its capacity or without: ``"H100"``, ``"24.00
-                GiB"``.
+            device: a name or a size, as it was given to the estimate or as :attr:`devices` have it.
 
         Raises:
             SettingError: it is not among the devices of this estimate.
         """
         for target in self.devices:
-            if device in (target.name, target.name.partition(" (")[0]):
+            if target.is_called(device):
                 return all(fit.max_batch_size >= rows for fit in target.lengths)
         names = ", ".join(target.name for target in self.devices)
         raise SettingError("device", device, f"this is an estimate for {names}; give one of them")
@@ -300,7 +331,9 @@ class MemoryEstimate:
         return format_bound(rows, self.maximum)
 
     def table(self) -> str:
-        """Return aligned text: each device and length, what is resident, what makes the peaks."""
+        """Return aligned text: the rows that fit on each device, what limits them, what they are
+        made of.
+        """
         lines = self._rows_of_table()
         if any(length.margin for length in self.lengths):
             lines.append(
@@ -312,39 +345,39 @@ class MemoryEstimate:
             taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
             lines.append(f"{device.name}: {budget} may be used of {total}{taken}")
             for fit in device.lengths:
-                if fit.first_too_large:
-                    tokens = count(fit.sequence_length, "token")
-                    lines.append(f"  {tokens}: too large: {fit.first_too_large}")
+                of_length = _of_length(fit.sequence_length)
+                if too_large := fit.describe_too_large():
+                    lines.append(f"  a row{of_length}: {too_large}")
+                lines.append(f"  {fit.explain()}")
             for fit, reference_rows in zip(device.lengths, device.reference_rows, strict=False):
-                tokens = count(fit.sequence_length, "token")
                 rows = self.format_rows(reference_rows)
-                lines.append(f"  the reference alone: {rows} of {tokens} at once")
+                of_length = _of_length(fit.sequence_length)
+                lines.append(f"  the reference alone: {rows} rows{of_length} at once")
         lines += self._resident_lines()
-        for length in self.lengths:
-            bounds = [self.bound(length, device) for device in self.devices]
-            lines.append(length.explain(max(1, *bounds)))
         lines += [str(length.check) for length in self.lengths if length.check]
+        lines += [f"left out: {sentence}" for sentence in self.left_out]
         return "\n".join(lines)
 
     def _rows_of_table(self) -> list[str]:
         """Return the aligned lines of devices and lengths."""
         fits = [fit for device in self.devices for fit in device.lengths]
         has_reserved = any(fit.reserved_bytes != fit.allocated_bytes for fit in fits)
+        has_tokens = any(fit.sequence_length > 1 for fit in fits)
         rows = []
         for device in self.devices:
-            for length, fit in zip(self.lengths, device.lengths, strict=True):
-                row = {
-                    "device": device.name,
-                    "length": str(fit.sequence_length),
-                    "max_batch_size": self.format_rows(fit.max_batch_size),
-                }
+            for fit in device.lengths:
+                row = {"device": device.name}
+                if has_tokens:
+                    row["length"] = str(fit.sequence_length)
+                row["max_batch_size"] = self.format_rows(fit.max_batch_size)
                 if has_reserved:
                     row["with retries"] = self.format_rows(fit.max_batch_size_with_retries)
-                row["tokens"] = str(fit.max_batch_size * fit.sequence_length)
+                if has_tokens:
+                    row["tokens"] = str(fit.max_batch_size * fit.sequence_length)
                 row["allocated" if has_reserved else "peak"] = format_bytes(fit.allocated_bytes)
                 if has_reserved:
                     row["reserved"] = format_bytes(fit.reserved_bytes)
-                row["a row"] = format_bytes(self._bytes_per_row(length, fit.max_batch_size))
+                row["a row"] = format_bytes(fit.bytes_per_row)
                 row["free"] = "-"
                 if fit.max_batch_size:
                     row["free"] = format_bytes(device.budget_bytes - fit.reserved_bytes)
@@ -384,30 +417,16 @@ class MemoryEstimate:
             cells = [self.bound(length, device), *bounds]
             columns.append([device.name, *map(self.format_rows, cells)])
         costs = ["  what it costs", "", *(f"  {change.cost}" for change in self.changes)]
-        tokens = count(length.sequence_length, "token")
-        lines = [f"what one change would bring, in rows of {tokens}:"]
+        of_length = _of_length(length.sequence_length)
+        lines = [f"what one change would bring, in rows{of_length}:"]
         for line, cost in zip(_aligned(columns), costs, strict=True):
             lines.append(f"{line}{cost}")
         return "\n".join(lines)
 
-    def _bytes_per_row(self, length: LengthEstimate, rows: int) -> float:
-        return float(length.curve.highest(max(2, rows)).bytes_per_row)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it as dicts and lists, with what each size is made of; sizes in bytes."""
-        values = asdict(self)
-        for device in values["devices"]:
-            for length, fit in zip(self.lengths, device["lengths"], strict=True):
-                rows = fit["max_batch_size"]
-                parts = length.composition(max(1, rows)).items()
-                fit["bytes_per_row"] = self._bytes_per_row(length, rows)
-                fit["composition"] = {name: round(size) for name, size in parts}
-        return values
-
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""
         # Fractions of the curve become numbers.
-        atomic_write(path, json.dumps(self.as_json(), indent=2, default=float))
+        atomic_write(path, json.dumps(asdict(self), indent=2, default=float))
 
 
 def read_estimate(path: Path) -> MemoryEstimate | None:
@@ -440,6 +459,11 @@ def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
         if lets_more_fit:
             gains[change] = gain
     return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
+
+
+def _of_length(tokens: int) -> str:
+    """Return the length of a row as text; empty where rows are no tokens."""
+    return f" of {tokens} tokens" if tokens > 1 else ""
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:

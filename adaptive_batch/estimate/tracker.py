@@ -6,7 +6,7 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
-from .cuda_operators import CudaOperators
+from .cuda_operators import Workspaces
 from .step_log import STREAM, Phase
 
 private = PrivateNames("memory estimates")
@@ -97,7 +97,8 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     """Counts live bytes without a limit, and records what made them.
 
     Args:
-        operators: of the estimated device, where it is no CPU.
+        instead: what runs in the place of operators.
+        workspaces: of cuBLAS, where the device has it.
         on_host: storages that are not on the device, those that are made here included.
         not_moved: storages on the host that are not counted at all.
         streams: their numbers in the log, those that are met here included; a CPU's do nothing, but
@@ -109,7 +110,8 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         *,
-        operators: CudaOperators | None = None,
+        instead: Mapping[Any, Callable[..., Any]] | None = None,
+        workspaces: Workspaces | None = None,
         on_host: WeakSet[torch.UntypedStorage] | None = None,
         not_moved: WeakSet[torch.UntypedStorage] | None = None,
         streams: dict[object, int] | None = None,
@@ -121,8 +123,11 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._num_allocations = 0
         self._before: list[tuple[Hashable, int]] = []
         super().__init__(sys.maxsize)
-        self._operators = operators
-        self._instead = operators.instead if operators else {}
+        self._workspaces = workspaces
+        self._instead: dict[Any, Callable[..., Any]] = {
+            **(instead or {}),
+            **(workspaces.instead if workspaces else {}),
+        }
         self._on_host = on_host if on_host is not None else WeakSet()
         self._not_moved = not_moved if not_moved is not None else WeakSet()
         self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
@@ -223,7 +228,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def phase(self, after: Iterable[tuple[Hashable, torch.Tensor]]) -> Phase:
         """Return what was logged since :meth:`add_named`, and by name what is left for later."""
         num_earlier = len(self._before)
-        kept = self._operators.workspaces.values() if self._operators else ()
+        kept = self._workspaces.tensors.values() if self._workspaces else ()
         once = {number for tensor in kept for number in self._numbers_of(tensor)}
         numbers = list(range(num_earlier))
         log = array("q")

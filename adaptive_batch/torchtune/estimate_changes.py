@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -149,7 +150,7 @@ def _of_ranks(cfg: DictConfig, world_size: int) -> Iterator[Candidate]:
             ("sync_gradients_every_micro_batch=True",),
             "gradients are reduced after each micro-batch",
         )
-    for more in (number for number in (2, 4, 8) if number > world_size):
+    for more in (number for number in (2, 4, 8, 16, 32, 64, 128) if number > world_size):
         cost = (
             f"{more} devices, which gather and reduce each layer's parameters; rows of each device"
         )
@@ -171,12 +172,19 @@ def _of_adapters(block: DictConfig) -> Iterator[Candidate]:
         cost = "adapters of queries and values alone in attention"
         yield Candidate(("model.lora_attn_modules=[q_proj,v_proj]",), cost)
     module, _, name = component.rpartition(".")
+    builder = getattr(import_module(module), name)
+    takes_base = "quantize_base" in inspect.signature(builder).parameters
+    override = ""
     if name.startswith("lora_") and hasattr(import_module(module), f"q{name}"):
+        override = f"model={module}.q{name}"
+    elif takes_base and not block.get("quantize_base", False) and not name.startswith("qlora_"):
+        override = "model.quantize_base=True"
+    if override:
         cost = (
             "the base has 4 bits (NF4): it is rounded, and made whole again in each forward and"
             " backward"
         )
-        yield Candidate((f"model={module}.q{name}",), cost)
+        yield Candidate((override,), cost)
 
 
 def _estimates_compiled(cfg: DictConfig) -> bool:

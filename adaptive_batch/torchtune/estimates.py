@@ -20,7 +20,7 @@ import torch
 from omegaconf import DictConfig
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import check_whole, count, format_bytes
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     AllocatorSettings,
@@ -30,6 +30,7 @@ from adaptive_batch.estimate import (
     Fit,
     LengthEstimate,
     MemoryEstimate,
+    Resident,
     Target,
     alike,
     estimate_length,
@@ -37,6 +38,7 @@ from adaptive_batch.estimate import (
     needs_values,
     parse_devices,
     ranked,
+    runs_in_optimizer,
 )
 from adaptive_batch.memory import auto_headroom
 
@@ -82,6 +84,7 @@ def estimate_devices(
     for message in not_read(settings, cfg).values():
         show(message)
     estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices), builder)
+    show("the training step runs on fake tensors")
     lengths, devices, not_counted = estimator.lengths()
     estimate = MemoryEstimate(
         devices=devices,
@@ -93,11 +96,11 @@ def estimate_devices(
     )
     save(estimate)
     show(f"\n{estimate.table()}")
-    for sentence in estimate.left_out:
-        show(f"left out: {sentence}")
     if estimate_settings.changes:
+        seconds = estimate.seconds / len(estimate.lengths)
         now = [estimate.bound(estimate.lengths[0], target) for target in estimate.devices]
-        tried = list(estimator.changes(estimate.lengths[0]))
+        show(f"single changes are estimated, each as long as one length took ({seconds:.0f} s)")
+        tried = list(estimator.changes(estimate.lengths[0], fits=all(now)))
         estimate = replace(
             estimate,
             changes=ranked(tried, now),
@@ -142,6 +145,7 @@ class Estimator:
         self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
         self._first_length: int | str = "longest"
         self._skeleton: torch.nn.Module | None = None
+        self._paged: list[str] = []
 
     def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], list[str]]:
         """Estimate each length; return what it holds, the devices with what fits there, and what is
@@ -155,7 +159,7 @@ class Estimator:
         self._first_length = sequence_lengths[0]
         estimated = self._estimate(self._cfg, sequence_lengths, estimate_settings.world_size)
         self._skeleton = estimated.run.job.skeleton
-        not_counted = list(estimated.run.left_out)
+        not_counted = [*self._paged, *estimated.run.left_out]
         if self._settings.micro_batch.needs_search:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
@@ -166,21 +170,14 @@ class Estimator:
                 "what the reference's own micro-batches leave in the allocator's cache, and what it"
                 " holds of them beside what they allocate"
             )
-        if self._on_accelerator:
-            not_counted.append("how steps of different lengths fragment the allocator's cache")
-            not_counted += left_out(
-                [device.architecture for device in self._devices],
-                world_size=estimate_settings.world_size,
-            )
-            if AllocatorSettings.from_environment().expandable_segments:
-                not_counted.append(
-                    "segments of the allocator that do not expand: recipes ask for those that do,"
-                    " unless PYTORCH_ALLOC_CONF is set"
-                )
-        else:
-            not_counted.append("what is no tensor: Python, libraries, the dataset")
+        architectures = [device.architecture for device in self._devices if self._on_accelerator]
+        not_counted += left_out(
+            estimated.run.trainer.models, architectures, world_size=estimate_settings.world_size
+        )
+        if not self._on_accelerator:
             not_counted.append(
-                f"device={self._cfg.device}: nothing that an accelerator takes besides is counted"
+                f"device={self._cfg.device}: what an accelerator takes beside tensors, and what is"
+                " no tensor"
             )
         return estimated.lengths, estimated.devices, not_counted
 
@@ -204,16 +201,17 @@ class Estimator:
             estimates = []
             with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
                 for sequence_length in wanted:
-                    explains = not is_change and 0 in members and sequence_length == wanted[-1]
                     estimate = step.estimate(
                         sequence_length,
                         targets,
                         is_checked=not is_change,
-                        explains=explains,
+                        explains=not is_change and sequence_length == wanted[-1],
                         allocator=allocator,
                     )
                     estimates.append(estimate)
                 lengths, fits = zip(*estimates, strict=True)
+                if step.run.has_paged_states and not is_change:
+                    self._without_paged_states(step, wanted, targets, allocator)
                 if step.has_reference_apart and not is_change:
                     of_lengths = [step.reference_rows(length, targets) for length in wanted]
                     reference_rows = list(zip(*of_lengths, strict=True))
@@ -221,6 +219,27 @@ class Estimator:
             for number, target, own_fits, rows in of_devices:
                 devices[number] = replace(target, lengths=own_fits, reference_rows=rows)
         return _Estimated(lengths, tuple(devices), step.run)
+
+    def _without_paged_states(
+        self,
+        step: _Step,
+        lengths: Sequence[int | str],
+        targets: Sequence[Target],
+        allocator: AllocatorSettings | None,
+    ) -> None:
+        """Note the rows that fit while an optimizer's paged states lie on the host."""
+        paged = step.resident.optimizer
+        larger = [replace(target, budget_bytes=target.budget_bytes + paged) for target in targets]
+        for length in lengths:
+            found, fits = step.estimate(
+                length, larger, is_checked=False, explains=False, allocator=allocator
+            )
+            for target, fit in zip(targets, fits, strict=True):
+                self._paged.append(
+                    f"{target.name}: without the paged states ({format_bytes(paged)}), which may"
+                    f" lie on the host, {count(fit.max_batch_size, 'row')} of"
+                    f" {found.sequence_length} tokens fit"
+                )
 
     def _targets(self, world_size: int, allocator: AllocatorSettings | None) -> list[Target]:
         """Return what may be used of each device, with `world_size` ranks."""
@@ -254,11 +273,12 @@ class Estimator:
         task = task_of(self._cfg, instantiate("loss", self._cfg.loss))
         return check_whole("tokenizer.max_seq_len", limit) * len(task.fields)
 
-    def changes(self, length: LengthEstimate) -> Iterator[Change]:
+    def changes(self, length: LengthEstimate, *, fits: bool) -> Iterator[Change]:
         """Estimate each single change at the first length, on each device.
 
         Args:
             length: estimate of that length as it is.
+            fits: whether a row fits on each device as it is.
         """
         maximum = self._settings.probe.maximum
         assert self._skeleton is not None
@@ -269,6 +289,9 @@ class Estimator:
             world_size=self._settings.estimate.world_size,
         )
         for candidate in changes:
+            # More devices than 8 are of interest until a row fits.
+            if (candidate.world_size or 0) > 8 and fits:
+                break
             try:
                 cfg = with_overrides(self._cfg, candidate.overrides)
                 ranks = candidate.world_size or self._settings.estimate.world_size
@@ -284,6 +307,7 @@ class Estimator:
                 yield Change(candidate.overrides, candidate.cost, refused=message)
                 continue
             fitting = [device.lengths[0].max_batch_size for device in estimated.devices]
+            fits = fits or (candidate.world_size is not None and all(fitting))
             # At the maximum any number of rows may fit.
             bounds = tuple(None if rows == maximum else rows for rows in fitting)
             yield Change(candidate.overrides, candidate.cost, bounds)
@@ -337,6 +361,11 @@ class _Step:
             accumulates=settings.search_plan.has_several or settings.micro_batch.needs_search,
             keeps_gradients=keeps,
         )
+
+    @property
+    def resident(self) -> Resident:
+        """What is on the device before a forward."""
+        return self._step.resident
 
     @property
     def has_reference_apart(self) -> bool:
@@ -411,8 +440,8 @@ def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
     loss = str(cfg.loss._component_).rpartition(".")[2]
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.optim.Optimizer):
-            key = "optimizer"
-        elif isinstance(owner, torch.nn.Module) and type(owner).__name__ == loss:
+        if isinstance(owner, torch.nn.Module) and type(owner).__name__ == loss:
             key = "loss"
+    if runs_in_optimizer(error):
+        key = "optimizer"
     return SettingError(key, str(cfg[key]._component_), remedy)

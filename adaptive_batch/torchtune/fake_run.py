@@ -75,6 +75,7 @@ class FakeRun:
     ) -> None:
         self.device = device
         self._compiled_parts = CompiledParts(device)
+        self.has_paged_states = False
         self.reads_data = reads_data
         self._left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
@@ -267,20 +268,13 @@ class FakeRun:
         for model in models:
             self._compiled_parts.take_over_modules(model)
         model, *seconds = models
-        if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
-            self._leave_out(
-                "recurrent layers: their fused kernels keep what fake tensors do not show, so a"
-                " step needs more"
-            )
         return model, seconds[0] if seconds else None
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         component = str(self.job.cfg.optimizer._component_)
         if component.startswith(_BITSANDBYTES):
-            self._leave_out(
-                "bitsandbytes: its states by their documented sizes, paged ones as if they stayed"
-                " on the device"
-            )
+            self.has_paged_states = ".Paged" in component
+            self._leave_out("bitsandbytes: its states are counted by their documented sizes")
             with self.device.mode:
                 return StatesOfBitsandbytes(parameters, component)
         with self.device.mode:

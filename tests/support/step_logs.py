@@ -9,7 +9,6 @@ Rank zero writes its log, and its peak.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import subprocess
@@ -139,29 +138,6 @@ def on_cuda(
     for parameter in model.parameters():
         parameter.data = torch.empty(0, device=job.device)
     return log
-
-
-def differences(one: Sequence[int], other: Sequence[int], *, smallest: int = 0) -> list[str]:
-    """Return where two logs differ, tensors of fewer bytes left out; each free stands for the size
-    that it frees.
-    """
-    first, second = (_readable(log, smallest) for log in (one, other))
-    matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
-    return [
-        f"at {a} of {len(first)}: {first[a:b]} instead of {second[x:y]}"
-        for tag, a, b, x, y in matcher.get_opcodes()
-        if tag != "equal"
-    ]
-
-
-def _readable(log: Sequence[int], smallest: int) -> list[int]:
-    sizes: list[int] = []
-    entries = []
-    for entry in log:
-        if entry > 0:
-            sizes.append(entry)
-        entries.append(entry if entry > 0 else -sizes[~entry])
-    return [entry for entry in entries if abs(entry) % STREAM >= smallest]
 
 
 def on_ranks(

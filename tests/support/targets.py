@@ -12,5 +12,7 @@ def counted(target: Target, lengths: Iterable[LengthEstimate], *, maximum: int) 
     """
     return replace(
         target,
-        lengths=tuple(one.counted_fit(target.budget_bytes, maximum=maximum) for one in lengths),
+        lengths=tuple(
+            one.explained(one.counted_fit(target.budget_bytes, maximum=maximum)) for one in lengths
+        ),
     )

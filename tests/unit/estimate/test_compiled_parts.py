@@ -35,7 +35,7 @@ SIZE = 4 * 256 * 256
 
 @pytest.fixture
 def device():
-    return FakeDevice(CudaKernels((9, 0), 132))
+    return FakeDevice(CudaKernels((9, 0)))
 
 
 def allocated(device, function, *, backward=False, name="function"):
@@ -168,7 +168,7 @@ def test_a_part_with_an_operator_that_writes_to_its_arguments_is_counted_as_the_
 def test_attention_of_packed_rows_is_in_the_graph_where_one_kernel_takes_them(
     capability, is_compiled
 ):
-    device = FakeDevice(CudaKernels(capability, 40))
+    device = FakeDevice(CudaKernels(capability))
     parts = CompiledParts(device)
 
     def attend(query, key, value):

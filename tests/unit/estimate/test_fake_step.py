@@ -334,7 +334,7 @@ def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
 
 
 def test_gradients_are_clipped_by_value_on_a_device_that_is_not_here():
-    device = FakeDevice(CudaKernels((9, 0), 132))
+    device = FakeDevice(CudaKernels((9, 0)))
     model = nn.Linear(4, 4)
     device.move(model)
     with device.counting():

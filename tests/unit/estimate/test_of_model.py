@@ -319,3 +319,41 @@ def test_what_cannot_be_used_is_refused(batch, options, says):
             model, batch, torch.optim.SGD(model.parameters()), **{"devices": "H100", **options}
         )
     assert str(raised.value).startswith(says)
+
+
+def estimate_of(model, batch, mean_loss=None, **options):
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
+    return estimate_memory(
+        model, batch, optimizer, "T4", mean_loss=mean_loss or (lambda b: model(b["x"]).mean())
+    )
+
+
+def test_a_recurrent_layer_and_autocast_for_cuda_are_named_in_the_result():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    batch = {"x": torch.zeros(2, 4, 8)}
+    assert "left out: what fused kernels of recurrent" in estimate_of(Recurrent(), batch).table()
+    model = nn.Linear(8, 8)
+
+    def mean_loss(rows):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(rows["x"]).mean()
+
+    assert 'left out: torch.autocast("cuda")' in estimate_of(model, batch, mean_loss).table()
+    assert "left out" not in estimate_of(model, batch).table()
+
+
+def test_an_optimizer_that_reads_a_value_is_named():
+    class Reads(torch.optim.SGD):
+        def step(self, closure=None):
+            return self.param_groups[0]["params"][0].grad.norm().item()
+
+    model = nn.Linear(8, 8)
+    with pytest.raises(SettingError, match=r"^optimizer='Reads': it cannot run on fake tensors"):
+        estimate_of(model, {"x": torch.zeros(2, 8)}, optimizer=Reads(model.parameters(), lr=0.1))

@@ -11,17 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.targets import counted
 
+from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
     Change,
     CurveCheck,
     LengthEstimate,
     MemoryBreakdown,
     MemoryEstimate,
+    Resident,
     Target,
     ranked,
     read_estimate,
 )
-from adaptive_batch.estimate.fake_step import Resident
+from adaptive_batch.estimate.devices import find_device
 from adaptive_batch.estimate.tracker import LiveMemory, OpSite
 from adaptive_batch.memory import GIB
 
@@ -108,8 +110,9 @@ def test_the_first_thing_that_does_not_fit_is_named(gib, what):
     target = Target("it", 100 * GIB, int(gib * GIB))
     assert (bounds(plan(target)) == [0]) == (what is not None)
     lines = plan(target).table().splitlines()
-    assert (f"  512 tokens: too large: {what}" in lines) == (what is not None)
-    assert plan(target).as_json()["devices"][0]["lengths"][0]["first_too_large"] == what
+    line = f"  a row of 512 tokens: too large: {what}"
+    assert (line in lines) == (what is not None)
+    assert plan(target).devices[0].lengths[0].first_too_large == what
 
 
 def test_gradients_that_stay_are_among_what_may_not_fit():
@@ -133,7 +136,8 @@ def test_kinds_add_up_to_the_peak(rows):
 
 def test_the_table_has_a_line_for_each_device_and_length():
     longer = replace(LENGTH, sequence_length=1024, check=None)
-    lines = plan(lengths=(LENGTH, longer)).table().splitlines()
+    made = plan(lengths=(LENGTH, longer), left_out=("something",))
+    lines = made.table().splitlines()
     assert lines[0].split() == [
         "device",
         "length",
@@ -166,13 +170,16 @@ def test_the_table_has_a_line_for_each_device_and_length():
         == "80 GiB: 75.00 GiB may be used of 80.00 GiB, 1.00 GiB for the CUDA context, 4.00 GiB for"
         " headroom (5%)"
     )
-    assert lines[6] == "small: 11.00 GiB may be used of 12.00 GiB"
+    assert lines[10] == "small: 11.00 GiB may be used of 12.00 GiB"
+    assert lines[11].startswith("  peak of 4 rows of 512 tokens: 11.00 GiB: ")
+    assert lines[12].startswith("    reached in backward of layers.1.mlp (mm); ")
     assert (
-        lines[7]
+        lines[-4]
         == "fixed: 6.25 GiB: parameters 2.00 GiB, optimizer state 4.00 GiB, buffers 0.250 GiB"
     )
-    assert lines[8] == "optimizer's step: 8.00 GiB at its peak, whatever the batch"
-    assert lines[-1] == "checked: a third size, 5 rows, lies on the curve to the byte"
+    assert lines[-3] == "optimizer's step: 8.00 GiB at its peak, whatever the batch"
+    assert lines[-1] == "left out: something"
+    assert lines[-2] == "checked: a third size, 5 rows, lies on the curve to the byte"
 
 
 def test_a_bound_that_is_the_maximum_is_shown_as_at_least_that():
@@ -216,19 +223,57 @@ def test_ranks_are_said_where_there_are_several():
 
 
 def test_where_the_peak_is_and_what_it_is_made_of_is_said():
-    text = LENGTH.explain(68)
+    text = plan(BIG).devices[0].lengths[0].explain()
     assert (
         text.splitlines()[0]
-        == "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50 GiB, backward temporaries 17.25"
-        " GiB, optimizer state 4.00 GiB, parameters 2.00 GiB"
+        == "peak of 68 rows of 512 tokens: 75.00 GiB: activations 51.50 GiB, backward temporaries"
+        " 17.25 GiB, optimizer state 4.00 GiB, parameters 2.00 GiB"
     )
     # like layers are one; 6 + 4 of 20 GiB
     assert (
         text.splitlines()[1]
-        == "  reached in backward of layers.1.mlp (mm); largest transient allocations: "
+        == "    reached in backward of layers.1.mlp (mm); largest transient allocations: "
         "layers.*.mlp (mm) 50%, the loss (_log_softmax) 40%, layers.*.mlp (mm, backward) 10%"
     )
-    assert len(LENGTH.explain(2).splitlines()) == 1  # nothing was attributed at that line
+    # Nothing was attributed at the line of two rows.
+    (two,) = plan(BIG, maximum=2).devices[0].lengths
+    assert len(two.explain().splitlines()) == 1
+
+
+def test_rows_that_run_with_retries_alone_are_not_too_large():
+    (fit,) = plan(BIG).devices[0].lengths
+    retried = replace(fit, max_batch_size=0, max_batch_size_with_retries=6, first_too_large="it")
+    device = replace(BIG, lengths=(retried,))
+    text = MemoryEstimate((device,), (LENGTH,), 4096).table()
+    assert "no row runs without the allocator giving its cache back in mid-step; 6 rows" in text
+    assert "too large" not in text
+
+
+def test_each_device_has_what_its_own_peak_is_made_of():
+    old = replace(LENGTH, breakdowns=(FLAT,))
+    devices = (counted(BIG, (LENGTH,), maximum=68), counted(SMALL, (old,), maximum=4))
+    text = MemoryEstimate(devices, (LENGTH,), 4096).table()
+    rows = [line.split() for line in text.splitlines()[1:3]]
+    assert [row[6:8] for row in (rows[0][1:], rows[1])] == [["1.00", "GiB"], ["0.125", "GiB"]]
+    assert "peak of 68 rows of 512 tokens: 75.00 GiB: activations 51.50 GiB" in text
+    assert "peak of 4 rows of 512 tokens: 9.50 GiB: " in text
+
+
+def test_rows_that_are_no_tokens_have_no_length():
+    images = replace(LENGTH, sequence_length=1)
+    text = plan(lengths=(images,)).table()
+    assert "token" not in text
+    assert text.splitlines()[0].split()[:2] == ["device", "max_batch_size"]
+
+
+@pytest.mark.parametrize("name", ["80GiB", "80 GiB", "80.00 GiB", "h100", "NVIDIA H100", "H100"])
+def test_a_device_is_found_as_it_was_written(name):
+    given = find_device("H100" if "100" in name else "80GiB")
+    device = replace(BIG, name=given.describe())
+    assert plan(device).fits(name, 68)
+    assert not plan(device).fits(name, 69)
+    with pytest.raises(SettingError, match="give one of them"):
+        plan(device).fits("RTX4090")
 
 
 def test_the_file_has_plain_values_and_sizes_in_bytes(tmp_path):

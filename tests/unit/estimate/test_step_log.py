@@ -14,12 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_steps import Decoder, fake_step
 from support.step_logs import peak_bytes
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batch.estimate import CudaKernels, FakeDevice
-from adaptive_batch.estimate.cuda_operators import CudaOperators
 from adaptive_batch.estimate.step_log import Phase, joined
-from adaptive_batch.estimate.tracker import AttributedTracker
 
 
 def alive(log):
@@ -75,70 +72,6 @@ def test_cublas_takes_a_workspace_for_forward_and_one_for_backward_once():
     log = step.log(2)
     assert list(log).count(8_519_680) == 2
     assert alive(log).count(8_519_680) == 2
-
-
-def log_of(call, *shapes, dtype=torch.float32, **options):
-    """Return what an operator asks for on an H100."""
-    with FakeTensorMode():
-        given = [torch.empty(shape, dtype=dtype) for shape in shapes]
-        with AttributedTracker(operators=CudaOperators((9, 0), 132)) as tracker:
-            tracker.add(given)
-            start = len(tracker.log)
-            call(*given)
-    return [entry if entry > 0 else entry + len(given) for entry in tracker.log[start:]]
-
-
-def test_a_sum_over_many_rows_takes_a_buffer_and_semaphores():
-    assert log_of(lambda x: x.sum((0, 1)), (2, 512, 2048)) == [8192, 16_777_216, 64, ~2, ~1, ~0]
-    assert log_of(lambda x: x.sum(-1), (16, 1000)) == [64, ~0]
-    assert log_of(lambda x: x.sum(), (2, 511), dtype=torch.bool) == [
-        8,
-        8176,
-        ~1,
-        ~0,
-    ]  # whole numbers, as a copy
-
-
-def test_the_backward_of_an_embedding_sorts_more_than_3072_tokens():
-    def backward(gradient):
-        tokens = torch.zeros(len(gradient), dtype=torch.int64)
-        torch.ops.aten.embedding_dense_backward(gradient, tokens, 1000, -1, False)
-
-    few, many = log_of(backward, (3072, 64)), log_of(backward, (4096, 64), dtype=torch.bfloat16)
-    assert [entry for entry in few if entry > 0] == [3072 * 8, 1000 * 64 * 4]
-    expected = [
-        32768,
-        32768,
-        32768,
-        71167,
-        128000,
-        32768,
-        8,
-        32768,
-        1279,
-        8000,
-        8000,
-        1279,
-        8,
-        11272,
-        360704,
-    ]
-    assert [entry for entry in many if entry > 0][1:] == expected
-
-
-def test_the_backward_of_softmax_and_the_norm_of_many_take_what_they_free():
-    softmax = torch.ops.aten._softmax_backward_data.default
-    assert log_of(lambda g, o: softmax(g, o, -1, torch.float32), (4, 8), (4, 8))[:3] == [
-        128,
-        128,
-        ~1,
-    ]
-    assert log_of(lambda a, b: torch._foreach_norm([a, b]), (1000,), (200_000,))[:4] == [
-        32,
-        4,
-        4,
-        ~0,
-    ]
 
 
 def test_sizes_beyond_those_that_were_traced_stay_allocations():

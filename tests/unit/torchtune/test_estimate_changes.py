@@ -21,6 +21,27 @@ def budgets(*changed, world_size=1):
     ]
 
 
+def typed(name, **model):
+    cfg = OmegaConf.load(config_path(name))
+    cfg.model.update(model)
+    skeleton = torch.nn.Linear(2, 2)
+    return [one.overrides[0] for one in candidates(cfg, skeleton, tokens=64, world_size=8)]
+
+
+def test_a_base_of_four_bits_is_asked_of_the_builder():
+    qwen = "torchtune.models.qwen2_5.lora_qwen2_5_7b_base"
+    assert "model.quantize_base=True" in typed("llama3_2_1B_lora", _component_=qwen)
+    whole = typed("llama3_2_1B_lora", _component_=qwen, quantize_base=True)
+    assert "model.quantize_base=True" not in whole
+    llama = typed("llama3_2_1B_lora")
+    assert "model=torchtune.models.llama3_2.qlora_llama3_2_1b" in llama
+
+
+def test_more_than_8_devices_are_candidates():
+    numbers = [one.split()[1] for one in typed("llama3_2_1B") if one.startswith("--nproc")]
+    assert numbers == ["16", "32", "64", "128"]
+
+
 def test_budgets_of_activations_below_the_configured_one_are_tried_under_compile():
     compiled = ("device=cuda", "compile=True")
     assert budgets(*compiled) == [0.5, 0.3, 0.15]
