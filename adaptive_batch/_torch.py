@@ -22,17 +22,10 @@ OLDEST = "2.11.0"
 NEWEST = "2.15.0"
 
 NAMES = {
-    "DataDependentOutputException": "torch._subclasses.fake_tensor.DataDependentOutputException",
-    "DynamicOutputShapeException": "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
-    "HigherOrderOperator": "torch._ops.HigherOrderOperator",
     "OpOverload": "torch._ops.OpOverload",
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
-    "UnsupportedFakeTensorException": (
-        "torch._subclasses.fake_tensor.UnsupportedFakeTensorException"
-    ),
-    "UnsupportedOperatorException": "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "current_autograd_node": "torch._C._current_autograd_node",
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",

@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -269,6 +270,29 @@ class CachingAllocator:
                 blocks[~entry] = None
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
+
+    def snapshot(self, log: Iterable[int]) -> dict[str, Any]:
+        """Replay a log; return it as a memory snapshot, which pytorch.org/memory_viz opens."""
+        events: list[dict[str, Any]] = []
+        blocks = self._replayed
+        for time, entry in enumerate(log):
+            block = blocks[~entry] if entry <= 0 else None
+            self.replay([entry])
+            block = block or blocks[-1]
+            assert block is not None
+            actions = ["alloc"] if entry > 0 else ["free_requested", "free_completed"]
+            events += [
+                {
+                    "action": action,
+                    "addr": block.address,
+                    "size": block.requested,
+                    "stream": block.pool.stream,
+                    "time_us": time,
+                    "frames": [],
+                }
+                for action in actions
+            ]
+        return {"segments": [], "device_traces": [events], "allocator_settings": {}}
 
     def _new_pool(self, stream: int, *, is_small: bool) -> _Pool:
         pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)

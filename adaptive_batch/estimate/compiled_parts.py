@@ -23,6 +23,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,7 +272,8 @@ def _check_operators(graph: fx.Graph) -> None:
     arguments.
     """
     for node in graph.nodes:
-        if isinstance(node.target, private.HigherOrderOperator):
+        is_known = isinstance(node.target, private.OpOverload) or node.op != "call_function"
+        if not is_known and not isinstance(node.target, BuiltinFunctionType):
             names = [str(node.target), *map(str, node.args[:1])]
             raise NotImplementedError(f"what {' of '.join(names)} allocates is not known")
 

@@ -5,11 +5,13 @@ own while it runs.
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import auto_headroom, optimizer_state_tensors
 
-from .allocator import AllocatorSettings
+from .allocator import AllocatorSettings, CachingAllocator
 from .compiled_parts import CompiledParts
 from .cuda_operators import left_out
 from .devices import alike, parse_devices
@@ -45,6 +47,7 @@ def estimate_memory(
     maximum: int = 4096,
     context: int | None = None,
     headroom: int | float | str = "auto",
+    trace: str | Path | None = None,
 ) -> MemoryEstimate:
     """Estimate how many rows of a batch a training step of a model can hold on CUDA devices that
     are not here.
@@ -68,6 +71,8 @@ def estimate_memory(
             or H200, and 500 MiB of others.
         headroom: what is left free beside that: bytes, a size or a share; ``auto`` for 1% where the
             environment asks for expandable segments, and 5% elsewhere.
+        trace: file for the allocations of two steps with the rows that fit on the first device,
+            which pytorch.org/memory_viz opens.
 
     Raises:
         SettingError: an argument cannot be used, or the model needs values, which fake tensors do
@@ -106,6 +111,7 @@ def estimate_memory(
         maximum=check_whole("maximum", maximum),
         context=context,
         headroom=headroom,
+        trace=trace,
     )
 
 
@@ -121,6 +127,7 @@ def estimate_step(
     maximum: int,
     context: int | None = None,
     headroom: int | float | str = "auto",
+    trace: str | Path | None = None,
 ) -> MemoryEstimate:
     """Estimate a step that runs `forward_backward` of a number of rows; the rest as in
     :func:`estimate_memory`.
@@ -168,6 +175,10 @@ def estimate_step(
                     maximum=maximum,
                     allocator=settings,
                 )
+                if trace is not None and 0 in members:
+                    allocator = CachingAllocator(2**50, settings)
+                    log = step.log(max(1, some[0].max_batch_size), num_steps=2)
+                    Path(trace).write_bytes(pickle.dumps(allocator.snapshot(log)))
             fits.update(zip(members, some, strict=True))
             if autocast_on_cuda:
                 not_counted['torch.autocast("cuda"): operators are counted in their own dtype'] = (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
 import torch
 import torchao
 from torch import nn
+from torch.cuda import _memory_viz
 
 from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError, StepOptions, estimate_memory
 
@@ -357,3 +359,28 @@ def test_an_optimizer_that_reads_a_value_is_named():
     model = nn.Linear(8, 8)
     with pytest.raises(SettingError, match=r"^optimizer='Reads': it cannot run on fake tensors"):
         estimate_of(model, {"x": torch.zeros(2, 8)}, optimizer=Reads(model.parameters(), lr=0.1))
+
+
+def test_the_trace_opens_in_pytorchs_visualiser(tmp_path):
+    model = nn.Linear(512, 512)
+    estimate = estimate_memory(
+        model,
+        {"x": torch.zeros(2, 512)},
+        torch.optim.AdamW(model.parameters()),
+        "1GiB",
+        mean_loss=lambda batch: model(batch["x"]).mean(),
+        maximum=64,
+        trace=tmp_path / "trace.pickle",
+    )
+    snapshot = pickle.loads((tmp_path / "trace.pickle").read_bytes())
+    (events,) = snapshot["device_traces"]
+    alive, peak = {}, 0
+    for event in events:
+        if event["action"] == "alloc":
+            assert event["addr"] not in alive
+            alive[event["addr"]] = event["size"]
+            peak = max(peak, sum(alive.values()))
+        elif event["action"] == "free_completed":
+            del alive[event["addr"]]
+    assert peak == pytest.approx(estimate.devices[0].lengths[0].allocated_bytes, rel=0.01)
+    assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
