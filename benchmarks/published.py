@@ -438,6 +438,7 @@ def trainer_step(
         mean_loss=step.mean_loss,
         max_grad_norm=1.0,
         maximum=maximum,
+        headroom=0,
     )
 
 
@@ -491,7 +492,9 @@ def torchtune_step(length: int, rows: int) -> MemoryEstimate:
         )
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-    return estimate_memory(model, batch, optimizer, DEVICES, mean_loss=of_batch, maximum=rows)
+    return estimate_memory(
+        model, batch, optimizer, DEVICES, mean_loss=of_batch, maximum=rows, headroom=0
+    )
 
 
 # Rows of torchtune's table, and the keys that tell them apart.
