@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# PyTorch's CUDA build on a CUDA without a device, of the version TORCH; see tests/support/cuda_stack/README.md
+# PyTorch's CUDA build on an emulated device, of the version TORCH; see docs/emulate.md
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 # What torch.compile makes kernels with, of the version that this torch asks for.
 TRITON_OF_TORCH := "from importlib.metadata import requires; print(*(one.partition(';')[0] for one in requires('torch') if one.startswith('triton')))"
-STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
+# Each process of that environment loads the emulated CUDA before torch.
+STACK_HOOK := import adaptive_batch.emulate.process; adaptive_batch.emulate.process.install()
 
 .PHONY: compare demo demo-lora demo-dpo test test-all nightly check docs notebooks gallery measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
 
@@ -58,8 +59,9 @@ $(STACK)/.installed: constraints.txt
 	$(STACK)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
-$(STACK)/.built: $(STACK)/.installed $(STACK_SOURCES)
-	$(STACK)/bin/python tests/support/cuda_stack/build.py
+$(STACK)/.built: $(STACK)/.installed adaptive_batch/emulate/process.py
+	echo "$(STACK_HOOK)" > $$($(STACK)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/cuda_stack.pth
+	$(STACK)/bin/python -c "import torch"
 	touch $@
 
 cuda-stack: $(STACK)/.built  ## what PyTorch's CUDA build does, on a machine without a GPU; a minute or two of setting up, 2.3 GB

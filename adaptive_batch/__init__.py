@@ -17,6 +17,7 @@ loop there are four objects, each usable alone:
     memory        device memory, live bytes, the curve of the peak, snapshots of the training state
     probe         the search for the maximum batch size
     estimate      a training step on fake tensors: what a device that is not here would hold
+    emulate       PyTorch's CUDA build on a device that is not here, for any program
     checkpoint    resume points that are complete or absent
     training      the step, retry after running out of memory, the search, the rate, evaluation
     report        the run log, the audit, figures and the page

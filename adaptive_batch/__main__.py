@@ -1,5 +1,5 @@
 """The command line of the package itself: ``adaptive-batch check | configs | keys | audit |
-report``, which is also ``python -m adaptive_batch``.
+report | emulate``, which is also ``python -m adaptive_batch``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 1 where ``check`` found something wrong or what ``audit`` is to prove
-        does not hold, or ``report`` has no matplotlib. A mistake in the arguments exits with 2.
+        does not hold, or ``report`` has no matplotlib; that of the program which ``emulate`` runs.
+        A mistake in the arguments exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="adaptive-batch", description="The batch size, known instead of guessed."
@@ -66,6 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument(
         "--output", metavar="FILE", help="the page, if not OUTPUT_DIR/adaptive_batch/report.html"
     )
+    _add_emulate(
+        commands.add_parser(
+            "emulate",
+            help="run a training program on a GPU that you do not have; report its memory",
+            usage="adaptive-batch emulate --device h100 [options] -- python train.py ...",
+        )
+    )
     # A folder's name may be anything, and a terminal may know ASCII alone.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -80,7 +88,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _add_emulate(emulate: argparse.ArgumentParser) -> None:
+    emulate.add_argument("--device", metavar="NAME", help="a device, or a size such as 24GiB")
+    emulate.add_argument(
+        "--architecture",
+        metavar="SM",
+        default="sm_80",
+        help="of a device that is given as a size: sm_80 (the default), sm_89, sm_90 ...",
+    )
+    emulate.add_argument("--devices", metavar="N", type=int, default=1, help="how many; 1")
+    emulate.add_argument("--steps", metavar="N", type=int, help="end after N optimizer steps")
+    emulate.add_argument("--minutes", metavar="M", type=float, help="end after M minutes")
+    emulate.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
+    emulate.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="run in this folder and keep what is written there; else it is deleted",
+    )
+    emulate.add_argument("--list", action="store_true", help="list the devices")
+    emulate.add_argument(
+        "--install",
+        action="store_true",
+        help="put the CUDA build of an installed CPU build of torch into the cache folder, once",
+    )
+    emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
+
+
+def _emulate(options: argparse.Namespace) -> int:
+    from adaptive_batch.emulate import (
+        EmulationError,
+        emulate,
+        find_device,
+        install_cuda_build,
+        read_devices,
+    )
+
+    devices = read_devices(Path(__file__).parent / "estimate" / "devices.csv")
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if options.list:
+        for device in devices:
+            size = f"{device.total_bytes / 2**30:.2f} GiB"
+            print(f"{device.name:<14} sm_{device.capability:<4} {size:>11}")
+        return 0
+    try:
+        if options.install:
+            return install_cuda_build()
+        if options.device is None or not program:
+            raise EmulationError("give --device NAME and, after --, the program")
+        return emulate(
+            program,
+            find_device(devices, options.device, options.architecture),
+            num_devices=options.devices,
+            max_steps=options.steps,
+            max_minutes=options.minutes,
+            json_file=options.json,
+            output=options.output,
+        )
+    except EmulationError as error:
+        print(f"emulate: {error}", file=sys.stderr)
+        return 2
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.command == "emulate":
+        return _emulate(options)
     if options.command == "audit":
         from adaptive_batch.report import audit
 

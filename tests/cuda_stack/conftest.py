@@ -1,5 +1,5 @@
 """Tests on PyTorch's CUDA build, on a CUDA without a device: see
-tests/support/cuda_stack/README.md.
+docs/emulate.md.
 """
 
 import gc

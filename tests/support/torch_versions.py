@@ -2,8 +2,8 @@
 torch_versions.py [TORCH ...]
 
 Each pair has a venv in .venv-versions, made once: 2 GB and a minute. What pip brings of torch is a
-CUDA build; it is installed without the libraries of NVIDIA, with the CUDA of
-tests/support/cuda_stack in their place, which has no device here.
+CUDA build; it is installed without the libraries of NVIDIA, with the emulated CUDA in their place,
+which has no device here.
 """
 
 from __future__ import annotations
@@ -91,13 +91,14 @@ def venv_of(torch: str, python: str) -> Path:
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-deps", f"torch=={torch}"], check=True)
     (site,) = venv.glob("lib/python*/site-packages")
-    if "cuda: Optional[str] = None" not in (site / "torch/version.py").read_text():
-        subprocess.run([own, ROOT / "tests/support/cuda_stack/build.py"], check=True)
-        (metadata,) = site.glob("torch-*.dist-info/METADATA")
-        metadata.write_text(
-            re.sub(r"(?m)^Requires-Dist: (nvidia|cuda|triton).*\n", "", metadata.read_text())
-        )
+    (metadata,) = site.glob("torch-*.dist-info/METADATA")
+    needed = metadata.read_text()
+    metadata.write_text(re.sub(r"(?m)^Requires-Dist: (nvidia|cuda|triton).*\n", "", needed))
     subprocess.run([*pip, *NEEDED, f"{ROOT}[{EXTRAS}]"], check=True)
+    metadata.write_text(needed)  # which the emulated CUDA reads
+    if "cuda: Optional[str] = None" not in (site / "torch/version.py").read_text():
+        hook = "import adaptive_batch.emulate.process as process; process.install()"
+        (site / "cuda_stack.pth").write_text(hook)
     (venv / "made").touch()
     return venv
 

@@ -1,7 +1,7 @@
 /* NCCL between processes of one machine, through shared memory.
  *
- * A collective returns when every rank has called it, and carries what is at most STUB_CUDA_KEEP bytes; of the rest only the size is
- * compared. Where real NCCL would hang or mix up ranks that call different things, each of them gets an error that says what it called.
+ * A collective returns when every rank has called it. It carries at most STUB_CUDA_KEEP bytes of floating-point numbers, and MOST_CARRIED of
+ * integers, among which are pickled objects; of the rest only the size is compared. Where real NCCL would hang or mix up ranks that call different things, each of them gets an error that says what it called.
  * A message from one rank to another is left in a box, of which a pair has DEPTH; the call returns once it is left, or taken.
  */
 #define _GNU_SOURCE
@@ -23,7 +23,7 @@
 
 enum { NCCL_SUCCESS = 0, NCCL_UNHANDLED_CUDA_ERROR = 1, NCCL_SYSTEM_ERROR = 2, NCCL_INVALID_USAGE = 5 };
 enum { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE, SCALED_SUM };
-enum { MOST_CARRIED = 65536, DEPTH = 8, NOTICE_SECONDS = 60 };
+enum { MOST_CARRIED = 4 << 20, DEPTH = 8, NOTICE_SECONDS = 60 };
 
 typedef enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, SPLIT, SEND, RECEIVE } operation;
 static const char *const operation_names[] = {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "AlltoAll", "CommSplit", "Send", "Recv"};
@@ -58,7 +58,7 @@ static atomic_ullong collectives, messages, bytes_sent;
 
 void report_nccl(void) {
   if (collectives + messages)
-    fprintf(stderr, "[cuda_stack] NCCL: %llu collectives, %llu messages, %.1f MiB given to them by this rank\n", (unsigned long long)collectives,
+    fprintf(stderr, "[emulate] NCCL: %llu collectives, %llu messages, %.1f MiB given to them by this rank\n", (unsigned long long)collectives,
             (unsigned long long)messages, (double)bytes_sent / (double)MIB);
 }
 
@@ -79,7 +79,7 @@ static int wait_for_news(communicator *of, unsigned seen, const char *during, ti
   time_t now = time(NULL);
   if (!*since) *since = now;
   if (now - *since >= NOTICE_SECONDS) {
-    fprintf(stderr, "[cuda_stack] rank %d of %d waits in %s for %d s and more\n", of->rank, of->size, during, NOTICE_SECONDS);
+    fprintf(stderr, "[emulate] rank %d of %d waits in %s for %d s and more\n", of->rank, of->size, during, NOTICE_SECONDS);
     *since = now;
   }
   syscall(SYS_futex, &of->shared->news, FUTEX_WAIT, seen, &tick, NULL, 0);
@@ -147,7 +147,9 @@ static size_t given_bytes(const communicator *of, const request *asked) {
 }
 
 static int is_carried(const communicator *of, const request *asked) {
-  size_t limit = asked->is == SPLIT || kept_bytes > MOST_CARRIED ? MOST_CARRIED : kept_bytes;
+  enum { FLOAT16 = 6 };
+  int is_exact = kept_bytes && asked->type < FLOAT16;
+  size_t limit = asked->is == SPLIT || is_exact || kept_bytes > MOST_CARRIED ? MOST_CARRIED : kept_bytes;
   size_t parts = asked->is == REDUCE_SCATTER || asked->is == ALL_TO_ALL ? (size_t)of->size : 1;
   return bytes_of_part(asked) * parts <= limit;
 }
@@ -178,7 +180,7 @@ static int meet(communicator *of, const request *asked, const void *from) {
     if (memcmp(other, asked, sizeof *asked)) {
       snprintf(last_words, sizeof last_words, "rank %d of %d calls %s of %zu bytes (type %d, %d, %d), rank %d %s of %zu (type %d, %d, %d)", of->rank, of->size, name,
                bytes_of_part(asked), asked->type, asked->other, asked->reduction, rank, operation_names[other->is], bytes_of_part(other), other->type, other->other, other->reduction);
-      fprintf(stderr, "[cuda_stack] %s\n", last_words);
+      fprintf(stderr, "[emulate] %s\n", last_words);
       return NCCL_INVALID_USAGE;
     }
   }
@@ -231,7 +233,7 @@ static int passed(call *one) {
     bytes_sent += bytes;
   } else if (bytes_of_part(&place->asked) != bytes) {
     snprintf(last_words, sizeof last_words, "rank %d of %d receives %zu bytes where rank %d sends %zu", of->rank, of->size, bytes, peer, bytes_of_part(&place->asked));
-    fprintf(stderr, "[cuda_stack] %s\n", last_words);
+    fprintf(stderr, "[emulate] %s\n", last_words);
   } else if (is_carried(of, &one->asked)) {
     memcpy(one->to, place->content, bytes);
   }
@@ -342,10 +344,10 @@ EXPORT int ncclCommInitRank(communicator **to, int size, unique_id id, int rank)
   }
   of->mapped_bytes = sizeof(meeting) + (size_t)size * sizeof(rank_part) + (size_t)(size * size) * sizeof(box);
   int file = shm_open(name, O_RDWR | O_CREAT, 0600);
-  if (file < 0 || ftruncate(file, (off_t)of->mapped_bytes)) { perror("[cuda_stack] shm_open"); return NCCL_SYSTEM_ERROR; }
+  if (file < 0 || ftruncate(file, (off_t)of->mapped_bytes)) { perror("[emulate] shm_open"); return NCCL_SYSTEM_ERROR; }
   of->shared = mmap(NULL, of->mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
-  if (of->shared == MAP_FAILED) { perror("[cuda_stack] mmap"); return NCCL_SYSTEM_ERROR; }
+  if (of->shared == MAP_FAILED) { perror("[emulate] mmap"); return NCCL_SYSTEM_ERROR; }
   of->parts = (rank_part *)(of->shared + 1);
   of->boxes = (box *)(of->parts + size);
   *to = of;

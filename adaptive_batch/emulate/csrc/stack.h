@@ -83,7 +83,7 @@ typedef union {
   FIELD(8, const void *devicePointer);
 } pointer_attributes; /* cudaPointerAttributes */
 _Static_assert(sizeof(pointer_attributes) == POINTER_ATTRIBUTES_SIZE, "a field is not at its place");
-enum { UNREGISTERED_MEMORY = 0, DEVICE_MEMORY = 2 };
+enum { UNREGISTERED_MEMORY = 0, HOST_MEMORY = 1, DEVICE_MEMORY = 2 };
 
 typedef union {
   char bytes[144];
@@ -105,17 +105,17 @@ _Static_assert(sizeof(allocation_properties) == 32, "a field is not at its place
 
 typedef struct {
   const char *key, *name;
-  int major, minor, multiprocessors, shared_per_multiprocessor, shared_per_block, l2_cache;
+  int major, minor, multiprocessors, l2_cache;
   unsigned long long capacity; /* totalGlobalMem as drivers tell it */
 } device_model;
 
 extern device_model model;
-extern int device_count;
 extern unsigned long long capacity, kept_bytes;
 extern __thread int current_device;
 
 unsigned long long setting(const char *name, unsigned long long otherwise);
 int failed(int error);                               /* remembers it for cudaGetLastError */
+int device_count(void);                             /* those that CUDA_VISIBLE_DEVICES leaves */
 int on_device(const void *address);
 int take_bytes(int device, unsigned long long size); /* 0: the device has not so much */
 void give_back_bytes(int device, unsigned long long size);
@@ -136,5 +136,7 @@ void report_nccl(void);                        /* nccl.c */
 /* Made by build.py: every function that PyTorch imports and no file here has; each returns 0 and counts its calls. */
 extern const char *const default_names[];
 extern unsigned long default_calls[];
+
+void unknown_workspace(const char *function); /* sizes.c: for the report */
 
 #endif

@@ -11,7 +11,7 @@ static int give_handle(void **to) { *to = new_handle(); return 0; }
 
 typedef struct { unsigned process; unsigned long long used_bytes; unsigned gpu_instance, compute_instance; } nvml_process;
 
-EXPORT int nvmlDeviceGetCount_v2(int *count) { *count = device_count; return 0; }
+EXPORT int nvmlDeviceGetCount_v2(int *count) { *count = (int)setting("STUB_CUDA_COUNT", 1); return 0; }
 EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *place, void **device) { (void)place; *device = (void *)0x6000; return 0; }
 EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned number, void **device) { *device = (void *)(uintptr_t)(0x6000 + number); return 0; }
 EXPORT int nvmlDeviceGetUUID(void *device, char *text, unsigned size) {

@@ -73,7 +73,7 @@ SAME(function_attributes, struct cudaFuncAttributes, maxDynamicSharedSizeBytes, 
 SAME_SIZE(allocation_properties, CUmemAllocationProp);
 SAME(allocation_properties, CUmemAllocationProp, device, location.id);
 
-_Static_assert(UNREGISTERED_MEMORY == cudaMemoryTypeUnregistered && DEVICE_MEMORY == cudaMemoryTypeDevice, "cudaMemoryType");
+_Static_assert(UNREGISTERED_MEMORY == cudaMemoryTypeUnregistered && HOST_MEMORY == cudaMemoryTypeHost && DEVICE_MEMORY == cudaMemoryTypeDevice, "cudaMemoryType");
 _Static_assert(INVALID_VALUE == cudaErrorInvalidValue && OUT_OF_MEMORY == cudaErrorMemoryAllocation, "cudaError_t");
 _Static_assert(NO_DEVICE == cudaErrorNoDevice && INVALID_DEVICE == cudaErrorInvalidDevice, "cudaError_t");
 _Static_assert(INVALID_VALUE == CUDA_ERROR_INVALID_VALUE && OUT_OF_MEMORY == CUDA_ERROR_OUT_OF_MEMORY, "CUresult");

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static __thread int last_error;
 
@@ -44,10 +45,10 @@ EXPORT int cuGetErrorString(int error, const char **text) { *text = cudaGetError
 
 static int set(int *to, int value) { *to = value; return SUCCESS; }
 
-EXPORT int cudaGetDeviceCount(int *count) { return set(count, device_count), device_count ? SUCCESS : failed(NO_DEVICE); }
+EXPORT int cudaGetDeviceCount(int *count) { return set(count, device_count()), *count ? SUCCESS : failed(NO_DEVICE); }
 EXPORT int cudaGetDevice(int *device) { return set(device, current_device); }
 EXPORT int cudaSetDevice(int device) {
-  if (device < 0 || device >= device_count) return failed(INVALID_DEVICE);
+  if (device < 0 || device >= device_count()) return failed(INVALID_DEVICE);
   return set(&current_device, device);
 }
 EXPORT int cudaDriverGetVersion(int *version) { return set(version, CUDA_VERSION); }
@@ -60,6 +61,12 @@ EXPORT int cudaDeviceGetPCIBusId(char *text, int size, int device) {
   return SUCCESS;
 }
 
+static size_t shared_per_multiprocessor(void) { /* CUDA C++ programming guide, technical specifications per compute capability */
+  if (model.major == 7) return model.minor == 5 ? 65536 : 98304;
+  if (model.major == 9 || model.major == 10) return 233472;
+  return model.major == 8 && model.minor == 0 ? 167936 : 102400;
+}
+
 EXPORT int cudaGetDeviceProperties(device_properties *of, int device) {
   memset(of, 0, sizeof *of);
   snprintf(of->name, sizeof of->name, "%s", model.name);
@@ -70,8 +77,8 @@ EXPORT int cudaGetDeviceProperties(device_properties *of, int device) {
   of->multiProcessorCount = model.multiprocessors;
   of->l2CacheSize = model.l2_cache;
   of->sharedMemPerBlock = 49152;
-  of->sharedMemPerBlockOptin = (size_t)model.shared_per_block;
-  of->sharedMemPerMultiprocessor = (size_t)model.shared_per_multiprocessor;
+  of->sharedMemPerMultiprocessor = shared_per_multiprocessor();
+  of->sharedMemPerBlockOptin = of->sharedMemPerMultiprocessor - 1024;
   of->reservedSharedMemPerBlock = 1024;
   of->regsPerBlock = of->regsPerMultiprocessor = 65536;
   of->warpSize = 32;
@@ -131,7 +138,7 @@ EXPORT int cudaDeviceGetAttribute(int *value, int attribute, int device) {
   }
 }
 
-/* ---- streams, events, graphs: numbers */
+/* ---- streams, events, graphs */
 
 void *new_handle(void) {
   static uintptr_t newest = 0x10000;
@@ -143,21 +150,91 @@ EXPORT int cudaStreamCreate(void **stream) { return give_handle(stream); }
 EXPORT int cudaStreamCreateWithFlags(void **stream) { return give_handle(stream); }
 EXPORT int cudaStreamCreateWithPriority(void **stream) { return give_handle(stream); }
 EXPORT int cudaStreamGetPriority(void *stream, int *priority) { (void)stream; return set(priority, 0); }
-EXPORT int cudaStreamIsCapturing(void *stream, int *status) { (void)stream; return set(status, 0); }
-EXPORT int cudaStreamGetCaptureInfo(void *stream, int *status, unsigned long long *capture) {
-  (void)stream;
-  if (capture) *capture = 0;
-  return set(status, 0);
+
+/* An event has the host's time, as what was asked of the device is done at once; 0 would be divided by. */
+EXPORT int cudaEventCreate(double **event) { *event = calloc(1, sizeof **event); return SUCCESS; }
+EXPORT int cudaEventCreateWithFlags(double **event) { return cudaEventCreate(event); }
+EXPORT int cudaEventDestroy(double *event) { free(event); return SUCCESS; }
+EXPORT int cudaEventRecord(double *event) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  *event = (double)now.tv_sec * 1e3 + (double)now.tv_nsec / 1e6;
+  return SUCCESS;
 }
-EXPORT int cudaStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *capture) {
-  return cudaStreamGetCaptureInfo(stream, status, capture);
+EXPORT int cudaEventRecordWithFlags(double *event) { return cudaEventRecord(event); }
+EXPORT int cudaEventElapsedTime(float *milliseconds, const double *start, const double *end) {
+  *milliseconds = *end - *start > 0.001 ? (float)(*end - *start) : 0.001f;
+  return SUCCESS;
 }
-EXPORT int cudaStreamGetCaptureInfo_v3(void *stream, int *status, unsigned long long *capture) {
-  return cudaStreamGetCaptureInfo(stream, status, capture);
+
+/* A stream that captures says so until its capture ends, which steers the allocator. The graph holds nothing. */
+enum { MOST_CAPTURES = 64 };
+static struct { void *stream; unsigned long long number; } captures[MOST_CAPTURES];
+static unsigned long long newest_capture;
+static pthread_mutex_t capturing = PTHREAD_MUTEX_INITIALIZER;
+
+static unsigned long long capture_of(void *stream) {
+  unsigned long long number = 0;
+  pthread_mutex_lock(&capturing);
+  for (int i = 0; i < MOST_CAPTURES; i++)
+    if (captures[i].number && captures[i].stream == stream) number = captures[i].number;
+  pthread_mutex_unlock(&capturing);
+  return number;
 }
-EXPORT int cudaEventCreate(void **event) { return give_handle(event); }
-EXPORT int cudaEventCreateWithFlags(void **event) { return give_handle(event); }
-EXPORT int cudaEventElapsedTime(float *milliseconds) { *milliseconds = 0; return SUCCESS; }
+static int change_capture(unsigned long long from, unsigned long long to, void *stream) {
+  int found = 0;
+  pthread_mutex_lock(&capturing);
+  for (int i = 0; i < MOST_CAPTURES && !found; i++)
+    if (captures[i].number == from) captures[i].stream = stream, captures[i].number = to, found = 1;
+  pthread_mutex_unlock(&capturing);
+  return found ? SUCCESS : failed(INVALID_VALUE);
+}
+EXPORT int cudaStreamBeginCapture(void *stream) {
+  return change_capture(0, __atomic_add_fetch(&newest_capture, 1, __ATOMIC_RELAXED), stream);
+}
+EXPORT int cudaStreamBeginCaptureToGraph(void *stream) { return cudaStreamBeginCapture(stream); }
+EXPORT int cudaStreamEndCapture(void *stream, void **graph) {
+  unsigned long long number = capture_of(stream);
+  if (graph) *graph = new_handle();
+  return number ? change_capture(number, 0, NULL) : SUCCESS;
+}
+EXPORT int cudaStreamIsCapturing(void *stream, int *status) { return set(status, capture_of(stream) != 0); }
+EXPORT int cudaStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *number, void **graph, void **dependencies, size_t *count) {
+  unsigned long long found = capture_of(stream);
+  if (number) *number = found;
+  if (graph) *graph = found ? new_handle() : NULL;
+  if (dependencies) *dependencies = NULL;
+  if (count) *count = 0;
+  return set(status, found != 0);
+}
+EXPORT int cudaStreamGetCaptureInfo_v3(void *stream, int *status, unsigned long long *number, void **graph, void **dependencies, void **edges, size_t *count) {
+  if (edges) *edges = NULL;
+  return cudaStreamGetCaptureInfo_v2(stream, status, number, graph, dependencies, count);
+}
+#if CUDA_VERSION >= 13000
+EXPORT int cudaStreamGetCaptureInfo(void *stream, int *status, unsigned long long *number, void **graph, void **dependencies, void **edges, size_t *count) {
+  return cudaStreamGetCaptureInfo_v3(stream, status, number, graph, dependencies, edges, count);
+}
+#else
+EXPORT int cudaStreamGetCaptureInfo(void *stream, int *status, unsigned long long *number) {
+  return cudaStreamGetCaptureInfo_v2(stream, status, number, NULL, NULL, NULL);
+}
+#endif
+EXPORT int cudaGraphCreate(void **graph) { return give_handle(graph); }
+EXPORT int cudaGraphInstantiate(void **graph) { return give_handle(graph); }
+EXPORT int cudaGraphInstantiateWithFlags(void **graph) { return give_handle(graph); }
+EXPORT int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) { /* PyTorch warns of an empty graph */
+  (void)graph;
+  if (nodes && *count) *nodes = new_handle();
+  *count = 1;
+  return SUCCESS;
+}
+EXPORT int cudaGraphNodeGetDependencies(void *node, void **dependencies, size_t *count) {
+  (void)node, (void)dependencies;
+  if (CUDA_VERSION < 13000) *count = 0; /* since 13 the edges come before the count, which PyTorch sets to 0 */
+  return SUCCESS;
+}
+
 EXPORT int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data) { (void)stream; function(data); return SUCCESS; }
 EXPORT int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), void *data) {
   function(stream, SUCCESS, data);
@@ -190,7 +267,7 @@ static int launch(void) {
   while (squeezes_done < squeeze_count && count >= squeezes[squeezes_done].after) {
     long long bytes = squeezes[squeezes_done++].bytes;
     set_context_bytes_by(bytes);
-    fprintf(stderr, "[cuda_stack] launch %llu: %+.1f MiB are taken from outside\n", count, bytes / (double)MIB);
+    fprintf(stderr, "[emulate] launch %llu: %+.1f MiB are taken from outside\n", count, bytes / (double)MIB);
   }
   pthread_mutex_unlock(&squeezing);
   return SUCCESS;
@@ -317,7 +394,7 @@ EXPORT int cudaGetDriverEntryPointByVersion(const char *name, void **function, u
 }
 
 EXPORT int cuDriverGetVersion(int *version) { return set(version, CUDA_VERSION); }
-EXPORT int cuDeviceGetCount(int *count) { return set(count, device_count); }
+EXPORT int cuDeviceGetCount(int *count) { return set(count, device_count()); }
 EXPORT int cuDeviceGet(int *device, int number) { return set(device, number); }
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDeviceGetAttribute(value, attribute, device); }
 static int context_of(void **context, int device) { *context = (void *)(uintptr_t)(0x5000 + device); return SUCCESS; }

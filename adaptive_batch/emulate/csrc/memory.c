@@ -13,17 +13,16 @@
 #define BUCKETS 65536
 
 static const device_model models[] = {
-  {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 233472, 232448, 52428800, 84942979072ull},
-  {"h200", "NVIDIA H200", 9, 0, 132, 233472, 232448, 62914560, 150107652096ull},
-  {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 167936, 166912, 41943040, 84986691584ull},
-  {"a100-40", "NVIDIA A100-SXM4-40GB", 8, 0, 108, 167936, 166912, 41943040, 42297786368ull},
-  {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, 102400, 101376, 75497472, 25252069376ull},
-  {"l4", "NVIDIA L4", 8, 9, 58, 102400, 101376, 50331648, 23679008768ull},
-  {"b200", "NVIDIA B200", 10, 0, 148, 233472, 232448, 132644864, 191510937600ull},
+  {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 52428800, 84942979072ull},
+  {"h200", "NVIDIA H200", 9, 0, 132, 62914560, 150107652096ull},
+  {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 41943040, 84986691584ull},
+  {"a100-40", "NVIDIA A100-SXM4-40GB", 8, 0, 108, 41943040, 42297786368ull},
+  {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, 75497472, 25252069376ull},
+  {"l4", "NVIDIA L4", 8, 9, 58, 50331648, 23679008768ull},
+  {"b200", "NVIDIA B200", 10, 0, 148, 132644864, 191510937600ull},
 };
 
 device_model model;
-int device_count;
 unsigned long long capacity, kept_bytes;
 __thread int current_device;
 
@@ -39,40 +38,66 @@ unsigned long long setting(const char *name, unsigned long long otherwise) {
 }
 
 static void report(void) {
-  fprintf(stderr, "[cuda_stack] %llu launches, %llu cudaMalloc (%llu refused), %llu cudaFree, %llu copies kept, %llu dropped",
+  fprintf(stderr, "[emulate] %llu launches, %llu cudaMalloc (%llu refused), %llu cudaFree, %llu copies kept, %llu dropped",
           launches(), mallocs, refusals, frees, copies_kept, copies_dropped);
-  for (int device = 0; device < device_count; device++)
+  for (int device = 0; device < MAX_DEVICES && peak[device]; device++)
     fprintf(stderr, ", device %d peak %.1f MiB", device, peak[device] / (double)MIB);
   fprintf(stderr, "\n");
   report_nccl();
-  fprintf(stderr, "[cuda_stack] called, and did nothing:");
+  fprintf(stderr, "[emulate] called, and did nothing:");
   for (int i = 0; default_names[i]; i++)
     if (default_calls[i]) fprintf(stderr, " %s:%lu", default_names[i], default_calls[i]);
   fprintf(stderr, "\n");
 }
 
+static int find_model(const char *key) {
+  for (size_t i = 0; i < sizeof models / sizeof *models; i++)
+    if (!strcmp(key, models[i].key)) return model = models[i], 1;
+  return 0;
+}
+
+/* Such as "NVIDIA A10,86,72,23609475072". */
+static int read_model(const char *text) {
+  static char name[256];
+  int capability;
+  model = (device_model){.key = name, .name = name, .l2_cache = 50 * 1024 * 1024};
+  if (sscanf(text, "%255[^,],%d,%d,%llu", name, &capability, &model.multiprocessors, &model.capacity) != 4) return 0;
+  model.major = capability / 10, model.minor = capability % 10;
+  return 1;
+}
+
 __attribute__((constructor)) static void read_settings(void) {
   const char *key = getenv("STUB_CUDA_DEVICE");
   model = models[0];
-  if (key && *key) {
-    size_t i = 0, count = sizeof models / sizeof *models;
-    while (i < count && strcmp(key, models[i].key)) i++;
-    if (i == count) {
-      fprintf(stderr, "[cuda_stack] STUB_CUDA_DEVICE=%s: give one of", key);
-      for (i = 0; i < count; i++) fprintf(stderr, " %s", models[i].key);
-      fprintf(stderr, "\n");
-      exit(2);
-    }
-    model = models[i];
+  if (key && *key && !find_model(key) && !read_model(key)) {
+    fprintf(stderr, "[emulate] STUB_CUDA_DEVICE=%s: give NAME,CAPABILITY,MULTIPROCESSORS,BYTES or one of", key);
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) fprintf(stderr, " %s", models[i].key);
+    fprintf(stderr, "\n");
+    exit(2);
   }
   capacity = setting("STUB_CUDA_CAPACITY", model.capacity);
   context_bytes = setting("STUB_CUDA_RESERVED", 500 * MIB);
-  device_count = (int)setting("STUB_CUDA_COUNT", 1);
-  if (device_count > MAX_DEVICES) device_count = MAX_DEVICES;
   kept_bytes = setting("STUB_CUDA_KEEP", 0);
   traced = (int)setting("STUB_CUDA_TRACE", 0);
   expands = (int)setting("STUB_CUDA_EXPANDS", 1);
   if (setting("STUB_CUDA_REPORT", 0)) atexit(report);
+}
+
+/* CUDA reads the variable at its first use, which may be after the program has changed it. */
+int device_count(void) {
+  static int count = -1;
+  if (count >= 0) return count;
+  int there = (int)setting("STUB_CUDA_COUNT", 1);
+  if (there > MAX_DEVICES) there = MAX_DEVICES;
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (!visible) return count = there;
+  int listed = 0;
+  for (const char *at = visible; *at && *at != '-' && listed < there; listed++) {
+    if (strtol(at, NULL, 10) >= there) break; /* CUDA ignores what follows a device that does not exist */
+    at += strcspn(at, ",");
+    at += *at == ',';
+  }
+  return count = listed;
 }
 
 /* ---- the account */
@@ -85,7 +110,7 @@ int take_bytes(int device, unsigned long long size) {
   else refusals++;
   if (used[device] > peak[device]) peak[device] = used[device];
   pthread_mutex_unlock(&lock);
-  if (traced) fprintf(stderr, "[cuda_stack] %.2f MiB asked for: %s\n", size / (double)MIB, fits ? "given" : "REFUSED");
+  if (traced) fprintf(stderr, "[emulate] %.2f MiB asked for: %s\n", size / (double)MIB, fits ? "given" : "REFUSED");
   return fits;
 }
 
@@ -94,7 +119,7 @@ void give_back_bytes(int device, unsigned long long size) {
   frees++;
   used[device] -= size;
   pthread_mutex_unlock(&lock);
-  if (traced) fprintf(stderr, "[cuda_stack] %.2f MiB given back\n", size / (double)MIB);
+  if (traced) fprintf(stderr, "[emulate] %.2f MiB given back\n", size / (double)MIB);
 }
 
 unsigned long long taken_bytes(int device) {
@@ -121,15 +146,29 @@ void set_context_bytes_by(long long difference) {
 
 static unsigned long long whole_pages(unsigned long long size) { return (size + PAGE - 1) / PAGE * PAGE; }
 
-void *new_address(unsigned long long size) {
-  pthread_mutex_lock(&lock);
+static void reserve_arena(void) {
   if (!arena) { /* with STUB_CUDA_KEEP, what is written costs RAM */
     int access = kept_bytes ? PROT_READ | PROT_WRITE : PROT_NONE;
     arena = mmap(NULL, ARENA, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (arena == MAP_FAILED) { perror("[cuda_stack] mmap"); abort(); }
+    if (arena == MAP_FAILED) { perror("[emulate] mmap"); abort(); }
+    madvise(arena, ARENA, MADV_DONTDUMP);
     lowest = (char *)((uintptr_t)(arena + ARENA) / PAGE * PAGE);
   }
-  if ((unsigned long long)(lowest - arena) < whole_pages(size)) { fprintf(stderr, "[cuda_stack] no address is left\n"); abort(); }
+}
+
+/* Where the memory of all devices begins, for who reads it on the host. */
+EXPORT void *cudastub_arena(unsigned long long *size) {
+  pthread_mutex_lock(&lock);
+  reserve_arena();
+  pthread_mutex_unlock(&lock);
+  *size = ARENA;
+  return arena;
+}
+
+void *new_address(unsigned long long size) {
+  pthread_mutex_lock(&lock);
+  reserve_arena();
+  if ((unsigned long long)(lowest - arena) < whole_pages(size)) { fprintf(stderr, "[emulate] no address is left\n"); abort(); }
   lowest -= whole_pages(size);
   void *address = lowest;
   pthread_mutex_unlock(&lock);
@@ -191,17 +230,54 @@ EXPORT int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
   return SUCCESS;
 }
 
+/* ---- memory of the host: pinned, or managed, which is not counted, as a device may evict it */
+
+typedef struct range { const char *address; size_t size; struct range *next; } range;
+static range *pinned;
+
+EXPORT int cudaHostRegister(void *address, size_t size) {
+  range *new = malloc(sizeof *new);
+  pthread_mutex_lock(&lock);
+  *new = (range){address, size, pinned};
+  pinned = new;
+  pthread_mutex_unlock(&lock);
+  return SUCCESS;
+}
+EXPORT int cudaHostUnregister(void *address) {
+  pthread_mutex_lock(&lock);
+  range **at = &pinned;
+  while (*at && (*at)->address != address) at = &(*at)->next;
+  range *found = *at;
+  if (found) *at = found->next;
+  pthread_mutex_unlock(&lock);
+  free(found);
+  return SUCCESS;
+}
+static int is_pinned(const char *address) {
+  pthread_mutex_lock(&lock);
+  range *at = pinned;
+  while (at && (address < at->address || address >= at->address + at->size)) at = at->next;
+  pthread_mutex_unlock(&lock);
+  return at != NULL;
+}
+
 EXPORT int cudaHostAlloc(void **address, size_t size) {
+  if (posix_memalign(address, 4096, size ? size : 1)) return failed(OUT_OF_MEMORY);
+  return cudaHostRegister(*address, size);
+}
+EXPORT int cudaMallocHost(void **address, size_t size) { return cudaHostAlloc(address, size); }
+EXPORT int cudaFreeHost(void *address) { cudaHostUnregister(address); free(address); return SUCCESS; }
+EXPORT int cudaMallocManaged(void **address, size_t size) {
   return posix_memalign(address, 4096, size ? size : 1) ? failed(OUT_OF_MEMORY) : SUCCESS;
 }
-EXPORT int cudaFreeHost(void *address) { free(address); return SUCCESS; }
 
 EXPORT int cudaPointerGetAttributes(pointer_attributes *of, const void *address) {
   memset(of, 0, sizeof *of);
   int there = on_device(address);
-  of->type = there ? DEVICE_MEMORY : UNREGISTERED_MEMORY; /* pinned memory is not told apart */
-  of->device = there ? current_device : -1;
-  of->devicePointer = there ? address : NULL;
+  int of_host = !there && is_pinned(address);
+  of->type = there ? DEVICE_MEMORY : of_host ? HOST_MEMORY : UNREGISTERED_MEMORY;
+  of->device = there || of_host ? current_device : -1;
+  of->devicePointer = there || of_host ? address : NULL;
   return SUCCESS;
 }
 EXPORT int cuPointerGetAttribute(void *value, int attribute, void *address) {
@@ -240,8 +316,18 @@ EXPORT int cuMemRelease(physical_memory *handle) { /* PyTorch has unmapped it */
 
 /* ---- copies: between the host and itself always; to and from the device as far as STUB_CUDA_KEEP says, and else zeros arrive */
 
+/* The next number that this thread reads from the device, for a kernel whose count is known on the host. */
+static __thread long long answer;
+static __thread int is_answer_known;
+EXPORT void cudastub_answer(long long value, int is_known) { answer = value; is_answer_known = is_known; }
+
 static int copy(void *to, const void *from, size_t size) {
   if (!size) return SUCCESS;
+  if (is_answer_known && on_device(from) && !on_device(to) && (size == 4 || size == 8)) {
+    is_answer_known = 0;
+    memcpy(to, &answer, size);
+    return SUCCESS;
+  }
   if (size <= kept_bytes || (!on_device(to) && !on_device(from))) {
     memmove(to, from, size);
     copies_kept++;
@@ -267,3 +353,9 @@ EXPORT int cudaMemsetAsync(void *to, int value, size_t size) {
   return SUCCESS;
 }
 EXPORT int cudaMemset(void *to, int value, size_t size) { return cudaMemsetAsync(to, value, size); }
+
+/* The most that PyTorch had from the driver, and how often the driver refused. */
+EXPORT void cudastub_account(int device, unsigned long long *taken, unsigned long long *refused) {
+  *taken = peak[device];
+  *refused = refusals;
+}

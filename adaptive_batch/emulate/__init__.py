@@ -1,0 +1,19 @@
+"""PyTorch's CUDA build on a device that does not exist.
+
+A program runs unchanged: PyTorch's allocator, operators, compiler and errors are its own. The CUDA
+below them accounts for memory and computes only small values. `adaptive-batch emulate` starts it.
+This package imports nothing of ours: processes of the program import it without adaptive_batch.
+"""
+
+from .build import EmulationError
+from .devices import Device, find_device, read_devices
+from .launcher import emulate, install_cuda_build
+
+__all__ = [
+    "Device",
+    "EmulationError",
+    "emulate",
+    "find_device",
+    "install_cuda_build",
+    "read_devices",
+]

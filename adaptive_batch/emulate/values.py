@@ -1,0 +1,500 @@
+"""Values of small tensors on a device whose kernels compute nothing.
+
+The emulated device's memory is memory of this process. Each operator of PyTorch with a CUDA kernel
+is registered again: the CUDA kernel runs and allocates as ever, then, if the tensors are small, the
+operator's CPU kernel computes the values on the same addresses. Values of large tensors are not
+kept. A small tensor that depends on them gets a default that does no harm: 1, indices that spread
+evenly, flags that raise no alarm. Where the program reads such a value, or a shape depends on it,
+:data:`made_up` counts the line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import sysconfig
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The largest storage whose values are kept: elements of floating point, and bytes of integers and
+# flags, on which control flow depends.
+MAX_FLOATS = int(os.environ.get("STUB_MAX_FLOATS", 2**14))
+MAX_INTEGER_BYTES = int(os.environ.get("STUB_MAX_INTEGER_BYTES", 2**23))
+
+# What the report tells: (kind, operator that could not be computed, line that depends on it).
+made_up: Counter[tuple[str, str, str]] = Counter()
+
+# Operators that return positions in their first argument.
+_POSITIONS = {
+    "topk",
+    "sort",
+    "argsort",
+    "argmax",
+    "argmin",
+    "multinomial",
+    "max",
+    "min",
+    "kthvalue",
+}
+_OVERWRITING = {"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_"}
+# Flags that are false unless something is wrong.
+_ALARMS = {"any", "isnan", "isinf", "isposinf", "isneginf", "signbit", "eq"}
+_UNIQUE = {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+# These allocate or move no values; or they are handled by a function of their own.
+_LEFT_ALONE = {
+    "set_",
+    "record_stream",
+    "_amp_foreach_non_finite_check_and_unscale_",
+    "pow.Tensor_Tensor_out",  # see _pow_of_number
+}
+
+_origins: dict[int, str] = {}  # address of a storage with defaults -> the operator not computed
+_libraries: list[Any] = []
+_own_folder = str(Path(__file__).parent)
+_torch_folder = str(Path(torch.__file__).parent)
+_python_folder = sysconfig.get_path("stdlib")
+
+
+def install() -> None:
+    """Register the operators. CUDA is not initialized."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _libraries.append(library)
+    special: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys(_UNIQUE, _unique),
+        **dict.fromkeys(("empty", "empty_strided"), _empty),
+        "copy_": _copy,
+        "_local_scalar_dense": _read_number,
+        "nonzero": _nonzero,
+        "nonzero.out": _Operator,
+        "resize_": _resize,
+    }
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each is registered a second time
+        for name in torch._C._dispatch_get_all_op_names():
+            own_name = name.removeprefix("aten::")
+            base, _, overload = own_name.partition(".")
+            has_cuda_kernel = own_name in special or has_kernel(name, "CUDA")
+            is_left_alone = own_name == name or {base, own_name} & _LEFT_ALONE
+            if is_left_alone or not has_cuda_kernel:
+                continue
+            operator = getattr(getattr(torch.ops.aten, base), overload or "default")
+            aliases = [result.alias_info for result in operator._schema.returns]
+            if any(alias is not None and not alias.is_write for alias in aliases):
+                continue  # a view
+            make = special.get(own_name) or special.get(base, _Operator)
+            kernel = make(operator, torch.library.get_kernel(name, "CUDA"))
+            library.impl(own_name, kernel, "CUDA", with_keyset=True, allow_override=True)
+    library.impl("pow.Scalar", _pow_of_number, "CUDA")
+    _fill_what_compiled_code_allocates()
+
+
+def program_line() -> str:
+    """Return the line of the program that is running, and the library's line that it called."""
+    frames = list[str]()
+    frame = sys._getframe(1)
+    while frame is not None:
+        line = line_of(frame.f_code.co_filename, frame.f_lineno)
+        if line is not None:
+            frames.append(line)
+            if "site-packages" not in frame.f_code.co_filename:
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    return join_lines(frames)
+
+
+def line_of(file: str, number: int) -> str | None:
+    """Return a frame as `file:line`; None for a frame of PyTorch, of Python, or of this package."""
+    is_python = file.startswith(_python_folder) and "site-packages" not in file
+    if is_python or file.startswith((_torch_folder, _own_folder, "<")):
+        return None
+    return f"{os.path.basename(file)}:{number}"
+
+
+def join_lines(lines: list[str]) -> str:
+    """Join the innermost line and the program's own."""
+    if not lines:
+        return "backward"
+    return lines[0] if len(lines) == 1 else f"{lines[0]}, from {lines[-1]}"
+
+
+# ---- memory of the device on the host
+
+
+@cache
+def _arena() -> tuple[Any, int]:
+    """Return the memory of all devices, and its address."""
+    num_bytes = ctypes.c_ulonglong()
+    stub = ctypes.CDLL("libcudastub.so")
+    stub.cudastub_arena.restype = ctypes.c_void_p
+    start: int = stub.cudastub_arena(ctypes.byref(num_bytes))
+    return (ctypes.c_char * num_bytes.value).from_address(start), start
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor that shares the memory of a CUDA tensor."""
+    if not tensor.is_cuda:
+        return tensor
+    size, stride = tensor.size(), tensor.stride()
+    if not tensor.numel():
+        return torch.empty_strided(size, stride, dtype=tensor.dtype)
+    memory, start = _arena()
+    span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    offset = tensor.data_ptr() - start
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=span, offset=offset)
+    view = flat.as_strided(size, stride)
+    return view.conj() if tensor.is_conj() else view
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the values of this tensor's storage are kept."""
+    if tensor.layout is not torch.strided:
+        return False
+    limit = MAX_INTEGER_BYTES if _is_exact(tensor) else MAX_FLOATS * tensor.element_size()
+    return (tensor.untyped_storage().nbytes() if tensor.is_cuda else tensor.nbytes) <= limit
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _origin(tensors: Iterable[torch.Tensor]) -> str | None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            if not has_values(tensor):
+                return "a large tensor"
+            origin = _origins.get(_address(tensor))
+            if origin is not None:
+                return origin
+    return None
+
+
+def _set_origin(tensor: torch.Tensor, origin: str | None) -> None:
+    address = _address(tensor)
+    if origin is not None and address:
+        _origins[address] = origin
+    else:
+        _origins.pop(address, None)
+
+
+def _note(kind: str, origin: str | None) -> None:
+    if origin is not None:
+        made_up[kind, origin, program_line()] += 1
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+# ---- defaults
+
+
+def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | None = None) -> None:
+    """Write what does no harm into a small tensor that an operator could not compute."""
+    if not tensor.numel() or not has_values(tensor):
+        return
+    host = on_host(tensor)
+    first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    if tensor.dtype == torch.bool:
+        is_same = name in ("eq", "ne") and len(args) > 1 and args[0] is args[1]
+        host.fill_((name not in _ALARMS) != is_same)
+    elif not _is_exact(tensor):
+        host.fill_(1)
+    elif name in _POSITIONS and first is not None and first.dim() and dim is not None:
+        rows = host if tensor.dim() < first.dim() else host.movedim(dim, -1)
+        rows.copy_((torch.arange(tensor.numel()) % max(first.size(dim), 1)).view(rows.shape))
+    else:
+        host.zero_()
+
+
+# ---- operators
+
+
+class _Operator:
+    """The kernel of one operator: CUDA's, then the values of its small results."""
+
+    def __init__(self, operator: Any, cuda_kernel: Any) -> None:
+        schema = operator._schema
+        self.operator, self.cuda_kernel = operator, cuda_kernel
+        self.name: str = schema.name.removeprefix("aten::")
+        self.arguments = [argument.name for argument in schema.arguments]
+        self.defaults = {argument.name: argument.default_value for argument in schema.arguments}
+        self.tensor_places = {
+            argument.name: place
+            for place, argument in enumerate(schema.arguments)
+            if str(argument.type) in ("Tensor", "Optional[Tensor]")
+        }
+        self.written = [
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        # A kernel may call other operators on what it changes, which then are computed already.
+        self.changed = [
+            argument.name
+            for argument in schema.arguments
+            if argument.name in self.written and not argument.kwarg_only
+        ]
+        dispatch = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+        full_name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        self.has_cpu_kernel: bool = dispatch(full_name, "CPU")
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._with_tensors(args, kwargs)
+        seed = _seed(args, kwargs) if "generator" in self.arguments else None
+        changed = _tensors([self._argument(name, args, kwargs) for name in self.changed])
+        before = [(one, on_host(one).clone()) for one in changed if has_values(one)]
+        result = self.cuda_kernel.call_boxed(keyset, *args, **kwargs)
+        given = list(_tensors([args, kwargs]))
+        written = list(_tensors([self._argument(name, args, kwargs) for name in self.written]))
+        outputs = [
+            tensor
+            for tensor in written or _tensors(result)
+            if tensor.is_cuda and tensor.layout is torch.strided
+        ]
+        read = given
+        if self.name in _OVERWRITING and outputs and _fills_its_storage(outputs[0]):
+            read = given[1:]
+        origin = _origin(read)
+        can_compute = (
+            self.has_cpu_kernel
+            and all(map(has_values, [*given, *outputs]))
+            and not (origin is not None and self.name in _POSITIONS)
+        )
+        if can_compute:
+            for tensor, content in before:
+                on_host(tensor).copy_(content)
+            # A CPU kernel may lack a dtype, or refuse values that nobody computed.
+            with suppress(Exception):
+                values = self._compute(args, kwargs, seed)
+                if not written:
+                    for output, value in zip(_tensors(result), _tensors(values), strict=False):
+                        if output.is_cuda and output.shape == value.shape:
+                            on_host(output).copy_(value)
+                for output in outputs:
+                    _set_origin(output, origin)
+                    if origin is not None and output.is_floating_point():
+                        on_host(output).masked_fill_(on_host(output).isnan(), 1)
+                return values if self.name == "equal" else result
+        origin = origin or self.name
+        is_many = "foreach" in self.name or "fused" in self.name
+        for tensor in outputs:
+            if not (written and is_many):
+                dim = self._argument("dim", args, kwargs) if "dim" in self.arguments else -1
+                _fill_default(tensor, self.name.rstrip("_"), args, dim)
+            _set_origin(tensor, self.name if origin == "a large tensor" else origin)
+        if self.name == "equal":
+            _note("value", origin)
+            return True
+        return result
+
+    def _compute(self, args: Any, kwargs: Any, seed: int | None) -> Any:
+        if seed is not None:
+            generator = torch.Generator()
+            generator.manual_seed(seed)
+            place = self.arguments.index("generator")
+            if place < len(args):
+                args = (*args[:place], generator, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "generator": generator}
+        return self.operator(
+            *(_to_host(value) for value in args),
+            **{name: _to_host(value) for name, value in kwargs.items()},
+        )
+
+    def _argument(self, name: str, args: Any, kwargs: Any) -> Any:
+        place = self.arguments.index(name)
+        return args[place] if place < len(args) else kwargs.get(name, self.defaults[name])
+
+    def _with_tensors(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments with a tensor for each number that stands for one."""
+        numbers = [
+            name
+            for name in self.tensor_places
+            if isinstance(self._argument(name, args, kwargs), bool | int | float | complex)
+        ]
+        if not numbers:
+            return args, kwargs
+        other = next(_tensors([args, kwargs]), None)
+        args, kwargs = list(args), dict(kwargs)
+        for name in numbers:
+            place = self.tensor_places[name]
+            if place < len(args):
+                args[place] = _number(args[place], other)
+            else:
+                kwargs[name] = _number(kwargs[name], other)
+        return tuple(args), kwargs
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return on_host(value)
+    if isinstance(value, list | tuple):
+        return [_to_host(one) for one in value]
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value
+
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _number(value: Any, other: torch.Tensor | None) -> torch.Tensor:
+    """Return a number as a tensor that does not change the type of the result."""
+    dtype = torch.tensor(value).dtype
+    if other is not None and (
+        other.is_complex()
+        or (other.is_floating_point() and not isinstance(value, complex))
+        or (isinstance(value, int) and other.dtype != torch.bool)
+    ):
+        dtype = other.dtype
+    return torch.tensor(value, dtype=dtype)
+
+
+def _seed(args: Any, kwargs: Any) -> int:
+    """Return a seed that follows from the state of the generator which the operator uses."""
+    given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+    generators = given or [torch.cuda.default_generators[torch.cuda.current_device()]]
+    try:
+        offset = generators[0].get_offset()
+    except RuntimeError:  # a stream captures
+        offset = 0
+    return (generators[0].initial_seed() * 1000003 + offset) % 2**63
+
+
+def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    copy_on_device = _Operator(operator, cuda_kernel)
+
+    def copy_(
+        keyset: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
+        if target.is_cuda:
+            return copy_on_device(keyset, target, source, non_blocking)  # type: ignore[no-any-return]
+        cuda_kernel.call_boxed(keyset, target, source, non_blocking)
+        if has_values(source):
+            target.copy_(on_host(source))
+            _note("value", _origins.get(_address(source)))
+        elif target.numel() <= MAX_FLOATS:
+            target.fill_(0 if _is_exact(target) else 1)
+            _note("value", "a large tensor")
+        return target
+
+    return copy_
+
+
+def _read_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    def read_number(keyset: Any, tensor: torch.Tensor) -> Any:
+        if has_values(tensor):
+            _note("value", _origins.get(_address(tensor)))
+            return on_host(tensor).item()
+        _note("value", "a large tensor")
+        return torch.ones((), dtype=tensor.dtype).item()
+
+    return read_number
+
+
+def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    """CUDA's kernel counts on the device: it gets the count from the host and allocates by it."""
+
+    def nonzero(keyset: Any, tensor: torch.Tensor) -> torch.Tensor:
+        _note("shape", _origin([tensor]))
+        flags = on_host(tensor) if has_values(tensor) else torch.ones(()).expand(tensor.shape)
+        positions = flags.nonzero()
+        answer = ctypes.CDLL("libcudastub.so").cudastub_answer
+        answer(ctypes.c_longlong(len(positions)), 1)
+        result: torch.Tensor = cuda_kernel.call_boxed(keyset, tensor)
+        answer(ctypes.c_longlong(0), 0)
+        if has_values(result):
+            on_host(result).copy_(positions)
+        _set_origin(result, _origin([tensor]))
+        return result
+
+    return nonzero
+
+
+def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    def resize_(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        length = tensor.untyped_storage().nbytes() // tensor.element_size()
+        flat = tensor.as_strided((length,), (1,), 0)
+        before = on_host(flat).clone() if has_values(tensor) else None
+        cuda_kernel.call_boxed(keyset, tensor, *args, **kwargs)
+        if before is not None and tensor.numel() > length and has_values(tensor):
+            on_host(tensor.as_strided((len(before),), (1,), 0)).copy_(before)
+        return tensor
+
+    return resize_
+
+
+def _pow_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own kernel calls pow with a CUDA tensor that is marked as a number, which cannot
+    be passed to Python (an assertion of PyTorch's). This one passes a tensor without the mark.
+    """
+    dtype = _number(base, exponent).dtype
+    return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
+
+
+def _unique(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    """The results' sizes are read within CUDA's library: all is computed on the host. The
+    temporaries of CUDA's kernel are missing from the peak.
+    """
+
+    def unique(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        origin = _origin([tensor])
+        _note("shape", origin)
+        if has_values(tensor):
+            host = on_host(tensor)
+        else:  # as many as there can be
+            host = torch.arange(tensor.numel()).view(tensor.shape)
+        results: list[torch.Tensor] = []
+        for values in _tensors(operator(host, *args, **kwargs)):
+            dtype = tensor.dtype if not results else values.dtype
+            results.append(torch.empty(values.shape, dtype=dtype, device=tensor.device))
+            if has_values(results[-1]):
+                on_host(results[-1]).copy_(values)
+            _set_origin(results[-1], origin)
+        return tuple(results)
+
+    return unique
+
+
+def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    def empty(keyset: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = cuda_kernel.call_boxed(keyset, *args, **kwargs)
+        _fill_default(result, "empty", ())
+        _set_origin(result, None)
+        return result
+
+    return empty
+
+
+def _fill_what_compiled_code_allocates() -> None:
+    """Give defaults to the results of Inductor's kernels, which are not operators."""
+    guards: Any = torch._C._dynamo.guards
+    allocate = guards._empty_strided_cuda
+
+    def empty_strided_cuda(*args: Any) -> torch.Tensor:
+        result: torch.Tensor = allocate(*args)
+        _fill_default(result, "compiled", ())
+        _set_origin(result, "a compiled kernel" if has_values(result) else None)
+        return result
+
+    guards._empty_strided_cuda = empty_strided_cuda

@@ -1,0 +1,297 @@
+"""`adaptive-batch emulate`: programs that run unchanged on a device that does not exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+pytestmark = pytest.mark.cuda_stack
+
+EMULATE = [sys.executable, "-m", "adaptive_batch", "emulate"]
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Embedding(3000, 256), nn.TransformerEncoderLayer(256, 4, batch_first=True),
+    nn.Linear(256, 3000)
+).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    rows = torch.randint(0, 3000, (8, 64 + step)).cuda()
+    loss = F.cross_entropy(model(rows).flatten(0, 1), rows.flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item())
+"""
+
+
+def emulate(
+    folder: Path, program: str, *words: str, launcher: str = "", **variables: str
+) -> tuple[subprocess.CompletedProcess[str], dict]:
+    (folder / "train.py").write_text(program)
+    command = [*EMULATE, "--device", "h100", *words, "--json", str(folder / "report.json")]
+    command += ["--", sys.executable, *launcher.split(), "train.py"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done, json.loads((folder / "report.json").read_text())
+
+
+def peaks(report: dict) -> list[tuple[int, int]]:
+    return [
+        (device["allocated"], device["reserved"])
+        for process in report["processes"]
+        for device in process["devices"]
+    ]
+
+
+SAME_AS_ON_THE_HOST = """
+import torch
+from torch.nn import functional as F
+
+def same(compute):
+    torch.manual_seed(3)
+    results = []
+    for device in ("cpu", "cuda"):
+        x = torch.linspace(-2, 2, 60).view(6, 10).to(device)
+        n = (torch.arange(60).view(6, 10) * 7 % 11).to(device)
+        results.append(compute(x, n))
+    host, there = results
+    assert there.is_cuda
+    torch.testing.assert_close(there.cpu(), host)
+
+same(lambda x, n: x[n > 4])
+same(lambda x, n: (n > 4).nonzero())
+same(lambda x, n: torch.unique(n, return_counts=True)[1])
+same(lambda x, n: torch.bincount(n.flatten()))
+same(lambda x, n: x.topk(3)[1])
+same(lambda x, n: 2 ** n)
+same(lambda x, n: 2.5 ** x)
+same(lambda x, n: x.abs() ** x)
+same(lambda x, n: x * 2.5 + n / 3)
+same(lambda x, n: torch.repeat_interleave(x[:, 0], n[:, 1]))
+same(lambda x, n: torch.zeros(11, device=x.device).index_add_(0, n[0], x[0]))
+same(lambda x, n: F.cross_entropy(x, n[:, 0] % 10, reduction="none"))
+same(lambda x, n: torch.stack(torch._foreach_add([x, x.half()], 1)[:1]))
+same(lambda x, n: torch.linalg.inv(x[:, :6] + 9 * torch.eye(6, device=x.device)))
+counter = torch.tensor([3], device="cuda")
+torch._foreach_add_([counter, torch.ones(1, device="cuda")], 1)
+assert counter.item() == 4 and not torch.tensor([float("nan")]).cuda().isfinite().any()
+
+torch.manual_seed(5)
+first = torch.rand(4, device="cuda"), torch.randperm(9, device="cuda")
+torch.manual_seed(5)
+assert first[0].equal(torch.rand(4, device="cuda"))
+assert first[1].equal(torch.randperm(9, device="cuda"))
+assert sorted(first[1].tolist()) == list(range(9)) and first[0].unique().numel() == 4
+"""
+
+
+def test_small_tensors_have_the_values_that_the_host_computes(tmp_path):
+    done, _ = emulate(tmp_path, SAME_AS_ON_THE_HOST)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_peaks_are_the_same_to_the_byte_with_and_without_values(tmp_path):
+    done, report = emulate(tmp_path, MODEL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    without = MODEL.replace("print", "False and print").replace(", error_if_nonfinite=True", "")
+    _, other = emulate(tmp_path, without, STUB_VALUES="0")
+    assert peaks(report) == peaks(other) != []
+
+
+def test_the_report_says_which_lines_hold_memory_at_the_peak(tmp_path):
+    _, report = emulate(tmp_path, MODEL)
+    (process,) = report["processes"]
+    living = dict(process["living"]["lines"])
+    assert process["living"]["bytes"] == pytest.approx(peaks(report)[0][0], rel=0.02)
+    assert sum(living.values()) == process["living"]["bytes"]
+    moments = 2 * 4 * sum([3000 * 256 * 2 + 3000, 1_315_072])
+    assert living["optimizer: train.py:17"] == pytest.approx(moments, rel=0.01)
+
+
+def test_a_program_that_runs_out_of_memory_keeps_its_status_and_its_line_is_named(tmp_path):
+    program = "import torch\nheld = torch.empty(60 * 2**30, dtype=torch.uint8, device='cuda')\n"
+    done, report = emulate(tmp_path, program + "torch.empty_like(held)")
+    assert done.returncode == report["exit_status"] == 1
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 60.00 GiB" in done.stderr
+    assert "Out of memory once at train.py:3: 60.000 GiB asked for, 18." in done.stderr
+
+
+def test_a_limit_of_steps_ends_the_program(tmp_path):
+    done, report = emulate(tmp_path, MODEL, "--steps", "2")
+    assert done.returncode == 0
+    assert report["processes"][0]["steps"] == 2
+
+
+def test_a_limit_of_time_ends_the_program_and_its_record_is_there(tmp_path):
+    program = MODEL.replace("range(4)", "range(10**9)")
+    done, report = emulate(tmp_path, program, "--minutes", "0.3")
+    assert done.returncode == 0
+    assert report["ended_by_time_limit"]
+    assert report["processes"][0]["steps"] > 2
+
+
+WRITES = """
+import sqlite3, pathlib, torch
+pathlib.Path("runs/model.pt").stat()
+torch.save({"w": torch.ones(3)}, "runs/model.pt")
+with open("log.txt", "a") as file:
+    file.write("emulated")
+sqlite3.connect("trials.db").execute("create table t (x)").connection.commit()
+pathlib.Path("new").mkdir()
+pathlib.Path("new/a.txt").write_text(pathlib.Path("log.txt").read_text())
+"""
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_files_of_the_program_are_not_overwritten(tmp_path, kept):
+    folder, output = tmp_path / "project", tmp_path / "output"
+    (folder / "runs").mkdir(parents=True)
+    for name in ("runs/model.pt", "log.txt", "trials.db"):
+        (folder / name).write_text("" if name == "trials.db" else "precious ")
+    done, report = emulate(folder, WRITES, *(["--output", str(output)] if kept else []))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "runs/model.pt").read_text() == (folder / "log.txt").read_text()
+    assert not (folder / "trials.db").read_text()
+    assert not (folder / "new").exists()
+    written = [name for name, _ in report["files"]]
+    assert written == ["log.txt", "new/a.txt", "runs/model.pt", "trials.db"]
+    assert output.exists() == kept
+    if kept:
+        assert (output / "new/a.txt").read_text() == "precious emulated"
+
+
+ROUTES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+router, experts = nn.Linear(512, 4).cuda(), [nn.Linear(512, 512).cuda() for _ in range(4)]
+rows = torch.randn(2048, 512, device="cuda")
+chosen = router(rows).topk(1)[1].squeeze(1)
+kept = []
+for number, expert in enumerate(experts):
+    mine = (chosen == number).nonzero().squeeze(1)
+    kept.append(expert(rows[mine]))
+print([len(one) for one in kept])
+"""
+
+
+def test_a_shape_that_depends_on_values_which_were_not_computed_is_named(tmp_path):
+    done, report = emulate(tmp_path, ROUTES)
+    assert "[512, 512, 512, 512]" in done.stdout
+    assert ["shape", "addmm", "train.py:11"] in [
+        one[:3] for one in report["processes"][0]["made_up"]
+    ]
+    assert "Shapes that depend on values which were not computed" in done.stderr
+    everything = {"STUB_MAX_FLOATS": str(2**40), "STUB_CUDA_KEEP": str(2**40)}
+    done, report = emulate(tmp_path, ROUTES, **everything)
+    assert "[512, 512, 512, 512]" not in done.stdout
+    assert report["processes"][0]["made_up"] == []
+
+
+CHANGES_SHAPE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+head = nn.Linear(128, 4000).cuda()
+for _ in range(3):
+    hidden = torch.randn(16, 64, 128, device="cuda")
+    labels = torch.where(torch.rand(16, 64) < 0.3, -100, 1).cuda()
+    kept = labels != -100
+    nn.functional.cross_entropy(head(hidden[kept]), labels[kept]).backward()
+"""
+
+
+def test_a_peak_that_depends_on_labels_is_that_of_values_computed_in_full(tmp_path):
+    _, report = emulate(tmp_path, CHANGES_SHAPE)
+    assert not [one for one in report["processes"][0]["made_up"] if one[0] == "shape"]
+    everything = {"STUB_MAX_FLOATS": str(2**40), "STUB_CUDA_KEEP": str(2**40)}
+    _, full = emulate(tmp_path, CHANGES_SHAPE, **everything)
+    assert peaks(report) == peaks(full)
+
+
+RANKS = """
+import os, torch
+from torch import distributed as dist
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+objects = [None, None]
+dist.all_gather_object(objects, "x" * (rank + 1) * 2**20)
+assert [len(one) for one in objects] == [2**20, 2**21]
+held = torch.empty((rank + 1) * 2**28, dtype=torch.uint8, device=rank)
+dist.destroy_process_group()
+"""
+
+
+def test_each_rank_is_reported(tmp_path):
+    launcher = "-m torch.distributed.run --nproc_per_node 2"
+    done, report = emulate(tmp_path, RANKS, "--devices", "2", launcher=launcher)
+    assert done.returncode == 0, done.stderr[-3000:]
+    by_rank = {process["rank"]: process["devices"] for process in report["processes"]}
+    assert by_rank["0"][0]["allocated"] < by_rank["1"][-1]["allocated"]
+
+
+LIBRARY = """
+import torch
+from torch import nn
+start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+start.record()
+end.record()
+assert 0 < start.elapsed_time(end) < 1000
+pinned = torch.ones(3).pin_memory()
+assert pinned.is_pinned() and not torch.ones(3).is_pinned()
+graph = torch.cuda.CUDAGraph()
+held = torch.ones(1000, device="cuda")
+with torch.cuda.graph(graph):
+    assert torch.cuda.is_current_stream_capturing()
+    held + 1
+graph.replay()
+assert not torch.cuda.is_current_stream_capturing()
+lstm = nn.LSTM(20, 30, 2, bidirectional=True, proj_size=10).cuda()
+lstm(torch.randn(5, 3, 20).cuda())[0].sum().backward()
+assert lstm.weight_hh_l0.grad.shape == (120, 10)
+assert torch.cuda.device_count() == 1, torch.cuda.device_count()
+"""
+
+
+def test_libraries_answer_what_pytorch_asks_them(tmp_path):
+    program = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'" + LIBRARY
+    done, report = emulate(tmp_path, program, "--devices", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "cudnnGetRNNTempSpaceSizes" in report["processes"][0]["not_counted"]
+
+
+def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
+    program = "import torch; print(torch.cuda.is_available())"
+    (tmp_path / "train.py").write_text(program)
+    device = ["--device", "24GiB", "--architecture", "sm_89"]
+    done = subprocess.run(
+        [*EMULATE, *device, "--", sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.split("\n")[-3:] == ["own sitecustomize", "True", ""]
