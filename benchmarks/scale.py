@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import records
@@ -199,7 +200,7 @@ def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str,
     }
 
 
-def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[str, Any]]:
+def part_steps(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
     print(
         f"\nsteps: {ROWS} rows of a rank; dealt by rows, all {ROWS} are one micro-batch, and by"
         f" tokens one has {CAPACITY} at most. \n'host' is what each rank does before it begins to"
@@ -216,7 +217,8 @@ def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[
     measured = []
     for by in ("rows", "tokens"):
         for number in ranks:
-            row = measure_steps(number, by, steps=2 if quick else STEPS, folder=folder)
+            with TemporaryDirectory() as folder:
+                row = measure_steps(number, by, steps=2 if quick else STEPS, folder=Path(folder))
             measured.append(row)
             print(
                 f"{row['ranks']:>6,} {row['rows']:>7,} {by:<9} {row['deal_ms']:>8.2f}"
@@ -610,7 +612,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ranks = RANKS[:2] if chosen.quick else RANKS
     chosen.output.mkdir(parents=True, exist_ok=True)
     run: dict[str, Callable[[], Any]] = {
-        "steps": lambda: part_steps(ranks=ranks, quick=chosen.quick, folder=chosen.output),
+        "steps": lambda: part_steps(ranks=ranks, quick=chosen.quick),
         "epochs": lambda: part_epochs(ranks=ranks, quick=chosen.quick),
         "exchange": lambda: part_exchange(ranks=ranks),
         "store": lambda: part_store(ranks=ranks, quick=chosen.quick),
