@@ -309,6 +309,11 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def is_emulated() -> bool:
+    """Whether `adaptive-batch emulate` runs this program: neither values nor times are real."""
+    return "ADAPTIVE_BATCH_EMULATED" in os.environ
+
+
 def cache_directory() -> Path:
     """Return where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache
     folder.

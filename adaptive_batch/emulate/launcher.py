@@ -114,7 +114,7 @@ def _environment(
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "ADAPTIVE_BATCH_CACHE": str(records / "adaptive_batch"),
-        "ADAPTIVE_BATCH_TIMES_MEAN_NOTHING": "1",
+        "ADAPTIVE_BATCH_EMULATED": "1",
     }
     paths = [str(Path(__file__).with_name("inject")), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -58,6 +58,7 @@ _LEFT_ALONE = {
 
 _origins: dict[int, str] = {}  # address of a storage with defaults -> the operator not computed
 _libraries: list[Any] = []
+_C: Any = torch._C
 _own_folder = str(Path(__file__).parent)
 _torch_folder = str(Path(torch.__file__).parent)
 _python_folder = sysconfig.get_path("stdlib")
@@ -74,12 +75,13 @@ def install() -> None:
         "_local_scalar_dense": _read_number,
         "nonzero": _nonzero,
         "nonzero.out": _Operator,
+        "pow.Scalar": _pow_of_number,
         "resize_": _resize,
     }
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = _C._dispatch_has_kernel_for_dispatch_key
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each is registered a second time
-        for name in torch._C._dispatch_get_all_op_names():
+        for name in _C._dispatch_get_all_op_names():
             own_name = name.removeprefix("aten::")
             base, _, overload = own_name.partition(".")
             has_cuda_kernel = own_name in special or has_kernel(name, "CUDA")
@@ -93,7 +95,6 @@ def install() -> None:
             make = special.get(own_name) or special.get(base, _Operator)
             kernel = make(operator, torch.library.get_kernel(name, "CUDA"))
             library.impl(own_name, kernel, "CUDA", with_keyset=True, allow_override=True)
-    library.impl("pow.Scalar", _pow_of_number, "CUDA")
     _fill_what_compiled_code_allocates()
 
 
@@ -154,6 +155,25 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return view.conj() if tensor.is_conj() else view
 
 
+@cache
+def _places_in_storage() -> tuple[int, int]:
+    """Return which words of a storage hold its address and its size.
+
+    Python's own object of a storage counts as a reference to it, for as long as the storage lives:
+    backward would no longer add to gradients in place, and memory would differ.
+    """
+    probe = torch.empty(123_457, dtype=torch.uint8)
+    words = (ctypes.c_int64 * 16).from_address(_C._storage_address(probe))
+    return list(words).index(probe.data_ptr()), list(words).index(len(probe))
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the bytes of a tensor's storage."""
+    words = (ctypes.c_int64 * 16).from_address(_C._storage_address(tensor))
+    address, size = _places_in_storage()
+    return words[address], words[size]
+
+
 def _is_exact(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -163,11 +183,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     limit = MAX_INTEGER_BYTES if _is_exact(tensor) else MAX_FLOATS * tensor.element_size()
-    return (tensor.untyped_storage().nbytes() if tensor.is_cuda else tensor.nbytes) <= limit
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return (_storage(tensor)[1] if tensor.is_cuda else tensor.nbytes) <= limit
 
 
 def _origin(tensors: Iterable[torch.Tensor]) -> str | None:
@@ -175,14 +191,14 @@ def _origin(tensors: Iterable[torch.Tensor]) -> str | None:
         if tensor.is_cuda:
             if not has_values(tensor):
                 return "a large tensor"
-            origin = _origins.get(_address(tensor))
+            origin = _origins.get(_storage(tensor)[0])
             if origin is not None:
                 return origin
     return None
 
 
 def _set_origin(tensor: torch.Tensor, origin: str | None) -> None:
-    address = _address(tensor)
+    address, _ = _storage(tensor)
     if origin is not None and address:
         _origins[address] = origin
     else:
@@ -253,7 +269,7 @@ class _Operator:
             for argument in schema.arguments
             if argument.name in self.written and not argument.kwarg_only
         ]
-        dispatch = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+        dispatch = _C._dispatch_has_computed_kernel_for_dispatch_key
         full_name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.has_cpu_kernel: bool = dispatch(full_name, "CPU")
 
@@ -355,7 +371,7 @@ def _to_host(value: Any) -> Any:
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
+    return tensor.nbytes == _storage(tensor)[1]
 
 
 def _number(value: Any, other: torch.Tensor | None) -> torch.Tensor:
@@ -392,7 +408,7 @@ def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         cuda_kernel.call_boxed(keyset, target, source, non_blocking)
         if has_values(source):
             target.copy_(on_host(source))
-            _note("value", _origins.get(_address(source)))
+            _note("value", _origins.get(_storage(source)[0]))
         elif target.numel() <= MAX_FLOATS:
             target.fill_(0 if _is_exact(target) else 1)
             _note("value", "a large tensor")
@@ -404,7 +420,7 @@ def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 def _read_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     def read_number(keyset: Any, tensor: torch.Tensor) -> Any:
         if has_values(tensor):
-            _note("value", _origins.get(_address(tensor)))
+            _note("value", _origins.get(_storage(tensor)[0]))
             return on_host(tensor).item()
         _note("value", "a large tensor")
         return torch.ones((), dtype=tensor.dtype).item()
@@ -433,7 +449,7 @@ def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 
 def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     def resize_(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        length = tensor.untyped_storage().nbytes() // tensor.element_size()
+        length = _storage(tensor)[1] // tensor.element_size()
         flat = tensor.as_strided((length,), (1,), 0)
         before = on_host(flat).clone() if has_values(tensor) else None
         cuda_kernel.call_boxed(keyset, tensor, *args, **kwargs)
@@ -444,12 +460,16 @@ def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     return resize_
 
 
-def _pow_of_number(base: Any, exponent: torch.Tensor) -> torch.Tensor:
+def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     """PyTorch's own kernel calls pow with a CUDA tensor that is marked as a number, which cannot
     be passed to Python (an assertion of PyTorch's). This one passes a tensor without the mark.
     """
-    dtype = _number(base, exponent).dtype
-    return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
+
+    def pow_of_number(keyset: Any, base: Any, exponent: torch.Tensor) -> torch.Tensor:
+        dtype = _number(base, exponent).dtype
+        return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
+
+    return pow_of_number
 
 
 def _unique(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
@@ -488,7 +508,7 @@ def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 
 def _fill_what_compiled_code_allocates() -> None:
     """Give defaults to the results of Inductor's kernels, which are not operators."""
-    guards: Any = torch._C._dynamo.guards
+    guards = _C._dynamo.guards
     allocate = guards._empty_strided_cuda
 
     def empty_strided_cuda(*args: Any) -> torch.Tensor:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from adaptive_batch._util import format_bytes
+from adaptive_batch._util import format_bytes, is_emulated
 from adaptive_batch.data import (
     MicroBatch,
     MicroBatchLayout,
@@ -47,7 +46,7 @@ class Objective:
         """Whether micro-batches are timed for it, which `adaptive-batch emulate` prevents: there
         the largest that fits is taken.
         """
-        return self.cost is not None and "ADAPTIVE_BATCH_TIMES_MEAN_NOTHING" not in os.environ
+        return self.cost is not None and not is_emulated()
 
 
 OBJECTIVES = {

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count
+from adaptive_batch._util import count, is_emulated
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
@@ -297,6 +297,8 @@ class SplitCheck:
         tolerance = self._tolerance(len(sample.parts[0]))
         if result is None:
             self._warn("memory", "two rows do not fit in memory at once, so the split is unchecked")
+        elif is_emulated():
+            self._warn("emulated", "gradients are not real here, so the split is unchecked")
         elif not 0 < result.norm < math.inf:
             self._lacks_gradient = True
             self._warn("gradient", "rows have no finite gradient, so the split is not checked yet")

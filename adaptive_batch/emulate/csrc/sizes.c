@@ -1,4 +1,4 @@
-/* Sizes that libraries give before they compute. Those of cuSOLVER, cuSPARSE and cuDNN's older functions are not published: 0 is given, and
+/* Sizes that libraries give before they compute. Those of cuSOLVER, cuSPARSE, cuFFT and cuDNN's older functions are not published: 0 is given, and
  * the report names who was asked. */
 #include "stack.h"
 
@@ -79,6 +79,9 @@ SPARSE(csrgeam2_bufferSizeExt, size_t, 20)
 SPARSE(bsrsv2_bufferSize, int, 12)
 SPARSE(bsrsm2_bufferSize, int, 14)
 SIZE(cusparseLtMatmulGetWorkspace, size_t, 3)
+
+SIZE(cufftXtMakePlanMany, size_t, 13)
+SIZE(cufftGetSize, size_t, 2)
 
 SIZE(cudnnGetCTCLossWorkspaceSize, size_t, 9)
 SIZE(cudnnGetCTCLossWorkspaceSize_v8, size_t, 6)
