@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # What is added to the peak that is counted. Without it 0.25% too little was allocated, and 0.3%
 # reserved, in the worst of 40 whole models (benchmarks/cuda_stack.py --recount --only compiled).
-MARGIN = 0.02
+MARGIN = 0.03
 
 # torch/_inductor/config.py: realize_reads_threshold, realize_acc_reads_threshold. A value with
 # several readers is written to memory above the first, any value above the second.
