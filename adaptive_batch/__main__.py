@@ -9,11 +9,16 @@ import io
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adaptive_batch import __version__
 from adaptive_batch.config_files import copy_config, shipped_configs
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+
+if TYPE_CHECKING:
+    from adaptive_batch.emulate import Device
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,20 +121,15 @@ def _add_emulate(emulate: argparse.ArgumentParser) -> None:
 
 
 def _emulate(options: argparse.Namespace) -> int:
-    from adaptive_batch.emulate import (
-        EmulationError,
-        emulate,
-        find_device,
-        install_cuda_build,
-        read_devices,
-    )
+    from adaptive_batch.emulate import EmulationError, emulate, install_cuda_build
+    from adaptive_batch.estimate import DEVICES
 
-    devices = read_devices(Path(__file__).parent / "estimate" / "devices.csv")
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if options.list:
-        for device in devices:
-            size = f"{device.total_bytes / 2**30:.2f} GiB"
-            print(f"{device.name:<14} sm_{device.capability:<4} {size:>11}")
+        for device in DEVICES:
+            if device.compute_capability:
+                size = f"{device.total_bytes / 2**30:.2f} GiB"
+                print(f"{device.name:<14} {device.architecture:<7} {size:>11}")
         return 0
     try:
         if options.install:
@@ -138,16 +138,51 @@ def _emulate(options: argparse.Namespace) -> int:
             raise EmulationError("give --device NAME and, after --, the program")
         return emulate(
             program,
-            find_device(devices, options.device, options.architecture),
+            emulated_device(options.device, options.architecture),
             num_devices=options.devices,
             max_steps=options.steps,
             max_minutes=options.minutes,
             json_file=options.json,
             output=options.output,
         )
-    except EmulationError as error:
+    except (EmulationError, SettingError) as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 2
+
+
+def emulated_device(name_or_size: str, architecture: str) -> Device:
+    """Return the device to emulate.
+
+    Args:
+        name_or_size: a device of ``--list``, or bytes of memory.
+        architecture: of a device that is given as a size, such as ``sm_89``.
+
+    Raises:
+        SettingError: it is neither, of ROCm, or smaller than the CUDA context; or the architecture
+            is not known.
+    """
+    from adaptive_batch.emulate import Device
+    from adaptive_batch.estimate import DEVICES, find_device
+
+    device = find_device(name_or_size, "--device")
+    if device.architecture.startswith("gfx"):
+        raise SettingError("--device", name_or_size, "it has no CUDA; give one of --list")
+    if not device.architecture:
+        known = {one.architecture: one for one in DEVICES if one.compute_capability}
+        if architecture not in known:
+            remedy = f"give one of {', '.join(sorted(known))}"
+            raise SettingError("--architecture", architecture, remedy)
+        like = known[architecture]
+        device = replace(device, architecture=architecture, multiprocessors=like.multiprocessors)
+    if device.total_bytes <= device.context_bytes:
+        raise SettingError("--device", name_or_size, "the CUDA context needs more; give 24GiB")
+    return Device(
+        device.name,
+        int(device.architecture.removeprefix("sm_")),
+        device.multiprocessors,
+        device.total_bytes,
+        device.context_bytes,
+    )
 
 
 def _run(options: argparse.Namespace) -> int:

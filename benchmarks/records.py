@@ -80,6 +80,15 @@ class Finished:
         self._path.unlink(missing_ok=True)
 
 
+def _arguments() -> list[str]:
+    """Return the arguments without the folder that the record is written to."""
+    arguments = list(sys.argv)
+    if "--output" in arguments:
+        place = arguments.index("--output")
+        del arguments[place : place + 2]
+    return arguments
+
+
 def write(name: str, folder: Path, /, **measured: Any) -> Path:
     """Write ``NAME-YYYY-MM-DD.json`` and say where."""
     today = date.today().isoformat()
@@ -92,7 +101,7 @@ def write(name: str, folder: Path, /, **measured: Any) -> Path:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     record = {
         "date": today,
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join([Path(sys.executable).name, *_arguments()]),
         "machine": {
             "cpus": os.cpu_count(),
             "platform": platform.platform(),

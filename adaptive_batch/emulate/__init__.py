@@ -6,14 +6,11 @@ This package imports nothing of ours: processes of the program import it without
 """
 
 from .build import EmulationError
-from .devices import Device, find_device, read_devices
-from .launcher import emulate, install_cuda_build
+from .launcher import Device, emulate, install_cuda_build
 
 __all__ = [
     "Device",
     "EmulationError",
     "emulate",
-    "find_device",
     "install_cuda_build",
-    "read_devices",
 ]

@@ -13,12 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .build import EmulationError, cache_folder, cuda_build_folder
-from .devices import Device
 from .report import report_lines
 from .scratch import mirror, written_files
 
@@ -32,6 +32,28 @@ OFFLINE = {
     "SWANLAB_MODE": "offline",
 }
 SECONDS_TO_END = 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CUDA device.
+
+    Attributes:
+        capability: major and minor compute capability as one number, such as 90.
+        total_bytes: memory as CUDA gives it.
+        context_bytes: memory of it that the CUDA context takes.
+    """
+
+    name: str
+    capability: int
+    multiprocessors: int
+    total_bytes: int
+    context_bytes: int
+
+    @property
+    def setting(self) -> str:
+        """The device as the emulated CUDA reads it."""
+        return f"NVIDIA {self.name},{self.capability},{self.multiprocessors},{self.total_bytes}"
 
 
 def emulate(

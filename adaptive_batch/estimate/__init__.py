@@ -3,7 +3,7 @@
 from .allocator import AllocatorSettings, CachingAllocator
 from .compiled_parts import CompiledParts, check_compiler
 from .cuda_operators import CudaKernels, left_out
-from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices
+from .devices import CONTEXT_BYTES, DEVICES, EstimatedDevice, alike, find_device, parse_devices
 from .estimator import estimate_length, traces_alike
 from .fake_step import (
     DevicesAsHost,
@@ -28,6 +28,7 @@ from .result import (
 
 __all__ = [
     "CONTEXT_BYTES",
+    "DEVICES",
     "AllocatorSettings",
     "CachingAllocator",
     "Change",
@@ -49,6 +50,7 @@ __all__ = [
     "estimate_length",
     "estimate_memory",
     "estimate_step",
+    "find_device",
     "left_out",
     "needs_values",
     "parse_devices",

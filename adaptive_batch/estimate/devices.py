@@ -58,6 +58,7 @@ class EstimatedDevice:
     source: str = ""
     architecture: str = ""
     other_names: tuple[str, ...] = ()
+    multiprocessors: int = 0
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -127,8 +128,9 @@ def _read_devices() -> tuple[EstimatedDevice, ...]:
             source,
             architecture,
             tuple(filter(None, other_names.split("; "))),
+            int(multiprocessors),
         )
-        for name, architecture, _, size, source, other_names in rows
+        for name, architecture, multiprocessors, size, source, other_names in rows
     )
 
 
@@ -138,8 +140,8 @@ _BY_NAME = {
 }
 
 
-def find_device(name_or_size: Any) -> EstimatedDevice:
-    """Return the device that one entry of ``estimate.devices`` stands for.
+def find_device(name_or_size: Any, key: str = _KEY) -> EstimatedDevice:
+    """Return the device that one entry of ``estimate.devices``, or of another key, stands for.
 
     It is a size (``"80GiB"``, or a whole number of bytes), or the name of a device, in which case,
     punctuation and the maker's name do not matter: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
@@ -160,7 +162,7 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
             names = [device.name for device in DEVICES]
             begin_so = [name for name in names if _plain(name).startswith(_plain(name_or_size))]
             near = f"; {nearest(name_or_size.upper(), begin_so or names)}"
-        raise SettingError(_KEY, name_or_size, _REMEDY + near) from None
+        raise SettingError(key, name_or_size, _REMEDY + near) from None
     return EstimatedDevice(format_bytes(total_bytes), total_bytes)
 
 

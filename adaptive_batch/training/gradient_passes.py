@@ -1,10 +1,11 @@
-"""Runs forward and backward of some rows, returns their gradients and restores everything else."""
+"""Compares gradients of some rows with those of their parts, and restores everything else."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -23,7 +24,7 @@ from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
 from .exact_forward import exact_forward, without_autocast
 from .oom_retry import OOMRetry
 from .options import Terms
-from .parts import Part, Splittable
+from .parts import LabelCounter, Part, Splittable
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
 from .step_runner import StepRunner
@@ -31,6 +32,88 @@ from .step_runner import StepRunner
 # Numbers that the gradient of a parameter is projected to, and its entries that are projected.
 _NUMBERS = 256
 _MOST_ENTRIES = 2**15
+# Weight of the loss in the second run of the same rows, so that backward rounds differently.
+_SECOND_RUN_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows whose gradient is compared with the sum of the gradients of two parts of them.
+
+    Attributes:
+        batch: the batch that they are rows of.
+        parts: numbers of the rows of each part, ascending; none on a rank without rows.
+        dummy: function that makes a row which runs with weight 0.
+    """
+
+    batch: Splittable
+    parts: tuple[list[int], list[int]]
+    dummy: Callable[[], Any]
+
+    @property
+    def rows(self) -> list[int]:
+        """Return the rows of both parts, ascending."""
+        return sorted([*self.parts[0], *self.parts[1]])
+
+    def one_row_each(self) -> Sample:
+        """Return the sample with one row in each part."""
+        return replace(self, parts=(self.parts[0][:1], self.parts[1][-1:]))
+
+    def uncut(self) -> Sample:
+        """Return the sample whose parts keep all columns."""
+        return replace(self, batch=self.batch.uncut())
+
+    def shares(self, labels: LabelCounter, *, counts_first: bool) -> tuple[float, ...]:
+        """Return the share of each part in the labels; 0 of one without labels."""
+        counts = [
+            labels.count(self.batch.part(part), len(part), counts_first=counts_first)
+            if part
+            else 0.0
+            for part in self.parts
+        ]
+        return shares_of(counts)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Inner products of the gradients of a sample as a whole and in two parts, summed over ranks.
+
+    Attributes:
+        products: float64 `[3, 3]`, of the gradient of the whole and of each part.
+        shares: of the two parts on this rank.
+        has_other_draws: whether the passes drew random numbers, or with a seed for each row, random
+            numbers that belong to no row.
+    """
+
+    products: torch.Tensor
+    shares: tuple[float, ...]
+    has_other_draws: bool
+
+    @property
+    def norm(self) -> float:
+        """Return the largest finite norm of the three; not finite if the whole's is not."""
+        whole, *parts = self.products.diagonal().sqrt().tolist()
+        norm: float = max([whole, *filter(math.isfinite, parts)])
+        return norm
+
+    @property
+    def difference(self) -> float:
+        """Return the norm of whole - sum of parts, as a share of `norm`; infinite if a part's
+        gradient is not finite.
+        """
+        signs = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
+        square = float(signs @ self.products @ signs)
+        return math.sqrt(max(0.0, square)) / self.norm if math.isfinite(square) else math.inf
+
+    def fitted_shares(self) -> tuple[list[float], float]:
+        """Return the shares with which the parts fit the whole best, by least squares, and what is
+        left of the difference, as a share of `norm`.
+        """
+        parts = self.products[1:, 1:].nan_to_num()
+        target = self.products[1:, 0].nan_to_num()
+        weights = torch.linalg.pinv(parts, rtol=1e-9, hermitian=True) @ target
+        left = (self.products[0, 0] - weights @ target).clamp(min=0).sqrt() / self.norm
+        return (weights * torch.tensor(self.shares)).tolist(), float(left)
 
 
 @dataclass(frozen=True)
@@ -58,19 +141,18 @@ class Pass:
 
 
 class GradientPasses:
-    """Runs passes whose gradients are compared; all ranks run the same number.
+    """Runs passes and compares their gradients; all ranks run the same number.
 
     Args:
         runner: runs the parts of a batch.
         forward_backward: function that runs a part; see :class:`.AdaptiveStep`.
+        labels: counts the labels of a part.
         statistics: statistics of a batch.
         terms: names of the caller's API.
         name: name of the function.
 
     Attributes:
         keeps_autocast: whether the function fails without autocast, so that it stays on.
-        has_other_draws: whether the last passes drew random numbers, or with a seed for each row,
-            random numbers that belong to no row.
         written: names of the buffers and frozen parameters that passes wrote.
     """
 
@@ -78,6 +160,7 @@ class GradientPasses:
         self,
         runner: StepRunner,
         forward_backward: Callable[[Part], object],
+        labels: LabelCounter,
         statistics: BatchStatistics,
         *,
         terms: Terms,
@@ -85,6 +168,7 @@ class GradientPasses:
     ) -> None:
         self._runner = runner
         self._forward_backward = forward_backward
+        self._labels = labels
         self._statistics = statistics
         self._terms = terms
         self._name = name
@@ -93,25 +177,70 @@ class GradientPasses:
         )
         self._snapshot = StepSnapshot(runner.model, runner.memory.device)
         self.keeps_autocast = False
-        self.has_other_draws = False
+        self._has_other_draws = False
         self.written: set[str] = set()
 
-    def run(
-        self, passes: Sequence[Pass], *, by_row: bool = False, accumulates: bool = True
-    ) -> torch.Tensor | None:
-        """Return the projected gradient of each pass.
+    def compare(
+        self,
+        sample: Sample,
+        *,
+        counts_first: bool,
+        by_row: bool = False,
+        accumulates: bool = True,
+    ) -> Comparison | None:
+        """Compare a sample as a whole with its two parts.
+
+        A part without labels has no mean, so a dummy with weight 0 runs in its place.
 
         Args:
-            passes: rows as a whole, and then their parts, if any.
+            sample: rows and their parts.
+            counts_first: whether the first label of each row counts.
             by_row: whether each row draws its random numbers with a seed of its own.
-            accumulates: whether a part adds to the gradients of the parts before it, as in
-                training.
+            accumulates: whether the second part adds to the gradients of the first, as in training.
 
         Returns:
-            float64 `[passes, numbers]`; None if a rank ran out of memory.
+            The comparison; None if a rank ran out of memory.
 
         Raises:
             SettingError: the function failed.
+        """
+        shares = sample.shares(self._labels, counts_first=counts_first)
+        whole = Pass(sample.batch.uncut(), sample.rows, sum(shares), sample.dummy)
+        parts = [
+            Pass(sample.batch, part, share, sample.dummy)
+            for part, share in zip(sample.parts, shares, strict=True)
+        ]
+        gradients = self._gradients([whole, *parts], by_row=by_row, accumulates=accumulates)
+        if gradients is None:
+            return None
+        has_other_draws = distributed.any_of_ranks(self._has_other_draws)
+        return Comparison(_products(gradients), shares, has_other_draws)
+
+    def noise(self, sample: Sample, *, has_labels: bool, by_row: bool) -> float:
+        """Return how far the gradients of two runs of a sample differ, as a share of their norm; 0
+        if memory runs out. The other arguments are those of :meth:`compare`.
+
+        Args:
+            has_labels: whether the sample has labels on this rank.
+        """
+        # In the same order: among equal losses a top-k may choose other rows.
+        passes = [
+            Pass(sample.batch.uncut(), sample.rows, share * has_labels, sample.dummy)
+            for share in (1.0, _SECOND_RUN_SHARE)
+        ]
+        gradients = self._gradients(passes, by_row=by_row)
+        if gradients is None:
+            return 0.0
+        products = _products(gradients)
+        # The sine of the angle between both, as a function may ignore the share.
+        cosine = products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()
+        return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
+
+    def _gradients(
+        self, passes: Sequence[Pass], *, by_row: bool, accumulates: bool = True
+    ) -> torch.Tensor | None:
+        """Return the projected gradient of each pass, of rows as a whole and then of their parts:
+        float64 `[passes, numbers]`; None if a rank ran out of memory.
         """
         with exact_forward(self._runner.model):
             if not self.keeps_autocast:
@@ -168,12 +297,12 @@ class GradientPasses:
             statistics[1:] = [sum_of(statistics[1:])] * (len(passes) - 1)
         if not self._run_in_turn(passes, run_pass):
             return None
-        self.has_other_draws = bool(drawn)
+        self._has_other_draws = bool(drawn)
         if by_row:
             kinds = set(map(tuple, draws_of_passes))
             # Several entries for a row may also lie view after view.
             belong_to_rows = len(kinds) == 1 and set(chain(*kinds)) <= {0, 1}
-            self.has_other_draws = not belong_to_rows or bool(drawn & {"python", "numpy"})
+            self._has_other_draws = not belong_to_rows or bool(drawn & {"python", "numpy"})
         zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
         # One zero, as there may be no gradient.
         start = torch.zeros(1, dtype=torch.float64)
@@ -266,6 +395,18 @@ def _draws_by_row(rows: Sequence[int], by_row: bool) -> Iterator[list[int | None
 
     with RowDraws(rows or [0]) as draws:
         yield draws.sizes
+
+
+def shares_of(counts: Sequence[float]) -> tuple[float, ...]:
+    """Return the share of each part in the labels; zeros without labels."""
+    total = sum(counts) or 1
+    return tuple(count / total for count in counts)
+
+
+def _products(gradients: torch.Tensor) -> torch.Tensor:
+    """Return the inner products of gradients: float64 `[passes, passes]`, summed over ranks."""
+    gathered = distributed.all_gather((gradients @ gradients.T).tolist())
+    return torch.tensor(gathered, dtype=torch.float64).sum(dim=0)
 
 
 def _projected(gradient: torch.Tensor) -> torch.Tensor:

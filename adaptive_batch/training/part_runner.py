@@ -197,9 +197,8 @@ class PartRunner:
             self._labels.candidates(batch, len(piece.rows))
             for batch, piece in zip(batches, pieces, strict=False)
         ]
-        if num_pieces > 1 and self._check.is_due(counts, num_parts=num_pieces, cuts=rows.cuts):
-            self.runner.begin_parts(num_pieces)
-            self._check.check(rows, pieces)
+        if num_pieces > 1:
+            self._check.check(rows, pieces, counts, num_parts=num_pieces)
         labels = [count[self._check.counts_first_label] for count in counts]
         total: float = sum(labels)
         if over_ranks:

@@ -8,7 +8,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .batch_statistics import BatchStatistics
-from .gradient_passes import GradientPasses, Pass
+from .gradient_passes import Comparison, GradientPasses, Sample, shares_of
 from .model_checks import gradient_hooks, some_names
 from .options import Terms
 from .parts import LabelCounter, Part, Splittable, arrays_in, has_shifted_labels
@@ -43,8 +42,6 @@ _TOLERANCE_ONE_ROW = 0.25
 _MAX_NOISE = 0.05
 # Difference between fitted shares and those that a kind of loss would have.
 _SAME_SHARE = 0.05
-# Weight of the loss in the second run of the same rows, so that backward rounds differently.
-_SECOND_RUN_SHARE = 0.7
 # Checks that begin since it is not known whether first labels count.
 _MAX_LABEL_CHECKS = 6
 # Splits that are checked, and every 256th after them: rows of one batch may be alike by chance.
@@ -52,86 +49,6 @@ _CHECKED = frozenset({1, 2, 4, 8, 16, 32, 64})
 _CHECKED_EVERY = 256
 # Rows of a batch among which those with fewest and with most labels are sought.
 _CANDIDATES = 64
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Rows whose gradient is compared with the sum of the gradients of two parts of them.
-
-    Attributes:
-        batch: the batch that they are rows of.
-        parts: numbers of the rows of each part, ascending; none on a rank without rows.
-        dummy: function that makes a row which runs with weight 0.
-    """
-
-    batch: Splittable
-    parts: tuple[list[int], list[int]]
-    dummy: Callable[[], Any]
-
-    @property
-    def rows(self) -> list[int]:
-        """Return the rows of both parts, ascending."""
-        return sorted([*self.parts[0], *self.parts[1]])
-
-    def one_row_each(self) -> Sample:
-        """Return the sample with one row in each part."""
-        return replace(self, parts=(self.parts[0][:1], self.parts[1][-1:]))
-
-    def uncut(self) -> Sample:
-        """Return the sample whose parts keep all columns."""
-        return replace(self, batch=self.batch.uncut())
-
-    def shares(self, labels: LabelCounter, *, counts_first: bool) -> tuple[float, ...]:
-        """Return the share of each part in the labels; 0 of one without labels."""
-        counts = [
-            labels.count(self.batch.part(part), len(part), counts_first=counts_first)
-            if part
-            else 0.0
-            for part in self.parts
-        ]
-        return _shares(counts)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Inner products of the gradients of a sample as a whole and in two parts, summed over ranks.
-
-    Attributes:
-        products: float64 `[3, 3]`, of the gradient of the whole and of each part.
-        shares: of the two parts on this rank.
-        has_other_draws: whether the passes drew random numbers, or with a seed for each row, random
-            numbers that belong to no row.
-    """
-
-    products: torch.Tensor
-    shares: tuple[float, ...]
-    has_other_draws: bool
-
-    @property
-    def norm(self) -> float:
-        """Return the largest finite norm of the three; not finite if the whole's is not."""
-        whole, *parts = self.products.diagonal().sqrt().tolist()
-        norm: float = max([whole, *filter(math.isfinite, parts)])
-        return norm
-
-    @property
-    def difference(self) -> float:
-        """Return the norm of whole - sum of parts, as a share of `norm`; infinite if a part's
-        gradient is not finite.
-        """
-        signs = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
-        square = float(signs @ self.products @ signs)
-        return math.sqrt(max(0.0, square)) / self.norm if math.isfinite(square) else math.inf
-
-    def fitted_shares(self) -> tuple[list[float], float]:
-        """Return the shares with which the parts fit the whole best, by least squares, and what is
-        left of the difference, as a share of `norm`.
-        """
-        parts = self.products[1:, 1:].nan_to_num()
-        target = self.products[1:, 0].nan_to_num()
-        weights = torch.linalg.pinv(parts, rtol=1e-9, hermitian=True) @ target
-        left = (self.products[0, 0] - weights @ target).clamp(min=0).sqrt() / self.norm
-        return (weights * torch.tensor(self.shares)).tolist(), float(left)
 
 
 class SplitCheck:
@@ -167,7 +84,9 @@ class SplitCheck:
         self._labels = labels
         self._terms = terms
         self._name = name
-        self._passes = GradientPasses(runner, forward_backward, statistics, terms=terms, name=name)
+        self._passes = GradientPasses(
+            runner, forward_backward, labels, statistics, terms=terms, name=name
+        )
         self.counts_first_label = False
         self.keeps_columns = False
         self._knows_first_label = False
@@ -179,17 +98,9 @@ class SplitCheck:
         self._lacks_gradient = False
         self._warned: set[str] = set()
 
-    def is_due(self, counts: Sequence[tuple[float, float]], *, num_parts: int, cuts: bool) -> bool:
-        """Count a split; return whether to check it before its parts run. A collective.
-
-        Args:
-            counts: labels of each part without and with the first of each row; none on a rank
-                without rows.
-            num_parts: parts of the batch, on the rank that has most.
-            cuts: whether parts leave padding out.
-        """
+    def _begin_split(self, counts: Sequence[tuple[float, float]], *, cuts: bool) -> bool:
+        """Count a split; return whether to check it."""
         self._num_splits += 1
-        self._num_parts = num_parts
         is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
         is_due |= self._lacks_gradient and self._num_splits < max(_CHECKED)
         if not self._has_cut:
@@ -197,22 +108,36 @@ class SplitCheck:
             is_due |= self._has_cut
         if is_due or self._knows_first_label:
             return is_due
-        shares = set(map(_shares, zip(*counts, strict=True)))
+        shares = set(map(shares_of, zip(*counts, strict=True)))
         differs = distributed.any_of_ranks(len(shares) > 1)
         self._num_label_checks += differs
         return differs and self._num_label_checks <= _MAX_LABEL_CHECKS
 
-    def check(self, rows: Splittable, pieces: Sequence[MicroBatch]) -> None:
-        """Compare the gradients of a few rows with those of their parts; random numbers are as
-        before afterwards.
+    def check(
+        self,
+        rows: Splittable,
+        pieces: Sequence[MicroBatch],
+        counts: Sequence[tuple[float, float]],
+        *,
+        num_parts: int,
+    ) -> None:
+        """Count a split, and if it is to be checked, compare the gradients of a few rows with those
+        of their parts. Random numbers are as before afterwards.
 
         Args:
             rows: rows of the batch.
             pieces: parts that the batch is split into.
+            counts: labels of each part without and with the first of each row; none on a rank
+                without rows.
+            num_parts: parts of the batch, on the rank that has most.
 
         Raises:
             SettingError: splitting changes the gradient, or a part fails.
         """
+        if not self._begin_split(counts, cuts=rows.cuts):
+            return
+        self._runner.begin_parts(num_parts)
+        self._num_parts = num_parts
         self._lacks_gradient = False
         with RandomState(self._runner.memory.device):
             batch = rows.to_check()
@@ -290,10 +215,10 @@ class SplitCheck:
         Raises:
             SettingError: their gradients differ.
         """
-        result = self._measure(sample)
+        result = self._compared(sample)
         if result is None:
             sample = sample.one_row_each()
-            result = self._measure(sample)
+            result = self._compared(sample)
         tolerance = self._tolerance(len(sample.parts[0]))
         if result is None:
             self._warn("memory", "two rows do not fit in memory at once, so the split is unchecked")
@@ -315,11 +240,13 @@ class SplitCheck:
         """Switch whether first labels count if that is not known and the other answer fits better;
         return the comparison that fits better.
         """
+        if self._knows_first_label:
+            return result
         counts_first = not self.counts_first_label
         has_other_shares = sample.shares(self._labels, counts_first=counts_first) != result.shares
-        if self._knows_first_label or not distributed.any_of_ranks(has_other_shares):
+        if not distributed.any_of_ranks(has_other_shares):
             return result
-        other = self._measure(sample, counts_first=counts_first, by_row=by_row)
+        other = self._passes.compare(sample, counts_first=counts_first, by_row=by_row)
         if other is None or other.difference >= result.difference / 2:
             return result
         self.counts_first_label = counts_first
@@ -336,15 +263,15 @@ class SplitCheck:
         """
         by_row = result.has_other_draws
         if by_row:
-            result = self._measure(sample, by_row=True) or result
+            result = self._compared(sample, by_row=True) or result
             result = self._with_likelier_labels(sample, result, by_row=True)
-        noise = self._noise(sample, has_labels=any(result.shares), by_row=by_row)
+        noise = self._passes.noise(sample, has_labels=any(result.shares), by_row=by_row)
         tolerance = max(tolerance, 2 * noise)
         difference_of_cut = 0.0
         if result.difference > tolerance and distributed.any_of_ranks(sample.batch.cuts):
             difference_of_cut = result.difference
             sample = sample.uncut()
-            result = self._measure(sample, by_row=by_row) or result
+            result = self._compared(sample, by_row=by_row) or result
         is_equal = result.difference <= tolerance
         coefficient = _auxiliary_coefficient(self._runner.model)
         if noise > _MAX_NOISE or (result.has_other_draws and not is_equal):
@@ -362,7 +289,7 @@ class SplitCheck:
                 " without), so parts of a batch keep all columns",
             )
             self._learn_first_label(sample, tolerance)
-        elif result.difference <= 2 * coefficient:
+        elif not is_equal and result.difference <= 2 * coefficient:
             self._warn(
                 "auxiliary loss",
                 f"gradients of a batch and of its parts differ by {_percent(result.difference)},"
@@ -370,7 +297,7 @@ class SplitCheck:
                 f" {coefficient:g}",
             )
         else:
-            apart = self._measure(sample, by_row=by_row, accumulates=False) or result
+            apart = self._compared(sample, by_row=by_row, accumulates=False) or result
             changes_gradients = not is_equal and apart.difference <= tolerance
             measured = (
                 f"gradients of {count(len(sample.rows), 'row')} and of their two parts differ by"
@@ -382,48 +309,8 @@ class SplitCheck:
             problem = f"{measured}), so a split would train something else; {remedy}"
             raise SettingError(self._terms.function, self._name, problem)
 
-    def _measure(
-        self,
-        sample: Sample,
-        *,
-        counts_first: bool | None = None,
-        by_row: bool = False,
-        accumulates: bool = True,
-    ) -> Comparison | None:
-        """Run a sample as a whole and in two parts; return None if a rank ran out of memory.
-
-        A part without labels has no mean, so a dummy with weight 0 runs in its place.
-        """
-        if counts_first is None:
-            counts_first = self.counts_first_label
-        shares = sample.shares(self._labels, counts_first=counts_first)
-        whole = Pass(sample.batch.uncut(), sample.rows, sum(shares), sample.dummy)
-        parts = [
-            Pass(sample.batch, part, share, sample.dummy)
-            for part, share in zip(sample.parts, shares, strict=True)
-        ]
-        gradients = self._passes.run([whole, *parts], by_row=by_row, accumulates=accumulates)
-        if gradients is None:
-            return None
-        has_other_draws = distributed.any_of_ranks(self._passes.has_other_draws)
-        return Comparison(_products(gradients), shares, has_other_draws)
-
-    def _noise(self, sample: Sample, *, has_labels: bool, by_row: bool) -> float:
-        """Return how far the same rows differ when they run again, as a share of their gradient; 0
-        if memory runs out.
-        """
-        # In the same order: among equal losses a top-k may choose other rows.
-        passes = [
-            Pass(sample.batch.uncut(), sample.rows, share * has_labels, sample.dummy)
-            for share in (1.0, _SECOND_RUN_SHARE)
-        ]
-        gradients = self._passes.run(passes, by_row=by_row)
-        if gradients is None:
-            return 0.0
-        products = _products(gradients)
-        # The sine of the angle between both, as a function may ignore the share.
-        cosine = products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()
-        return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
+    def _compared(self, sample: Sample, **options: bool) -> Comparison | None:
+        return self._passes.compare(sample, counts_first=self.counts_first_label, **options)
 
     def _tolerance(self, rows_per_part: int) -> float:
         """Return the difference that rounding may cause, on any rank."""
@@ -451,7 +338,7 @@ class SplitCheck:
         if written:
             self._warn(
                 "buffers",
-                f"each part of a split batch writes {some_names(written, 'buffer')}, which a"
+                f"each part of a split batch writes {some_names(written, 'tensor')}, which a"
                 " whole batch writes once",
             )
         hooked = gradient_hooks(self._runner.model)
@@ -497,9 +384,6 @@ class SplitCheck:
     ) -> str:
         """Return what helps a loss that does not decompose, as its gradients show."""
         terms = self._terms
-        shares, rest = result.fitted_shares()
-        given = " and ".join(f"{share:.3g}" for share in result.shares)
-        fitted = " and ".join(f"{share:.3g}" for share in shares)
         if result.difference <= tolerance:
             return (
                 "the model sees padding, of which a part has less; mask it, or pad all rows to one"
@@ -510,30 +394,41 @@ class SplitCheck:
                 "it changes gradients that earlier parts left, by zero_grad, clipping or an"
                 " assignment; do that once, outside of it"
             )
-        if rest > tolerance and 0 in result.shares and any(result.shares):
-            return (
-                f"a part without labels changes the loss; give {terms.num_labels} that counts what"
-                " the loss averages over"
-            )
+        shares, rest = result.fitted_shares()
+        given = " and ".join(f"{share:.3g}" for share in result.shares)
+        fitted = " and ".join(f"{share:.3g}" for share in shares)
         if rest > tolerance or fitted == given:
-            rows = f" ({sample.batch.treatment})" if sample.batch.treatment else ""
-            coefficient = _auxiliary_coefficient(self._runner.model)
-            experts = ""
-            if coefficient:
-                experts = f" or an auxiliary loss with coefficient {coefficient:g}"
-            return (
-                f"a loss that compares rows, such as a contrastive one{experts}, must stay whole:"
-                " set"
-                ' on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens;'
-                f"{terms.totals} if rows{rows} are not those of the batch, {terms.split}"
-            )
+            return self._remedy_of_other_losses(sample, result)
         if all(abs(share - 1) < _SAME_SHARE for share in shares):
             return f"the loss is a sum over rows, not a mean: {terms.sum}"
+        weighted = f"the parts have the shares {given}, but {fitted} would fit"
+        if abs(sum(shares) - 1) < _SAME_SHARE:
+            return (
+                f"{weighted}; give {terms.num_labels}, a function that returns what the mean of a"
+                f" batch is over, such as the sum of its class weights;{terms.totals}"
+            ).rstrip(";")
+        return f"{weighted}; {terms.share};{terms.totals}".rstrip(";")
+
+    def _remedy_of_other_losses(self, sample: Sample, result: Comparison) -> str:
+        """Return what helps if no shares of the parts give the whole."""
+        terms = self._terms
+        rows = f" ({sample.batch.treatment})" if sample.batch.treatment else ""
+        coefficient = _auxiliary_coefficient(self._runner.model)
+        experts = ""
+        if coefficient:
+            experts = f" or an auxiliary loss with coefficient {coefficient:g}"
+        without_labels = ""
+        if 0 in result.shares and any(result.shares):
+            without_labels = (
+                f" if rows without labels add to the loss, give {terms.num_labels}, a function that"
+                " counts them;"
+            )
         return (
-            f"the parts have shares {given} by their labels, but shares {fitted} would fit;"
-            f" {terms.share}; give {terms.num_labels} if the mean is over something else, such"
-            f" as the sum of class weights;{terms.totals}"
-        ).rstrip(";")
+            f"a loss that compares rows, such as a contrastive one{experts}, must stay whole: set"
+            ' on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens;'
+            f"{without_labels}{terms.totals} if rows{rows} are not those of the batch,"
+            f" {terms.split}"
+        )
 
 
 def _values(row: Any) -> list[float]:
@@ -554,18 +449,6 @@ def _rotated(values: Mapping[int, list[float]], first: int) -> dict[int, list[fl
     return {
         row: each[first % len(each) :] + each[: first % len(each)] for row, each in values.items()
     }
-
-
-def _shares(counts: Sequence[float]) -> tuple[float, ...]:
-    """Return the share of each part in the labels; zeros without labels."""
-    total = sum(counts) or 1
-    return tuple(count / total for count in counts)
-
-
-def _products(gradients: torch.Tensor) -> torch.Tensor:
-    """Return the inner products of gradients: float64 `[passes, passes]`, summed over ranks."""
-    gathered = distributed.all_gather((gradients @ gradients.T).tolist())
-    return torch.tensor(gathered, dtype=torch.float64).sum(dim=0)
 
 
 def _auxiliary_coefficient(model: nn.Module) -> float:

@@ -76,7 +76,10 @@ def test_a_mean_with_other_weights_is_refused_where_the_losses_of_rows_are_alike
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             return loss(model, batch)
 
-    with pytest.raises(SettingError, match=r"have shares \S+ and \S+ by their labels, but shares"):
+    with pytest.raises(
+        SettingError,
+        match=r"have the shares \S+ and \S+, but \S+ and \S+ would fit; give num_labels=",
+    ):
         new_step(model, in_type)(batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     new_step(Net(), mean)(rows())
@@ -93,6 +96,13 @@ def test_the_error_names_the_measure_and_the_remedy_that_fits():
         new_step(Net(), summed)(rows())
 
 
+def test_a_mean_without_share_is_told_from_one_with_other_weights():
+    model = Net()
+    step = AdaptiveStep(model, lambda part: mean(model, part.batch).backward(), micro_batch_size=4)
+    with pytest.raises(SettingError, match=r"but 0\.25 and 0\.25 would fit; multiply a mean by"):
+        step(rows())
+
+
 def noisy(model, batch, weight=None):
     noise = torch.randn_like(batch["x"])
     return mean(model, {**batch, "x": batch["x"] + noise}, weight)
@@ -107,7 +117,10 @@ def masked(model, batch):
 def test_a_loss_that_draws_for_each_row_is_compared_with_the_same_numbers(loss, caplog):
     new_step(Net(), loss)(rows())
     assert caplog.text == ""
-    with pytest.raises(SettingError, match=r"have shares \S+ and \S+ by their labels, but shares"):
+    with pytest.raises(
+        SettingError,
+        match=r"have the shares \S+ and \S+, but \S+ and \S+ would fit; give num_labels=",
+    ):
         new_step(Net(), partial(noisy, weight=WEIGHTS))(rows())
 
 
@@ -146,7 +159,9 @@ def test_a_part_without_labels_that_adds_to_the_loss_needs_num_labels():
     labels = torch.full((16,), -100)
     labels[:4] = 1
     step = new_step(Net(), of_all_rows, micro_batch_size=2)
-    with pytest.raises(SettingError, match="a part without labels changes the loss; give num_labe"):
+    with pytest.raises(
+        SettingError, match="if rows without labels add to the loss, give num_labels="
+    ):
         step({**rows(), "labels": labels})
 
 
@@ -204,7 +219,7 @@ def test_buffers_that_forward_writes_and_hooks_of_gradients_are_named_once(caplo
     for _ in range(3):
         step(rows())
     assert len(caplog.records) == 2
-    assert "writes 1 buffer (queue)" in caplog.text
+    assert "writes 1 tensor (queue)" in caplog.text
     assert "head.weight" in caplog.text
     # Four parts of three batches, and no pass of the check.
     expected = torch.zeros(3)
@@ -399,7 +414,7 @@ def test_a_frozen_parameter_that_forward_writes_is_named(caplog):
             return super().forward(x)
 
     new_step(Teacher(), mean)(rows())
-    assert "writes 1 buffer (teacher)" in caplog.text
+    assert "writes 1 tensor (teacher)" in caplog.text
 
 
 def test_a_part_that_fails_is_one_sentence_with_the_treatment_of_each_key():
