@@ -310,7 +310,9 @@ def installed_version(name: str) -> str | None:
 
 
 def is_emulated() -> bool:
-    """Whether `adaptive-batch emulate` runs this program: neither values nor times are real."""
+    """Return whether `adaptive-batch emulate` runs this program, so that neither values nor times
+    are real.
+    """
     return "ADAPTIVE_BATCH_EMULATED" in os.environ
 
 

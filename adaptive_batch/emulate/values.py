@@ -179,7 +179,7 @@ def _is_exact(tensor: torch.Tensor) -> bool:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the values of this tensor's storage are kept."""
+    """Return whether the values of this tensor's storage are kept."""
     if tensor.layout is not torch.strided:
         return False
     limit = MAX_INTEGER_BYTES if _is_exact(tensor) else MAX_FLOATS * tensor.element_size()

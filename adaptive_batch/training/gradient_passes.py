@@ -36,6 +36,10 @@ _MOST_ENTRIES = 2**15
 _SECOND_RUN_SHARE = 0.7
 
 
+# Rows of a batch in two parts, ascending.
+Parts = tuple[list[int], list[int]]
+
+
 @dataclass(frozen=True)
 class Sample:
     """Rows whose gradient is compared with the sum of the gradients of two parts of them.
@@ -47,7 +51,7 @@ class Sample:
     """
 
     batch: Splittable
-    parts: tuple[list[int], list[int]]
+    parts: Parts
     dummy: Callable[[], Any]
 
     @property

@@ -20,7 +20,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .batch_statistics import BatchStatistics
-from .gradient_passes import Comparison, GradientPasses, Sample, shares_of
+from .gradient_passes import Comparison, GradientPasses, Parts, Sample, shares_of
 from .model_checks import gradient_hooks, some_names
 from .options import Terms
 from .parts import LabelCounter, Part, Splittable, arrays_in, has_shifted_labels
@@ -150,64 +150,20 @@ class SplitCheck:
                         raise
             # An AdaptiveLoop collates each part, so that it cannot keep columns.
             can_keep_columns = distributed.any_of_ranks(rows.cuts)
-            for parts in self._choose_parts(batch, pieces):
+            candidates = _Candidates(batch, pieces, self._labels, number=self._num_splits)
+            for parts in self._choose_parts(candidates):
                 sample = Sample(batch, parts, rows.dummy)
                 self._compare(sample, can_keep_columns=can_keep_columns)
         self._warn_of_side_effects()
         self._runner.retry.disregard_allocator_retries()
 
-    def _choose_parts(
-        self, batch: Splittable, pieces: Sequence[MicroBatch]
-    ) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield two parts, of rows with fewest and with most labels, parts that differ in another
-        value, and parts that share it.
-
-        A part has two rows if a micro-batch has four, so that a check needs no more memory.
-        """
-        num_rows = batch.num_rows
-        # Among equal rows, the order decides.
-        order = random.Random(self._num_splits).sample(range(num_rows), num_rows)[:_CANDIDATES]
-        largest = max((piece.size for piece in pieces), default=0)
-        length = max((piece.length for piece in pieces), default=0) or 1
-        rows_per_part = 2 if 4 * length <= largest and num_rows >= 4 else 1
-
-        def extremes(
-            values: Mapping[int, Any], size: int = rows_per_part
-        ) -> tuple[list[int], list[int]]:
-            rows = sorted(values, key=values.__getitem__)
-            return sorted(rows[:size]), sorted(rows[size:][-size:])
-
-        counts = {row: self._labels.candidates(batch.part([row]), 1) for row in order}
+    def _choose_parts(self, candidates: _Candidates) -> Iterator[Parts]:
         if not self._knows_first_label:
-            # With and without first labels, these parts have the most different shares.
-            ratios = {
-                row: (without / number, -number)
-                for row, (without, number) in counts.items()
-                if number
-            }
-            if distributed.any_of_ranks(len({ratio for ratio, _ in ratios.values()}) > 1):
-                yield extremes(ratios)
-        values = {
-            row: [counts[row][self.counts_first_label], *_values(batch.part([row]))]
-            for row in order
-        }
-        yield extremes(values)
-        if distributed.maximum(num_rows) <= 2:
-            return
-        # The last value first; each power of two moves on to the one before.
-        by_value = _rotated(values, -self._num_splits.bit_length())
-        lowest, highest = extremes(by_value)
-        yield lowest, highest
-        # A loss may decompose over parts that differ in a value, and not over parts that share it.
-        if self._tolerance(1) <= _TOLERANCE_FLOAT32:
-            rows = sorted(order, key=by_value.__getitem__)
-            yield rows[:1], rows[1:2]
-        else:
-            # Parts of one row show little in 16 bits.
-            yield (
-                sorted([*lowest[::2], *highest[1::2]]),
-                sorted([*lowest[1::2], *highest[::2]]),
-            )
+            yield from candidates.by_first_labels()
+        yield from candidates.by_values(
+            counts_first=self.counts_first_label,
+            is_float32=self._tolerance(1) <= _TOLERANCE_FLOAT32,
+        )
 
     def _compare(self, sample: Sample, *, can_keep_columns: bool) -> None:
         """Compare a sample with its parts.
@@ -305,7 +261,14 @@ class SplitCheck:
             )
             if difference_of_cut:
                 measured += f", {_percent(difference_of_cut)} if the parts leave padding out"
-            remedy = self._remedy(sample, result, tolerance, changes_gradients=changes_gradients)
+            remedy = _remedy(
+                self._terms,
+                sample,
+                result,
+                tolerance,
+                coefficient=coefficient,
+                changes_gradients=changes_gradients,
+            )
             problem = f"{measured}), so a split would train something else; {remedy}"
             raise SettingError(self._terms.function, self._name, problem)
 
@@ -379,44 +342,113 @@ class SplitCheck:
             )
             raise SettingError("labels", "shifted twice", remedy)
 
-    def _remedy(
-        self, sample: Sample, result: Comparison, tolerance: float, *, changes_gradients: bool
-    ) -> str:
-        """Return what helps a loss that does not decompose, as its gradients show."""
-        terms = self._terms
-        if result.difference <= tolerance:
-            return (
-                "the model sees padding, of which a part has less; mask it, or pad all rows to one"
-                " length"
-            )
-        if changes_gradients:
-            return (
-                "it changes gradients that earlier parts left, by zero_grad, clipping or an"
-                " assignment; do that once, outside of it"
-            )
-        shares, rest = result.fitted_shares()
-        given = " and ".join(f"{share:.3g}" for share in result.shares)
-        fitted = " and ".join(f"{share:.3g}" for share in shares)
-        if rest > tolerance or fitted == given:
-            return self._remedy_of_other_losses(sample, result)
-        if all(abs(share - 1) < _SAME_SHARE for share in shares):
-            return f"the loss is a sum over rows, not a mean: {terms.sum}"
-        weighted = f"the parts have the shares {given}, but {fitted} would fit"
-        if abs(sum(shares) - 1) < _SAME_SHARE:
-            return (
-                f"{weighted}; give {terms.num_labels}, a function that returns what the mean of a"
-                f" batch is over, such as the sum of its class weights;{terms.totals}"
-            ).rstrip(";")
-        return f"{weighted}; {terms.share};{terms.totals}".rstrip(";")
 
-    def _remedy_of_other_losses(self, sample: Sample, result: Comparison) -> str:
-        """Return what helps if no shares of the parts give the whole."""
-        terms = self._terms
+class _Candidates:
+    """Rows of a batch, of which those are chosen that a wrong split would show most.
+
+    A part has two rows if a micro-batch has four, so that a check needs no more memory.
+
+    Args:
+        batch: the batch.
+        pieces: parts that it is split into.
+        labels: counts the labels of a row.
+        number: number of the split, by which other values and other of equal rows are taken.
+    """
+
+    def __init__(
+        self,
+        batch: Splittable,
+        pieces: Sequence[MicroBatch],
+        labels: LabelCounter,
+        *,
+        number: int,
+    ) -> None:
+        num_rows = batch.num_rows
+        largest = max((piece.size for piece in pieces), default=0)
+        length = max((piece.length for piece in pieces), default=0) or 1
+        self._batch = batch
+        self._number = number
+        self._size = 2 if 4 * length <= largest and num_rows >= 4 else 1
+        # Among equal rows, the order decides.
+        order = random.Random(number).sample(range(num_rows), num_rows)[:_CANDIDATES]
+        self._counts = {row: labels.candidates(batch.part([row]), 1) for row in order}
+
+    def by_first_labels(self) -> Iterator[Parts]:
+        """Yield the parts whose shares differ most with and without first labels, if any do."""
+        ratios = {
+            row: (without / number, -number)
+            for row, (without, number) in self._counts.items()
+            if number
+        }
+        if distributed.any_of_ranks(len({ratio for ratio, _ in ratios.values()}) > 1):
+            yield self._extremes(ratios)
+
+    def by_values(self, *, counts_first: bool, is_float32: bool) -> Iterator[Parts]:
+        """Yield parts of rows with fewest and with most labels, parts that differ in another value,
+        and parts that share it.
+        """
+        values = {
+            row: [counts[counts_first], *_values(self._batch.part([row]))]
+            for row, counts in self._counts.items()
+        }
+        yield self._extremes(values)
+        if distributed.maximum(self._batch.num_rows) <= 2:
+            return
+        # The last value first; each power of two moves on to the one before.
+        by_value = _rotated(values, -self._number.bit_length())
+        lowest, highest = self._extremes(by_value)
+        yield lowest, highest
+        # A loss may decompose over parts that differ in a value, and not over parts that share it.
+        if is_float32:
+            rows = sorted(by_value, key=by_value.__getitem__)
+            yield rows[:1], rows[1:2]
+        else:
+            # Parts of one row show little in 16 bits.
+            yield (
+                sorted([*lowest[::2], *highest[1::2]]),
+                sorted([*lowest[1::2], *highest[::2]]),
+            )
+
+    def _extremes(self, values: Mapping[int, Any]) -> Parts:
+        rows = sorted(values, key=values.__getitem__)
+        return sorted(rows[: self._size]), sorted(rows[self._size :][-self._size :])
+
+
+def _remedy(
+    terms: Terms,
+    sample: Sample,
+    result: Comparison,
+    tolerance: float,
+    *,
+    coefficient: float,
+    changes_gradients: bool,
+) -> str:
+    """Return what helps a loss that does not decompose, as its gradients show.
+
+    Args:
+        terms: names of the caller's API.
+        sample: rows that were compared.
+        result: their comparison.
+        tolerance: difference that rounding may cause.
+        coefficient: of the model's auxiliary loss; 0 without one.
+        changes_gradients: whether the difference comes of gradients that are there before a part.
+    """
+    if result.difference <= tolerance:
+        return (
+            "the model sees padding, of which a part has less; mask it, or pad all rows to one"
+            " length"
+        )
+    if changes_gradients:
+        return (
+            "it changes gradients that earlier parts left, by zero_grad, clipping or an"
+            " assignment; do that once, outside of it"
+        )
+    shares, rest = result.fitted_shares()
+    given = " and ".join(f"{share:.3g}" for share in result.shares)
+    fitted = " and ".join(f"{share:.3g}" for share in shares)
+    if rest > tolerance or fitted == given:
         rows = f" ({sample.batch.treatment})" if sample.batch.treatment else ""
-        coefficient = _auxiliary_coefficient(self._runner.model)
-        experts = ""
-        if coefficient:
-            experts = f" or an auxiliary loss with coefficient {coefficient:g}"
+        experts = f" or an auxiliary loss with coefficient {coefficient:g}" if coefficient else ""
         without_labels = ""
         if 0 in result.shares and any(result.shares):
             without_labels = (
@@ -429,6 +461,15 @@ class SplitCheck:
             f"{without_labels}{terms.totals} if rows{rows} are not those of the batch,"
             f" {terms.split}"
         )
+    if all(abs(share - 1) < _SAME_SHARE for share in shares):
+        return f"the loss is a sum over rows, not a mean: {terms.sum}"
+    weighted = f"the parts have the shares {given}, but {fitted} would fit"
+    if abs(sum(shares) - 1) < _SAME_SHARE:
+        return (
+            f"{weighted}; give {terms.num_labels}, a function that returns what the mean of a"
+            f" batch is over, such as the sum of its class weights;{terms.totals}"
+        ).rstrip(";")
+    return f"{weighted}; {terms.share};{terms.totals}".rstrip(";")
 
 
 def _values(row: Any) -> list[float]:
