@@ -64,7 +64,7 @@ class Observer:
         """Observe the rest of this process."""
         backward = torch.Tensor.backward
         call = AdaptiveStep.__call__
-        check = SplitCheck.check
+        begin = SplitCheck._begin_split
 
         def observed_backward(loss: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
             self._pending.append(loss.item())
@@ -78,13 +78,14 @@ class Observer:
             self.most_parts = max(self.most_parts, len(results))
             return results
 
-        def observed_check(split_check: SplitCheck, *arguments: Any) -> None:
-            check(split_check, *arguments)
-            self.num_checks += 1
+        def observed_begin(split_check: SplitCheck, *arguments: Any, **keywords: Any) -> bool:
+            is_due: bool = begin(split_check, *arguments, **keywords)
+            self.num_checks += is_due
+            return is_due
 
         torch.Tensor.backward = observed_backward
         AdaptiveStep.__call__ = observed_call
-        SplitCheck.check = observed_check
+        SplitCheck._begin_split = observed_begin
         register_optimizer_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
