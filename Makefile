@@ -115,16 +115,16 @@ compare: $(INSTALLED) $(PEERS)/.deepspeed-$(DEEPSPEED)  ## peers and this projec
 
 measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
 	$(BIN)/python examples/demo
-	for name in checkpoint search bound traceless parity faults capacity throughput step_time step_overhead kills pays dealing scale parity_adapters parity_tasks parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks step_time_ddp estimate published split_check split_programs; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in search bound traceless parity faults throughput step_time step_overhead kills parity_adapters parity_tasks parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks estimate published split_check; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	for name in bound traceless faults; do $(BIN)/python benchmarks/$$name.py --adapters || exit 1; done
 	for name in bound traceless faults; do $(BIN)/python benchmarks/$$name.py --tasks || exit 1; done
 	$(BIN)/python benchmarks/parity_adapters.py --ranks
+	$(BIN)/python benchmarks/split_check.py --programs
 	$(BIN)/python benchmarks/split_check.py --cost
 	$(BIN)/python benchmarks/throughput.py --losses
 	$(BIN)/python benchmarks/throughput.py --pairs
 	$(BIN)/python benchmarks/step_time.py --compare micro
 	$(BIN)/python benchmarks/step_time.py --compare order
-	$(BIN)/python benchmarks/scripts.py $(if $(SCRIPTS),--scripts $(SCRIPTS),--only sft dpo grpo lightning_module stream)
 	$(STACK)/bin/python benchmarks/cuda_stack.py
 	$(STACK)/bin/python benchmarks/fragmentation.py
 	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 2
