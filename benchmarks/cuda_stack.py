@@ -55,6 +55,7 @@ import records
 import torch
 from records import Finished
 
+from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
     AllocatorSettings,
@@ -81,7 +82,7 @@ STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
 KINDS_OF_PEAKS = ("requested", "allocated", "reserved")
 KINDS_OF_LENGTHS = ("fixed", "varying", "drawn")
-DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
+DEVICES = ("H100", "A100-40GB", "RTX4090", "L4", "B200")
 PARAMETERS = {  # in billions
     "llama3_2_1b": 1.24,
     "llama3_2_3b": 3.21,
@@ -141,7 +142,7 @@ def sample(
         checkpointing = draw.choice(["", "checkpointing"])
         loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
         combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
-        case = Case(combination, draw.choice(list(DEVICES)), draw.choice(rows))
+        case = Case(combination, draw.choice(DEVICES), draw.choice(rows))
         held = COPIES * parameters[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.95 * case.found.total_bytes:
             cases[case] = None
@@ -174,7 +175,7 @@ def compiled_sample(number: int) -> list[Case]:
             adapters=draw.random() < 0.3,
             budget=budget,
         )
-        case = Case(combination, draw.choice(list(DEVICES)), "bound")
+        case = Case(combination, draw.choice(DEVICES), "bound")
         copies = 1 if combination.adapters else COPIES
         held = copies * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.8 * case.found.total_bytes:
@@ -345,7 +346,7 @@ def measure_cases(
                 rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
                 rows = max(1, rows)
                 run = StackRun.fixed(case.combination, rows, steps=STEPS)
-                real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+                real = runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
                 entry[name] = compared(peaks_of(estimated.replayed(rows, conf)), real) | {
                     "rows": rows
                 }
@@ -570,7 +571,7 @@ def run_of_bounds(
     runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed"
 ) -> Outcome:
     run = steps_of_bounds(case.combination, rows, kind)
-    return runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+    return runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
 
 
 def measure_bounds(
@@ -654,10 +655,10 @@ def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str
     for room, (name, conf) in product(rooms, CONFS.items()):
         capacity = CONTEXT_BYTES + room
         on_stack = {
-            "STUB_CUDA_COUNT": 2,
-            "STUB_CUDA_KEEP": 65536,
-            "STUB_CUDA_DEVICE": "a100",
-            "STUB_CUDA_CAPACITY": capacity,
+            "EMULATE_DEVICE_COUNT": 2,
+            "EMULATE_COPIED_BYTES": 65536,
+            "EMULATE_DEVICE": emulated_device("A100-80GB", "").setting,
+            "EMULATE_CAPACITY": capacity,
             "PYTORCH_CUDA_ALLOC_CONF": conf,
         }
         os.environ |= {key: str(value) for key, value in on_stack.items()}
@@ -718,7 +719,7 @@ def measure_probe(
 
     def searched(case: Case, conf: str, headroom: float) -> dict[str, Any]:
         run = StackRun(case.combination, (), probes=STEPS_AFTER_PROBE, headroom=headroom)
-        real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+        real = runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
         kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
         entry = {key: getattr(real, key) for key in kept}
         if not headroom:
@@ -774,7 +775,7 @@ def trained(setup: SmallSetup, room: int, *overrides: str) -> tuple[Path, list[i
     """Run the recipe where it has so many bytes; return its folder, and the limit of a micro-batch
     in each step.
     """
-    os.environ["STUB_CUDA_CAPACITY"] = str(500 * 2**20 + room)
+    os.environ["EMULATE_CAPACITY"] = str(500 * 2**20 + room)
     folder = setup.run(OURS, *SKEWED, *overrides).output_dir
     limit, limits = 0, []
     for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
@@ -982,7 +983,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def by_device(cases: Sequence[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: list(DEVICES).index(case.device))
+    return sorted(cases, key=lambda case: DEVICES.index(case.device))
 
 
 if __name__ == "__main__":

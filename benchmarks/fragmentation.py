@@ -348,7 +348,7 @@ def on_ranks(case: Case, way: str, steps: int, num_ranks: int) -> list[dict[str,
     """Run a way of a case on several ranks; return the figures of each."""
     request = {"case": asdict(case), "way": way, "steps": steps}
     # Small messages have to arrive.
-    stub = {"STUB_CUDA_COUNT": str(num_ranks), "STUB_CUDA_KEEP": "65536"}
+    stub = {"EMULATE_DEVICE_COUNT": str(num_ranks), "EMULATE_COPIED_BYTES": "65536"}
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [

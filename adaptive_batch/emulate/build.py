@@ -39,7 +39,7 @@ class EmulationError(Exception):
 
 def cache_folder() -> Path:
     """Return the folder of everything that the emulation keeps between runs."""
-    launched = os.environ.get("STUB_CACHE")
+    launched = os.environ.get("EMULATE_CACHE")
     if launched:
         return Path(launched)
     own = os.environ.get("ADAPTIVE_BATCH_CACHE")

@@ -33,10 +33,10 @@ def install() -> None:
     if any(type(finder).__name__ == TorchFinder.__name__ for finder in sys.meta_path):
         return  # by a .pth file, under another name of this module
     sys.meta_path.insert(0, TorchFinder())
-    if os.environ.get("STUB_SCRATCH"):
+    if os.environ.get("EMULATE_SCRATCH"):
         from .scratch import protect_inputs
 
-        protect_inputs(Path(os.environ["STUB_SCRATCH"]))
+        protect_inputs(Path(os.environ["EMULATE_SCRATCH"]))
 
 
 class TorchFinder(MetaPathFinder):
@@ -69,15 +69,15 @@ class TorchFinder(MetaPathFinder):
             sys.path.insert(0, f"{stubs}/wheels")
             execute(module)
             sys.path.remove(f"{stubs}/wheels")
-            if os.environ.get("STUB_VALUES") == "1":
+            if os.environ.get("EMULATE_VALUES") == "1":
                 from . import values
 
                 values.install()
-            if os.environ.get("STUB_RECORDS"):
+            if os.environ.get("EMULATE_RECORDS"):
                 from . import recorder
 
-                recorder.install(Path(os.environ["STUB_RECORDS"]))
-            if os.environ.get("STUB_SCRATCH"):
+                recorder.install(Path(os.environ["EMULATE_RECORDS"]))
+            if os.environ.get("EMULATE_SCRATCH"):
                 from .scratch import protect_from_native_writers
 
                 protect_from_native_writers()

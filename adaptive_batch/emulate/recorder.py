@@ -41,7 +41,7 @@ def install(folder: Path) -> None:
 class _Recorder:
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.max_steps = int(os.environ.get("STUB_STEPS", 0))
+        self.max_steps = int(os.environ.get("EMULATE_STEPS", 0))
         self.steps: Counter[int] = Counter()
         self.peaks: dict[int, Counter[str]] = {}
         self.read_peak = 0

@@ -60,7 +60,7 @@ def protect_inputs(scratch: Path) -> None:
 
 def protect_from_native_writers() -> None:
     """Do the same for PyTorch's and safetensors' writers, which Python's audit does not see."""
-    scratch = Path(os.environ["STUB_SCRATCH"])
+    scratch = Path(os.environ["EMULATE_SCRATCH"])
     torch = sys.modules["torch"]
     _wrap(torch, "save", 1, scratch)
     try:

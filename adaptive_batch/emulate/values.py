@@ -26,8 +26,8 @@ import torch
 
 # The largest storage whose values are kept: elements of floating point, and bytes of integers and
 # flags, on which control flow depends.
-MAX_FLOATS = int(os.environ.get("STUB_MAX_FLOATS", 2**14))
-MAX_INTEGER_BYTES = int(os.environ.get("STUB_MAX_INTEGER_BYTES", 2**23))
+MAX_FLOATS = int(os.environ.get("EMULATE_MAX_FLOATS", 2**14))
+MAX_INTEGER_BYTES = int(os.environ.get("EMULATE_MAX_INTEGER_BYTES", 2**23))
 
 # What the report tells: (kind, operator that could not be computed, line that depends on it).
 made_up: Counter[tuple[str, str, str]] = Counter()

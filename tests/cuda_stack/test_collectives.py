@@ -21,7 +21,7 @@ def run(what: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     script = TESTS / "support/cuda_stack/collectives.py"
     variables = subprocess_environment(
-        STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1"
+        EMULATE_DEVICE_COUNT=str(ranks), EMULATE_COPIED_BYTES="65536", OMP_NUM_THREADS="1"
     )
     return subprocess.run(
         [*command, str(script), what], env=variables, capture_output=True, text=True, timeout=120

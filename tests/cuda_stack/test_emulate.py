@@ -120,7 +120,7 @@ def test_peaks_are_the_same_to_the_byte_with_and_without_values(tmp_path):
     program = MODEL.replace(", error_if_nonfinite=True", "") + ADDS_IN_PLACE
     done, report = emulate(tmp_path, program)
     assert done.returncode == 0, done.stderr[-3000:]
-    without, other = emulate(tmp_path, program, STUB_VALUES="0")
+    without, other = emulate(tmp_path, program, EMULATE_VALUES="0")
     assert peaks(report) == peaks(other) != []
     assert done.stdout.splitlines()[-1] == without.stdout.splitlines()[-1]
 
@@ -210,7 +210,7 @@ def test_a_shape_that_depends_on_values_which_were_not_computed_is_named(tmp_pat
         one[:3] for one in report["processes"][0]["made_up"]
     ]
     assert "Shapes that depend on values which were not computed" in done.stderr
-    everything = {"STUB_MAX_FLOATS": str(2**40), "STUB_CUDA_KEEP": str(2**40)}
+    everything = {"EMULATE_MAX_FLOATS": str(2**40), "EMULATE_COPIED_BYTES": str(2**40)}
     done, report = emulate(tmp_path, ROUTES, **everything)
     assert "[512, 512, 512, 512]" not in done.stdout
     assert report["processes"][0]["made_up"] == []
@@ -233,7 +233,7 @@ for _ in range(3):
 def test_a_peak_that_depends_on_labels_is_that_of_values_computed_in_full(tmp_path):
     _, report = emulate(tmp_path, CHANGES_SHAPE)
     assert not [one for one in report["processes"][0]["made_up"] if one[0] == "shape"]
-    everything = {"STUB_MAX_FLOATS": str(2**40), "STUB_CUDA_KEEP": str(2**40)}
+    everything = {"EMULATE_MAX_FLOATS": str(2**40), "EMULATE_COPIED_BYTES": str(2**40)}
     _, full = emulate(tmp_path, CHANGES_SHAPE, **everything)
     assert peaks(report) == peaks(full)
 

@@ -73,7 +73,10 @@ def test_the_device_is_the_one_that_was_asked_for():
         " torch.cuda.mem_get_info(1))"
     )
     said = on_the_stack(
-        program, STUB_CUDA_DEVICE="l4", STUB_CUDA_COUNT="2", STUB_CUDA_RESERVED="1000"
+        program,
+        EMULATE_DEVICE="NVIDIA L4,89,58,23679008768",
+        EMULATE_DEVICE_COUNT="2",
+        EMULATE_CONTEXT_BYTES="1000",
     )
     assert said == "NVIDIA L4 (8, 9) (23679007768, 23679008768)"
 
@@ -81,7 +84,7 @@ def test_the_device_is_the_one_that_was_asked_for():
 def test_small_copies_carry_their_values_where_they_are_kept():
     program = "print(torch.tensor([1, 2]).cuda().tolist(), torch.arange(9).cuda().tolist())"
     assert on_the_stack(program) == "[0, 0] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
-    assert on_the_stack(program, STUB_CUDA_KEEP="16") == "[1, 2] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
+    assert on_the_stack(program, EMULATE_COPIED_BYTES="16") == "[1, 2] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
 
 
 ASKS_FOR_SEGMENTS = """
@@ -101,7 +104,7 @@ def test_segments_expand_where_the_driver_has_virtual_memory():
 
 
 def test_a_driver_without_virtual_memory_is_done_without():
-    line, last = on_the_stack(ASKS_FOR_SEGMENTS, STUB_CUDA_EXPANDS="0").splitlines()
+    line, last = on_the_stack(ASKS_FOR_SEGMENTS, EMULATE_VIRTUAL_MEMORY="0").splitlines()
     assert line.startswith("cuda:0: no expandable segments (CUDA driver error")
     assert line.endswith("the allocator does without them")
     assert last == "False {False}"
@@ -152,7 +155,7 @@ def test_settings_that_a_program_gave_the_allocator_stay():
 
 def test_a_step_on_a_driver_without_virtual_memory_does_without_expandable_segments():
     program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
-    *_, line, segments = on_the_stack(program, STUB_CUDA_EXPANDS="0").splitlines()
+    *_, line, segments = on_the_stack(program, EMULATE_VIRTUAL_MEMORY="0").splitlines()
     assert line.endswith("the allocator does without them")
     assert segments == "{False}"
 

@@ -169,7 +169,7 @@ with rows_apart([3, 5]) as packed:
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=subprocess_environment(STUB_CUDA_COUNT="2"),
+        env=subprocess_environment(EMULATE_DEVICE_COUNT="2"),
         capture_output=True,
         text=True,
     )

@@ -82,7 +82,7 @@ def test_the_bound_of_varying_lengths_runs_where_segments_cannot_expand(setup, m
     )
 
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    monkeypatch.setenv("STUB_CUDA_CAPACITY", str(CONTEXT + 1536 * MIB))
+    monkeypatch.setenv("EMULATE_CAPACITY", str(CONTEXT + 1536 * MIB))
     folder = setup.run(
         OURS, *ON_CUDA, *lengths, MAXIMUM, "max_steps_per_epoch=60", "epochs=1"
     ).output_dir
@@ -150,8 +150,9 @@ def test_a_run_that_was_asked_to_end_goes_on_in_mid_epoch(setup, saves):
 
 
 def test_two_ranks_probe_survive_an_error_of_one_and_go_on(setup, monkeypatch):
-    for name, value in {"COUNT": 2, "KEEP": 65536, "CAPACITY": 500 * MIB + ROOM - 40 * MIB}.items():
-        monkeypatch.setenv(f"STUB_CUDA_{name}", str(value))
+    monkeypatch.setenv("EMULATE_DEVICE_COUNT", "2")
+    monkeypatch.setenv("EMULATE_COPIED_BYTES", "65536")
+    monkeypatch.setenv("EMULATE_CAPACITY", str(500 * MIB + ROOM - 40 * MIB))
     folder = setup.run(
         OURS, *ON_CUDA, MAXIMUM, *SQUEEZED, "save_every_n_steps=1", "epochs=1", ranks=2
     ).output_dir

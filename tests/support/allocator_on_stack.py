@@ -4,7 +4,7 @@ stack without a device.
     python tests/support/allocator_on_stack.py random SEED...
     python tests/support/allocator_on_stack.py training TOKENS...
 
-`PYTORCH_CUDA_ALLOC_CONF` and STUB_CUDA_CAPACITY are the caller's. Prints a line of JSON for each
+`PYTORCH_CUDA_ALLOC_CONF` and EMULATE_CAPACITY are the caller's. Prints a line of JSON for each
 case: what was counted, and what differs. `random` makes the same calls of both. `training` trains
 Llama 3.2 1B, a step for each number of tokens; what its trace says was allocated and freed is
 replayed.

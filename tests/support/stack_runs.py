@@ -30,6 +30,7 @@ import torch
 from support.runners import HeldSizer, question_of
 from torchtune import training
 
+from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.probe import ProbeResult
@@ -231,20 +232,19 @@ def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
 
 
 class StackRuns:
-    """Runs on devices of the stack, by the name that ``STUB_CUDA_DEVICE`` has, and allocator
-    settings.
-    """
+    """Runs on emulated devices, by name, with allocator settings."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}
 
     def __call__(self, run: StackRun, device: str, *, conf: str = "", capacity: int = 0) -> Outcome:
         # Said even so, as a recipe's process has asked for segments that expand.
-        key = device, conf or "expandable_segments:False", str(capacity or "")
+        setting = emulated_device(device, "").setting
+        key = setting, conf or "expandable_segments:False", str(capacity or "")
         if key not in self._servers:
             variables = dict(
                 zip(
-                    ("STUB_CUDA_DEVICE", "PYTORCH_CUDA_ALLOC_CONF", "STUB_CUDA_CAPACITY"),
+                    ("EMULATE_DEVICE", "PYTORCH_CUDA_ALLOC_CONF", "EMULATE_CAPACITY"),
                     key,
                     strict=True,
                 )

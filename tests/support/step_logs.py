@@ -155,7 +155,7 @@ def on_ranks(
         __file__,
     ]
     variables = subprocess_environment(
-        STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1"
+        EMULATE_DEVICE_COUNT=str(ranks), EMULATE_COPIED_BYTES="65536", OMP_NUM_THREADS="1"
     )
     done = subprocess.run(
         [*command, name, str(rows), str(tokens), *overrides],

@@ -70,7 +70,7 @@ def outcome(venv: Path) -> tuple[bool, str]:
         MARKS,
     ]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))
-    environment = os.environ | {"PYTHONPATH": paths, "STUB_CUDA_COUNT": "0"}
+    environment = os.environ | {"PYTHONPATH": paths, "EMULATE_DEVICE_COUNT": "0"}
     log = venv.with_suffix(f"{venv.suffix}.log")
     with log.open("w") as file:
         done = subprocess.run(

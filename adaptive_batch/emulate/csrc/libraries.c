@@ -11,7 +11,7 @@ static int give_handle(void **to) { *to = new_handle(); return 0; }
 
 typedef struct { unsigned process; unsigned long long used_bytes; unsigned gpu_instance, compute_instance; } nvml_process;
 
-EXPORT int nvmlDeviceGetCount_v2(int *count) { *count = (int)setting("STUB_CUDA_COUNT", 1); return 0; }
+EXPORT int nvmlDeviceGetCount_v2(int *count) { *count = (int)setting("EMULATE_DEVICE_COUNT", 1); return 0; }
 EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *place, void **device) { (void)place; *device = (void *)0x6000; return 0; }
 EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned number, void **device) { *device = (void *)(uintptr_t)(0x6000 + number); return 0; }
 EXPORT int nvmlDeviceGetUUID(void *device, char *text, unsigned size) {
@@ -54,7 +54,7 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a
 EXPORT int cusparseCreate(void **handle) { return give_handle(handle); }
 EXPORT int cusolverDnCreate(void **handle) { return give_handle(handle); }
 
-/* ---- cuDNN: cudnn_frontend, compiled into PyTorch, finds one engine for each graph, which wants STUB_CUDNN_WORKSPACE bytes */
+/* ---- cuDNN: cudnn_frontend, compiled into PyTorch, finds one engine for each graph, which wants EMULATE_CUDNN_WORKSPACE bytes */
 
 EXPORT int cudnnCreate(void **handle) { return give_handle(handle); }
 EXPORT const char *cudnnGetErrorString(int error) { (void)error; return "an error of the stack"; }
@@ -73,7 +73,7 @@ EXPORT int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_
   int64_t found = 0;
   if (type == INT64) {
     found = 1;
-    if (value && asked > 0) *(int64_t *)value = name == PLAN_WORKSPACE_SIZE ? (int64_t)setting("STUB_CUDNN_WORKSPACE", 0) : 0;
+    if (value && asked > 0) *(int64_t *)value = name == PLAN_WORKSPACE_SIZE ? (int64_t)setting("EMULATE_CUDNN_WORKSPACE", 0) : 0;
   } else if (type == DESCRIPTOR) {
     found = name == HEURISTIC_RESULTS || name == CONFIGURATION_ENGINE;
   } else if (type == HANDLE_OR_FLAG_A || type == HANDLE_OR_FLAG_B) {

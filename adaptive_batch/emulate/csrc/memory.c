@@ -12,15 +12,7 @@
 #define ARENA (64ull << 40)
 #define BUCKETS 65536
 
-static const device_model models[] = {
-  {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 52428800, 84942979072ull},
-  {"h200", "NVIDIA H200", 9, 0, 132, 62914560, 150107652096ull},
-  {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 41943040, 84986691584ull},
-  {"a100-40", "NVIDIA A100-SXM4-40GB", 8, 0, 108, 41943040, 42297786368ull},
-  {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, 75497472, 25252069376ull},
-  {"l4", "NVIDIA L4", 8, 9, 58, 50331648, 23679008768ull},
-  {"b200", "NVIDIA B200", 10, 0, 148, 132644864, 191510937600ull},
-};
+#define DEFAULT_DEVICE "NVIDIA H100 80GB HBM3,90,132,84943715696"
 
 device_model model;
 unsigned long long capacity, kept_bytes;
@@ -50,44 +42,36 @@ static void report(void) {
   fprintf(stderr, "\n");
 }
 
-static int find_model(const char *key) {
-  for (size_t i = 0; i < sizeof models / sizeof *models; i++)
-    if (!strcmp(key, models[i].key)) return model = models[i], 1;
-  return 0;
-}
-
 /* Such as "NVIDIA A10,86,72,23609475072". */
 static int read_model(const char *text) {
   static char name[256];
   int capability;
-  model = (device_model){.key = name, .name = name, .l2_cache = 50 * 1024 * 1024};
+  model = (device_model){.name = name};
   if (sscanf(text, "%255[^,],%d,%d,%llu", name, &capability, &model.multiprocessors, &model.capacity) != 4) return 0;
   model.major = capability / 10, model.minor = capability % 10;
   return 1;
 }
 
 __attribute__((constructor)) static void read_settings(void) {
-  const char *key = getenv("STUB_CUDA_DEVICE");
-  model = models[0];
-  if (key && *key && !find_model(key) && !read_model(key)) {
-    fprintf(stderr, "[emulate] STUB_CUDA_DEVICE=%s: give NAME,CAPABILITY,MULTIPROCESSORS,BYTES or one of", key);
-    for (size_t i = 0; i < sizeof models / sizeof *models; i++) fprintf(stderr, " %s", models[i].key);
-    fprintf(stderr, "\n");
+  const char *text = getenv("EMULATE_DEVICE");
+  if (!text || !*text) text = DEFAULT_DEVICE;
+  if (!read_model(text)) {
+    fprintf(stderr, "[emulate] EMULATE_DEVICE=%s: give NAME,CAPABILITY,MULTIPROCESSORS,BYTES, such as %s\n", text, DEFAULT_DEVICE);
     exit(2);
   }
-  capacity = setting("STUB_CUDA_CAPACITY", model.capacity);
-  context_bytes = setting("STUB_CUDA_RESERVED", 500 * MIB);
-  kept_bytes = setting("STUB_CUDA_KEEP", 0);
-  traced = (int)setting("STUB_CUDA_TRACE", 0);
-  expands = (int)setting("STUB_CUDA_EXPANDS", 1);
-  if (setting("STUB_CUDA_REPORT", 0)) atexit(report);
+  capacity = setting("EMULATE_CAPACITY", model.capacity);
+  context_bytes = setting("EMULATE_CONTEXT_BYTES", 500 * MIB);
+  kept_bytes = setting("EMULATE_COPIED_BYTES", 0);
+  traced = (int)setting("EMULATE_TRACE", 0);
+  expands = (int)setting("EMULATE_VIRTUAL_MEMORY", 1);
+  if (setting("EMULATE_CALLS", 0)) atexit(report);
 }
 
 /* CUDA reads the variable at its first use, which may be after the program has changed it. */
 int device_count(void) {
   static int count = -1;
   if (count >= 0) return count;
-  int there = (int)setting("STUB_CUDA_COUNT", 1);
+  int there = (int)setting("EMULATE_DEVICE_COUNT", 1);
   if (there > MAX_DEVICES) there = MAX_DEVICES;
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
   if (!visible) return count = there;
@@ -147,7 +131,7 @@ void set_context_bytes_by(long long difference) {
 static unsigned long long whole_pages(unsigned long long size) { return (size + PAGE - 1) / PAGE * PAGE; }
 
 static void reserve_arena(void) {
-  if (!arena) { /* with STUB_CUDA_KEEP, what is written costs RAM */
+  if (!arena) { /* with EMULATE_COPIED_BYTES, what is written costs RAM */
     int access = kept_bytes ? PROT_READ | PROT_WRITE : PROT_NONE;
     arena = mmap(NULL, ARENA, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (arena == MAP_FAILED) { perror("[emulate] mmap"); abort(); }
@@ -314,7 +298,7 @@ EXPORT int cuMemRelease(physical_memory *handle) { /* PyTorch has unmapped it */
   return SUCCESS;
 }
 
-/* ---- copies: between the host and itself always; to and from the device as far as STUB_CUDA_KEEP says, and else zeros arrive */
+/* ---- copies: between the host and itself always; to and from the device as far as EMULATE_COPIED_BYTES says, and else zeros arrive */
 
 /* The next number that this thread reads from the device, for a kernel whose count is known on the host. */
 static __thread long long answer;

@@ -1,6 +1,6 @@
 /* NCCL between processes of one machine, through shared memory.
  *
- * A collective returns when every rank has called it. It carries at most STUB_CUDA_KEEP bytes of floating-point numbers, and MOST_CARRIED of
+ * A collective returns when every rank has called it. It carries at most EMULATE_COPIED_BYTES bytes of floating-point numbers, and MOST_CARRIED of
  * integers, among which are pickled objects; of the rest only the size is compared. Where real NCCL would hang or mix up ranks that call different things, each of them gets an error that says what it called.
  * A message from one rank to another is left in a box, of which a pair has DEPTH; the call returns once it is left, or taken.
  */
@@ -336,7 +336,7 @@ EXPORT int ncclCommInitRank(communicator **to, int size, unique_id id, int rank)
   char name[64];
   snprintf(name, sizeof name, "/cudastub-%016lx%016lx", (unsigned long)number[0], (unsigned long)number[1]);
   communicator *of = calloc(1, sizeof *of);
-  *of = (communicator){.size = size, .rank = rank, .device = current_device, .id = id, .device_bytes = setting("STUB_NCCL_BYTES", 0)};
+  *of = (communicator){.size = size, .rank = rank, .device = current_device, .id = id, .device_bytes = setting("EMULATE_NCCL_BYTES", 0)};
   if (!take_bytes(of->device, of->device_bytes)) {
     snprintf(last_words, sizeof last_words, "Failed to CUDA malloc %llu bytes", of->device_bytes);
     free(of);

@@ -75,7 +75,7 @@ EXPORT int cudaGetDeviceProperties(device_properties *of, int device) {
   of->major = model.major;
   of->minor = model.minor;
   of->multiProcessorCount = model.multiprocessors;
-  of->l2CacheSize = model.l2_cache;
+  of->l2CacheSize = 50 * MIB;
   of->sharedMemPerBlock = 49152;
   of->sharedMemPerMultiprocessor = shared_per_multiprocessor();
   of->sharedMemPerBlockOptin = of->sharedMemPerMultiprocessor - 1024;
@@ -241,7 +241,7 @@ EXPORT int cudaStreamAddCallback(void *stream, void (*function)(void *, int, voi
   return SUCCESS;
 }
 
-/* ---- kernels: counted; after so many of them another process takes or gives back memory (STUB_CUDA_SQUEEZE) */
+/* ---- kernels: counted; after so many of them another process takes or gives back memory (EMULATE_SQUEEZE) */
 
 static unsigned long long launched_kernels;
 static struct { unsigned long long after; long long bytes; } squeezes[16];
@@ -249,7 +249,7 @@ static int squeeze_count, squeezes_done;
 static pthread_mutex_t squeezing = PTHREAD_MUTEX_INITIALIZER;
 
 __attribute__((constructor)) static void read_squeezes(void) {
-  for (const char *at = getenv("STUB_CUDA_SQUEEZE"); at && *at && squeeze_count < 16; squeeze_count++) {
+  for (const char *at = getenv("EMULATE_SQUEEZE"); at && *at && squeeze_count < 16; squeeze_count++) {
     char *end;
     squeezes[squeeze_count].after = strtoull(at, &end, 0);
     squeezes[squeeze_count].bytes = *end == ':' ? strtoll(end + 1, &end, 0) : 0;

@@ -104,8 +104,8 @@ _Static_assert(sizeof(allocation_properties) == 32, "a field is not at its place
 /* ---- memory.c */
 
 typedef struct {
-  const char *key, *name;
-  int major, minor, multiprocessors, l2_cache;
+  const char *name;
+  int major, minor, multiprocessors;
   unsigned long long capacity; /* totalGlobalMem as drivers tell it */
 } device_model;
 

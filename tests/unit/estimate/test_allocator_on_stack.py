@@ -22,7 +22,7 @@ def compared(kind, *numbers, conf, capacity):
         *map(str, numbers),
     ]
     environment = subprocess_environment(
-        PYTORCH_CUDA_ALLOC_CONF=conf, STUB_CUDA_CAPACITY=str(capacity)
+        PYTORCH_CUDA_ALLOC_CONF=conf, EMULATE_CAPACITY=str(capacity)
     )
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
