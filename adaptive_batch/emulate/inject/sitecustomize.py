@@ -36,6 +36,8 @@ def run_other_sitecustomize() -> None:
             raise
         if own is not None:
             sys.modules["sitecustomize"] = own
+    finally:
+        sys.path.insert(0, here)  # torch.compile's workers get sys.path as their PYTHONPATH
 
 
 load_hook()
