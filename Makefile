@@ -121,10 +121,6 @@ measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with w
 	$(BIN)/python benchmarks/parity_adapters.py --ranks
 	$(BIN)/python benchmarks/split_check.py --programs
 	$(BIN)/python benchmarks/split_check.py --cost
-	$(BIN)/python benchmarks/throughput.py --losses
-	$(BIN)/python benchmarks/throughput.py --pairs
-	$(BIN)/python benchmarks/step_time.py --compare micro
-	$(BIN)/python benchmarks/step_time.py --compare order
 	$(STACK)/bin/python benchmarks/cuda_stack.py
 	$(STACK)/bin/python benchmarks/fragmentation.py
 	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 2

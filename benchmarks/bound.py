@@ -2,24 +2,20 @@
 a trial.
 
     python benchmarks/bound.py [--quick] [--adapters | --tasks] [--threads N] [--output DIR]
-    python benchmarks/bound.py --device cuda [--memory 24GiB] [--quick] [--output DIR]
 
-On a CPU, tensor bytes are counted: small models of torchtune's qwen2 builder, every size from one
+Tensor bytes are counted on a CPU. Small models of torchtune's qwen2 builder run every size from one
 row up until three in a row do not fit, then the three searches. The peaks that brute force saw are
 also replayed to `predict` under budgets for every true maximum that they cover. With `--adapters`,
 LoRA, DoRA and QLoRA, two bounds of hundreds of rows among them. With `--tasks`, preference pairs
-and distillation as the recipes build them, with their second model. On CUDA: random weights of real
-size in bf16; the true maximum is bisected and checked upward.
+and distillation as the recipes build them, with their second model.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,22 +27,12 @@ import torchao.optim
 from torch import nn
 from torchtune import modules, training
 from torchtune.data import padded_collate_sft
-from torchtune.models.llama3_2 import llama3_2_1b
 from torchtune.models.qwen2 import lora_qwen2, qwen2
-from torchtune.models.qwen2_5 import qwen2_5_0_5b
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
-from torchtune.utils import batch_to_device
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.memory import (
-    GIB,
-    DeviceMemory,
-    OptimizerInBackward,
-    device_memory,
-    parse_size,
-)
+from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, device_memory
 from adaptive_batch.probe import (
     BinarySearch,
     DryRun,
@@ -65,7 +51,10 @@ from support.runners import build_runner
 
 MIB = 2**20
 PLENTY = 2**50
-MAXIMUM = 128  # rows of the epoch, on a CPU; twice the true maximum where that is more
+# Rows of the epoch, or twice the true maximum where that is more.
+MAXIMUM = 128
+SEARCHES = ("predict", "binary", "halve")
+CPU = torch.device("cpu")
 IGNORED = -100
 SEED = 0
 
@@ -101,8 +90,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "LoRA": partial(with_adapters, 1000, 3, 4, 2, 64, 192, 1024, tie_word_embeddings=True),
     "DoRA": partial(with_adapters, 1000, 3, 4, 2, 64, 192, 1024, use_dora=True),
     "QLoRA": partial(with_adapters, 1000, 2, 4, 2, 256, 512, 1024, quantize_base=True),
-    "qwen2_5_0_5b": qwen2_5_0_5b,
-    "llama3_2_1b": llama3_2_1b,
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4),
@@ -115,7 +102,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Combination:
-    """One way of training; on a CPU `about` is the true maximum that the budget is chosen for."""
+    """A way of training; `about` is the true maximum that the budget is chosen for."""
 
     model: str
     length: int
@@ -146,7 +133,7 @@ class Combination:
         return ", ".join(marks + ["accumulating"] * self.accumulates)
 
 
-ON_CPU = [
+COMBINATIONS = [
     Combination("narrow", 32, "AdamW", about=60),
     Combination("narrow", 32, "AdamW", loss="chunked", about=37),
     Combination("narrow", 64, "AdamW", checkpointing=True, about=60),
@@ -209,14 +196,6 @@ WITH_TASKS = [
     Combination("full", 64, "AdamW", accumulates=True, about=5, task="distillation"),
     Combination("full", 32, "SGD momentum", about=11, task="distillation", layout="packed"),
 ]
-ON_CUDA = [
-    Combination(
-        model, length, "AdamW fused", checkpointing=checkpointing, loss="chunked", dtype="bfloat16"
-    )
-    for model in ("qwen2_5_0_5b", "llama3_2_1b")
-    for length in (512, 2048)
-    for checkpointing in (False, True)
-]
 
 
 class Bench:
@@ -270,10 +249,11 @@ class Bench:
 class BenchOfModel(Bench):
     """A small model of this file, and its loss of next tokens."""
 
-    def __init__(self, combination: Combination, device: torch.device) -> None:
+    def __init__(self, combination: Combination) -> None:
         torch.manual_seed(SEED)
-        self.combination, self.device, self.memory = combination, device, device_memory(device)
-        with training.set_default_dtype(getattr(torch, combination.dtype)), device:
+        self.combination = combination
+        self.memory = device_memory(CPU)
+        with training.set_default_dtype(getattr(torch, combination.dtype)):
             self.model = MODELS[combination.model]()
         if combination.checkpointing:
             layer = {modules.TransformerSelfAttentionLayer}
@@ -283,10 +263,8 @@ class BenchOfModel(Bench):
         )
         if self._chunked:
             self.model.set_num_output_chunks(self._chunked.num_output_chunks)
-        make, trained = (
-            OPTIMIZERS[combination.optimizer],
-            [p for p in self.model.parameters() if p.requires_grad],
-        )
+        make = OPTIMIZERS[combination.optimizer]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
         if combination.in_backward:
             self._optimizer = OptimizerInBackward({p: make([p]) for p in trained})
         else:
@@ -295,7 +273,6 @@ class BenchOfModel(Bench):
             self.model,
             MicroBatchLimit(1),
             collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORED),
-            to_device=partial(batch_to_device, device=device),
             mean_loss=self._mean_loss,
             scale_gradients=not combination.in_backward,
         )
@@ -316,7 +293,7 @@ class BenchOfModel(Bench):
 class BenchOfTask(Bench):
     """A small model and what it is compared with, built and run as the recipes do."""
 
-    def __init__(self, combination: Combination, device: torch.device) -> None:
+    def __init__(self, combination: Combination) -> None:
         self.combination = combination
         family = model_families.Combination(
             "qwen2",
@@ -326,7 +303,6 @@ class BenchOfTask(Bench):
             "checkpointing" if combination.checkpointing else "",
             "bf16" if combination.dtype == "bfloat16" else "fp32",
             combination.in_backward,
-            device=str(device),
             layout=combination.layout or None,
             task=combination.task,
             adapters=combination.model == "LoRA",
@@ -350,9 +326,6 @@ def found(result: ProbeResult, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "tried": [(t.batch_size, t.fits, t.peak_bytes) for t in result.trials],
     }
-
-
-# --- on a CPU
 
 
 def choose_budget(bench: Bench) -> int:
@@ -424,23 +397,18 @@ def replay(peaks: dict[int, int], resident_bytes: int) -> dict[str, Any]:
     }
 
 
-def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
+def measure(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
     rows = []
-    print(
-        f"{'combination':<78} {'MiB':>6} {'true':>4}  "
-        + "".join(
-            f"{name + ': found trials OOMs s':>32}" for name in ("predict", "binary", "halve")
-        )
-        + f"{'brute s':>9}"
-    )
+    columns = " ".join(f"{name}:>12" for name in SEARCHES)
+    print("each search: found, trials and OOMs")
+    table = records.Table(f"name:<78 MiB:>6.1f true:>4 {columns} brute_force_seconds:>19.1f")
     for combination in combinations:
-        kind = BenchOfTask if combination.task else BenchOfModel
-        bench = kind(combination, torch.device("cpu"))
+        bench = BenchOfTask(combination) if combination.task else BenchOfModel(combination)
         budget = choose_budget(bench)
         true_maximum, peaks, seconds = brute_force(bench, budget)
         searches = {
             name: found(*bench.search(name, budget_bytes=budget, maximum=combination.maximum))
-            for name in ("predict", "binary", "halve")
+            for name in SEARCHES
         }
         with bench.rehearsal(budget) as trial:
             resident = trial.resident_bytes
@@ -456,21 +424,18 @@ def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
                 "replayed": replay(peaks, resident),
             }
         )
-        cells = "".join(
-            f"{s['found']:>17}{s['trials']:>5}{s['ooms']:>5}{s['seconds']:>5.1f}"
-            for s in searches.values()
-        )
-        print(
-            f"{combination!s:<78} {budget / MIB:>6.1f} {true_maximum:>4}  {cells}{seconds:>9.1f}",
-            flush=True,
-        )
+        cells = {
+            name: f"{search['found']} {search['trials']:>3} {search['ooms']:>2}"
+            for name, search in searches.items()
+        }
+        table.print(rows[-1], name=str(combination), MiB=budget / MIB, **cells)
     return rows
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Totals, printed."""
     totals: dict[str, Any] = {}
-    for name in ("predict", "binary", "halve"):
+    for name in SEARCHES:
         done = [row["searches"][name] | {"true": row["true"]} for row in rows]
         totals[name] = {
             "equal": sum(d["found"] == d["true"] for d in done),
@@ -495,131 +460,23 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return totals
 
 
-# --- on CUDA
-
-
-@contextmanager
-def bench_on(combination: Combination, device: torch.device) -> Iterator[Bench]:
-    """A model that is gone after."""
-    bench = BenchOfModel(combination, device)
-    try:
-        yield bench
-    finally:
-        bench.__dict__.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def true_maximum_from(trial: Callable[[int], Trial], known: int) -> tuple[int, int]:
-    """The largest size that fits, and the trials spent: doubled from a size known to fit, bisected,
-    checked upward.
-    """
-    low, high, trials = known, 2 * known, 0
-    while trial(high).fits:
-        low, high, trials = high, 2 * high, trials + 1
-    trials += 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if trial(middle).fits else (low, middle)
-        trials += 1
-    failed, rows = 0, low
-    while failed < 3:  # fragmentation may let a larger size in where a smaller one did not fit
-        rows += 1
-        trials += 1
-        failed = 0 if trial(rows).fits else failed + 1
-        low = max(low, rows) if failed == 0 else low
-    return low, trials
-
-
-def measure_on_cuda(
-    combinations: Sequence[Combination], device: torch.device, memory: str | None
-) -> list[dict[str, Any]]:
-    rows = []
-    print(
-        f"{'combination':<70} {'GiB':>6} {'true':>5} {'found':>5} {'share':>6} {'trials':>6}"
-        f" {'OOMs':>4} {'seconds':>8} {'true s':>8}"
-    )
-    for combination in combinations:
-        with bench_on(combination, device) as bench:
-            available = bench.memory.available_bytes(())
-            allowed = (
-                parse_size(memory, total_bytes=bench.memory.total_bytes()) if memory else available
-            )
-            budget = int(min(allowed, available) * 0.95)
-            try:
-                result, seconds = bench.search("predict", budget_bytes=budget, maximum=4096)
-            except DoesNotFitError as error:
-                print(f"{combination!s:<70} {error}", flush=True)
-                rows.append({**asdict(combination), "budget_bytes": budget, "refused": str(error)})
-                continue
-            start = time.perf_counter()
-            with bench.rehearsal(budget) as trial:
-                true_maximum, trials = true_maximum_from(trial, result.max_batch_size)
-            true_seconds = time.perf_counter() - start
-        predict = found(result, seconds)
-        share = result.max_batch_size / true_maximum
-        rows.append(
-            {
-                **asdict(combination),
-                "budget_bytes": budget,
-                "resident_bytes": result.resident_bytes,
-                "true": true_maximum,
-                "true_trials": trials,
-                "true_seconds": round(true_seconds, 1),
-                "share": share,
-                "predict": predict,
-            }
-        )
-        print(
-            f"{combination!s:<70} {budget / GIB:>6.2f} {true_maximum:>5} {result.max_batch_size:>5}"
-            f" {share:>6.1%} {predict['trials']:>6} {predict['ooms']:>4} {seconds:>8.1f}"
-            f" {true_seconds:>8.1f}",
-            flush=True,
-        )
-    done = [row for row in rows if "share" in row]
-    if done:
-        print(
-            f"\nsmallest share {min(r['share'] for r in done):.1%},"
-            f" {sum(r['predict']['ooms'] for r in done)} OOMs"
-        )
-    return rows
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--memory", help="on CUDA: what may be used, such as 24GiB; default all that is free"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer combinations, with smaller maxima"
-    )
+    parser = records.parser(__doc__, quick="fewer combinations, with smaller maxima")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--adapters", action="store_true", help="on a frozen base, on a CPU")
+    kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
     kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     parser.add_argument("--threads", type=int, help="threads of PyTorch on the CPU")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    gc.freeze()  # trials collect garbage; what is imported need not be looked through every time
-    if arguments.device == "cuda":
-        combinations = ON_CUDA[:2] if arguments.quick else ON_CUDA
-        device = torch.device("cuda", torch.cuda.current_device())
-        records.write(
-            "bound-cuda",
-            arguments.output,
-            bound=measure_on_cuda(combinations, device, arguments.memory),
-        )
-        return
-    combinations = WITH_ADAPTERS if arguments.adapters else ON_CPU
+    # Trials collect garbage; imported modules need not be looked through each time.
+    gc.freeze()
+    combinations = WITH_ADAPTERS if arguments.adapters else COMBINATIONS
     if arguments.tasks:
         combinations = WITH_TASKS
     if arguments.quick:
-        combinations = [replace(c, about=min(c.about, 8)) for c in combinations[::3]]
-    rows = measure_on_cpu(combinations)
+        combinations = [replace(each, about=min(each.about, 8)) for each in combinations[::3]]
+    rows = measure(combinations)
     print()
     name = "bound" + "_adapters" * arguments.adapters + "_tasks" * arguments.tasks
     records.write(name, arguments.output, totals=summarize(rows), bound=rows)

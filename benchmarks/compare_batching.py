@@ -11,7 +11,6 @@ of steps of 64 rows.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import logging
@@ -211,10 +210,7 @@ def print_ways(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser = records.parser(__doc__)
     arguments = parser.parse_args()
     start = time.perf_counter()
     lengths = docstring_lengths()

@@ -11,14 +11,12 @@ and is given some of the rows.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -255,10 +253,7 @@ def ours(with_bytes: list[published.Published], ran_out: list[published.Publishe
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser = records.parser(__doc__)
     arguments = parser.parse_args()
     start = time.perf_counter()
     rows = [

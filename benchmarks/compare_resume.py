@@ -11,7 +11,6 @@ them, and the weights after the last step are compared bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
@@ -394,11 +393,8 @@ def measured(way: Way) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="ways whose name has this text")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     start = time.perf_counter()
     warnings.simplefilter("ignore")

@@ -8,9 +8,7 @@ of its budgets. The model has dropout, so that a search which draws random numbe
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 
 import records
 import search_in_trainers
@@ -20,10 +18,7 @@ DROPOUT = 0.1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser = records.parser(__doc__)
     arguments = parser.parse_args()
     start = time.perf_counter()
     search_in_trainers.be_quiet()

@@ -13,7 +13,6 @@ preference pairs and distillation, whose second model may run out of memory too.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -44,14 +43,10 @@ WITH_TASKS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th operation")
+    parser = records.parser(__doc__, quick=f"every {QUICK}th operation")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
     kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is tiny
     width = max(map(len, PHASES))

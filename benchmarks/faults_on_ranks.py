@@ -14,7 +14,6 @@ tests/support/fault_injection_on_ranks.py).
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -66,9 +65,7 @@ def is_wrong(outcome: Outcome) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument(
         "--every", type=int, default=1, help="so many-th operation of those that can be replayed"
     )
@@ -85,7 +82,6 @@ def main() -> None:
         default=range(len(WAYS)),
         help="of six, by number from 0; default: all",
     )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []

@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class Case:
     """A model, the lengths of its rows, and what a micro-batch holds.
 
     Attributes:
-        model: name of a builder here.
+        model: name in `MODELS`.
         kind: distribution of lengths.
         mean: of the logarithm of lengths, as tokens.
         spread: standard deviation of that logarithm.
@@ -117,94 +118,36 @@ def sample(number: int) -> list[Case]:
         kind = KINDS[place % len(KINDS)]
         spread = {"lognormal": draw.choice([0.5, 0.8, 1.2])}.get(kind, 0.15)
         mean = draw.randint(150, 600)
-        cases.append(
-            Case(
-                draw.choice(list(MODELS)),
-                kind,
-                mean,
-                spread,
-                draw.choice([4096, 8192, 12288]),
-                place,
-            )
-        )
+        model, tokens = draw.choice(list(MODELS)), draw.choice([4096, 8192, 12288])
+        cases.append(Case(model, kind, mean, spread, tokens, place))
     return cases
 
 
-def llama3_2_1b() -> nn.Module:
-    from torchtune.models.llama3_2 import llama3_2
-
-    return llama3_2(
-        vocab_size=128256,
-        num_layers=2,
-        num_heads=32,
-        num_kv_heads=8,
-        embed_dim=2048,
-        max_seq_len=LONGEST,
-        intermediate_dim=8192,
-    )
-
-
-def llama3_2_3b() -> nn.Module:
-    from torchtune.models.llama3_2 import llama3_2
-
-    return llama3_2(
-        vocab_size=128256,
-        num_layers=2,
-        num_heads=24,
-        num_kv_heads=8,
-        embed_dim=3072,
-        max_seq_len=LONGEST,
-        intermediate_dim=8192,
-    )
-
-
-def llama3_1_8b() -> nn.Module:
-    from torchtune.models.llama3_1 import llama3_1
-
-    return llama3_1(
-        vocab_size=128256,
-        num_layers=2,
-        num_heads=32,
-        num_kv_heads=8,
-        embed_dim=4096,
-        max_seq_len=LONGEST,
-        intermediate_dim=14336,
-    )
-
-
-def qwen2_5_0_5b() -> nn.Module:
-    from torchtune.models.qwen2 import qwen2
-
-    return qwen2(
-        vocab_size=151936,
-        num_layers=2,
-        num_heads=14,
-        num_kv_heads=2,
-        embed_dim=896,
-        max_seq_len=LONGEST,
-        intermediate_dim=4864,
-        tie_word_embeddings=True,
-    )
-
-
-def mistral_7b() -> nn.Module:
-    from torchtune.models.mistral import mistral
-
-    return mistral(
-        vocab_size=32000,
-        num_layers=2,
-        num_heads=32,
-        num_kv_heads=8,
-        embed_dim=4096,
-        max_seq_len=LONGEST,
-        intermediate_dim=14336,
-    )
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    build.__name__: build
-    for build in (llama3_2_1b, llama3_2_3b, llama3_1_8b, qwen2_5_0_5b, mistral_7b)
+# Builder of torchtune, vocabulary, heads, heads of keys, width, width of the MLP.
+MODELS = {
+    "llama3_2_1b": ("llama3_2.llama3_2", 128256, 32, 8, 2048, 8192),
+    "llama3_2_3b": ("llama3_2.llama3_2", 128256, 24, 8, 3072, 8192),
+    "llama3_1_8b": ("llama3_1.llama3_1", 128256, 32, 8, 4096, 14336),
+    "qwen2_5_0_5b": ("qwen2.qwen2", 151936, 14, 2, 896, 4864),
+    "mistral_7b": ("mistral.mistral", 32000, 32, 8, 4096, 14336),
 }
+
+
+def build_model(name: str) -> nn.Module:
+    """Build a model of two layers."""
+    builder, vocabulary, heads, kv_heads, width, mlp_width = MODELS[name]
+    module, function = builder.split(".")
+    build = getattr(import_module(f"torchtune.models.{module}"), function)
+    return build(
+        vocab_size=vocabulary,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        embed_dim=width,
+        max_seq_len=LONGEST,
+        intermediate_dim=mlp_width,
+        **({"tie_word_embeddings": True} if module == "qwen2" else {}),
+    )
 
 
 def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -222,7 +165,7 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
     torch.set_default_dtype(torch.bfloat16)
     # Nothing is made but what stays, as where a model is moved to a device.
     with torch.device("meta"):
-        model = MODELS[case.model]()
+        model = build_model(case.model)
     if distributed.is_initialized():
         for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer)
@@ -466,17 +409,13 @@ def described(case: Case) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="four cases of few steps")
+    parser = records.parser(__doc__, quick="four cases of few steps")
     parser.add_argument("--ranks", type=int, metavar="N", help="one case on so many ranks")
     parser.add_argument("--cases", type=int, default=20, metavar="N", help="the first N of 20")
     parser.add_argument("--steps", type=int, metavar="N", help="of each case, rather than its own")
     parser.add_argument(
         "--way", choices=list(WAYS), action="append", help="without --ranks; repeat it for more"
     )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -12,7 +12,6 @@ where anything differs, or where a moment was never hit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -70,9 +69,7 @@ def show(all_found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--kills", type=int, default=40, help="of each way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="ways at a time")
@@ -83,7 +80,6 @@ def main() -> None:
         metavar="WAY",
         help="these alone; the record is named after them",
     )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         ways = reversed(arguments.ways or WAYS)  # the longest first

@@ -12,7 +12,6 @@ the audit must hold, a survivor must end soon and say why, once. Exits 1 otherwi
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -47,15 +46,12 @@ def show(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument(
         "--no-torchrun", action="store_true", help="leave the real command line out"
     )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(Path(folder))

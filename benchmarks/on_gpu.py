@@ -299,9 +299,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     add = parser.add_argument
     add("--estimate", metavar="DEVICE", help="only estimate, of this device")
     add("--cases", type=int, default=30, metavar="N", help="of eager steps (default: %(default)s)")
@@ -311,7 +309,6 @@ def arguments() -> argparse.Namespace:
     add("--only", default="", metavar="REGEX", help="cases whose description matches")
     add("--seconds", type=float, default=3600.0, metavar="S", help="default: %(default)s")
     add("--at-once", type=int, default=6, metavar="N", help="processes (default: %(default)s)")
-    add("--output", type=Path, default=records.RESULTS, metavar="DIR")
     return parser.parse_args()
 
 

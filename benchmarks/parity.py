@@ -11,13 +11,10 @@ two runs of the stock recipe: where these differ, ours is not counted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -160,32 +157,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print(f"differs: {row['kind']}, {' + '.join(row['features']) or 'defaults'}: {row}")
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without what the recipes print, by whatever way."""
-    sys.stdout.flush()
-    kept = [os.dup(descriptor) for descriptor in (1, 2)]
-    with open(os.devnull, "w") as nowhere:
-        for descriptor in (1, 2):
-            os.dup2(nowhere.fileno(), descriptor)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            for descriptor, original in zip((1, 2), kept, strict=True):
-                os.dup2(original, descriptor)
-                os.close(original)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"about {QUICK} combinations of each kind"
-    )
+    parser = records.parser(__doc__, quick=f"about {QUICK} combinations of each kind")
     parser.add_argument("--compiled", action="store_true", help="compile=True in all runs")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
 
     start = time.perf_counter()
@@ -204,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         setup = make_setup(Path(folder))
         for compare, features in tqdm(tasks, file=terminal, desc="comparisons"):
-            with quiet():
+            with records.printing_into():
                 rows += compare(setup, features)
     print_table(rows)
     undecided = [

@@ -14,7 +14,6 @@ which makes DoRA's magnitudes anew where it resumes: there only LoRA is resumed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -27,7 +26,6 @@ from typing import Any
 
 import records
 import torch
-from parity import quiet
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -171,12 +169,8 @@ def starts(cases: Sequence[Features], size: int) -> Iterator[Sequence[Features]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__, quick=f"every {QUICK}th comparison")
     parser.add_argument("--ranks", action="store_true", help=f"on {RANKS} ranks")
-    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th comparison")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     start = time.perf_counter()
     ranks, kinds = (RANKS, ("LoRA",)) if arguments.ranks else (1, ("LoRA", "DoRA"))
@@ -202,7 +196,7 @@ def main() -> None:
         wide.mkdir()
         setups = make_setup(small), make_wide_setup(wide)
         for compare, cases in tqdm(tasks, file=terminal, desc="starts"):
-            with quiet():
+            with records.printing_into():
                 rows += compare(setups["QLoRA" in cases[0]], cases, ranks)
     identical = [row["losses"] and row["grad_norms"] and row["adapters"] for row in rows]
     for kind in dict.fromkeys(row["kind"] for row in rows):

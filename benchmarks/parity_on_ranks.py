@@ -12,7 +12,6 @@ shown beside a run that is right.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from typing import Any
 
 import records
 import torch
-from parity import quiet
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -388,14 +386,10 @@ def starts(cases: Sequence[Case]) -> Iterator[Sequence[Case]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th case")
+    parser = records.parser(__doc__, quick=f"every {QUICK}th case")
     parser.add_argument(
         "--only", default="", metavar="WORD", help="cases that have it in their name"
     )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
 
     begin = time.perf_counter()
@@ -418,7 +412,7 @@ def main() -> None:
         setup = make_setup(Path(folder))
         for compare, cases in tqdm(tasks, file=terminal, desc="starts", disable=None):
             try:
-                with quiet():
+                with records.printing_into():
                     found = compare(setup, cases)
             except RunsFailedError as error:
                 if len(cases) > 1:  # which of them it was
@@ -430,7 +424,7 @@ def main() -> None:
             for row in found:
                 print_row(row)
             rows += found
-        with quiet():
+        with records.printing_into():
             defects = [] if arguments.only else show_defects(setup)
     print_defects(defects)
     done = sum(map(identical, rows))

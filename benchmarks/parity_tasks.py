@@ -12,7 +12,6 @@ as tests/support/corrected_distillation.py corrects it (docs/distillation.md).
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -26,7 +25,6 @@ from typing import Any
 
 import records
 import torch
-from parity import quiet
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -212,11 +210,7 @@ def compare_resumed(setup: SmallSetup, kind: str, features: Sequence[str]) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th comparison")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser = records.parser(__doc__, quick=f"every {QUICK}th comparison")
     arguments = parser.parse_args()
     start = time.perf_counter()
     chosen = cases()[:: QUICK if arguments.quick else 1]
@@ -228,9 +222,9 @@ def main() -> None:
         setup = make_setup(Path(folder))
         for kind, features in tqdm(chosen, file=terminal, desc="runs"):
             if "ranks" not in kind:
-                with quiet():
+                with records.printing_into():
                     rows.append(compare(setup, kind, features))
-        with quiet():
+        with records.printing_into():
             rows += compare_on_ranks(setup, [case for case in chosen if "ranks" in case[0]])
             for kind, features in resumed:
                 rows += compare_resumed(setup, kind, features)

@@ -1,16 +1,19 @@
-"""What every record of a measurement says: when, by which command, on which machine, with which
-versions; and how a measurement of many cases resumes.
+"""The harness of all benchmarks: arguments, tables, and records that name the date, the command,
+the machine and the versions.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +37,56 @@ PACKAGES = (
     "datasets",
 )
 UNFINISHED = Path(__file__).parents[1] / ".measure"
+
+
+def parser(description: str | None, *, quick: str = "") -> argparse.ArgumentParser:
+    """Return a parser with ``--output``, and with ``--quick`` if its help is given."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR")
+    return parser
+
+
+@contextmanager
+def printing_into(path: Path | str = os.devnull) -> Iterator[None]:
+    """Write what this process and its libraries print into a file."""
+    sys.stdout.flush()
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    with open(path, "w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            for descriptor, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
+class Table:
+    """A table that prints its titles now and each row as it comes.
+
+    Args:
+        columns: names of values with their formats, such as ``"search:<20 seconds:>8.1f"``.
+    """
+
+    def __init__(self, columns: str) -> None:
+        self._formats = dict(column.split(":") for column in columns.split())
+        self.print({name: name.replace("_", " ") for name in self._formats})
+
+    def print(self, row: Mapping[str, Any], /, **others: Any) -> None:
+        """Print the values of a row that have a column. Text has the column's width alone."""
+        cells = []
+        for name, spec in self._formats.items():
+            value = {**row, **others}[name]
+            width = re.match(r"[<>]\d+", spec)
+            assert width is not None, f"{spec!r} begins without alignment and width"
+            cells.append(format(value, width[0] if isinstance(value, str) else spec))
+        print(" ".join(cells).rstrip(), flush=True)
 
 
 class Finished:

@@ -13,7 +13,6 @@ apart.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -38,11 +37,8 @@ def experiment(setup: SmallSetup, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     rows = []
     print(

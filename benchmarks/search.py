@@ -10,26 +10,19 @@ counted CPU budget, and measures the time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import os
-import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import records
 import torch
 from accelerate.utils import find_executable_batch_size
 from lightning.pytorch.tuner import Tuner
@@ -437,23 +430,15 @@ def measure_real_model(*, budget_mib: int, repeats: int) -> list[dict[str, Any]]
 
 def print_curves(rows: list[dict[str, Any]]) -> None:
     print("(a) ideal device; median, and the worst in brackets where noise makes runs differ")
-    print(
-        f"{'true':>5}  {'curve':<24} {'noise':>5}  {'search':<20} {'found':>13} {'tried':>5}"
-        f" {'trials':>9} {'OOMs':>8}"
+    table = records.Table(
+        "true:>5 curve:<24 noise:>5 search:<20 found:>13 tried:>5 trials:>9 ooms:>8"
     )
-    group = None
     for row in rows:
-        if group not in (None, (row["true"], row["curve"])):
-            print()
-        group = (row["true"], row["curve"])
         cells = {
             name: cell(row[name], row[f"{name}_worst"]) for name in ("found", "trials", "ooms")
         }
-        print(
-            f"{row['true']:>5}  {row['curve']:<24} {'1%' if row['noise'] else '-':>5} "
-            f" {row['search']:<20} {cells['found']:>13} {'yes' if row['tried'] else 'NO':>5}"
-            f" {cells['trials']:>9} {cells['ooms']:>8}"
-        )
+        tried = "yes" if row["tried"] else "NO"
+        table.print(row, noise="1%" if row["noise"] else "-", tried=tried, **cells)
 
 
 def cell(value: float, worst: float) -> str:
@@ -465,31 +450,19 @@ def print_real_model(rows: list[dict[str, Any]]) -> None:
         f"\n(b) transformer of 3 million parameters, AdamW, {rows[0]['budget_mib']} MiB counted on"
         " the CPU"
     )
-    print(
-        f"{'search':<28} {'found':>6} {'true':>5} {'tried':>5} {'trials':>6} {'OOMs':>5}"
-        f" {'seconds':>8} {'/ ours':>7}"
+    table = records.Table(
+        "search:<28 found:>6 true:>5 tried:>5 trials:>6g ooms:>5g seconds:>8.2f times_ours:>10.2f"
     )
     for row in rows:
-        print(
-            f"{row['search']:<28} {row['found']:>6} {row['true']:>5}"
-            f" {'yes' if row['tried'] else 'NO':>5} {row['trials']:>6g} {row['ooms']:>5g}"
-            f" {row['seconds']:>8.2f} {row['times_ours']:>7.2f}"
-        )
+        table.print(row, tried="yes" if row["tried"] else "NO")
     unsafe = [row["search"] for row in rows if row["found"] > row["true"]]
     if unsafe:
         print(f"found more than fits once the optimizer's state is there: {', '.join(unsafe)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer seeds, sizes and repeats")
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR"
-    )
+    parser = records.parser(__doc__, quick="fewer seeds, sizes and repeats")
     arguments = parser.parse_args()
-
     torch.manual_seed(0)
     true_maxima = (2, 37) if arguments.quick else TRUE_MAXIMA
     on_curves = measure_curves(seeds=5 if arguments.quick else 30, true_maxima=true_maxima)
@@ -498,30 +471,13 @@ def main() -> None:
         budget_mib=90 if arguments.quick else 150, repeats=1 if arguments.quick else 3
     )
     print_real_model(on_model)
-
-    record = {
-        "date": date.today().isoformat(),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "machine": {
-            "cpus": os.cpu_count(),
-            "platform": platform.platform(),
-            "threads": torch.get_num_threads(),
-        },
-        "versions": (
-            {"python": platform.python_version()}
-            | {
-                name: version(name)
-                for name in ("torch", "lightning", "accelerate", "adaptive-batch")
-            }
-        ),
-        "settings": {"maximum": MAXIMUM, "fixed_share": FIXED, "budget_bytes": BUDGET},
-        "curves": on_curves,
-        "real_model": on_model,
-    }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"search-{date.today().isoformat()}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nwritten to {path}")
+    records.write(
+        "search",
+        arguments.output,
+        settings={"maximum": MAXIMUM, "fixed_share": FIXED, "budget_bytes": BUDGET},
+        curves=on_curves,
+        real_model=on_model,
+    )
 
 
 if __name__ == "__main__":

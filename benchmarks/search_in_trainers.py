@@ -14,7 +14,6 @@ after a search (weights, random numbers, first batch) is compared with a run wit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import hashlib
@@ -25,7 +24,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -581,11 +579,7 @@ def be_quiet() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one budget")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser = records.parser(__doc__, quick="one budget")
     arguments = parser.parse_args()
     be_quiet()
     print("lengths    MiB program    search       found  true trials OOMs steps lost begins alike")

@@ -15,14 +15,12 @@ least half of that harm in the gradients that the step left. A correct setup tha
 where these gradients differ from the whole's by more than 0.1% in float32. Losses that draw random
 numbers have no such difference: they are correct by construction.
 
-`--programs` runs the programs of split_programs.py instead. `--before RECORD` shows the counts of
-an earlier record too. `--cost` measures a check beside steps of 16 rows in 4 parts, by the time of
-the processor and by the peak of memory.
+`--programs` runs the programs of split_programs.py instead. `--cost` measures a check beside steps
+of 16 rows in 4 parts, by the time of the processor and by the peak of memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import multiprocessing
@@ -36,7 +34,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,15 +329,11 @@ def summary(found: list[dict[str, Any]], columns: Iterable[Column]) -> dict[str,
     return table
 
 
-def show(table: dict[str, Any], before: dict[str, Any]) -> None:
-    print(f"\n{'':<38}" + "".join(f"{dtype:>22}" for dtype in DTYPES))
+def show(table: dict[str, Any]) -> None:
+    print(f"\n{'':<46}" + "".join(f"{dtype:>12}" for dtype in DTYPES))
     for column, entries in table.items():
-        cells = ""
-        for dtype, entry in entries.items():
-            earlier = before.get(column, {}).get(dtype)
-            change = f"{earlier['count']}/{earlier['of']} -> " if earlier else ""
-            cells += f"{change}{entry['count']}/{entry['of']}".rjust(22)
-        print(f"{column:<38}{cells}")
+        cells = (f"{entry['count']}/{entry['of']}".rjust(12) for entry in entries.values())
+        print(f"{column:<46}" + "".join(cells))
     for column, entries in table.items():
         names = dict.fromkeys(name for entry in entries.values() for name in entry["setups"])
         if names:
@@ -453,24 +446,18 @@ def peak_bytes(run: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two seeds")
+    parser = records.parser(__doc__, quick="two seeds")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="setups; no record is written")
-    parser.add_argument("--before", type=Path, metavar="RECORD", help="record to compare with")
     parser.add_argument("--cost", action="store_true", help="time and memory of a check")
     parser.add_argument("--programs", action="store_true", help="those of split_programs.py")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--name", default="split_check", help="of the record")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     start = time.perf_counter()
     if arguments.cost:
         measured = cost(3 if arguments.quick else 7)
         print(json.dumps(measured, indent=1))
-        records.write(f"{arguments.name}_cost", arguments.output, **measured)
+        records.write("split_check_cost", arguments.output, **measured)
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     names, run = [*CORRECT, *WRONG], measure
@@ -482,14 +469,13 @@ def main() -> None:
         for framework in dict.fromkeys(name.split(":")[0] for name in names):
             of_framework = [name for name in names if name.startswith(framework)]
             columns += columns_of_correct(framework, of_framework)
-        arguments.name += "_programs"
     seeds = 2 if arguments.quick else arguments.seeds
     cases = [(name, seed) for seed in range(seeds) for name in arguments.only or names]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
         found = [record for of_case in pool.map(run, cases) for record in of_case]
     table = summary(found, columns)
-    show(table, json.loads(arguments.before.read_text())["table"] if arguments.before else {})
+    show(table)
     seconds = round(time.perf_counter() - start, 1)
     worst = max((max(r["harms"]) for r in found if r["name"] not in WRONG), default=0.0)
     print(f"\n{len(found)} records in {seconds} s; largest harm of a correct setup {worst:.1e}")
@@ -497,7 +483,7 @@ def main() -> None:
         print("\n".join(map(json.dumps, found)))
         return
     records.write(
-        arguments.name,
+        "split_check_programs" if arguments.programs else "split_check",
         arguments.output,
         seeds=seeds,
         setups=len(names),

@@ -1,38 +1,20 @@
-"""What the objects add to a script's own loop, and whether a killed run of them is the one that was
-never killed.
+"""Time that the objects add to a script's own loop.
 
-    python benchmarks/step_overhead.py [--milliseconds MS ...] [--pairs N] [--quick] [--profile]
-        [--output DIR]
+    python benchmarks/step_overhead.py [--milliseconds MS ...] [--pairs N] [--quick] [--output DIR]
 
-Three measurements, on one thread:
+Two measurements, on one thread:
 
 * CPU time of a step over that of the plain loop, of AdaptiveStep and of AdaptiveLoop, at steps of
   several sizes: the median over pairs that take turns, each built anew.
 * Wall time of an epoch of AdaptiveBatches with two workers over that of a plain DataLoader, where a
   row takes a while.
-* Losses and weights of AdaptiveBatches, AdaptiveStep and AdaptiveRate with two workers while the
-  batch grows, in one go and killed by SIGKILL after some steps, against those of AdaptiveLoop: bit
-  by bit.
-
-Exits 1 where something differs. ``--profile`` prints where the time goes instead.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import hashlib
-import json
-import multiprocessing
-import os
-import pstats
-import signal
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import records
@@ -40,10 +22,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-from adaptive_batch import AdaptiveBatches, AdaptiveLoop, AdaptiveRate, AdaptiveStep
+from adaptive_batch import AdaptiveBatches, AdaptiveLoop, AdaptiveStep
 
 # Largest ratio of a step that takes so many milliseconds or more.
 TARGETS = {50.0: 1.02, 0.0: 1.05}
@@ -276,16 +257,6 @@ def overhead(kind: type[Side], size: tuple[int, int], *, pairs: int) -> dict[str
     }
 
 
-def profile(kind: type[Side], size: tuple[int, int]) -> None:
-    """Print the functions of ours in which most time is spent, with what they call."""
-    side = kind(*size)
-    side.train(WARM_UP_STEPS)
-    profiler = cProfile.Profile()
-    profiler.runcall(side.train, 300)
-    print(kind.name)
-    pstats.Stats(profiler).sort_stats("cumulative").print_stats("adaptive_batch", 40)
-
-
 # --- wall time with workers
 
 
@@ -295,12 +266,10 @@ def epoch_seconds(kind: str, *, num_rows: int, row_seconds: float) -> float:
     model = Model(32)
     optimizer = torch.optim.AdamW(model.parameters())
     batches = AdaptiveBatches(rows, BATCH_SIZE) if kind == "adaptive" else None
-    if batches is None:
-        loader = DataLoader(
-            rows, batch_size=BATCH_SIZE, shuffle=True, num_workers=2, collate_fn=collate
-        )
-    else:
-        loader = DataLoader(rows, batch_sampler=batches, num_workers=2, collate_fn=collate)
+    of_batches: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True}
+    if batches is not None:
+        of_batches = {"batch_sampler": batches}
+    loader = DataLoader(rows, num_workers=2, collate_fn=collate, **of_batches)
     begin = time.perf_counter()
     for batch in loader:
         mean_loss(model, batch).backward()
@@ -321,184 +290,24 @@ def wall_ratios(*, pairs: int, num_rows: int, row_seconds: float) -> list[float]
     return ratios
 
 
-# --- killed runs
-
-# With batches of 3, 5 and 7 rows, 22 + 13 + 10 = 45 steps in three epochs.
-KILLED_ROWS = 64
-EPOCHS = 3
-NUM_STEPS = 45
-
-
-def two_more(epoch: int, batch_size: int) -> int:
-    return 2 if epoch else 0
-
-
-def rate_of(progress: float) -> float:
-    return 0.97**progress
-
-
-def setup() -> tuple[Model, torch.optim.Optimizer, LambdaLR]:
-    torch.set_num_threads(1)
-    model = Model(32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer, LambdaLR(optimizer, rate_of)
-
-
-def weights_of(model: nn.Module) -> str:
-    """Return a digest of all weights."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def train_loop(folder: Path) -> None:
-    """Train with AdaptiveLoop, and write losses and weights."""
-    model, optimizer, scheduler = setup()
-    loop = AdaptiveLoop(
-        model,
-        optimizer,
-        Rows(KILLED_ROWS, 12),
-        collate=collate,
-        mean_loss=lambda batch: mean_loss(model, batch),
-        batch_size=3,
-        batch_increase_function=two_more,
-        lr_scheduler=scheduler,
-        lr_scaling="sqrt",
-    )
-    losses = []
-    while loop.progress.epoch < EPOCHS:
-        for rows in loop:
-            losses.append(loop.run(rows).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    write_outcome(folder, losses, model)
-
-
-def train_batches(folder: Path, kill_after: int) -> None:
-    """Train with the objects apart and two workers, from the last checkpoint on; end by SIGKILL
-    after a step.
-    """
-    model, optimizer, scheduler = setup()
-    rows = Rows(KILLED_ROWS, 12)
-    batches = AdaptiveBatches(rows, 3, batch_increase_function=two_more)
-    rate = AdaptiveRate(
-        optimizer, scheduler, lr_scaling="sqrt", reference_batch_size=3, lr_clock="samples"
-    )
-
-    @AdaptiveStep.of(model)
-    def step(part: Any) -> torch.Tensor:
-        loss = mean_loss(model, part.batch) * part.share
-        loss.backward()
-        return loss.detach()
-
-    parts = {"model": model, "optimizer": optimizer, "batches": batches, "rate": rate, "step": step}
-    losses: list[float] = []
-    checkpoint = folder / "checkpoint.pt"
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        losses = state.pop("losses")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    loader = DataLoader(rows, batch_sampler=batches, num_workers=2, collate_fn=collate)
-    while batches.progress.epoch < EPOCHS:
-        for batch in loader:
-            rate.set(rows=len(batch["tokens"]), progress=batches.progress)
-            losses.append(float(sum(step(batch))))
-            optimizer.step()
-            optimizer.zero_grad()
-            batches.step()
-            aside = folder / "checkpoint.tmp"
-            torch.save(
-                {"losses": losses, **{name: part.state_dict() for name, part in parts.items()}},
-                aside,
-            )
-            aside.rename(checkpoint)
-            if len(losses) == kill_after:
-                os.kill(os.getpid(), signal.SIGKILL)
-    write_outcome(folder, losses, model)
-
-
-def write_outcome(folder: Path, losses: list[float], model: nn.Module) -> None:
-    outcome = {"losses": [loss.hex() for loss in losses], "weights": weights_of(model)}
-    (folder / "outcome.json").write_text(json.dumps(outcome))
-
-
-def in_process(function: Callable[..., None], *arguments: Any) -> int:
-    """Run a function in a process of its own; return its exit status."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
-    process.start()
-    process.join()
-    return process.exitcode or 0
-
-
-def killed_runs(folder: Path, moments: list[int]) -> list[str]:
-    """Return the moments after which a run that was killed differs from AdaptiveLoop's; 0 is a run
-    in one go.
-    """
-    outcomes = {}
-    for name in ["loop", 0, *moments]:
-        own_folder = folder / str(name)
-        own_folder.mkdir()
-        if name == "loop":
-            in_process(train_loop, own_folder)
-        else:
-            status = in_process(train_batches, own_folder, name)
-            assert status == (-signal.SIGKILL if name else 0), (
-                f"a run to be killed after {name} steps ended with {status}"
-            )
-            if name:
-                in_process(train_batches, own_folder, 0)
-        outcomes[name] = json.loads((own_folder / "outcome.json").read_text())
-    expected = outcomes.pop("loop")
-    assert len(expected["losses"]) == NUM_STEPS
-    return [str(name) for name, outcome in outcomes.items() if outcome != expected]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--milliseconds", type=float, nargs="+", default=[90.0, 3.0], help="of a plain step"
-    )
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="3 pairs")
-    parser.add_argument(
-        "--profile", action="store_true", help="print where the time of a step goes, and end"
-    )
-    parser.add_argument(
-        "--row-milliseconds", type=float, default=10.0, help="time that a worker takes for a row"
-    )
-    parser.add_argument("--rows", type=int, default=240, help="rows of an epoch with workers")
-    parser.add_argument(
-        "--kill-after", type=int, nargs="*", default=[5, 25, 44], help=f"of {NUM_STEPS} steps"
-    )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser = records.parser(__doc__, quick="3 pairs")
+    add = parser.add_argument
+    add("--milliseconds", type=float, nargs="+", default=[90.0, 3.0], help="of a plain step")
+    add("--pairs", type=int, default=15)
+    add("--row-milliseconds", type=float, default=10.0, help="time that a worker takes for a row")
+    add("--rows", type=int, default=240, help="rows of an epoch with workers")
     arguments = parser.parse_args()
-    pairs = 3 if arguments.quick else arguments.pairs
-
-    sizes = [calibrated(milliseconds) for milliseconds in arguments.milliseconds]
-    if arguments.profile:
-        for kind in (StepSide, LoopSide):
-            profile(kind, sizes[-1])
-        return
     steps = []
-    print(
-        f"{'':<14} {'plain ms':>9} {'added ms':>9} {'ratio':>7} {'quartiles':>15} {'target':>7}",
-        flush=True,
+    table = records.Table(
+        "kind:<14 milliseconds:>12.2f added_milliseconds:>18.3f ratio_median:>12.4f"
+        " quartiles:>15 target:>7.2f"
     )
-    for size in sizes:
+    for size in map(calibrated, arguments.milliseconds):
         for kind in (StepSide, LoopSide):
-            result = overhead(kind, size, pairs=pairs)
+            result = overhead(kind, size, pairs=3 if arguments.quick else arguments.pairs)
             low, _, high = result["ratio_quartiles"]
-            verdict = "" if result["ratio_median"] <= result["target"] else "  NOT met"
-            print(
-                f"{kind.name:<14} {result['milliseconds']:>9.2f}"
-                f" {result['added_milliseconds']:>9.3f} {result['ratio_median']:>7.4f} {low:>7.3f}"
-                f" {high:>7.3f} {result['target']:>7.2f}{verdict}",
-                flush=True,
-            )
+            table.print(result, quartiles=f"{low:.3f} to {high:.3f}")
             steps.append(result)
     walls = wall_ratios(
         pairs=3 if arguments.quick else 7,
@@ -506,30 +315,18 @@ def main() -> None:
         row_seconds=1e-3 * arguments.row_milliseconds,
     )
     wall = statistics.median(walls)
-    verdict = "met" if wall <= WALL_TARGET else "NOT met"
     print(
         f"AdaptiveBatches, 2 workers, {arguments.row_milliseconds:g} ms a row: wall time {wall:.4f}"
-        f" of plain; {verdict}"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        differing = killed_runs(Path(folder), arguments.kill_after)
-    moments = ", ".join(map(str, arguments.kill_after))
-    print(
-        f"killed after {moments} of {NUM_STEPS} steps, and in one go: {len(differing)} differ from"
-        " AdaptiveLoop"
+        f" of plain; target {WALL_TARGET}"
     )
     records.write(
         "step_overhead",
         arguments.output,
-        pairs=pairs,
         steps=steps,
         wall_ratio_median=wall,
         wall_ratios=walls,
         row_milliseconds=arguments.row_milliseconds,
-        killed_after=arguments.kill_after,
-        differing=differing,
     )
-    sys.exit(bool(differing))
 
 
 if __name__ == "__main__":

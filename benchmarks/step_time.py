@@ -1,136 +1,59 @@
-"""Time of an optimizer step: our recipe with everything adaptive off over torchtune's stock one, or
-our own two ways.
+"""Time of an optimizer step: our recipe with everything adaptive off over torchtune's stock one.
 
-    python benchmarks/step_time.py [--compare stock] [--pairs N] [--quick] [--device cuda]
-        [--output DIR] [key=value ...]
-    python benchmarks/step_time.py --compare micro ...
-    python benchmarks/step_time.py --compare order ...
+    python benchmarks/step_time.py [--pairs N] [--quick] [--device cuda] [--output DIR]
+        [key=value ...]
 
-``micro`` compares ours with ``micro_batch_size: auto``, where one micro-batch holds the whole step,
-with ours adaptive off. Both train in one process, each in a thread of its own, one step each in
-turns: what slows the machine slows both. They are built anew for each of several rounds, and take
-turns at being first: where their tensors happen to lie makes a difference of a percent or two,
-which stays for as long as they live. The first step of an epoch, which saves a checkpoint, is left
-out.
-
-``order`` compares micro-batches with the most tokens first, as they run, with a random order of the
-same ones. In the first steps of a round both are in the same order, and their losses have to be the
-same bits; how far they are apart by the end of it is reported too.
+Both train in one process, each in a thread of its own, one step each in turns: what slows the
+machine slows both. They are built anew for each of several rounds, and take turns at being first:
+where their tensors happen to lie makes a difference of a percent or two, which stays for as long as
+they live. The first step of an epoch, which saves a checkpoint, is left out. Losses of both are
+compared bit by bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import records
 import torch
-from omegaconf import DictConfig
 from turns import (
     Enough,
     Relay,
     TurnLogger,
     configuration,
     our_recipe,
-    printing_into,
     resampled_interval,
     stock_recipe,
 )
-
-from adaptive_batch.data import MicroBatch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
 
 ROUNDS = 8
-WARM_UP = 5  # pairs of a round: allocators and lazy initialisation
+# Pairs of a round, for allocators and lazy initialisation.
+WARM_UP = 5
+TARGET = 1.01
+RECIPES = {"stock": stock_recipe, "ours": our_recipe}
 
-Losses = dict[str, list[list[float]]]  # of each side, by rounds
-Seconds = dict[str, list[list[float]]]  # of each side, by rounds
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two that are compared."""
-
-    name: str
-    build: Callable[[DictConfig], Any]
-    overrides: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What is measured over what, and the name of its record."""
-
-    record: str
-    measured: Side
-    over: Side
-    target: float = 1.01
-
-
-def shuffling_recipe(cfg: DictConfig) -> Any:
-    """Our recipe, whose micro-batches run in a random order after the first steps."""
-    recipe = our_recipe(cfg)
-    runner = recipe.trainer.runner
-    divide = runner.divide
-    draw = random.Random(0)
-    num_steps = 0
-
-    def shuffled(*arguments: Any) -> tuple[list[MicroBatch], ...]:
-        nonlocal num_steps
-        num_steps += 1
-        parts = tuple(list(part) for part in divide(*arguments))
-        for part in parts if num_steps > WARM_UP else ():
-            draw.shuffle(part)
-        return parts
-
-    runner.divide = shuffled  # type: ignore[method-assign, assignment]
-    return recipe
-
-
-BY_TOKENS = ("batch_size=32", "micro_batch_tokens=1024")
-COMPARISONS = {
-    "stock": Comparison("step_time", Side("ours", our_recipe), Side("stock", stock_recipe)),
-    "micro": Comparison(
-        "step_time_micro",
-        Side(
-            "auto",
-            our_recipe,
-            ("micro_batch_size=auto", "probe.objective=largest", "drop_last=True"),
-        ),
-        Side("off", our_recipe),
-    ),
-    "order": Comparison(
-        "step_time_order",
-        Side("largest first", our_recipe, BY_TOKENS),
-        Side("random order", shuffling_recipe, BY_TOKENS),
-        target=1.0,
-    ),
-}
+# Of each recipe, by rounds.
+Figures = dict[str, list[list[float]]]
 
 
 def measure(
-    folder: Path, comparison: Comparison, *, pairs: int, device: str, overrides: list[str]
-) -> tuple[Seconds, Seconds, Losses, int]:
-    """Seconds of each side's steps on the clock and of the processor, by rounds and in pairs; their
+    folder: Path, *, pairs: int, device: str, overrides: list[str]
+) -> tuple[Figures, Figures, Figures, int]:
+    """Return seconds of each recipe's steps on the clock and of the processor, in pairs; their
     losses, of all steps; and rows of a step.
     """
     demo.prepare(folder)
     rows = len(demo.read_rows(folder / "data" / "train.jsonl"))
-    sides = (comparison.over, comparison.measured)
-    common = [f"device={device}", *overrides]
-    if sides[0].overrides == sides[1].overrides:
-        common = [*sides[0].overrides, *common]
-    cfg = configuration(folder, "any", common)
+    cfg = configuration(folder, "any", [f"device={device}", *overrides])
     step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
     steps = rows // step_rows
     pairs = -(-pairs // ROUNDS)
@@ -142,144 +65,104 @@ def measure(
             raise Enough
         return True
 
-    on_clock: Seconds = {side.name: [] for side in sides}
-    of_processor: Seconds = {side.name: [] for side in sides}
-    losses: Losses = {side.name: [] for side in sides}
+    seconds: Figures = {name: [] for name in RECIPES}
+    cpu_seconds: Figures = {name: [] for name in RECIPES}
+    losses: Figures = {name: [] for name in RECIPES}
     for number in range(ROUNDS):
-        in_order = sides if number % 2 == 0 else sides[::-1]
-        names = [side.name for side in in_order]
+        names = list(RECIPES) if number % 2 == 0 else list(RECIPES)[::-1]
         TurnLogger.relay = relay = Relay(names, torch.device(device), after_step=ends_turn)
         recipes = {}
-        for side in in_order:
-            cfg = configuration(folder, side.name, [*common, *side.overrides, f"epochs={epochs}"])
-            cfg.output_dir = str(folder / f"{side.name}_{number}")
-            recipes[side.name] = side.build(cfg)
+        for name in names:
+            own = [f"device={device}", f"epochs={epochs}", *overrides]
+            cfg = configuration(folder, name, own)
+            cfg.output_dir = str(folder / f"{name}_{number}")
+            recipes[name] = RECIPES[name](cfg)
         relay.run(recipes)
-        for side in sides:
-            on_clock[side.name].append([relay.seconds[side.name][step] for step in kept])
-            of_processor[side.name].append([relay.cpu_seconds[side.name][step] for step in kept])
-            (lines,) = (folder / f"{side.name}_{number}").rglob("log_*.txt")
-            losses[side.name].append([*map(float, re.findall(r" loss:(\S+)", lines.read_text()))])
-    return on_clock, of_processor, losses, step_rows
+        for name in names:
+            seconds[name].append([relay.seconds[name][step] for step in kept])
+            cpu_seconds[name].append([relay.cpu_seconds[name][step] for step in kept])
+            (lines,) = (folder / f"{name}_{number}").rglob("log_*.txt")
+            losses[name].append([*map(float, re.findall(r" loss:(\S+)", lines.read_text()))])
+    return seconds, cpu_seconds, losses, step_rows
 
 
-def losses_apart(losses: Losses, comparison: Comparison) -> dict[str, Any]:
-    """Whether the losses of the first steps are the same bits, and the largest difference of any
-    pair, as a share.
+def flat(figures: Figures, name: str) -> list[float]:
+    return [value for of_round in figures[name] for value in of_round]
+
+
+def ratio_of(seconds: Figures) -> dict[str, Any]:
+    """Return the median of ours over stock's with its 95% bootstrap interval, and that of each
+    round.
     """
-    pairs = [
-        list(zip(*of_sides, strict=True))
-        for of_sides in zip(
-            losses[comparison.measured.name], losses[comparison.over.name], strict=True
-        )
-    ]
-    return {
-        "same_bits_in_first_steps": all(
-            a == b for of_round in pairs for a, b in of_round[:WARM_UP]
-        ),
-        "same_bits": sum(a == b for of_round in pairs for a, b in of_round),
-        "losses": sum(map(len, pairs)),
-        "largest_difference": max(abs(a / b - 1) for of_round in pairs for a, b in of_round),
-    }
-
-
-def ratios(seconds: Seconds, comparison: Comparison) -> torch.Tensor:
-    """Measured / over of each pair, `[rounds, pairs]`."""
-    measured, over = (
-        torch.tensor(seconds[side.name], dtype=torch.float64)
-        for side in (comparison.measured, comparison.over)
-    )
-    return measured / over
-
-
-def median_with_interval(ratios: torch.Tensor) -> tuple[float, float, float]:
-    """Median over all pairs, and the bounds of its 95% bootstrap confidence interval."""
-    return resampled_interval(
+    ours, stock = (torch.tensor(seconds[name], dtype=torch.float64) for name in ("ours", "stock"))
+    ratios = ours / stock
+    median, low, high = resampled_interval(
         lambda values: values[..., 0].quantile(0.5, dim=-1), ratios.unsqueeze(-1)
     )
+    of_rounds = ratios.quantile(0.5, dim=1).tolist()
+    return {"median": median, "interval_95": [low, high], "of_rounds": of_rounds}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--compare", choices=tuple(COMPARISONS), default="stock", help="default: %(default)s"
-    )
+    parser = records.parser(__doc__, quick="30 pairs")
     parser.add_argument(
         "--pairs", type=int, default=320, help="steps of each recipe (default: %(default)s)"
     )
-    parser.add_argument("--quick", action="store_true", help="30 pairs")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="over the demo's configuration, for both"
     )
     arguments = parser.parse_args()
-    pairs = 30 if arguments.quick else arguments.pairs
-    comparison = COMPARISONS[arguments.compare]
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
-        with printing_into(folder / "printed.txt"):
-            on_clock, of_processor, losses, step_rows = measure(
+        with records.printing_into(folder / "printed.txt"):
+            seconds, cpu_seconds, losses, step_rows = measure(
                 folder,
-                comparison,
-                pairs=pairs,
+                pairs=30 if arguments.quick else arguments.pairs,
                 device=arguments.device,
                 overrides=arguments.overrides,
             )
-    ratio, low, high = median_with_interval(ratios(on_clock, comparison))
-    ratio_cpu, low_cpu, high_cpu = median_with_interval(ratios(of_processor, comparison))
-    of_rounds = ratios(on_clock, comparison).quantile(0.5, dim=1).tolist()
-
-    def flat(seconds: Seconds, side: Side) -> list[float]:
-        return [value for of_round in seconds[side.name] for value in of_round]
-
-    num_pairs = len(flat(on_clock, comparison.measured))
+    num_pairs = len(flat(seconds, "ours"))
     print(
         f"{num_pairs} pairs of steps of {step_rows} rows on {arguments.device},"
         f" {torch.get_num_threads()} thread"
     )
-    print(f"{'':<8} {'median ms':>10} {'10% ms':>8} {'90% ms':>8} {'processor ms':>13}")
-    for side in (comparison.over, comparison.measured):
-        seconds = flat(on_clock, side)
-        tenths = statistics.quantiles(seconds, n=10)
-        print(
-            f"{side.name:<8} {1e3 * statistics.median(seconds):>10.2f} {1e3 * tenths[0]:>8.2f} "
-            f"{1e3 * tenths[-1]:>8.2f} {1e3 * statistics.median(flat(of_processor, side)):>13.2f}"
+    table = records.Table(
+        "recipe:<8 median_ms:>9.2f tenth_ms:>8.2f last_tenth_ms:>13.2f cpu_ms:>8.2f"
+    )
+    for name in RECIPES:
+        milliseconds = [1e3 * value for value in flat(seconds, name)]
+        tenths = statistics.quantiles(milliseconds, n=10)
+        table.print(
+            {"recipe": name, "median_ms": statistics.median(milliseconds)},
+            tenth_ms=tenths[0],
+            last_tenth_ms=tenths[-1],
+            cpu_ms=1e3 * statistics.median(flat(cpu_seconds, name)),
         )
-    verdict = "met" if low <= comparison.target else "NOT met"
-    print(
-        f"{comparison.measured.name} / {comparison.over.name}: median {ratio:.4f}, 95% interval"
-        f" {low:.4f} to {high:.4f}; target {comparison.target} within it: {verdict}"
-    )
-    apart = losses_apart(losses, comparison)
-    print(", ".join(f"{name}: {value}" for name, value in apart.items()))
-    print(
-        f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to"
-        f" {high_cpu:.4f}"
-    )
-    print(f"by rounds: {', '.join(f'{median:.3f}' for median in of_rounds)}")
-
+    ratio, cpu_ratio = ratio_of(seconds), ratio_of(cpu_seconds)
+    for of, found in (("time", ratio), ("processor's time", cpu_ratio)):
+        low, high = found["interval_95"]
+        print(
+            f"ours over stock, {of}: median {found['median']:.4f}, 95% interval {low:.4f} to"
+            f" {high:.4f}, target {TARGET}"
+        )
+    pairs = list(zip(flat(losses, "ours"), flat(losses, "stock"), strict=True))
+    same_bits = sum(one == other for one, other in pairs)
+    print(f"{same_bits} of {len(pairs)} losses are the same bits")
     records.write(
-        comparison.record,
+        "step_time",
         arguments.output,
         pairs=num_pairs,
         step_rows=step_rows,
         overrides=arguments.overrides,
-        measured=comparison.measured.name,
-        over=comparison.over.name,
-        ratio_median=ratio,
-        ratio_interval_95=[low, high],
-        ratio_of_rounds=of_rounds,
-        target=comparison.target,
-        losses_apart=apart,
-        processor_ratio_median=ratio_cpu,
-        processor_ratio_interval_95=[low_cpu, high_cpu],
-        seconds=on_clock,
-        processor_seconds=of_processor,
+        ratio=ratio,
+        processor_ratio=cpu_ratio,
+        target=TARGET,
+        losses=len(pairs),
+        same_bits=same_bits,
+        seconds=seconds,
+        processor_seconds=cpu_seconds,
     )
 
 

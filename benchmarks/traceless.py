@@ -13,7 +13,6 @@ model is compared too.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import asdict
@@ -34,10 +33,7 @@ from support.training_cases import (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="every seventh combination")
+    parser = records.parser(__doc__, quick="every seventh combination")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
     kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
@@ -45,7 +41,6 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of PyTorch; the model is tiny"
     )
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = (

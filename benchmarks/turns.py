@@ -13,8 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,11 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.training.metric_logging import DiskLogger
 
 from adaptive_batch.config_files import config_path
-from adaptive_batch.torchtune import NextTokens, PreferencePairs, Task, builder_of
+from adaptive_batch.torchtune import NextTokens, builder_of
 
 NUM_RESAMPLES = 10_000
-T_OF_95 = {
-    2: 12.706,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-}  # Student's, for the mean of so many differences
-WAIT_SECONDS, MOST_WAITS = 0.005, 200  # for what goes on in the background when a turn ends
+# For what goes on in the background when a turn ends.
+WAIT_SECONDS, MOST_WAITS = 0.005, 200
 
 
 class Enough(Exception):
@@ -165,7 +159,7 @@ class TurnLogger(DiskLogger):
 
 
 def configuration(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    """The demo's configuration in a folder, logging by turns; an override `~KEY` removes a key."""
+    """Return the demo's configuration in a folder, logging by turns."""
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
     own = {
@@ -173,37 +167,26 @@ def configuration(folder: Path, name: str, overrides: Sequence[str]) -> DictConf
         "output_dir": str(folder / name.replace(" ", "_")),
         "metric_logger": {"_component_": "turns.TurnLogger", "name": name},
     }
-    values = [override for override in overrides if not override.startswith("~")]
-    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(values), own)
+    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist([*overrides]), own)
     assert isinstance(cfg, DictConfig)
-    for override in set(overrides) - set(values):
-        block, _, key = override.removeprefix("~").rpartition(".")
-        del (OmegaConf.select(cfg, block) if block else cfg)[key]
     return cfg
 
 
-STOCK = {
-    NextTokens: ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice"),
-    PreferencePairs: ("lora_dpo_single_device", "LoRADPORecipeSingleDevice"),
-}
-
-
-def stock_recipe(cfg: DictConfig, task: type[Task] = NextTokens) -> Any:
-    """torchtune's recipe of a task, which lies in a file beside its package."""
-    module_name, class_name = STOCK[task]
-    path = Path(torchtune.__file__).parents[1] / "recipes" / f"{module_name}.py"
-    spec = importlib.util.spec_from_file_location(f"stock_{module_name}", path)
+def stock_recipe(cfg: DictConfig) -> Any:
+    """torchtune's recipe, which lies in a file beside its package."""
+    path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
+    spec = importlib.util.spec_from_file_location("stock_full_finetune", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    recipe = getattr(module, class_name)(cfg=cfg)
+    recipe = module.FullFinetuneRecipeSingleDevice(cfg=cfg)
     recipe.setup(cfg=cfg)
     return recipe
 
 
-def our_recipe(cfg: DictConfig, task: type[Task] = NextTokens) -> AdaptiveFullFinetuneRecipe:
-    recipe = AdaptiveFullFinetuneRecipe(cfg, builder_of(cfg), task=task)
+def our_recipe(cfg: DictConfig) -> AdaptiveFullFinetuneRecipe:
+    recipe = AdaptiveFullFinetuneRecipe(cfg, builder_of(cfg), task=NextTokens)
     recipe.setup()
     return recipe
 
@@ -229,20 +212,3 @@ def resampled_interval(
         .tolist()
     )
     return float(statistic(values.flatten(0, 1))), low, high
-
-
-@contextmanager
-def printing_into(path: Path) -> Iterator[None]:
-    """What the recipes print goes into a file, so that no terminal is waited for."""
-    sys.stdout.flush()
-    kept = [os.dup(descriptor) for descriptor in (1, 2)]
-    with path.open("w") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            for descriptor, original in zip((1, 2), kept, strict=True):
-                os.dup2(original, descriptor)
-                os.close(original)

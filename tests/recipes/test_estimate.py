@@ -671,27 +671,6 @@ def test_a_change_to_segments_that_expand_has_the_headroom_of_such_segments(monk
     assert change.bounds == (expanding.devices[0].lengths[0].max_batch_size,)
 
 
-def test_the_search_by_brute_force_of_the_benchmark_finds_the_largest(benchmark):
-    from adaptive_batch.probe import Trial
-
-    for true in (0, 1, 2, 3, 7, 30, 64):
-        search = benchmark.Doubling(maximum=64)
-        while (rows := search.candidate) is not None:
-            search.record(Trial(rows, rows <= true))
-        assert search.best == true
-
-
-@pytest.mark.slow
-def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
-    combination = Combination("qwen2", 32, "AdamW fused", "chunked")
-    (row,) = benchmark.measure_on_device([combination], "12MiB", maximum=64)
-    assert row["planned"] == row["true"] == row["probe"] > 2
-    assert row["worst"] == 0.0
-    assert "share of the true bound: 100.0% to 100.0%" in capsys.readouterr().out
-    assert {c.device for c in benchmark.on_cuda(False)} == {"cuda"}
-    assert len({str(c) for c in benchmark.on_cuda(False)}) == 24
-
-
 # --- a plan is not lost
 
 
