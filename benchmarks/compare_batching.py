@@ -195,20 +195,6 @@ def measure_ways(
     return measured
 
 
-def print_ways(title: str, rows: list[dict[str, Any]]) -> None:
-    print(title)
-    print(
-        f"{'':<38} {'padding':>8} {'batches':>8} {'most tokens':>12} {'over budget':>12}"
-        f" {'rows lost':>10} {'seconds':>9}"
-    )
-    for row in rows:
-        print(
-            f"{row['way']:<38} {row['padding']:>8.1%} {row['batches']:>8,}"
-            f" {row['most_padded_tokens']:>12,} {row['batches_over_budget']:>12,}"
-            f" {row['rows_lost']:>10,} {row['seconds']:>9.3f}"
-        )
-
-
 def main() -> None:
     parser = records.parser(__doc__)
     arguments = parser.parse_args()
@@ -232,7 +218,13 @@ def main() -> None:
         "ours: seqlen": ours(order="seqlen"),
     }
     results = measure_ways(ways, lengths, max_tokens=MAX_TOKENS)
-    print_ways(f"{len(lengths):,} docstrings, {MAX_TOKENS:,} tokens", results)
+    print(f"{len(lengths):,} docstrings, {MAX_TOKENS:,} tokens")
+    table = records.Table(
+        "way:<38 padding:>8.1% batches:>8, most_padded_tokens:>18, batches_over_budget:>19,"
+        " rows_lost:>9, seconds:>9.3f"
+    )
+    for row in results:
+        table.print(row)
     records.write(
         "compare_batching",
         arguments.output,

@@ -49,9 +49,8 @@ def main() -> None:
     kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is tiny
-    width = max(map(len, PHASES))
-    columns = " ".join(f"{phase:>{width}}" for phase in PHASES)
-    print(f"{'memory runs out':<38} {'places':>6} {columns} {'bit-identical':>13} {'seconds':>8}")
+    columns = " ".join(f"{phase.replace(' ', '_')}:>{max(6, len(phase))}" for phase in PHASES)
+    table = records.Table(f"way:<38 places:>6 {columns} identical:>9 seconds:>8.1f")
     rows = []
     ways = WITH_ADAPTERS if arguments.adapters else WAYS
     if arguments.tasks:
@@ -73,8 +72,8 @@ def main() -> None:
                 "seconds": round(seconds, 1),
             }
         )
-        counts = " ".join(f"{phases[phase]:>{width}}" for phase in PHASES)
-        print(f"{way!s:<38} {len(swept):>6} {counts} {identical:>13} {seconds:>8.1f}", flush=True)
+        counts = {phase.replace(" ", "_"): phases[phase] for phase in PHASES}
+        table.print({**rows[-1], "way": str(way)}, **counts)
         if differing:
             print(f"  DIFFERING {dict(differing)}")
     places, identical = (sum(row[name] for row in rows) for name in ("places", "identical"))

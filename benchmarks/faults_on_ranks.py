@@ -86,9 +86,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     wrong = 0
-    print(
-        f"{'memory runs out in':<52} {'places':>6} {'replayed':>8} {'lost':>5} {'wrong':>5}"
-        f" {'longest end':>11} {'seconds':>8}"
+    table = records.Table(
+        "way:<52 places:>6 replayed:>8 lost:>5 wrong:>5 longest_end:>11.1f seconds:>8.1f"
     )
     for way in (WAYS[number] for number in arguments.ways):
         start = time.perf_counter()
@@ -121,10 +120,12 @@ def main() -> None:
                 "seconds": round(time.perf_counter() - start, 1),
             }
         )
-        print(
-            f"{way!s:<52} {len(outcomes):>6} {counts['replayed']:>8} {counts['lost']:>5}"
-            f" {len(failed):>5} {max(ends, default=0):>11.1f} {rows[-1]['seconds']:>8.1f}",
-            flush=True,
+        table.print(
+            rows[-1],
+            replayed=counts["replayed"],
+            lost=counts["lost"],
+            wrong=len(failed),
+            longest_end=max(ends, default=0),
         )
         places = sum(row["places"] for row in rows)
         records.write("faults_on_ranks", arguments.output, places=places, wrong=wrong, ways=rows)

@@ -15,9 +15,10 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import records
 import torch
@@ -136,25 +137,49 @@ def identical(row: dict[str, Any]) -> bool:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print(
-        f"{'runs':<34} {'with':<26} {'runs':>5} {'identical':>9} {'losses':>7} {'identical':>9}"
-        f" {'largest difference':>18}"
+    table = records.Table(
+        "kind:<34 feature:<26 runs:>5 identical:>9 losses:>7 identical_losses:>16"
+        " largest_difference:>18g"
     )
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        of_kind = [row for row in rows if row["kind"] == kind]
         for feature in ("any", *FEATURES):
-            chosen = [row for row in of_kind if feature == "any" or feature in row["features"]]
+            chosen = [
+                row
+                for row in rows
+                if row["kind"] == kind and (feature == "any" or feature in row["features"])
+            ]
             if chosen:
-                print(
-                    f"{kind:<34} {feature:<26} {len(chosen):>5} {sum(map(identical, chosen)):>9}"
-                    f" {sum(row['steps'] for row in chosen):>7}"
-                    f" {sum(row['identical_losses'] for row in chosen):>9}"
-                    f" {max(row['largest_difference'] for row in chosen):>18g}"
+                table.print(
+                    {"kind": kind, "feature": feature, "runs": len(chosen)},
+                    identical=sum(map(identical, chosen)),
+                    losses=sum(row["steps"] for row in chosen),
+                    identical_losses=sum(row["identical_losses"] for row in chosen),
+                    largest_difference=max(row["largest_difference"] for row in chosen),
                 )
-        print()
-    for row in rows:
-        if not identical(row):
-            print(f"differs: {row['kind']}, {' + '.join(row['features']) or 'defaults'}: {row}")
+
+
+def report(
+    name: str,
+    folder: Path,
+    rows: list[dict[str, Any]],
+    is_identical: Callable[[dict[str, Any]], Any],
+    *,
+    start: float,
+) -> NoReturn:
+    """Print the counts of each kind and the rows that differ, write the record, and exit with 1 if
+    a row differs.
+    """
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        same = [is_identical(row) for row in rows if row["kind"] == kind]
+        print(f"{kind:<34} {len(same):>4} comparisons, {sum(map(bool, same)):>4} identical")
+    differing = [row for row in rows if not is_identical(row)]
+    for row in differing:
+        print(f"differs: {row}")
+    num_identical = len(rows) - len(differing)
+    print(f"{num_identical} of {len(rows)} comparisons identical")
+    seconds = round(time.perf_counter() - start, 1)
+    records.write(name, folder, seconds=seconds, identical=num_identical, comparisons=rows)
+    sys.exit(bool(differing))
 
 
 def main() -> None:
@@ -187,17 +212,10 @@ def main() -> None:
     counted = [
         row for row in rows if row["kind"] != STOCK_TWICE and row["features"] not in undecided
     ]
-    done = sum(map(identical, counted))
-    print(f"{done} of {len(counted)} comparisons identical in every loss, gradient norm and weight")
-
-    records.write(
-        "parity_compiled" if arguments.compiled else "parity",
-        arguments.output,
-        seconds=round(time.perf_counter() - start, 1),
-        identical=done,
-        comparisons=rows,
-    )
-    sys.exit(0 if done == len(counted) else 1)
+    if undecided:
+        print(f"the stock recipe differs from itself with {undecided}")
+    name = "parity_compiled" if arguments.compiled else "parity"
+    report(name, arguments.output, counted, identical, start=start)
 
 
 if __name__ == "__main__":

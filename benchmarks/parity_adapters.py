@@ -26,6 +26,7 @@ from typing import Any
 
 import records
 import torch
+from parity import report
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -161,6 +162,10 @@ def compare_resumed(
     ]
 
 
+def identical(row: dict[str, Any]) -> bool:
+    return bool(row["losses"] and row["grad_norms"] and row["adapters"])
+
+
 def starts(cases: Sequence[Features], size: int) -> Iterator[Sequence[Features]]:
     """Cases that share a setup, and processes."""
     for is_wide in (False, True):
@@ -198,25 +203,8 @@ def main() -> None:
         for compare, cases in tqdm(tasks, file=terminal, desc="starts"):
             with records.printing_into():
                 rows += compare(setups["QLoRA" in cases[0]], cases, ranks)
-    identical = [row["losses"] and row["grad_norms"] and row["adapters"] for row in rows]
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        same = [
-            is_same for row, is_same in zip(rows, identical, strict=True) if row["kind"] == kind
-        ]
-        print(f"{kind:<28} {len(same):>4} comparisons, {sum(same):>4} identical")
-    for row, is_same in zip(rows, identical, strict=True):
-        if not is_same:
-            print(f"differs: {row}")
-    print(
-        f"{sum(identical)} of {len(rows)} comparisons identical in every loss, gradient norm and"
-        " adapter"
-    )
-    seconds = round(time.perf_counter() - start, 1)
     name = "parity_adapters_on_ranks" if arguments.ranks else "parity_adapters"
-    records.write(
-        name, arguments.output, seconds=seconds, identical=sum(identical), comparisons=rows
-    )
-    sys.exit(0 if all(identical) else 1)
+    report(name, arguments.output, rows, identical, start=start)
 
 
 if __name__ == "__main__":

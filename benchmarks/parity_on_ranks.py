@@ -345,15 +345,13 @@ def is_right(row: dict[str, Any], side: str) -> bool:
 # --- the table
 
 
-def print_row(row: dict[str, Any]) -> None:
-    counts = [f"{row['identical_losses']}/{max(row['steps'], row['steps_ours'])}"]
-    counts += ["yes" if row[key] else "NO" for key in ("identical_rates", "identical_grad_norms")]
-    counts += [f"{row['identical_weights']}/{row['epochs']}"]
-    tqdm.write(
-        f"{row['kind']:<38} {row['case']:<46} {row['ranks']:>5} "
-        + " ".join(f"{count:>{width}}" for count, width in zip(counts, (9, 5, 10, 7), strict=True))
-        + f" {row['largest_difference']:>10g}"
-    )
+def print_row(table: records.Table, row: dict[str, Any]) -> None:
+    yes_or_no = {
+        name: "yes" if row[name] else "NO" for name in ("identical_rates", "identical_grad_norms")
+    }
+    losses = f"{row['identical_losses']}/{max(row['steps'], row['steps_ours'])}"
+    weights = f"{row['identical_weights']}/{row['epochs']}"
+    table.print(row, losses=losses, weights=weights, **yes_or_no)
 
 
 def print_defects(rows: list[dict[str, Any]]) -> None:
@@ -404,9 +402,9 @@ def main() -> None:
     ]
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
-    print(
-        f"{'runs':<38} {'with':<46} {'ranks':>5} {'losses':>9} {'rates':>5} {'grad norms':>10}"
-        f" {'weights':>7} {'largest':>10}"
+    table = records.Table(
+        "kind:<38 case:<46 ranks:>5 losses:>9 identical_rates:>15 identical_grad_norms:>20"
+        " weights:>7 largest_difference:>18g"
     )
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         setup = make_setup(Path(folder))
@@ -422,7 +420,7 @@ def main() -> None:
                     tqdm.write(f"FAILED: {cases[0]}:\n{error}")
                 continue
             for row in found:
-                print_row(row)
+                print_row(table, row)
             rows += found
         with records.printing_into():
             defects = [] if arguments.only else show_defects(setup)

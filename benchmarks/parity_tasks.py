@@ -25,6 +25,7 @@ from typing import Any
 
 import records
 import torch
+from parity import report
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -209,6 +210,10 @@ def compare_resumed(setup: SmallSetup, kind: str, features: Sequence[str]) -> li
     return rows
 
 
+def identical(row: dict[str, Any]) -> bool:
+    return bool(row["losses"] and row["weights"] and not row["differing"])
+
+
 def main() -> None:
     parser = records.parser(__doc__, quick=f"every {QUICK}th comparison")
     arguments = parser.parse_args()
@@ -228,25 +233,7 @@ def main() -> None:
             rows += compare_on_ranks(setup, [case for case in chosen if "ranks" in case[0]])
             for kind, features in resumed:
                 rows += compare_resumed(setup, kind, features)
-    identical = [row["losses"] and row["weights"] and not row["differing"] for row in rows]
-    for kind in KINDS:
-        same = [
-            is_same for row, is_same in zip(rows, identical, strict=True) if row["kind"] == kind
-        ]
-        print(f"{kind:<28} {len(same):>4} comparisons, {sum(same):>4} identical")
-    for row, is_same in zip(rows, identical, strict=True):
-        if not is_same:
-            print(f"differs: {row}")
-    print(f"{sum(identical)} of {len(rows)} comparisons identical")
-    seconds = round(time.perf_counter() - start, 1)
-    records.write(
-        "parity_tasks",
-        arguments.output,
-        seconds=seconds,
-        identical=sum(identical),
-        comparisons=rows,
-    )
-    sys.exit(0 if all(identical) else 1)
+    report("parity_tasks", arguments.output, rows, identical, start=start)
 
 
 if __name__ == "__main__":

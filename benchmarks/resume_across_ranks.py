@@ -41,9 +41,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     arguments = parser.parse_args()
     rows = []
-    print(
-        f"{'way':<24}  {'ranks':<13}  steps  not equal     loss  val loss  weights  largest",
-        flush=True,
+    table = records.Table(
+        "way:<24 ranks:<13 steps:>5 not_equal:>9 loss:>8.1e validation:>10.1e weights:>8.1e"
+        " largest:>8.1e"
     )
     with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(Path(folder))
@@ -51,14 +51,7 @@ def main() -> None:
             row = experiment(setup, name)
             rows.append(row)
             ranks = ", ".join(map(str, row["ranks"]))
-            apart = (
-                f"{row['loss']:>7.1e}  {row['validation']:>8.1e}  {row['weights']:>7.1e} "
-                f" {row['largest']:>7.1e}"
-            )
-            print(
-                f"{name:<24}  {ranks:<13}  {row['steps']:>5}  {len(row['differing']):>9}  {apart}",
-                flush=True,
-            )
+            table.print(row, ranks=ranks, not_equal=len(row["differing"]))
             for difference in row["differing"]:
                 print(f"  NOT EQUAL {difference}")
     differing, apart = sum(len(row["differing"]) for row in rows), max(row["loss"] for row in rows)

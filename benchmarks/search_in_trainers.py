@@ -582,20 +582,18 @@ def main() -> None:
     parser = records.parser(__doc__, quick="one budget")
     arguments = parser.parse_args()
     be_quiet()
-    print("lengths    MiB program    search       found  true trials OOMs steps lost begins alike")
+    table = records.Table(
+        "lengths:<9 budget_mib:>10 program:<10 search:<16 found:>5 true:>5 trials:>6"
+        " out_of_memory:>13 steps_thrown_away:>17 begins_alike:>12"
+    )
     results = []
     for lengths in ("equal", "varying"):
         for budget_mib in BUDGETS_MIB[:1] if arguments.quick else BUDGETS_MIB:
             for program, method in SEARCHES:
                 row = measured(program, method, lengths, budget_mib)
                 results.append(row)
-                print(
-                    f"{lengths:<9} {budget_mib:>4} {program:<10} {method:<12}"
-                    f" {row['found']:>5} {row['true']:>5} {len(row['trials']):>6}"
-                    f" {row['out_of_memory']:>4} {row['steps_thrown_away']:>10}"
-                    f" {'yes' if row['begins_alike'] else 'no':>12}",
-                    flush=True,
-                )
+                alike = "yes" if row["begins_alike"] else "no"
+                table.print(row, trials=len(row["trials"]), begins_alike=alike)
     records.write("search_in_trainers", arguments.output, results=results)
 
 
