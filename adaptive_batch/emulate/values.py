@@ -47,6 +47,7 @@ _POSITIONS = {
 _OVERWRITING = {"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_"}
 # Flags that are false unless something is wrong.
 _ALARMS = {"any", "isnan", "isinf", "isposinf", "isneginf", "signbit", "eq"}
+_COMPARISONS = {"lt", "le", "gt", "ge"}
 _UNIQUE = {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 # These allocate or move no values; or they are handled by a function of their own.
 _LEFT_ALONE = {
@@ -57,6 +58,7 @@ _LEFT_ALONE = {
 }
 
 _origins: dict[int, str] = {}  # address of a storage with defaults -> the operator not computed
+_lines_with_any = set[str]()
 _libraries: list[Any] = []
 _C: Any = torch._C
 _own_folder = str(Path(__file__).parent)
@@ -241,6 +243,16 @@ def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | No
         host.zero_()
 
 
+def _alternate(flag: torch.Tensor) -> None:
+    """Make a flag false at every second call of a line: both branches run, and a loop until no
+    element is out of bounds (`trunc_normal_`) ends.
+    """
+    if flag.numel() == 1 and on_host(flag).item():
+        line = program_line()
+        on_host(flag).fill_(line not in _lines_with_any)
+        _lines_with_any.symmetric_difference_update([line])
+
+
 # ---- operators
 
 
@@ -309,6 +321,8 @@ class _Operator:
                     _set_origin(output, origin)
                     if origin is not None and output.is_floating_point():
                         on_host(output).masked_fill_(on_host(output).isnan(), 1)
+                if self.name == "any" and origin in _COMPARISONS:
+                    _alternate(outputs[0])
                 return values if self.name == "equal" else result
         origin = origin or self.name
         is_many = "foreach" in self.name or "fused" in self.name

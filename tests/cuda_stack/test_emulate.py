@@ -216,6 +216,21 @@ def test_a_shape_that_depends_on_values_which_were_not_computed_is_named(tmp_pat
     assert report["processes"][0]["made_up"] == []
 
 
+# Both draw again until no element is out of bounds.
+DRAWS_AGAIN = """
+import torch
+weight = torch.empty(256, 256, device="cuda")
+for bound in (2.0, 0.1):
+    torch.nn.init.trunc_normal_(weight, a=-bound, b=bound)
+print("drawn")
+"""
+
+
+def test_a_loop_over_values_that_were_not_computed_ends(tmp_path):
+    done, _ = emulate(tmp_path, DRAWS_AGAIN, "--minutes", "2")
+    assert done.stdout == "drawn\n", done.stderr[-3000:]
+
+
 CHANGES_SHAPE = """
 import torch
 from torch import nn
