@@ -30,7 +30,6 @@ NAMES = {
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
     "disable_dynamo": "torch._compile._disable_dynamo",
-    "dispatch_modes": "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "foreach_norm": "torch._foreach_norm",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "num_torch_function_modes": "torch._C._len_torch_function_stack",

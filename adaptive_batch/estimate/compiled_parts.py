@@ -22,22 +22,22 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules import module as module_hooks
 
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 
+from .cuda_operators import CudaKernels, real_functions
+
 private = PrivateNames("memory estimates")
 
 if TYPE_CHECKING:
-    from .cuda_operators import CudaKernels
     from .fake_step import FakeDevice
 
 # What is added to the peak that is counted. Without it 0.25% too little was allocated, and 0.3%
@@ -96,6 +96,7 @@ class CompiledParts:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._made: list[Callable[..., Any]] = []
+        self._is_bare = False
         self.left_out: list[str] = []
 
     def take_over_modules(self, model: nn.Module) -> None:
@@ -200,6 +201,7 @@ class CompiledParts:
                     self._leave_out(name, f"it is not one graph ({reason})")
             return function(*args, **kwargs)
 
+        call.is_compiled = True  # type: ignore[attr-defined]
         self._made.append(call)
         return call
 
@@ -210,10 +212,11 @@ class CompiledParts:
 
     @contextmanager
     def _bare(self) -> Iterator[None]:
-        """Inside, no mode and no hook is on that Dynamo would refuse, or make part of a graph."""
+        """Inside, nothing is in place that Dynamo would refuse, or make part of a graph."""
         with ExitStack() as contexts:
+            contexts.enter_context(replaced(self, _is_bare=True))
             contexts.enter_context(_no_function_modes())
-            contexts.enter_context(_no_hooks_of_all_modules())
+            contexts.enter_context(real_functions())
             contexts.enter_context(private.disable_current_modes())
             contexts.enter_context(torch.compiler.set_stance("default"))
             limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
@@ -246,7 +249,7 @@ class CompiledParts:
         self._device.margin = MARGIN
 
         def call(args: list[Any]) -> list[Any]:
-            with self._device.counted():
+            with self._device.counted() if self._is_bare else nullcontext():
                 return memory.allocate(args)
 
         # Arguments are freed inside.
@@ -522,18 +525,4 @@ def _no_function_modes() -> Iterator[None]:
     with ExitStack() as restored:
         while private.num_torch_function_modes():
             restored.callback(private.push_torch_function_mode, private.pop_torch_function_mode())
-        yield
-
-
-@contextmanager
-def _no_hooks_of_all_modules() -> Iterator[None]:
-    tables: tuple[dict[int, Any], ...] = (
-        module_hooks._global_forward_pre_hooks,
-        module_hooks._global_forward_hooks,
-        module_hooks._global_forward_hooks_always_called,
-    )
-    with ExitStack() as restored:
-        for table in tables:
-            restored.callback(table.update, dict(table))
-            table.clear()
         yield

@@ -1,26 +1,27 @@
 """What CUDA's operators allocate beside their results, for a device that is not here.
 
-Fake tensors are of a CPU, which has other kernels for attention, norms and dropout. Inside
-:class:`CudaKernels` these calls keep for backward what CUDA's keep, and their backward takes the
-large buffers that CUDA's takes: `_KEPT` and `_BUFFERS` have the shapes of each kernel.
+Fake tensors are of a CPU, which has other kernels for attention, norms and dropout.
+:class:`CudaKernels` replaces these functions: they keep for backward what CUDA's keep, and their
+backward takes the large buffers that CUDA's takes. `_KEPT` and `_BUFFERS` have the shapes of each
+kernel.
 Buffers below a thousandth of the peak are left out: semaphores, partial sums of reductions, split
 keys, what sorting takes. docs/cuda.md has what was measured beside PyTorch's CUDA build.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from adaptive_batch import memory
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced, round_up
-from adaptive_batch.memory import estimated_attention
 
 private = PrivateNames("memory estimates")
 
@@ -86,24 +87,31 @@ def left_out(
     return tuple(sentences)
 
 
-class CudaKernels(TorchFunctionMode):
-    """Context manager: attention, norms and dropout of fake tensors allocate what they would on
-    CUDA.
+_rms_norm: Callable[..., Tensor] = torch.rms_norm
+_real_dropout: Callable[..., Tensor] = functional.dropout
+# The functions that are replaced, by module. Norms of `functional` call those of `torch`.
+_REPLACED: dict[Any, tuple[str, ...]] = {
+    torch: ("rms_norm", "layer_norm"),
+    functional: ("scaled_dot_product_attention", "dropout"),
+    memory: ("estimated_attention",),
+}
+
+
+class CudaKernels:
+    """The kernels that PyTorch has for a CUDA device.
 
     Args:
         compute_capability: such as (9, 0); None is taken as (8, 0).
     """
 
     def __init__(self, compute_capability: tuple[int, int] | None = None) -> None:
-        super().__init__()
         self.capability = compute_capability or (8, 0)
-        self._instead: dict[Any, Callable[..., Any]] = {
-            functional.scaled_dot_product_attention: self._attention,
-            functional.multi_head_attention_forward: self._multi_head_attention,
-            estimated_attention: self._packed_attention,
-            **dict.fromkeys((functional.rms_norm, torch.rms_norm), partial(_norm, 1)),
-            **dict.fromkeys((functional.layer_norm, torch.layer_norm), partial(_norm, 2)),
-            **dict.fromkeys((functional.dropout, torch.dropout), _dropout),
+        self._functions: dict[str, Callable[..., Any]] = {
+            "scaled_dot_product_attention": self._attention,
+            "estimated_attention": self._packed_attention,
+            "rms_norm": partial(_norm, 1),
+            "layer_norm": partial(_norm, 2),
+            "dropout": _dropout,
         }
 
     @classmethod
@@ -111,15 +119,21 @@ class CudaKernels(TorchFunctionMode):
         """Return those of the device that PyTorch uses."""
         return cls(torch.cuda.get_device_capability())
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and type(args[0]) is private.FakeTensor:
-            func = self._instead.get(func, func)
-        return func(*args, **(kwargs or {}))
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context manager: attention, norms and dropout of fake tensors allocate what they would on
+        CUDA.
 
-    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
-        # The mode does not see what a call that it has seen calls in its turn.
-        with replaced(functional, scaled_dot_product_attention=self._attention):
-            return functional.multi_head_attention_forward(*args, **kwargs)
+        Functions are replaced, since activation checkpointing runs them again in backward, where a
+        TorchFunctionMode is off.
+        """
+        with ExitStack() as stack:
+            for module, names in _REPLACED.items():
+                fakes = {
+                    name: _ForFakes(self._functions[name], getattr(module, name)) for name in names
+                }
+                stack.enter_context(replaced(module, **fakes))
+            yield
 
     def _attention(
         self,
@@ -264,6 +278,33 @@ class CudaKernels(TorchFunctionMode):
         return instead
 
 
+@contextmanager
+def real_functions() -> Iterator[None]:
+    """Context manager: PyTorch's own functions are back, which Dynamo knows."""
+    with ExitStack() as stack:
+        for module, names in _REPLACED.items():
+            functions = {name: getattr(module, name) for name in names}
+            real = {
+                name: function.real
+                for name, function in functions.items()
+                if isinstance(function, _ForFakes)
+            }
+            stack.enter_context(replaced(module, **real))
+        yield
+
+
+class _ForFakes:
+    """A function that calls `fake` for fake tensors and `real` for others."""
+
+    def __init__(self, fake: Callable[..., Any], real: Callable[..., Any]) -> None:
+        self._fake = fake
+        self.real = real
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_fake = any(type(operand) is private.FakeTensor for operand in (*args, *kwargs.values()))
+        return (self._fake if is_fake else self.real)(*args, **kwargs)
+
+
 class Workspaces:
     """Workspaces of cuBLAS, which keeps one for each thread: of forward and of backward.
 
@@ -385,7 +426,7 @@ def _norm(
     if num_sums == 1:
         # native/layer_norm.cpp: weights of another dtype are not fused.
         if weight is not None and weight.dtype != input.dtype:
-            return torch.rms_norm(input, normalized_shape, weight, bias)
+            return _rms_norm(input, normalized_shape, weight)
         bias = None
     sums = [tuple(input.shape[: -len(normalized_shape)])] * num_sums
     return _run(_Norm, sums, input, weight, bias)
@@ -427,7 +468,7 @@ class _Dropout(torch.autograd.Function):
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if inplace or not training or not 0 < p < 1:
-        return functional.dropout(input, p, training, inplace)
+        return _real_dropout(input, p, training, inplace)
     return _run(_Dropout, input)
 
 

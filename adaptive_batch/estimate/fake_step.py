@@ -13,18 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from adaptive_batch._torch import PrivateNames, TorchDispatchMode
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import (
@@ -105,21 +104,8 @@ class FakeDevice:
         # Of a batch that the step itself copies to the device, by what it calls for it.
         self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
-        self.loaded: Phase | None = None
         # What is counted may be this share below the peak.
         self.margin = 0.0
-
-    def build(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return a model with fake parameters and buffers, made in the order of `build`.
-
-        Args:
-            build: returns the model on the meta device.
-        """
-        off_meta = _OffMeta()  # type: ignore[no-untyped-call]
-        with self.counting() as counter, off_meta, _FromTensors(), _swapping(self.mode):
-            model = build()
-            self.loaded = counter.phase(_named(model=model))
-        return model
 
     def move(self, model: nn.Module) -> None:
         """Make the parameters and buffers of a model fake, in place.
@@ -133,8 +119,7 @@ class FakeDevice:
                 if parameter is not None:
                     places.setdefault(parameter, []).append((module, name))
         with self.mode:
-            convert = partial(_through_shards, convert=self._on_host_device)
-            model._apply(convert)  # type: ignore[no-untyped-call]
+            model._apply(self._on_host_device)  # type: ignore[no-untyped-call]
         # Tied weights stay tied.
         for (owner, own_name), *tied_places in places.values():
             for module, name in tied_places:
@@ -166,24 +151,34 @@ class FakeDevice:
         Returns:
             What is not counted as it would be there, a sentence each.
         """
-        is_torchaos = any(
-            kind.__module__.partition(".")[0] == "torchao" for kind in type(optimizer).__mro__
-        )
+        modules = [kind.__module__ for kind in type(optimizer).__mro__]
+        is_torchaos = any(module.startswith("torchao.") for module in modules)
         if is_torchaos:
             # Tables whose values are read when they are made, and kept.
             for states in ("subclass_4bit", "subclass_8bit"):
-                tables = private(f"torchao.optim.{states}", "get_qmap_signed", "get_qmap_unsigned")
+                tables = import_module(f"torchao.optim.{states}")
                 tables.get_qmap_signed()
                 tables.get_qmap_unsigned()
-        if self.kernels is None or not is_torchaos:
+        if self.kernels is None:
+            return ()
+        # What optimizers of PyTorch choose on CUDA. Adafactor, in `_adafactor`, does not.
+        if any(re.match(r"torch\.optim\.(?!optimizer)[a-z]", module) for module in modules):
+            for group in optimizer.param_groups:
+                is_free = group.get("foreach", False) is None and group.get("fused") is None
+                if is_free and not group.get("differentiable"):
+                    group["foreach"] = True
+        if not is_torchaos:
             return ()
         step = optimizer.step
 
         def uncounted(*args: Any, **kwargs: Any) -> Any:
             # Left out, as it keeps nothing, and takes long: many operations for each weight.
             compiled_parts = replaced(torch, compile=lambda *_, **__: lambda *_, **__: None)
-            with self.uncounted(), compiled_parts:
-                return step(*args, **kwargs)
+            with private.disable_current_modes(), self.mode, compiled_parts:
+                result = step(*args, **kwargs)
+            if self._counter:
+                self._counter.see(optimizer_state_tensors([optimizer]))
+            return result
 
         optimizer.step = uncounted  # type: ignore[method-assign]
         return (
@@ -197,6 +192,19 @@ class FakeDevice:
 
     def _on_host_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor like another, on the CPU, where all fake ones are."""
+        # A wrapper, such as a DTensor or a weight of 4 bits, wraps fake tensors then.
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: getattr(tensor, name) for name in names}
+            for name, part in inner.items():
+                # A DTensor also names its mesh.
+                if isinstance(part, torch.Tensor):
+                    inner[name] = self._on_host_device(part)
+            kind: Any = type(tensor)
+            wrapper: torch.Tensor = kind.__tensor_unflatten__(
+                inner, context, tensor.shape, tensor.stride()
+            )
+            return wrapper
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
         if tensor.is_meta or (is_plain and tensor.device.type != "cpu"):
             with self.mode:
@@ -247,33 +255,16 @@ class FakeDevice:
                 contexts.enter_context(self.mode)
                 contexts.enter_context(counter)
                 if kernels:
-                    contexts.enter_context(_in_recomputing(kernels))
-                    # Gradients are clipped by operators for many tensors there.
-                    clip_grad = private("torch.nn.utils.clip_grad", "_has_foreach_support")
-                    by_many = replaced(clip_grad, _has_foreach_support=lambda *_, **__: True)
-                    contexts.enter_context(by_many)
-                    contexts.enter_context(_optimizers_as_on_cuda())
+                    contexts.enter_context(kernels.in_place())
                 if names:
                     contexts.enter_context(names.following())
                 yield counter
         finally:
             self._counter = None
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Context manager: count what code makes that Dynamo has compiled, which it runs without a
-        mode of Python.
-        """
-        counter = self._counter
-        is_off = counter is not None and counter not in private.dispatch_modes()
-        with counter if counter is not None and is_off else nullcontext():
-            yield
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Context manager: count only what is alive at the end, for code that a device compiles."""
-        with self._counter.pause() if self._counter else nullcontext():
-            yield
+    def counted(self) -> AbstractContextManager[object]:
+        """Context manager: count also where modes are disabled, as they are for Dynamo."""
+        return self._counter or nullcontext()
 
 
 class FakeStep:
@@ -404,24 +395,14 @@ class FakeStep:
         for number in range(num_steps):
             is_first_step = number == 0
             if self.accumulates:
-                phases.append((self._first(rows, run, phase), is_first_step))
+                phases.append((self._at(rows, run, is_first=True), is_first_step))
                 phases += [(phase, False)] * (micro_batches - 1)
             elif self._in_backward and is_first_step:
-                phases.append((self._first(rows, run, phase), True))
+                phases.append((self._at(rows, run, is_first=True), True))
             else:
                 phases.append((phase, is_first_step))
             phases.append((self._optimizer_step(number), False))
         return joined(phases)
-
-    def _first(self, rows: int, run: Run, later: Phase) -> Phase:
-        """Return the micro-batch that makes the gradients, or the states where the optimizer is in
-        backward.
-
-        Args:
-            later: a later micro-batch of as many rows.
-        """
-        of_few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), later)
-        return of_few_rows or self._at(rows, run, is_first=True)
 
     @property
     def margin(self) -> float:
@@ -431,7 +412,12 @@ class FakeStep:
     @property
     def loading(self) -> Phase:
         """What loading the model allocates and frees."""
-        return self._device.loaded or self._resident_phase()
+        tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))
+        if not self._sharding.is_sharded:
+            tensors = _as_moved(self.model)
+        with self._device.counting() as counter:
+            counter.add(tensors)
+            return counter.phase(_named(model=self.model))
 
     def _optimizer_step(self, number: int) -> Phase:
         """Return the optimizer's step and the release of its gradients; an empty phase where it
@@ -450,9 +436,10 @@ class FakeStep:
         if rows in phases:
             return phases[rows]
         # One row often runs other operations, so its log follows from no others.
-        if not is_first and rows >= FEW:
-            for size in () if phases else (FEW, MORE):
-                phases[size] = self._traced(size, run)
+        if rows >= FEW:
+            for size in (FEW, MORE):
+                if len(phases) < 2 and size not in phases:
+                    phases[size] = self._traced(size, run, is_first=is_first)
             nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
             for near, far in pairwise(nearest_sizes):
                 if phases[near].is_like(phases[far]):
@@ -478,14 +465,6 @@ class FakeStep:
             counter.add_named(self._named())
             run(rows)
             return counter.phase(self._named())
-
-    def _resident_phase(self) -> Phase:
-        tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))
-        if not self._sharding.is_sharded:
-            tensors = _as_moved(self.model)
-        with self._device.counting() as counter:
-            counter.add(tensors)
-            return counter.phase(_named(model=self.model))
 
     def _named(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
         yield from _named(model=self.model)
@@ -573,29 +552,6 @@ def _host_in_place_of(value: Any) -> Any:
     return value
 
 
-class _OffMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is made on the meta device is made on a fake one, where every value reads as 1."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
-        kwargs = kwargs or {}
-        if getattr(kwargs.get("device"), "type", "") == "meta":
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        return func(*args, **kwargs)
-
-
-class _FromTensors(TorchFunctionMode):
-    """Tensors are also made of lists of fake ones, on the host, and then copied."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.tensor:
-            return func(*args, **(kwargs or {}))
-        return func(
-            *private.tree_map_only(torch.Tensor, torch.Tensor.item, args), **(kwargs or {})
-        ).clone()
-
-
 class _FakeCopies(TorchFunctionMode):
     """Deep copies of real tensors are fake.
 
@@ -612,73 +568,3 @@ class _FakeCopies(TorchFunctionMode):
         if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
             return self._fake(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _optimizers_as_on_cuda() -> AbstractContextManager[None]:
-    """Inside, optimizers choose between one operator for many tensors and a loop as on CUDA."""
-    torch_optimizer = private(
-        "torch.optim.optimizer",
-        "_foreach_supported_types",
-        "_get_foreach_kernels_supported_devices",
-    )
-    devices = torch_optimizer._get_foreach_kernels_supported_devices()
-    return replaced(
-        torch_optimizer,
-        _foreach_supported_types=[*torch_optimizer._foreach_supported_types, private.FakeTensor],
-        _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"],
-    )
-
-
-@contextmanager
-def _swapping(mode: Any) -> Iterator[None]:
-    """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight."""
-    swap = torch.utils.swap_tensors
-    converter = private(mode.fake_tensor_converter.meta_converter, "tensor_memo")
-
-    def swap_unremembered(first: torch.Tensor, second: torch.Tensor) -> None:
-        # Tensors that the mode refers to are refused.
-        converter.tensor_memo.clear()
-        swap(first, second)  # type: ignore[no-untyped-call]
-
-    with replaced(torch.utils, swap_tensors=swap_unremembered):
-        yield
-
-
-@contextmanager
-def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
-    """Inside, a mode is on, also where backward runs a module again and PyTorch switches it off."""
-    entered: list[nn.Module] = []
-
-    def enter(module: nn.Module, _: object) -> None:
-        if not private.num_torch_function_modes():
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            entered.append(module)
-
-    def leave(module: nn.Module, *_: object) -> None:
-        if entered and entered[-1] is module:
-            entered.pop()
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    with (
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-        mode,
-    ):
-        yield
-
-
-def _through_shards(
-    tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Convert a tensor, or this rank's shard of a DTensor."""
-    if not hasattr(tensor, "to_local"):
-        return convert(tensor)
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)
-    with torch.no_grad(), private.disable_current_modes():
-        local = tensor.to_local()
-    whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(
-        convert(local), tensor.device_mesh, tensor.placements, run_check=False, **whole
-    )

@@ -56,26 +56,6 @@ class Phase:
         log.frombytes(torch.where(differences == 0, entries, sizes).numpy().tobytes())
         return replace(self, log=log)
 
-    def sized(self, like: Phase, wanted: Phase) -> Phase | None:
-        """Return this log with the sizes of `wanted`.
-
-        Its allocations are those of `like` and some more; None where they are not.
-        """
-        if not like.is_like(wanted):
-            return None
-        pairs = iter(zip(_sizes(like), _sizes(wanted), strict=True))
-        pair = next(pairs, None)
-        log = array("q")
-        for entry in self.log:
-            if entry > 0 and pair is not None and entry == pair[0]:
-                log.append(pair[1])
-                pair = next(pairs, None)
-            else:
-                log.append(entry)
-        if pair is not None:
-            return None
-        return replace(self, log=log)
-
 
 def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     """Return the log of phases that follow each other.
@@ -102,7 +82,3 @@ def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
                 log.append(~numbers[~entry])
         alive.update({name: numbers[number] for name, number in phase.after.items()})
     return log
-
-
-def _sizes(phase: Phase) -> list[int]:
-    return [entry for entry in phase.log if entry > 0]

@@ -7,15 +7,14 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
@@ -133,9 +132,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
         self._explain = frozenset(explain)
         self._names = names
-        self._is_counting = True
-        # Bytes of the storages that were made, resized or freed (0) in a pause.
-        self._changed: dict[int, int] = {}
         self._is_lifted = False
         self._is_inside = False
         self._in_forward: set[int] = set()
@@ -162,22 +158,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
                 self._before += [(name, number) for number in range(self._num_allocations - count)]
         self.add(())
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Context manager: count and log at the end what was made inside and is still alive."""
-        self._is_counting = False
-        try:
-            yield
-        finally:
-            self._is_counting = True
-            for key, size in self._changed.items():
-                self._replace(key, size)
-            self._changed.clear()
-            self.check()
-
-    def check(self) -> None:
-        if self._is_counting:
-            super().check()
+    def see(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were made while this mode was disabled."""
+        with private.disable_current_modes():
+            for tensor in tensors:
+                for plain in plain_tensors(tensor):
+                    self._see(plain.untyped_storage())
+        self.check()
 
     def step_trace(self, model: nn.Module) -> StepTrace:
         """Return what was counted, for a model that has its gradients now."""
@@ -213,9 +200,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def _replace(self, key: int, size: int) -> None:
         """Log that a storage has another block of memory now, or none."""
-        if not self._is_counting:
-            self._changed[key] = size
-            return
         freed = self._numbers.pop(key, None)
         if size:
             self._numbers[key] = self._num_allocations
@@ -264,8 +248,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         super()._forget(key)
 
     def _record(self, func: Any, args: tuple[Any, ...]) -> None:
-        if not self._is_counting:
-            return
         number = len(self._live_bytes_after_each)
         super()._record(func, args)
         if len(self._live_bytes_after_each) == number:
@@ -313,56 +295,61 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         return result
 
 
-class ModuleNames(TorchFunctionMode):
+class ModuleNames:
     """The name of the module whose operation runs, in forward and in backward, inside
     :meth:`following`.
 
-    As a mode it writes the name into the autograd nodes of what operations return, from which
+    The autograd nodes of what modules take and return have the name in their metadata, from which
     backward reads it.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self._model = model
         self._stack: list[str] = []
         self._last = ""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                cast(dict[str, Any], tensor.grad_fn.metadata).setdefault(_LABEL, self.current())
-        return result
-
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Context manager: hooks on all modules keep the name up to date.
+        """Context manager: hooks of the modules keep the name up to date.
 
-        They are no module's own, which would be part of what is compiled: each layer would be a
-        graph of its own.
+        Modules within a compiled one have none, which would divide its graph.
         """
         self._stack = []
         self._last = ""
-        names: dict[nn.Module, str] = {}
-        for name, module in self._model.named_modules():
-            names[module] = name.replace("_checkpoint_wrapped_module.", "").replace(
-                "._checkpoint_wrapped_module", ""
-            )
-
-        def enter(module: nn.Module, _: object) -> None:
-            if module in names:
-                self._stack.append(self._name_inside(names[module]))
-
-        def leave(module: nn.Module, *_: object) -> None:
-            if module in names:
-                self._stack.pop()
-
-        with (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-            self,
-        ):
+        with ExitStack() as hooks:
+            compiled = [
+                module for module in self._model.modules() if hasattr(module.forward, "is_compiled")
+            ]
+            inside = {part for module in compiled for part in module.modules()} - {*compiled}
+            for name, module in self._model.named_modules():
+                if module in inside:
+                    continue
+                plain = name.replace("_checkpoint_wrapped_module.", "")
+                plain = plain.removesuffix("._checkpoint_wrapped_module")
+                hooks.enter_context(
+                    module.register_forward_pre_hook(partial(self._enter, plain), prepend=True)
+                )
+                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
             yield
+
+    def _enter(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._label(args)
+        self._stack.append(self._name_inside(name))
+
+    def _leave(self, _: nn.Module, __: object, result: Any) -> None:
+        self._label(result)
+        self._stack.pop()
+
+    def _label(self, values: Any) -> None:
+        """Write the current name into the nodes that no module has written its name into."""
+        name = self.current()
+        tensors = (leaf for leaf in private.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+        nodes = [tensor.grad_fn for tensor in tensors]
+        while nodes:
+            node: Any = nodes.pop()
+            if node is not None and _LABEL not in node.metadata:
+                node.metadata[_LABEL] = name
+                nodes += [earlier for earlier, _ in node.next_functions]
 
     def _name_inside(self, name: str) -> str:
         """Return the name of a module that is called in the current one."""
@@ -382,5 +369,5 @@ class ModuleNames(TorchFunctionMode):
             return ""
         node = private.current_autograd_node()
         if node is not None:
-            self._last = cast(dict[str, Any], node.metadata).get(_LABEL, self._last)
+            self._last = cast(dict[str, Any], node.metadata).get(_LABEL, "")
         return self._last

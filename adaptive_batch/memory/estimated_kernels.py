@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 
 def estimated_attention(
@@ -13,7 +12,7 @@ def estimated_attention(
 ) -> tuple[Tensor, Tensor] | None:
     """Attend to each row alone in an estimate; a real step is left to its kernel.
 
-    An estimate runs in a mode that overrides this function, as modes override torch's functions.
+    An estimate replaces this function in its package, from which callers take it.
 
     Args:
         query, key, value: Tensors ``[1, heads, tokens, head_dim]`` with the rows laid end to end.
@@ -24,10 +23,4 @@ def estimated_attention(
     Returns:
         Causal attention ``[1, heads, tokens, head_dim]`` and `ends`; None in a real step.
     """
-    tensors = (query, key, value)
-    if not has_torch_function(tensors):
-        return None
-    result: tuple[Tensor, Tensor] | None = handle_torch_function(
-        estimated_attention, tensors, *tensors, lengths, ends
-    )
-    return result
+    return None

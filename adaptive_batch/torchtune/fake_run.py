@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -244,22 +244,18 @@ class FakeRun:
         kinds: list[tuple[FullModel, DictConfig]] = [(job.builder, job.cfg)]
         if job.second is not None:
             kinds.append((job.second.builder, job.second.cfg))
+        is_sharded = distributed.world_size() > 1
         models = []
-        if distributed.world_size() > 1:
-            for builder, cfg in kinds:
+        for builder, cfg in kinds:
+            if is_sharded:
                 model = build_sharded(cfg, builder, dtype=job.dtype, device=job.device)
-                # Some models read their values.
-                compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
-                self.device.move(model)
-                models.append(model)
-        else:
-
-            def skeletons() -> torch.nn.Module:
-                return torch.nn.ModuleList(
-                    [builder.skeleton(cfg, dtype=job.dtype) for builder, cfg in kinds]
-                )
-
-            models = list(cast(torch.nn.ModuleList, self.device.build(skeletons)))
+            else:
+                model = builder.skeleton(cfg, dtype=job.dtype)
+            # Some models read their values.
+            compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
+            self.device.move(model)
+            models.append(model)
+        if not is_sharded:
             job.builder.freeze(models[0])
             if job.cfg.compile:
                 for model in models:

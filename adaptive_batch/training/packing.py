@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
+from adaptive_batch import memory
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch.memory import estimated_attention, packed_attention
 
 private = PrivateNames("packed rows")
 
@@ -81,7 +81,7 @@ class PackedAttention:
             and not how.get("dropout_p")
         )
         if is_even:
-            estimated = estimated_attention(*tensors, self._lengths, self._device_ends)
+            estimated = memory.estimated_attention(*tensors, self._lengths, self._device_ends)
             if estimated is not None:
                 output, self._device_ends = estimated
                 return output
@@ -186,7 +186,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) 
             tensors[1:] = [tensor.repeat_interleave(repeats, 1) for tensor in tensors[1:]]
         # Whatever is copied here is one kernel with what made it.
         flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in tensors]
-        output: Tensor = packed_attention(*flat, _ends_of_now, how.get("scale"))[0]
+        output: Tensor = memory.packed_attention(*flat, _ends_of_now, how.get("scale"))[0]
         return output.transpose(0, 1)[None]
     attended: Tensor = _attend_without_compiler(query, key, value, *given, **how)
     return attended

@@ -76,19 +76,19 @@ def test_attention_inside_of_multi_head_attention_is_replaced_and_left_as_it_was
             "_Attention" in name
             for name in names_of(module(rows, rows, rows, need_weights=False)[0])
         )
-        with CudaKernels((8, 0)):
+        with CudaKernels((8, 0)).in_place():
             assert "_AttentionBackward" in names_of(module(rows, rows, rows, need_weights=False)[0])
     assert functional.scaled_dot_product_attention is real
 
 
 def test_real_tensors_are_left_alone():
     rows = torch.ones(2, 16, 64)
-    with CudaKernels():
+    with CudaKernels().in_place():
         assert torch.equal(functional.rms_norm(rows, (64,)), rows)
 
 
 def test_dropout_keeps_a_byte_for_each_element():
-    with FakeTensorMode(), CudaKernels():
+    with FakeTensorMode(), CudaKernels().in_place():
         tensor = torch.empty(4, 8, requires_grad=True)
         output = functional.dropout(tensor, 0.5)
         assert output.grad_fn.saved_tensors[0].dtype == torch.bool
