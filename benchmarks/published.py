@@ -2,6 +2,7 @@
 same step.
 
     python benchmarks/published.py [--only TEXT] [--output DIR]
+    adaptive-batch emulate --device a100-80gb -- python benchmarks/published.py --emulated
 
 published_memory.csv has the figures, each with its source, what is known of how it was measured,
 and what is not. A row is estimated where its code is known: model, library versions, loss, lengths.
@@ -9,7 +10,8 @@ What was known from the published bytes alone is said at `MODELS`. A figure of k
 PyTorch's, or of ranks, can be compared as well where the optimizer's step is the peak, since that
 is the same with all kernels; it is taken to be where forward and backward of PyTorch's kernels,
 which hold more, stay below it. Each of the others is listed with the reason why there is no
-estimate.
+estimate. ``--emulated`` runs the steps of Trainer whose code is known on the device of this process
+instead.
 """
 
 from __future__ import annotations
@@ -129,6 +131,11 @@ class Published:
     @property
     def ran_out(self) -> bool:
         return self.gib == "OOM"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of a step of Trainer is known; kernels that are not PyTorch's hold less."""
+        return self.is_fms and int(self.gpus) == 1 and (self.ran_out or self.loss == "CE")
 
     @property
     def is_compiled(self) -> bool:
@@ -442,6 +449,35 @@ def trainer_step(
     )
 
 
+def run_trainer_step(row: Published, steps: int = 3) -> int | None:
+    """Run a step of Hugging Face's Trainer on the CUDA device, which an A100 has to be, and return
+    the peak of allocated bytes; None where it runs out of memory.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        step = TrainerStep.of(
+            row.model,
+            is_lora=row.is_lora,
+            keeps_logits=row.keeps_logits,
+            length=int(row.length),
+            place=lambda model: model.to_empty(device="cuda").tie_weights(),
+        )
+        shape = int(row.rows), int(row.length)
+        for _ in range(steps):
+            batch = {
+                name: torch.ones(shape, dtype=torch.int64, device="cuda") for name in step.batch
+            }
+            step.mean_loss(batch).backward()
+            parameters = [one for one in step.model.parameters() if one.requires_grad]
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            step.optimizer.step()
+            step.optimizer.zero_grad()
+    except torch.OutOfMemoryError:
+        return None
+    return torch.cuda.max_memory_allocated()
+
+
 # --- torchtune
 
 
@@ -662,11 +698,9 @@ def compare(row: Published) -> Compared | NotEstimated:
         return NotEstimated(
             row.id, next(reason for pattern, reason in NO_ESTIMATE if re.search(pattern, row.id))
         )
-    ranks, rows, is_pytorchs = int(row.gpus), int(row.rows), row.loss == "CE"
+    ranks, rows = int(row.gpus), int(row.rows)
     other_code = "FSDP1" if ranks > 1 else "kernels that are not PyTorch's"
-    is_whole = ranks == 1 and (
-        row.ran_out or is_pytorchs
-    )  # kernels that are not PyTorch's hold less
+    is_whole = row.is_whole
     if not is_whole and (row.is_lora or row.ran_out):
         return NotEstimated(row.id, other_code)
     estimate_of = partial(
@@ -778,14 +812,38 @@ def summary(rows: list[Compared]) -> Iterator[dict[str, Any]]:
         }
 
 
+def run_known_steps(only: str, output: Path) -> None:
+    """Run the steps of Trainer that are known, and print and record the peaks beside the published
+    ones.
+    """
+    rows = []
+    for row in rows_of_table():
+        if row.is_whole and only in row.id:
+            peak = run_trainer_step(row)
+            error = peak / row.peak_bytes - 1 if peak and not row.ran_out else None
+            rows.append({"id": row.id, "bytes": peak, "error": error, "ran_out": row.ran_out})
+            said = "OOM" if peak is None else f"{peak / GIB:.3f} GiB"
+            published = "OOM" if row.ran_out else f"{error:+.4%}" if peak else "wrong"
+            print(f"{row.id:<68} {said:>12} {published:>10}", flush=True)
+    errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+    right = sum((row["bytes"] is None) == row["ran_out"] for row in rows)
+    print(f"{len(errors)} peaks, median {median(errors):.4%}, worst {max(errors):.4%}")
+    print(f"fits or runs out of memory as published: {right} of {len(rows)}")
+    records.write("published_emulated", output, rows=rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose id has this text")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser.add_argument("--emulated", action="store_true", help="run the steps of Trainer")
     arguments = parser.parse_args()
     start = time.perf_counter()
+    if arguments.emulated:
+        run_known_steps(arguments.only, arguments.output)
+        return
     rows: list[Compared] = []
     left_out: list[NotEstimated] = []
     for row in rows_of_table():
