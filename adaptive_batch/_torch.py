@@ -35,6 +35,7 @@ NAMES = {
     "num_torch_function_modes": "torch._C._len_torch_function_stack",
     "pop_torch_function_mode": "torch._C._pop_torch_function_stack",
     "push_torch_function_mode": "torch._C._push_on_torch_function_stack",
+    "set_allocator_settings": "torch._C._accelerator_setAllocatorSettings",
     "storage_use_count": "torch._C._storage_Use_Count",
     "tree_leaves": "torch.utils._pytree.tree_leaves",
     "tree_map_only": "torch.utils._pytree.tree_map_only",

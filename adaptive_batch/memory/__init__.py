@@ -30,11 +30,11 @@ from .device import (
     plain_tensors,
     recover,
     storage_bytes,
+    tensors_in,
     wanted_bytes,
 )
-from .estimated_kernels import estimated_attention
 from .in_backward import OptimizerInBackward, optimizers_of
-from .packed_attention import packed_attention
+from .packed_attention import estimated_attention, packed_attention
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ __all__ = [
     "segments_can_expand",
     "segments_expand",
     "storage_bytes",
+    "tensors_in",
     "wanted_bytes",
 ]
 

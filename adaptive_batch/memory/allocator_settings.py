@@ -25,7 +25,6 @@ HEADROOM_EXPANDABLE = 0.01
 _HEADROOM = 0.05
 
 _EXPANDABLE = "expandable_segments:True"
-_NOT_EXPANDABLE = "expandable_segments:False"
 
 
 def allocator_settings() -> tuple[str, dict[str, str]]:
@@ -86,15 +85,10 @@ def expand_segments_in_script(device: torch.device | None = None) -> None:
     is_elsewhere = device is not None and device.type != "cuda"
     if variable or is_elsewhere or not segments_can_expand() or not torch.cuda.is_available():
         return
-    allocator = private(
-        "torch._C", "_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings"
-    )
     # Settings that are given later replace all that the program has given.
-    if allocator._accelerator_getAllocatorSettings():
+    if torch.cuda.memory._snapshot()["allocator_settings"][ALLOCATOR_VARIABLES[0]]:
         return
-    expand_segments()
-    # PyTorch reads the environment once, and has done so now.
-    allocator._accelerator_setAllocatorSettings(_EXPANDABLE)
+    _set_expandable(True)
     if distributed.is_rank_zero():
         log.info(
             "CUDA's allocator uses expandable segments from now on (%s=%s), since steps of"
@@ -112,9 +106,7 @@ def check_segments(device: torch.device) -> None:
     """
     if device.type != "cuda" or os.environ.get(ALLOCATOR_VARIABLES[0]) != _EXPANDABLE:
         return
-    # PyTorch reads the environment once, and may have done so.
-    allocator = private("torch._C", "_accelerator_setAllocatorSettings")
-    allocator._accelerator_setAllocatorSettings(_EXPANDABLE)
+    _set_expandable(True)
     # A stream of its own has no cached block that would serve the request without the driver.
     own_stream = None
     if torch.cuda.memory_reserved(device):
@@ -126,9 +118,15 @@ def check_segments(device: torch.device) -> None:
         # The driver knows what they are.
         return
     except RuntimeError as error:
-        os.environ[ALLOCATOR_VARIABLES[0]] = _NOT_EXPANDABLE
-        allocator._accelerator_setAllocatorSettings(_NOT_EXPANDABLE)
+        _set_expandable(False)
         reason, _, _ = str(error).partition("\n")
         log.info("%s: no expandable segments (%s); the allocator does without them", device, reason)
     if own_stream is not None:
         torch.cuda.empty_cache()
+
+
+def _set_expandable(expands: bool) -> None:
+    settings = f"expandable_segments:{expands}"
+    os.environ[ALLOCATOR_VARIABLES[0]] = settings
+    # PyTorch reads the environment once, and may have done so.
+    private.set_allocator_settings(settings)

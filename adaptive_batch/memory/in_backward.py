@@ -39,24 +39,20 @@ class OptimizerInBackward:
             optimizer.step()
             optimizer.zero_grad()
             return
-        # One parameter at a time is copied, stepped and put back, so a dry run costs the host one
+        # One parameter at a time is copied, stepped and restored, so a dry run costs the host one
         # parameter, not the model.
         weights = TensorSnapshot([parameter])
-        fresh = parameter in self._fresh
-        snapshot = None
-        if not fresh or not optimizer.state:
-            snapshot = OptimizerSnapshot(optimizer)
+        state = OptimizerSnapshot(optimizer)
+        is_kept = False
         try:
             optimizer.step()
             optimizer.zero_grad()
-            # The state that was made stays until the dry run ends.
-            if fresh:
-                snapshot = None
+            # The state of a fresh optimizer stays until the dry run ends.
+            is_kept = parameter in self._fresh
         finally:
             weights.restore()
-            # Also what a step that ran out of memory has half made.
-            if snapshot:
-                snapshot.restore()
+            if not is_kept:
+                state.restore()
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:

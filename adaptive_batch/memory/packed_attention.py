@@ -1,10 +1,12 @@
-"""Causal attention of rows that lie end to end, as one operator: a compiled program calls it, and
-its graph is the same for all rows, whose ends are an argument.
+"""Causal attention of rows that lie end to end.
+
+A compiled program calls it as one operator, and its graph is the same for all rows, whose ends are
+an argument. An estimate, which runs on a CPU without the kernels of a GPU, has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -144,3 +146,22 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def estimated_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Attend to each row alone in an estimate; a real step is left to its kernel.
+
+    An estimate replaces this function in its package, from which callers take it.
+
+    Args:
+        query, key, value: Tensors ``[1, heads, tokens, head_dim]`` with the rows laid end to end.
+        lengths: Tokens of each row, in order.
+        ends: Int32 ``[rows + 1]``, which the first call for these rows has returned; None in the
+            first call.
+
+    Returns:
+        Causal attention ``[1, heads, tokens, head_dim]`` and `ends`; None in a real step.
+    """
+    return None

@@ -6,7 +6,6 @@ import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -20,7 +19,7 @@ from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError
 
-from .device import host_available_bytes, plain_tensors, storage_bytes
+from .device import host_available_bytes, plain_tensors, storage_bytes, tensors_in
 
 private = PrivateNames("undoing a step or a trial")
 
@@ -61,10 +60,10 @@ class OptimizerSnapshot:
         self._optimizer = optimizer
         self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
-        of_groups = ({**group, "params": None} for group in self._groups)
-        self._tensors = TensorSnapshot(_tensors_in([*self._state.values(), *of_groups]))
+        of_groups = [{**group, "params": None} for group in self._groups]
+        self._tensors = TensorSnapshot(tensors_in([self._state, of_groups]))
         self._others = {
-            p: {k: copy.deepcopy(v) for k, v in s.items() if not list(_tensors_in(v))}
+            p: {k: copy.deepcopy(v) for k, v in s.items() if not list(tensors_in(v))}
             for p, s in self._state.items()
         }
         self._counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN)}
@@ -100,7 +99,7 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._type = _type_of(device)
+        self._type = device.type
         # There is one MPS, and it takes no device.
         self._which = () if self._type == "mps" else (device,)
         self._state: dict[str, Any] = {
@@ -161,12 +160,6 @@ def _without_arrays(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
-
-
-@cache
-def _type_of(device: torch.device) -> str:
-    """Return the type of a device, of which torch makes a new string each time, in every step."""
-    return device.type
 
 
 class TrainingSnapshot:
@@ -253,13 +246,6 @@ def _emptied(state: dict[str, Any]) -> bool:
     return True
 
 
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in private.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
 def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     """Return the tensors in the state of some optimizers."""
-    states: list[dict[Any, Any]] = []
-    for optimizer in optimizers:
-        states += map(dict, optimizer.state.values())
-    return _tensors_in(states)
+    return chain.from_iterable(tensors_in(optimizer.state) for optimizer in optimizers)

@@ -188,12 +188,10 @@ class _Meter:
             if prepare:
                 self.prepare_gradients()
             attempt.is_prepared = True
-            measuring = self._memory.measure(self.resident(), budget_bytes=budget_bytes)
-            counts_in_python = self._memory.granularity_bytes == 1
             # Counting in Python would be timed along with the run.
-            if is_timed and counts_in_python:
-                measuring = nullcontext(Usage(0))
-            with measuring as usage:
+            is_counted = not is_timed or self._memory.granularity_bytes > 1
+            measuring = self._memory.measure(self.resident(), budget_bytes=budget_bytes)
+            with measuring if is_counted else nullcontext(Usage(0)) as usage:
                 run()
                 attempt.has_run = True
             attempt.usage = usage
