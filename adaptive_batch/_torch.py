@@ -15,8 +15,6 @@ import torch
 
 from adaptive_batch.errors import TorchVersionError
 
-__all__ = ["NAMES", "NEWEST", "OLDEST", "PrivateNames", "TorchDispatchMode"]
-
 # The versions that `make test-versions` runs the tests on.
 OLDEST = "2.11.0"
 NEWEST = "2.15.0"
@@ -26,12 +24,12 @@ NAMES = {
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "OpOverload": "torch._ops.OpOverload",
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "allocator_snapshot": "torch.cuda.memory._snapshot",
+    "compilation_callbacks": "torch._dynamo.callback.callback_handler",
+    "compilation_metrics": "torch._dynamo.utils.get_compilation_metrics",
     "current_autograd_node": "torch._C._current_autograd_node",
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
-    "disable_dynamo": "torch._compile._disable_dynamo",
-    "foreach_norm": "torch._foreach_norm",
-    "is_traceable_wrapper_subclass": "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "num_torch_function_modes": "torch._C._len_torch_function_stack",
     "pop_torch_function_mode": "torch._C._pop_torch_function_stack",
     "push_torch_function_mode": "torch._C._push_on_torch_function_stack",

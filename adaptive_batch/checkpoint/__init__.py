@@ -14,7 +14,12 @@ from .manifest import (
     newest_complete,
     read_manifest,
 )
-from .optimizer_state import load_named_optimizer_state, named_optimizer_state, parameter_name
+from .optimizer_state import (
+    load_named_optimizer_state,
+    map_leaves,
+    named_optimizer_state,
+    parameter_name,
+)
 
 __all__ = [
     "Checkpoint",
@@ -26,6 +31,7 @@ __all__ = [
     "checkpoints_in",
     "load_named_optimizer_state",
     "manifest_text",
+    "map_leaves",
     "named_optimizer_state",
     "newest_complete",
     "parameter_name",

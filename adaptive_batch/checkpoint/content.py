@@ -8,7 +8,7 @@ are scaled as a whole, and cannot be cut where another number of ranks would cut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -20,14 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from adaptive_batch._torch import PrivateNames
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 
 from .dcp import Ranks, read_tensors
-from .optimizer_state import distributed_from_local, named_form, parameter_name
-
-private = PrivateNames("checkpoints")
+from .optimizer_state import distributed_from_local, map_leaves, named_form, parameter_name
 
 # Keys of mappings and numbers in lists that lead to a value.
 _Path = tuple[Any, ...]
@@ -82,11 +79,11 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
         state["tree"], divided = _divided(tensors_tree)
         tensors.update(divided)
         # Rank zero alone saves it.
-        state["small"] = _map_leaves(_copied, small_state if ranks.rank == 0 else None)
+        state["small"] = map_leaves(_copied, small_state if ranks.rank == 0 else None)
         return [
             name
             for name, tensor in tensors.items()
-            if private.is_traceable_wrapper_subclass(local_part(tensor))
+            if hasattr(local_part(tensor), "__tensor_flatten__")
         ]
 
     # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks agree on the names.
@@ -170,7 +167,7 @@ def read_optimizer(
         entries = form["state"].get(parameter_name(name))
         if entries:
             of_parameter = partial(_sharded_as, parameter)
-            form["state"][parameter_name(name)] = _map_leaves(of_parameter, entries, _Stored)
+            form["state"][parameter_name(name)] = map_leaves(of_parameter, entries, _Stored)
     read: dict[str, Any] = _read(folder, state, form, ranks)
     return read
 
@@ -193,7 +190,7 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if type(value) is torch.Tensor:
             tensor = tensor.resolve_conj().resolve_neg()
         local = local_part(tensor)
-        is_wrapper: bool = private.is_traceable_wrapper_subclass(local)
+        is_wrapper = hasattr(local, "__tensor_flatten__")
         if not is_wrapper and (
             type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided
         ):
@@ -205,7 +202,7 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         tensors.setdefault(id(form), tensor)
         return form
 
-    divided = _map_leaves(form, tree)
+    divided = map_leaves(form, tree)
     return divided, {
         stored.name: tensors[id(stored.form)] for _, stored in _leaves(_stored(divided), _Stored)
     }
@@ -226,7 +223,7 @@ def _stored(divided: Any) -> Any:
             used_names.add(_joined(path))
         return _Stored(names[id(form)], form)
 
-    return _map_leaves(name, divided, torch.Tensor)
+    return map_leaves(name, divided, torch.Tensor)
 
 
 def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> Any:
@@ -247,7 +244,7 @@ def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> An
             return distributed_from_local(local, parameter, parameter.placements, stored.form.shape)
         return local
 
-    return _map_leaves(restored, tree, _Stored)
+    return map_leaves(restored, tree, _Stored)
 
 
 def _targets(
@@ -272,7 +269,7 @@ def _targets(
 
 def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
     """Return a tensor as plain ones by name: itself, or those that it wraps."""
-    if not private.is_traceable_wrapper_subclass(tensor):
+    if not hasattr(tensor, "__tensor_flatten__"):
         return {name: tensor}
     return {
         f"{name}.{attribute}": getattr(tensor, attribute)
@@ -282,7 +279,7 @@ def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
 
 def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a tensor of a form, of other plain tensors."""
-    if not private.is_traceable_wrapper_subclass(form):
+    if not hasattr(form, "__tensor_flatten__"):
         return parts[name]
     attributes, context = form.__tensor_flatten__()
     inner = {attribute: parts[f"{name}.{attribute}"] for attribute in attributes}
@@ -367,29 +364,10 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
-def _map_leaves(
-    function: Callable[[_Path, Any], Any], tree: Any, kind: Any = object, path: _Path = ()
-) -> Any:
-    """Replace what is of a kind and is no dict, list or tuple by what a function returns for path
-    and value.
-    """
-    if isinstance(tree, Mapping):
-        return {
-            key: _map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()
-        }
-    if type(tree) in (list, tuple):
-        return type(tree)(
-            _map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
-        )
-    if isinstance(tree, kind):
-        return function(path, tree)
-    return tree
-
-
 def _leaves(tree: Any, kind: type) -> list[tuple[_Path, Any]]:
     """Return path and value of all leaves of a kind."""
     leaves: list[tuple[_Path, Any]] = []
-    _map_leaves(lambda path, leaf: leaves.append((path, leaf)), tree, kind)
+    map_leaves(lambda path, leaf: leaves.append((path, leaf)), tree, kind)
     return leaves
 
 

@@ -13,7 +13,7 @@ backward; all of these are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,10 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
-from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import CheckpointError
-
-private = PrivateNames("checkpoints")
 
 # What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
@@ -186,36 +183,51 @@ def _numbered(
         groups.append({**(group_of[named[0]] if named else {}), **kept, "params": numbers})
         for number, name, parameter in zip(numbers, named, group["params"], strict=True):
             if name in state:
-                place = partial(_placed, parameter=parameter, what=f"state of {name}")
-                entries_of[number] = private.tree_map_only(torch.Tensor, place, dict(state[name]))
+                place = partial(_placed, parameter=parameter, name=name)
+                entries_of[number] = map_leaves(place, state[name], torch.Tensor)
     return {"state": entries_of, "param_groups": groups}
 
 
-def _placed(value: Any, *, parameter: nn.Parameter, what: str) -> Any:
+def _placed(_: object, value: Any, *, parameter: nn.Parameter, name: str) -> Any:
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
         return value
     mesh = parameter.device_mesh
-    is_wrapper: bool = private.is_traceable_wrapper_subclass(value)
-    if is_wrapper:
+    if hasattr(value, "__tensor_flatten__"):
         if mesh.size() > 1:
             raise CheckpointError(
-                f"{what} is a {type(value).__name__}, which cannot be divided among {mesh.size()}"
-                " ranks: resume with as many ranks as it was saved with, or begin with a new"
-                " optimizer state"
+                f"state of {name} is a {type(value).__name__}, which cannot be divided among"
+                f" {mesh.size()} ranks: resume with as many ranks as it was saved with, or begin"
+                " with a new optimizer state"
             )
         return distributed_from_local(value, parameter, parameter.placements)
     if value.shape != parameter.shape:
         return distributed_from_local(value, parameter, [Replicate()] * mesh.ndim)
     part: Any = torch.empty_like(parameter.detach(), dtype=value.dtype)
-    tensors = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
-    sizes, offsets = tensors.compute_local_shape_and_global_offset(
-        value.shape, mesh, parameter.placements
-    )
-    own = value[
-        tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
-    ]
-    part.to_local().copy_(own)
+    # torch.distributed.checkpoint asks tensors of any kind for the same.
+    (own,) = part.__create_chunk_list__()
+    sliced = zip(own.offsets, own.sizes, strict=True)
+    part.to_local().copy_(value[tuple(slice(offset, offset + size) for offset, size in sliced)])
     return part
+
+
+def map_leaves(
+    function: Callable[[tuple[Any, ...], Any], Any],
+    tree: Any,
+    kind: Any = object,
+    path: tuple[Any, ...] = (),
+) -> Any:
+    """Return a tree of mappings, lists and tuples with `function` applied to path and value of each
+    leaf of a kind.
+    """
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(
+            map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
+        )
+    if isinstance(tree, kind):
+        return function(path, tree)
+    return tree
 
 
 def distributed_from_local(

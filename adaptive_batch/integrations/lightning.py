@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from adaptive_batch._util import instance_of, replaced
@@ -118,7 +119,7 @@ class AdaptiveCallback(Callback):
         losses = [result.loss for result in results if result.loss is not None]
         loss = None
         if losses:
-            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            loss = torch.stack(losses).sum()
         return ClosureResult(loss, _joined(results))
 
     def _find_bound(self, trainer: Trainer, step: AdaptiveStep) -> None:
@@ -131,8 +132,10 @@ class AdaptiveCallback(Callback):
         def to_device(batch: Any) -> Any:
             # As Lightning's own loop prepares a batch.
             batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-            return trainer.strategy.batch_to_device(batch)
+            hooks = trainer.datamodule
+            if not is_overridden("on_before_batch_transfer", hooks):
+                hooks = trainer.lightning_module
+            return trainer.strategy.batch_to_device(hooks.on_before_batch_transfer(batch, 0))
 
         self.adaptive.find_bound(
             step,
@@ -268,16 +271,15 @@ class _MetricStates:
     """What metrics of torchmetrics in a module have counted, as it was when this was made."""
 
     def __init__(self, module: LightningModule) -> None:
-        metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._states = [
-            (metric, _copied(metric.metric_state), metric.update_count) for metric in metrics
+            (metric, _copied(metric.metric_state), {**vars(metric)})
+            for metric in module.modules()
+            if isinstance(metric, Metric)
         ]
 
     def restore(self) -> None:
-        for metric, state, update_count in self._states:
-            vars(metric).update(_copied(state))
-            metric._update_count = update_count
-            metric._computed = None
+        for metric, state, attributes in self._states:
+            vars(metric).update(attributes | _copied(state))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -310,7 +310,7 @@ class AdaptiveTrainer(Trainer):
             optimizer,
             self.callback_handler.train_dataloader,
             to_device=super()._prepare_inputs,
-            batch_size=self._train_batch_size,
+            batch_size=self.args.train_batch_size,
             # A batch that grows will not fit at once.
             accumulates=self.args.gradient_accumulation_steps > 1 or self._growth is not None,
         )

@@ -86,7 +86,7 @@ def expand_segments_in_script(device: torch.device | None = None) -> None:
     if variable or is_elsewhere or not segments_can_expand() or not torch.cuda.is_available():
         return
     # Settings that are given later replace all that the program has given.
-    if torch.cuda.memory._snapshot()["allocator_settings"][ALLOCATOR_VARIABLES[0]]:
+    if private.allocator_snapshot()["allocator_settings"][ALLOCATOR_VARIABLES[0]]:
         return
     _set_expandable(True)
     if distributed.is_rank_zero():

@@ -34,10 +34,6 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._torch import PrivateNames
-
-private = PrivateNames("measuring the noise scale")
-
 
 @dataclass(frozen=True)
 class NoiseSample:
@@ -155,10 +151,13 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     Their own type would not do where it has 16 bits: the noise is a small difference of squared
     norms.
     """
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_type.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
-    norms: list[torch.Tensor] = []
-    for dtype, of_type in by_type.items():
-        norms += private.foreach_norm(of_type, 2, dtype=dtype)
+    wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        for gradient in gradients
+        if gradient.dtype.itemsize < 4
+    ]
+    if wide:
+        # One kernel for many gradients.
+        norms.append(torch.nn.utils.get_total_norm(wide))
     return torch.stack([norm.to(gradients[0].device) for norm in norms]).square().sum()

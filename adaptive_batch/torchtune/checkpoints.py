@@ -19,22 +19,21 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import format_bytes
 from adaptive_batch.checkpoint import (
     CheckpointManager,
     load_named_optimizer_state,
+    map_leaves,
     named_optimizer_state,
 )
 from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.memory import tensors_in
 
 from .epoch_checkpoints import ADAPTERS, STATE_KEY, EpochCheckpoints, manifests_in, resumable_order
 from .model import Weights
 from .saved_runs import SavedRuns
 from .settings import Settings
 from .trainer import Trainer
-
-private = PrivateNames("checkpoints")
 
 log = logging.getLogger("adaptive_batch")
 
@@ -345,7 +344,7 @@ def _whole_on_rank_zero(tree: Any) -> Any:
             return None
         return whole.cpu()
 
-    return private.tree_map_only(torch.Tensor, gathered, tree)
+    return map_leaves(lambda _, tensor: gathered(tensor), tree, torch.Tensor)
 
 
 def _holds_low_bit(tree: Any) -> bool:
@@ -353,5 +352,5 @@ def _holds_low_bit(tree: Any) -> bool:
 
     Such states are torchao's.
     """
-    parts = (leaf.to_local() for leaf in private.tree_leaves(tree) if isinstance(leaf, DTensor))
-    return any(map(private.is_traceable_wrapper_subclass, parts))
+    parts = (tensor.to_local() for tensor in tensors_in(tree) if isinstance(tensor, DTensor))
+    return any(hasattr(part, "__tensor_flatten__") for part in parts)

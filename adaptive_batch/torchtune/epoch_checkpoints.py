@@ -26,7 +26,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torchtune import training
 
-from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import atomic_write, move_into_place, sync_folder
 from adaptive_batch.checkpoint import (
     SavedFile,
@@ -40,12 +39,10 @@ from adaptive_batch.checkpoint import (
     saving,
 )
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.memory import is_out_of_memory
+from adaptive_batch.memory import is_out_of_memory, tensors_in
 
 from .checks import check_output_dir
 from .config_errors import instantiate, one_line
-
-private = PrivateNames("checkpoints")
 
 log = logging.getLogger("adaptive_batch")
 
@@ -433,9 +430,7 @@ class EpochCheckpoints:
         state = {**content, **(recipe_state or {})}
         if recipe_state is not None:
             state[STATE_KEY] = {**state.get(STATE_KEY, {}), "weights": identity}
-        num_bytes = sum(
-            leaf.nbytes for leaf in private.tree_leaves(state) if isinstance(leaf, torch.Tensor)
-        )
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in(state))
         saved = self._temporary / target.name
         new_state = self._temporary / _RECIPE_STATE
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torchtune.training import OffloadActivations, _activation_offloading
+from torchtune.training import OffloadActivations
 
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
@@ -54,7 +55,7 @@ class _WithoutCUDA:
 # Its hooks are functions within it, so that they have the same globals.
 _init = FunctionType(
     OffloadActivations.__init__.__code__,
-    {**vars(_activation_offloading), "torch": _WithoutCUDA()},
+    {**OffloadActivations.__init__.__globals__, "torch": _WithoutCUDA()},
     argdefs=OffloadActivations.__init__.__defaults__,
     closure=OffloadActivations.__init__.__closure__,
 )
@@ -71,5 +72,6 @@ class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
 @contextmanager
 def offloading_fake_tensors() -> Iterator[None]:
     """Context manager: torchtune offloads fake tensors in what is set up inside."""
-    with replaced(_activation_offloading, OffloadActivations=FakeOffloadActivations):
+    module = sys.modules[OffloadActivations.__module__]
+    with replaced(module, OffloadActivations=FakeOffloadActivations):
         yield

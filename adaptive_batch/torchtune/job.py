@@ -96,14 +96,14 @@ class Job:
         Torch keeps it for each thread, so training belongs to the thread that sets this up.
         """
         settings = self.settings
-        partitioner, compiler = _compiler_configs()
+        partitioner = _partitioner_config()
         if partitioner.activation_memory_budget != settings.activation_memory_budget:
             # A graph of another budget would be taken as it is.
             torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Where micro-batches have many shapes, the first one is no constant of its graph.
         varies = settings.search_plan.chooses_fastest or not settings.layout_kind.is_usual
-        compiler.assume_static_by_default = not varies
+        torch.compiler.config.assume_static_by_default = not varies
 
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is
@@ -254,22 +254,19 @@ def own_compiler(cfg: DictConfig) -> Iterator[None]:
     if not cfg.get("compile", False):
         yield
         return
-    partitioner, compiler = _compiler_configs()
+    partitioner = _partitioner_config()
     budget = partitioner.activation_memory_budget
-    is_static = compiler.assume_static_by_default
+    is_static = torch.compiler.config.assume_static_by_default
     try:
         yield
     finally:
         partitioner.activation_memory_budget = budget
-        compiler.assume_static_by_default = is_static
+        torch.compiler.config.assume_static_by_default = is_static
 
 
-def _compiler_configs() -> tuple[Any, Any]:
-    """Return the settings of torch's partitioner and of its compiler."""
-    return (
-        private("torch._functorch.config", "activation_memory_budget"),
-        private("torch._dynamo.config", "assume_static_by_default"),
-    )
+def _partitioner_config() -> Any:
+    """Return the settings of torch's partitioner."""
+    return private("torch._functorch.config", "activation_memory_budget")
 
 
 def _if_it_can_be_built(build: Callable[[], T]) -> T | None:

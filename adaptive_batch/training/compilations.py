@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from adaptive_batch._torch import PrivateNames
@@ -40,11 +41,6 @@ class Compilation:
     seconds: float
     gives_up: bool = False
 
-    @property
-    def is_again(self) -> bool:
-        """Whether the function was compiled before."""
-        return bool(self.reason)
-
     def describe(self) -> str:
         """Return one line, with the cause."""
         if self.gives_up:
@@ -66,11 +62,10 @@ class Compilations:
         # Without it nothing was compiled.
         if "torch._dynamo" not in sys.modules:
             return []
-        recorded = private("torch._dynamo.utils", "get_compilation_metrics")
         compilations = []
         begin = self._last_microsecond
         names: dict[str, str] = {}
-        for metrics in recorded.get_compilation_metrics():
+        for metrics in private.compilation_metrics():
             start = metrics.start_time_us or 0
             # Variants of one function have its number in common; a failed attempt has no name.
             number = str(metrics.compile_id).partition("/")[0]
@@ -130,7 +125,7 @@ class CompilationLog:
         if self._compilations is None:
             return
         for compilation in self._compilations.new():
-            if not compilation.is_again:
+            if not compilation.reason:
                 continue
             self.num_again += not compilation.gives_up
             event(
@@ -146,7 +141,7 @@ class CompilationLog:
 
 @contextmanager
 def _garbage_is_collected() -> Iterator[None]:
-    handler = private("torch._dynamo.callback", "callback_handler").callback_handler
+    handler = private.compilation_callbacks
     handler.register_end_callback(_collect_garbage)
     try:
         yield
@@ -179,7 +174,7 @@ def describe_all(compilations: Sequence[Compilation]) -> str:
 @contextmanager
 def any_number_of_variants() -> Iterator[None]:
     """Inside, a function may be compiled for any number of shapes."""
-    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
-    config = private("torch._dynamo.config", "patch", *limits)
-    with config.patch(limits):
+    with torch.compiler.config.patch(  # type: ignore[attr-defined]
+        recompile_limit=2**20, accumulated_recompile_limit=2**20
+    ):
         yield

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from adaptive_batch._util import replaced
 
+from .model_checks import is_batch_norm
+
 _DROPOUTS = (
     "dropout",
     "dropout1d",
@@ -80,7 +82,7 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
                 for name, value in vars(module).items()
                 if "drop" in name and type(value) is float
             }
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if is_batch_norm(module):
                 values["training"] = module.training and module.running_mean is None
             if values:
                 stack.enter_context(replaced(module, **values))
@@ -107,13 +109,10 @@ def without_autocast(device: torch.device) -> Iterator[Callable[[], bool]]:
 
     def enter_disabled(autocast: Any) -> Any:
         nonlocal is_used
-        is_used = is_used or autocast._enabled
-        enabled = autocast._enabled
-        autocast._enabled = False
-        try:
-            return enter(autocast)
-        finally:
-            autocast._enabled = enabled
+        entered = enter(autocast)
+        is_used = is_used or torch.is_autocast_enabled(autocast.device)
+        torch.set_autocast_enabled(autocast.device, False)
+        return entered
 
     torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
     try:

@@ -22,6 +22,7 @@ from adaptive_batch.memory import RandomState, is_out_of_memory, recover
 
 from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
 from .exact_forward import exact_forward, without_autocast
+from .model_checks import is_batch_norm
 from .oom_retry import OOMRetry
 from .options import Terms
 from .parts import LabelCounter, Part, Splittable
@@ -368,7 +369,7 @@ class GradientPasses:
         return {
             f"{path}.{name}".lstrip("."): (id(tensor), tensor._version)
             for path, module in self._runner.model.named_modules()
-            if not isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if not is_batch_norm(module)
             for name, tensor in chain(
                 module.named_buffers(recurse=False), module.named_parameters(recurse=False)
             )

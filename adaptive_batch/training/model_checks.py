@@ -24,13 +24,19 @@ log = logging.getLogger("adaptive_batch")
 _NAMED = 3
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a BatchNorm of any kind, such as apex's ``SyncBatchNorm``."""
+    return hasattr(module, "num_batches_tracked") and not isinstance(
+        module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+    )
+
+
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether the model normalizes over the rows of a micro-batch, so that its results
     depend on their number.
     """
     return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or module.running_mean is None)
+        is_batch_norm(module) and (module.training or module.running_mean is None)
         for module in model.modules()
     )
 

@@ -4,6 +4,7 @@ them apart.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -170,6 +171,7 @@ _rows_of_now: list[PackedAttention] = []
 _ends_of_now = torch.zeros(2, dtype=torch.int32)
 # Attends outside of compiled code. It is one function, as code is compiled again for another one.
 _attend_without_compiler: Callable[..., Tensor]
+_without_compiler = cache(torch.compiler.disable)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) -> Tensor:
@@ -194,13 +196,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) 
 
 def _attend_eagerly(*tensors: Tensor, **how: Any) -> Tensor:
     return _rows_of_now[0](*tensors, **how)
-
-
-@cache
-def _made_without_compiler() -> Callable[..., Tensor]:
-    # `torch.compiler.disable` imports the compiler, which takes more than a second.
-    without_compiler: Callable[..., Tensor] = private.disable_dynamo(_attend_eagerly)
-    return without_compiler
 
 
 def _operator_takes(
@@ -260,7 +255,10 @@ def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     functional.scaled_dot_product_attention = cast(Any, _attend)
     _rows_of_now.append(packed)
     _ends_of_now = packed.ends
-    _attend_without_compiler = _made_without_compiler()
+    _attend_without_compiler = _attend_eagerly
+    # `torch.compiler.disable` imports the compiler, which takes more than a second.
+    if "torch._dynamo" in sys.modules:
+        _attend_without_compiler = _without_compiler(_attend_eagerly)
     try:
         yield packed
     finally:

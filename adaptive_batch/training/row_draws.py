@@ -37,7 +37,7 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A higher-order operator, such as flex_attention, has no tags.
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         # Attention has no dropout here.
-        if not draws or "attention" in func._schema.name:
+        if not draws or "attention" in func.name():
             return func(*args, **kwargs)
         if "generator" in kwargs:
             # The script's own generator stays as it is.
@@ -76,4 +76,4 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.manual_seed((seed + 7919 * row) % 2**63)
             drawn.append(func(*[of_row(number, arg) for arg in args], **kwargs))
         # An operator in place has drawn into views of its first argument.
-        return args[0] if func._schema.is_mutable else torch.cat(drawn)
+        return args[0] if str(func.overloadpacket).endswith("_") else torch.cat(drawn)

@@ -508,7 +508,7 @@ def _auxiliary_coefficient(model: nn.Module) -> float:
 def _has_tf32(model: nn.Module) -> bool:
     """Return whether matrix products or convolutions of a model on CUDA round to TF32."""
     cudnn: Any = torch.backends.cudnn
-    has_convolution = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+    has_convolution = any(hasattr(module, "padding_mode") for module in model.modules())
     return torch.backends.cuda.matmul.fp32_precision == "tf32" or (
         has_convolution and cudnn.conv.fp32_precision == "tf32"
     )

@@ -206,11 +206,11 @@ class ThroughputSearch:
                         continue
                 new = self._compilations.new()
                 self._compiled += new
-                variants.update(graph.function for graph in new if graph.is_again)
+                variants.update(graph.function for graph in new if graph.reason)
                 if distributed.any_of_ranks(bool(new)):
                     is_warm = False
                 if distributed.any_of_ranks(max(variants.values(), default=0) >= _MOST_VARIANTS):
-                    reason = next((graph.reason for graph in new if graph.is_again), "on a rank")
+                    reason = next((graph.reason for graph in new if graph.reason), "on a rank")
                     log.info(
                         "%s micro-batches are not chosen: new shapes are compiled again (%s)",
                         layout.kind,

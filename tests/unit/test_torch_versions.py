@@ -94,11 +94,8 @@ MAY_STOP = {
     "torch._C._current_autograd_node": {"estimate"},
     "torch._C._current_graph_task_id": COUNTING,
     "torch._C._storage_Use_Count": COUNTING,
-    "torch._compile._disable_dynamo": {"packed_rows"},
-    "torch._foreach_norm": {"noise_scale"},
     "torch.utils._python_dispatch._disable_current_modes": {*COUNTING, "step_with_statistics"},
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": {"checkpoint"},
-    "torch.utils._pytree.tree_leaves": COUNTING,
+    "torch.utils._pytree.tree_leaves": {"estimate"},
     "torch.utils._pytree.tree_map_only": {"estimate"},
 }
 

@@ -54,13 +54,13 @@ def test_what_was_compiled_since_the_last_call_is_told_with_its_cause():
     run(function, 3)
     first = compilations.new()
     assert [graph.function for graph in first if graph.function] == ["doubled"]
-    assert not any(graph.is_again for graph in first)
+    assert not any(graph.reason for graph in first)
     assert sum(graph.seconds for graph in first) > 0
     run(function, 3)
     assert compilations.new() == []
     run(function, 5, 7)
     again = [graph for graph in compilations.new() if graph.function]
-    assert [graph.is_again for graph in again] == [True]
+    assert [bool(graph.reason) for graph in again] == [True]
     assert again[0].reason == "tensor 'tensor' size mismatch at index 0. expected 3, actual 5"
 
 
@@ -151,7 +151,7 @@ def test_what_a_search_compiles_is_not_logged():
     )
     compilations = Compilations()
     made.loop.find_bound(device_memory="1GiB", maximum=4)
-    assert any(graph.is_again for graph in compilations.new())
+    assert any(graph.reason for graph in compilations.new())
     # Not by a step: what is fastest may have several shapes, which are compiled in training.
     made.loop._step.step.parts.runner.compilations.log_new(events)
     assert not events
@@ -171,7 +171,7 @@ def test_what_an_estimate_compiles_is_not_logged(owner):
     else:
         step = decoder_step(model, events)
         step.estimate(made.optimizer, lambda rows: collate(ROWS[:rows]), "1GiB", maximum=4)
-    assert any(graph.is_again for graph in compilations.new())
+    assert any(graph.reason for graph in compilations.new())
     step.parts.runner.compilations.log_new(events)
     assert not events
 
