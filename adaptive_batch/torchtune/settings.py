@@ -602,9 +602,9 @@ class Settings:
     )
     on_out_of_memory: str = key(
         one_of("shrink", "raise"),
-        "`shrink`: the step is run again with less at once, which grows back; `raise`. With the"
-        " optimizer in backward the default is `raise`, and `shrink` is refused: a step that failed"
-        " has changed weights already",
+        "`shrink`: the step runs again with less at once, and the former limit is tried later;"
+        " `raise`. With the optimizer in backward the default is `raise`, and `shrink` is refused:"
+        " a step that failed has changed weights already",
         default="shrink",
     )
     on_nonfinite_loss: str = key(

@@ -58,6 +58,7 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
+        self._passes.agree_on_limit()
         with evaluation_mode(self._runner.model):
             unread = iter(rows)
             chunk = self._read(unread)
@@ -66,7 +67,6 @@ class Evaluator:
                 loss_sum += chunk_loss
                 label_tokens += chunk_labels
                 chunk = self._read(unread)
-        self._passes.ease()
         of_ranks = distributed.all_gather((loss_sum, label_tokens))
         loss_sum = sum(loss for loss, _ in of_ranks)
         label_tokens = sum(labels for _, labels in of_ranks)

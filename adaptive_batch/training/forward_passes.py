@@ -123,14 +123,6 @@ class ForwardPasses:
             raise OutOfMemoryElsewhereError
         return results
 
-    def ease(self) -> None:
-        """Make the limit smaller where the allocator of one of several ranks only just had room; a
-        collective.
-        """
-        self.sizer.ease(self._retry.current)
-
     def agree_on_limit(self) -> None:
-        """Make the limit smaller where an allocator only just had room, or larger where all ranks
-        have room; a collective.
-        """
-        self.sizer.agree([], fullest=self._retry.current)
+        """Try the former limit again if it is time on all ranks; a collective."""
+        self.sizer.agree()

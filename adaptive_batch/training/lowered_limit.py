@@ -1,4 +1,4 @@
-"""How the limit of a micro-batch shrinks where memory runs out, and grows back."""
+"""How the limit of a micro-batch shrinks if memory runs out, and is tried again later."""
 
 from __future__ import annotations
 
@@ -11,37 +11,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import DeviceMemory, Room, wanted_bytes
-from adaptive_batch.probe import ProbeResult
-
-# A limit waits so many times longer where no device says what is free.
-_WAIT_UNSEEN = 8
-# Room counts as given back when it is this many times what there was when the limit was lowered.
-_ROOM_GIVEN_BACK = 1.02
-# After so many failures of one step, what is known of its needs is not believed any more.
-_BELIEVED_FAILURES = 2
-# A cache that was just emptied asks for each block that is larger than others: it may retry so
-# often.
-_RETRIES_AFTER_GROWTH = 3
-
-
-@dataclass(frozen=True)
-class LimitCost:
-    """The memory that micro-batches need, as far as it is known: a line.
-
-    Attributes:
-        amount: size of a micro-batch, in the limit's unit.
-        peak_bytes: memory that it needs, all that is resident included.
-        unit_bytes: memory of one row more, or one token more.
-    """
-
-    amount: int
-    peak_bytes: int
-    unit_bytes: float
-
-    def fits(self, total_bytes: int) -> int:
-        """Return how much a micro-batch may hold where so much may be allocated; at least 1."""
-        return max(1, self.amount + math.floor((total_bytes - self.peak_bytes) / self.unit_bytes))
+from adaptive_batch.memory import DeviceMemory, wanted_bytes
 
 
 class SmallerLimit(NamedTuple):
@@ -60,26 +30,26 @@ def of_all_ranks(request: SmallerLimit | None) -> dict[int, SmallerLimit]:
 
 @dataclass(frozen=True)
 class LimitChange:
-    """A limit that was lowered during a run, or grew back.
+    """A limit that was lowered during a run, or that is tried again.
 
     Attributes:
         before: limit until now.
         after: limit from now on.
-        rows: rows of the micro-batch that was too large; 0 where the limit grew back.
-        length: tokens that each of them was padded to; 0 where that is not known.
-        out_of_memory: whether it ran out of memory; otherwise the allocator had to free its
-            cache and ask again.
-        error: message of the device; empty where it did not run out of memory.
-        ranks: ranks on which it happened, of several; empty where there is one.
+        rows: rows of the micro-batch that ran out of memory; 0 if the former limit is tried again.
+        length: tokens that each of them was padded to; 0 if that is not known.
+        error: message of the device; empty if the former limit is tried again.
+        ranks: ranks that ran out of memory, of several; empty if there is one.
+        good_steps: steps that have fit since the limit was lowered, if the former one is tried
+            again.
     """
 
     before: MicroBatchLimit
     after: MicroBatchLimit
-    rows: int
-    length: int
-    out_of_memory: bool
-    error: str
+    rows: int = 0
+    length: int = 0
+    error: str = ""
     ranks: tuple[int, ...] = ()
+    good_steps: int = 0
 
     @classmethod
     def to_smallest(
@@ -99,12 +69,17 @@ class LimitChange:
         rows, length, _, error = requests[rank]
         after = replace(before, amount=limits[rank].amount)
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
-        return cls(before, after, rows, length, bool(error), error, ranks)
+        return cls(before, after, rows, length, error, ranks)
 
     @property
     def grows(self) -> bool:
         """Whether a micro-batch may hold more than before."""
         return self.after.amount > self.before.amount
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether memory ran out."""
+        return not self.grows
 
     def facts(self) -> dict[str, Any]:
         """Return what a log records of it, as plain values."""
@@ -120,214 +95,60 @@ class LimitChange:
 
     def describe(self) -> str:
         """Return one line, with numbers."""
-        now = f"a micro-batch holds {self.after} from now on, not {self.before}"
         if self.grows:
-            return f"memory has sufficed since: {now}"
-        event = "the allocator freed its cache and asked again"
-        what_next = ""
-        if self.out_of_memory:
-            event = "out of memory"
-            what_next = "it is run again, and "
-        if self.ranks:
-            event += f" on rank {', '.join(map(str, self.ranks))}"
-        error = f" ({self.error.splitlines()[0]})" if self.error else ""
+            steps = "the last step has" if self.good_steps == 1 else f"{self.good_steps} steps have"
+            return f"{steps} fit: a micro-batch may hold {self.after} again, not {self.before}"
+        where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
         size = count(self.rows, "row")
         if self.length:
             size += f" of {count(self.length, 'token')}"
-        return f"{event} with {size} at once: {what_next}{now}{error}"
+        return (
+            f"out of memory{where} with {size} at once: the step runs again, and a micro-batch"
+            f" holds {self.after} from now on, not {self.before} ({self.error.splitlines()[0]})"
+        )
 
 
 @dataclass(frozen=True)
 class OOMPolicy:
-    """Decides what a micro-batch may hold after one ran out of memory, and how it grows back.
+    """Decides when the limit that ran out of memory is tried again.
 
     Attributes:
-        shrink_divisor: divisor of a micro-batch that ran out of memory, where what fits is unknown.
-        ease_divisor: a micro-batch that only made the allocator free its cache loses this part of
-            its rows.
-        grow_divisor: the limit grows back by this part of what it was lowered from.
-        grow_after: steps without a failure before each growth, where the device then has room;
-            eight times as many where it does not report that, twice as many after each growth
-            that was too early.
+        grow_after: steps without a failure before the former limit is tried again, if the device
+            then has room or does not say; twice as many after each try that fails within them.
     """
 
-    shrink_divisor: int = 2
-    ease_divisor: int = 16
-    grow_divisor: int = 8
     grow_after: int = 5
 
     def __post_init__(self) -> None:
-        if self.shrink_divisor < 2:
-            remedy = "give 2 or more, so that the limit shrinks"
-            raise SettingError("shrink_divisor", self.shrink_divisor, remedy)
-        for key in ("ease_divisor", "grow_divisor", "grow_after"):
-            value = getattr(self, key)
-            if value < 1:
-                raise SettingError(key, value, "give 1 or more")
-
-    def after_out_of_memory(
-        self, limit: MicroBatchLimit, *, rows: int, length: int, fits: int | None = None
-    ) -> MicroBatchLimit | None:
-        """Return the limit after a micro-batch did not fit; None where it was one row.
-
-        Args:
-            limit: limit until now.
-            rows: rows of the micro-batch.
-            length: tokens that each was padded to.
-            fits: amount that fits into what is free now, as far as it is known; None if unknown.
-        """
-        if rows == 1:
-            return None
-        row_amount = 1 if limit.unit == "rows" else length
-        amount = rows * row_amount // self.shrink_divisor
-        if fits is not None:
-            fewer_rows = rows - max(1, rows // self.ease_divisor)
-            amount = min(fits, fewer_rows * row_amount)
-        return replace(limit, amount=max(row_amount, amount))
-
-    def after_allocator_retry(
-        self, limit: MicroBatchLimit, *, rows: int, length: int
-    ) -> MicroBatchLimit | None:
-        """Return the limit after a micro-batch only just fit, at least one row less.
-
-        None where it was one row; for the arguments see :meth:`after_out_of_memory`.
-        """
-        if rows == 1:
-            return None
-        fewer_rows = rows - max(1, rows // self.ease_divisor)
-        row_amount = 1 if limit.unit == "rows" else length
-        return replace(limit, amount=fewer_rows * row_amount)
-
-    def after_good_steps(
-        self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit
-    ) -> MicroBatchLimit:
-        """Return the limit that a lowered one grows to next, on its way to the `ceiling`."""
-        step = max(1, ceiling.amount // self.grow_divisor)
-        return replace(limit, amount=min(ceiling.amount, limit.amount + step))
-
-
-class _Room:
-    """What the device has room for, and what micro-batches need of it, as far as either is known.
-
-    Args:
-        memory: memory of the device; None where nothing runs.
-    """
-
-    def __init__(self, memory: DeviceMemory | None) -> None:
-        self._memory = memory
-        self._cost: LimitCost | None = None
-        self._total_when_lowered = 0
-
-    def learn(self, result: ProbeResult, *, row_amount: int) -> None:
-        """Take from a search what its maximum needed, and what a row more.
-
-        Args:
-            result: result of the search.
-            row_amount: size of one of its rows, in the unit of limits.
-        """
-        rows = result.max_batch_size
-        peak = result.peak_bytes()
-        if peak is None or peak <= result.resident_bytes:
-            return
-        # A part is fixed, such as gradients; how much, sizes that are close together cannot tell.
-        mean_bytes = (peak - result.resident_bytes) / rows
-        measured = (trial for trial in result.trials if trial.fits and trial.peak_bytes)
-        smallest = min(measured, key=lambda trial: trial.batch_size)
-        distance = rows - smallest.batch_size
-        slope = mean_bytes
-        if 2 * distance >= rows:
-            slope = (peak - (smallest.peak_bytes or 0)) / distance
-        row_bytes = max(mean_bytes / 2, min(mean_bytes, slope))
-        self._cost = LimitCost(rows * row_amount, peak, row_bytes / row_amount)
-
-    def fitting_amount(self, error: str, *, amount: int) -> int | None:
-        """Return how many rows or tokens fit in what is free now; None where that is unknown.
-
-        What a search or the first failure has shown of their cost is kept for later ones.
-
-        Args:
-            error: message of the device.
-            amount: size of the micro-batch that ran out of memory.
-        """
-        room = self._now()
-        if room is None:
-            return None
-        if self._cost is None:
-            needed = wanted_bytes(error)
-            if needed is None or needed <= room.held_bytes:
-                return None
-            # At least: the allocator names what was needed when it failed.
-            self._cost = LimitCost(amount, needed, (needed - room.held_bytes) / amount)
-        return self._cost.fits(room.total_bytes)
-
-    def remember(self) -> None:
-        """Remember the room that there is as the limit is lowered."""
-        room = self._now()
-        if room is not None:
-            self._total_when_lowered = room.total_bytes
-
-    def suffices(self, limit: MicroBatchLimit, *, good_steps: int, stretch: int) -> bool:
-        """Return whether there is room for a larger limit, after so many good steps in a row of a
-        stretch of them.
-        """
-        room = self._now()
-        if room is None:
-            return good_steps >= _WAIT_UNSEEN * stretch
-        if self._cost is not None and self._cost.fits(room.total_bytes) < limit.amount:
-            return False
-        is_given_back = room.total_bytes > _ROOM_GIVEN_BACK * self._total_when_lowered
-        return is_given_back or good_steps >= stretch
-
-    def release(self) -> None:
-        """Empty the cache: larger micro-batches need larger blocks, for which a full one has no
-        room.
-        """
-        if self._memory is not None:
-            self._memory.release()
-
-    def _now(self) -> Room | None:
-        if self._memory is None:
-            return None
-        return self._memory.room()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"cost": self._cost and asdict(self._cost)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # A search that was made now knows it better.
-        if self._cost is None and state["cost"]:
-            self._cost = LimitCost(**state["cost"])
+        if self.grow_after < 1:
+            raise SettingError("grow_after", self.grow_after, "give 1 or more")
 
 
 class LoweredLimit:
-    """A limit that was lowered, and how it shrinks and grows back; at first nothing is lowered.
+    """A limit that was lowered, until the former one is tried again; at first nothing is lowered.
 
     Args:
-        policy: how it shrinks and grows back.
-        memory: memory of the device; None where nothing runs.
+        policy: when the former limit is tried again.
+        memory: memory of the device; None if nothing runs.
 
     Attributes:
-        current: limit that was lowered; None where none was.
-        ceiling: what it grows back to; None where it stays.
-        must_ease: whether this rank's allocator only just had room, so that the limit is due to
-            become a little smaller on all ranks.
-        room: room of the device.
+        current: limit that was lowered; None if none was.
+        ceiling: former limit; None if the current one stays.
     """
 
     def __init__(self, policy: OOMPolicy, memory: DeviceMemory | None) -> None:
         self._policy = policy
-        self.room = _Room(memory)
+        self._memory = memory
         self.current: MicroBatchLimit | None = None
         self.ceiling: MicroBatchLimit | None = None
         # What is never passed whatever happens, as longer rows have shown.
         self._held: MicroBatchLimit | None = None
-        self._good_steps = 0
-        # How often the limit has grown back too early, one after the other.
-        self._relapses = 0
-        self._has_grown = False
-        # Runs in which the allocator retries before the limit is eased; later it has other reasons.
-        self._retries_until_eased = 1
-        self.must_ease = False
+        # At first nothing is tried again, so nothing can fail too early.
+        self._good_steps = policy.grow_after
+        # Tries of the former limit that have failed, one after the other.
+        self._failed_tries = 0
+        # What ran out of memory needed at least so much.
+        self._needed_bytes = 0
 
     def forget(self) -> None:
         self.current = None
@@ -335,7 +156,7 @@ class LoweredLimit:
         self._held = None
 
     def hold(self, limit: MicroBatchLimit) -> None:
-        """Hold no more than this from now on, and grow back to no more."""
+        """Hold no more than this from now on, and try no more again."""
         self._held = limit
         if self.current is None or self.current.amount >= limit.amount:
             self.current = limit
@@ -348,6 +169,7 @@ class LoweredLimit:
         self.ceiling = self.ceiling or ceiling
         if self.current is None or limit.amount < self.current.amount:
             self.current = limit
+        self._good_steps = 0
         return self.current
 
     def after_out_of_memory(
@@ -355,93 +177,60 @@ class LoweredLimit:
     ) -> SmallerLimit:
         """Return the smaller limit that this rank asks for; see :class:`MicroBatchSizer`."""
         rows = len(failed.rows)
+        row_amount = 1 if limit.unit == "rows" else failed.length
+        self._needed_bytes = max(self._needed_bytes, wanted_bytes(error) or 0)
+        # What the device has said did not help where a step fails again.
         fits = None
-        if error and failures <= _BELIEVED_FAILURES:
-            amount = rows if limit.unit == "rows" else rows * failed.length
-            fits = self.room.fitting_amount(error, amount=amount)
-        smaller = self._policy.after_out_of_memory(
-            limit, rows=rows, length=failed.length, fits=fits
-        )
+        if failures == 1:
+            fits = fitting_amount(self._memory, error, amount=rows * row_amount)
+        smaller = smaller_limit(limit, rows=rows, row_amount=row_amount, fits=fits)
         return SmallerLimit(rows, failed.length, smaller, error)
 
-    def after_attempt(self, *, allocator_retried: bool) -> None:
-        """Count a step that ran to its end, and whether its allocator had to ask twice."""
+    def after_attempt(self) -> None:
+        """Count a step that ran to its end."""
         self._good_steps += 1
-        if not allocator_retried:
-            return
-        self._retries_until_eased -= 1
-        self.must_ease |= self._retries_until_eased == 0
-
-    def easing(self, limit: MicroBatchLimit, fullest: MicroBatch) -> SmallerLimit | None:
-        """Return the smaller limit that this rank asks for where its allocator only just had room,
-        once; None where it had, or ran one row.
-        """
-        if not self.must_ease:
-            return None
-        self.must_ease = False
-        rows = len(fullest.rows)
-        smaller = self._policy.after_allocator_retry(limit, rows=rows, length=fullest.length)
-        if smaller is None:
-            # It was one row, and larger micro-batches may come.
-            self._retries_until_eased = 1
-            return None
-        return SmallerLimit(rows, fullest.length, smaller, "")
 
     def lower(self, change: LimitChange) -> None:
-        """Take a smaller limit; one that follows a growth closely makes the next growth later."""
-        too_early = self._has_grown and (change.out_of_memory or self.ceiling is None)
-        if self._good_steps >= self._stretch:
-            self._relapses = 0
-        else:
-            self._relapses += too_early
-        self.ceiling = self.ceiling or change.before
-        if not change.out_of_memory:
-            self._retries_until_eased = 0
-        self.room.remember()
-        self._take(change)
+        """Take a smaller limit; one that follows a try closely makes the next try later."""
+        if self.ceiling is None:
+            too_early = self._good_steps < self._steps_to_wait
+            self._failed_tries = self._failed_tries + 1 if too_early else 0
+            self.ceiling = change.before
+        self.current = change.after
+        self._good_steps = 0
 
     def growth(self) -> MicroBatchLimit | None:
-        """Return what the limit grows to now; None where it stays, or has no room to grow."""
-        if self.current is None or self.ceiling is None:
+        """Return the former limit, if it is time to try it again and the device has room."""
+        if self.ceiling is None or self._good_steps < self._steps_to_wait:
             return None
-        if self._good_steps < self._policy.grow_after:
+        room = None if self._memory is None else self._memory.room()
+        if room is not None and room.total_bytes < self._needed_bytes:
             return None
-        after = self._policy.after_good_steps(self.current, ceiling=self.ceiling)
-        if self.room.suffices(after, good_steps=self._good_steps, stretch=self._stretch):
-            return after
-        return None
+        return self.ceiling
 
-    def grow(self, after: MicroBatchLimit) -> LimitChange:
-        """Take a larger limit; return the change."""
+    def grow(self) -> LimitChange:
+        """Take the former limit again; return the change."""
         assert self.current is not None
-        self._retries_until_eased = _RETRIES_AFTER_GROWTH
-        self.room.release()
-        change = LimitChange(self.current, after, 0, 0, False, "")
-        self._take(change)
+        assert self.ceiling is not None
+        change = LimitChange(self.current, self.ceiling, good_steps=self._good_steps)
+        self.current = self._held
+        self.ceiling = None
+        self._good_steps = 0
+        self._needed_bytes = 0
         return change
 
-    def _take(self, change: LimitChange) -> None:
-        self.current = change.after
-        self._has_grown = change.grows
-        self._good_steps = 0
-        if self.ceiling is not None and change.after.amount >= self.ceiling.amount:
-            self.current = self._held
-            self.ceiling = None
-
     @property
-    def _stretch(self) -> int:
-        """Good steps before the limit grows."""
-        return self._policy.grow_after << self._relapses
+    def _steps_to_wait(self) -> int:
+        return self._policy.grow_after << self._failed_tries
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **self.room.state_dict(),
             "lowered": self.current and asdict(self.current),
             "ceiling": self.ceiling and asdict(self.ceiling),
             "held": self._held and asdict(self._held),
             "good_steps": self._good_steps,
-            "relapses": self._relapses,
-            "has_grown": self._has_grown,
+            "failed_tries": self._failed_tries,
+            "needed_bytes": self._needed_bytes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -449,9 +238,44 @@ class LoweredLimit:
         self.ceiling = _limit(state["ceiling"])
         self._held = _limit(state["held"])
         self._good_steps = state["good_steps"]
-        self._relapses = state["relapses"]
-        self._has_grown = state["has_grown"]
-        self.room.load_state_dict(state)
+        self._failed_tries = state.get("failed_tries", 0)
+        self._needed_bytes = state.get("needed_bytes", 0)
+
+
+def fitting_amount(memory: DeviceMemory | None, error: str, *, amount: int) -> int | None:
+    """Return how many rows or tokens fit in what is free now; None if that is unknown.
+
+    Args:
+        memory: memory of the device.
+        error: message of the device, which names what was needed in all.
+        amount: size of the micro-batch that ran out of memory.
+    """
+    room = None if memory is None else memory.room()
+    needed = wanted_bytes(error)
+    if room is None or needed is None or needed <= room.held_bytes:
+        return None
+    unit_bytes = (needed - room.held_bytes) / amount
+    return max(1, math.floor((room.total_bytes - room.held_bytes) / unit_bytes))
+
+
+def smaller_limit(
+    limit: MicroBatchLimit, *, rows: int, row_amount: int, fits: int | None
+) -> MicroBatchLimit | None:
+    """Return the limit after a micro-batch ran out of memory; None if it was one row.
+
+    Args:
+        limit: limit until now.
+        rows: rows of the micro-batch.
+        row_amount: size of each, in the unit of the limit.
+        fits: amount that fits into what is free now; None for half of the rows.
+    """
+    if rows == 1:
+        return None
+    amount = rows * row_amount // 2
+    if fits is not None:
+        # It did not fit, whatever the device says.
+        amount = min(fits, (rows - max(1, rows // 16)) * row_amount)
+    return replace(limit, amount=max(row_amount, amount))
 
 
 def _limit(saved: Mapping[str, Any] | None) -> MicroBatchLimit | None:

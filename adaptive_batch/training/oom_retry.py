@@ -70,8 +70,6 @@ class OOMRetry:
         # Failures of the step that is run now.
         self._failures = 0
         self._error: str | None = None
-        # The allocator's retries before the attempt.
-        self._allocator_retries = 0
 
     @property
     def has_failed(self) -> bool:
@@ -104,7 +102,6 @@ class OOMRetry:
         self._failures = 0
         while True:
             self._error = None
-            self.disregard_allocator_retries()
             try:
                 result = attempt()
             except OutOfMemoryElsewhereError:
@@ -118,8 +115,7 @@ class OOMRetry:
                     raise
                 self._error = _message(error)
             else:
-                has_retried = self.retries and self.memory.num_retries() > self._allocator_retries
-                self.sizer.after_attempt(self.current, allocator_retried=has_retried)
+                self.sizer.after_attempt()
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors
             # alive.
@@ -137,10 +133,6 @@ class OOMRetry:
         self.current = pieces[0]
         if len(pieces) > 1:
             self.current = self.sizer.limit_of_step.fullest(pieces)
-
-    def disregard_allocator_retries(self) -> None:
-        """Take it that the allocator's retries so far say nothing of a micro-batch."""
-        self._allocator_retries = self.memory.num_retries()
 
     def prepare(self, make: Callable[[], Result]) -> Result | None:
         """Return what a function makes before the first micro-batch runs; None where it ran out of

@@ -59,7 +59,7 @@ class StepOptions:
             and sequences, and what has ``to``.
         on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the
             error through.
-        oom_policy: how the limit of a micro-batch shrinks and grows back; None for
+        oom_policy: when the limit that ran out of memory is tried again; None for
             :class:`OOMPolicy` as it is.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last
             micro-batch.

@@ -1,4 +1,4 @@
-"""What one micro-batch may hold: configured or found, lowered where memory runs out, grown back.
+"""What one micro-batch may hold: configured or found, lowered if memory runs out, tried again.
 
 One object owns the largest batch that was found, the limit of a micro-batch and its layout.
 Whoever needs one of them is given the sizer.
@@ -18,7 +18,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import NEWER_FIELDS, ProbeResult, Throughput
 
-from .lowered_limit import LimitChange, LoweredLimit, OOMPolicy, SmallerLimit, of_all_ranks
+from .lowered_limit import LimitChange, LoweredLimit, OOMPolicy, SmallerLimit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class MicroBatchSizer:
         micro_batch: configured size of a micro-batch.
         layout: layout of micro-batches.
         memory: memory of the device; None where nothing runs.
-        policy: how the limit shrinks and grows back; None for :class:`OOMPolicy` as it is.
+        policy: when a lowered limit is tried again; None for :class:`OOMPolicy` as it is.
         on_change: function that is called with each change of the limit.
 
     Attributes:
@@ -185,7 +185,6 @@ class MicroBatchSizer:
         """
         self._micro_batch.check(result, self.layout)
         self.assume(result)
-        self._learn_cost(result)
 
     def assume(self, result: ProbeResult) -> None:
         """Take what a search found, whatever is configured: for what is looked at, and not run."""
@@ -223,19 +222,13 @@ class MicroBatchSizer:
         elif self._micro_batch.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
             self._lowered.hold(self._lowered.ceiling or limit)
-        self._learn_cost(result)
         self.tried_length = length
-
-    def _learn_cost(self, result: ProbeResult) -> None:
-        unit = self.limit_of_step.unit
-        row_amount = self.layout.amount(1, result.sequence_length, unit=unit)
-        self._lowered.room.learn(result, row_amount=row_amount)
 
     def _choose(self, fastest: Throughput) -> None:
         self.throughput = fastest
         self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
 
-    # --- out of memory, and growing back ----------------------------------------------------------
+    # --- out of memory ----------------------------------------------------------------------------
 
     def after_out_of_memory(
         self, failed: MicroBatch, error: str, *, failures: int = 0
@@ -244,59 +237,38 @@ class MicroBatchSizer:
 
         Args:
             failed: micro-batch that did not fit.
-            error: message of the device; empty to shrink without a look at what is free now, as
-                where the process ends.
-            failures: failures of this step so far, this one included.
+            error: message of the device.
+            failures: failures of this step so far, this one included; 0 to halve without a look at
+                what is free now, as where the process ends.
         """
         return self._lowered.after_out_of_memory(
             self.limit_of_step, failed, error, failures=failures
         )
 
-    def after_attempt(self, fullest: MicroBatch, *, allocator_retried: bool) -> None:
-        """Count a step that ran to its end; one rank alone makes its limit smaller at once where
-        its allocator only just had room.
-
-        Args:
-            fullest: the largest micro-batch of the step.
-            allocator_retried: whether the allocator had to ask twice.
-        """
-        self._lowered.after_attempt(allocator_retried=allocator_retried)
-        if allocator_retried and distributed.world_size() == 1:
-            self.ease(fullest)
+    def after_attempt(self) -> None:
+        """Count a step that ran to its end."""
+        self._lowered.after_attempt()
 
     @property
     def has_to_agree(self) -> bool:
-        """Whether there are other ranks, or the limit is due to grow."""
+        """Whether there are other ranks, or the former limit is due to be tried again."""
         return distributed.world_size() > 1 or self._lowered.growth() is not None
 
-    def agree(self, numbers: Sequence[int], *, fullest: MicroBatch) -> tuple[Sequence[int], bool]:
-        """Make the limit a little smaller where a rank's allocator only just had room, or larger
-        where all ranks have room; all of them call it.
+    def agree(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
+        """Try the former limit again if it is time on all ranks; all of them call it.
 
         Args:
             numbers: what ranks compare in the same collective.
-            fullest: the largest micro-batch of this rank's last step.
 
         Returns:
             The largest of each number on any rank; and whether the limit has changed.
         """
-        grown = self._lowered.growth()
-        any_eases, any_stays, *largest = distributed.all_reduce_max(
-            [int(self._lowered.must_ease), int(grown is None), *numbers]
+        any_stays, *largest = distributed.all_reduce_max(
+            [int(self._lowered.growth() is None), *numbers]
         )
-        if any_eases:
-            self.ease(fullest)
-        elif grown is not None and not any_stays:
-            self._on_change(self._lowered.grow(grown))
-        return largest, bool(any_eases or not any_stays)
-
-    def ease(self, fullest: MicroBatch) -> None:
-        """Make a limit that the fullest micro-batch only just fits a little smaller, once; all
-        ranks call it.
-        """
-        requests = of_all_ranks(self._lowered.easing(self.limit_of_step, fullest))
-        if requests:
-            self.lower(requests)
+        if not any_stays:
+            self._on_change(self._lowered.grow())
+        return largest, not any_stays
 
     def lower(self, requests: Mapping[int, SmallerLimit]) -> None:
         """Take the smallest of these limits, one for each rank that asks; none of them is None."""
@@ -310,8 +282,8 @@ class MicroBatchSizer:
         )
 
     def keep_below(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
-        """Begin with a limit below which an earlier attempt of the run ended, and which grows back
-        to a ceiling; return the limit.
+        """Begin with a limit below which an earlier attempt of the run ended, until the ceiling is
+        tried again; return the limit.
         """
         return self._lowered.begin_below(limit, ceiling=ceiling)
 
@@ -356,7 +328,7 @@ class MicroBatchSizer:
         """Resume from a saved state, after a maximum was found or without one.
 
         A lowered limit is kept where it was lowered from the same maximum under the same settings,
-        and grows back from there.
+        and the former one is tried again from there.
         """
         self.num_out_of_memory = state["num_out_of_memory"]
         self._lowered.forget()

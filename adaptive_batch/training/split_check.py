@@ -155,7 +155,6 @@ class SplitCheck:
                 sample = Sample(batch, parts, rows.dummy)
                 self._compare(sample, can_keep_columns=can_keep_columns)
         self._warn_of_side_effects()
-        self._runner.retry.disregard_allocator_retries()
 
     def _choose_parts(self, candidates: _Candidates) -> Iterator[Parts]:
         if not self._knows_first_label:

@@ -82,8 +82,8 @@ class StepRunner:
         self._others = OtherLeaves(self.own_leaves)
 
     def agree_on(self, divide: Callable[[], list[MicroBatch]], question: Question) -> Division:
-        """Agree with all ranks on a step before it runs, in one small collective; the limit grows
-        or shrinks where it is time, see :meth:`MicroBatchSizer.agree`.
+        """Agree with all ranks on a step before it runs, in one small collective; the former
+        limit is tried again if it is time, see :meth:`MicroBatchSizer.agree`.
 
         Args:
             divide: function that divides this rank's rows within the limit.
@@ -107,7 +107,7 @@ class StepRunner:
             -question.num_rows,
             len(pieces),
         ]
-        agreed, limit_changes = self.sizer.agree(answers, fullest=self.retry.current)
+        agreed, limit_changes = self.sizer.agree(answers)
         any_ends, most_batch, least_batch, most_rows, least_rows, num_pieces = agreed
         if most_batch != -least_batch or most_rows != -least_rows:
             same_answers(

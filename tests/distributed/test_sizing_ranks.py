@@ -5,29 +5,31 @@ from __future__ import annotations
 from support.ranks import run_on_ranks
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import ConfiguredSize, MicroBatchSizer, OOMPolicy
+from adaptive_batch.training.lowered_limit import SmallerLimit, of_all_ranks
 
-NUM_STEPS = 18
+NUM_STEPS = 6
 
 
 def limits_of_steps() -> list[int]:
-    """What a micro-batch of each step may hold on a rank, where the allocator of rank 1 had to ask
-    twice in the first step, and rank 1 waits twice as long before its limit grows.
+    """What a micro-batch of each step may hold on a rank, where rank 1 ran out of memory before the
+    first step and waits twice as long before it tries again.
     """
     rank = distributed.rank()
-    policy = OOMPolicy(grow_after=1 + rank)
-    sizer = MicroBatchSizer(ConfiguredSize(micro_batch_size=32), policy=policy)
-    fullest = MicroBatch(list(range(16)), 4)
+    sizer = MicroBatchSizer(
+        ConfiguredSize(micro_batch_size=32), policy=OOMPolicy(grow_after=2 + 2 * rank)
+    )
+    request = SmallerLimit(32, 4, MicroBatchLimit(16), "no memory") if rank else None
+    sizer.lower(of_all_ranks(request))
     limits = []
     for step in range(NUM_STEPS):
-        numbers, _ = sizer.agree([rank, step], fullest=fullest)
+        numbers, _ = sizer.agree([rank, step])
         assert list(numbers) == [1, step]
         limits.append(sizer.limit_of_step.amount)
-        sizer.after_attempt(fullest, allocator_retried=rank == 1 and step == 0)
+        sizer.after_attempt()
     return limits
 
 
-def test_a_limit_shrinks_where_one_rank_has_no_room_and_grows_where_all_have():
-    # A row less than the fullest, and an eighth of 32 more after twice eight steps.
-    assert run_on_ranks(limits_of_steps, 2) == [[32, *[15] * 16, 19]] * 2
+def test_a_limit_shrinks_where_one_rank_has_no_room_and_is_tried_again_where_all_have():
+    assert run_on_ranks(limits_of_steps, 2) == [[16] * 4 + [32] * 2] * 2

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.runners import build_runner
-from support.training_cases import CPU, VOCABULARY, WIDTH, Layer, bits, put_adapters
+from support.training_cases import VOCABULARY, WIDTH, Layer, bits, put_adapters
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import LimitChange
+from adaptive_batch.training.oom_retry import OOMRetry
 
 IGNORED = -100
 PHASES = ("forward", "backward", "around them")
@@ -77,21 +77,46 @@ class Decoder(nn.Module):
 
 
 class RunsOutAt(TorchDispatchMode):
-    """Out of memory at a given operation of the first attempt, of the second, and so on.
+    """Out of memory at a given operation of the first attempt, of the second, and so on. After an
+    attempt that went well the next operation is waited for too.
+
+    Args:
+        operations: number of the operation in each attempt; 0 for one that does not run out.
+        on_attempt: function that is called before each attempt.
 
     Attributes:
         failed_in: the phases in which it ran out.
     """
 
-    def __init__(self, *operations: int) -> None:
+    def __init__(self, *operations: int, on_attempt: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self._operations = iter(operations)
+        self._on_attempt = on_attempt
+        self._run = OOMRetry.run
         self._left = 0
         self._in_forward = False
         self.failed_in: list[str] = []
 
-    def begin(self) -> None:
-        """Of an attempt: operations are counted from here."""
+    def __enter__(self) -> Any:
+        def run(retry: OOMRetry, attempt: Callable[[], Any], **arguments: Any) -> Any:
+            def heard() -> Any:
+                self._begin()
+                result = attempt()
+                self._begin()
+                return result
+
+            return self._run(retry, heard, **arguments)
+
+        OOMRetry.run = run  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        OOMRetry.run = self._run  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def _begin(self) -> None:
+        """Count operations from here."""
+        self._on_attempt()
         self._left = next(self._operations, 0)
 
     def in_forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -110,20 +135,6 @@ class RunsOutAt(TorchDispatchMode):
             )
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return func(*args, **(kwargs or {}))
-
-
-class AttemptedMemory(CountedMemory):
-    """A CPU's, which hears of every attempt: before each, and after one that went well, it is asked
-    for its retries.
-    """
-
-    def __init__(self, begin: Callable[[], object]) -> None:
-        super().__init__(CPU)
-        self._begin = begin
-
-    def num_retries(self) -> int:
-        self._begin()
-        return 0
 
 
 @dataclass(frozen=True)
@@ -235,12 +246,9 @@ def train(
         models = learned.models
         collate_rows = learned.collate
         mean = learned.mean_loss
-    fault, trained = RunsOutAt(), Trained()
+    trained = Trained()
+    fault = RunsOutAt()
     attempts: list[list[int]] = []
-
-    def begin() -> None:
-        attempts.append([])
-        fault.begin()
 
     def collate_seen(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         attempts[-1].extend(row["row"] for row in rows)
@@ -253,14 +261,15 @@ def train(
         mean_loss=lambda batch: fault.in_forward(lambda: mean(batch)),
         max_grad_norm=0.5,
         on_change=trained.changes.append,
-        memory=AttemptedMemory(begin),
     )
     if learned is not None:
         runner.loss = learned.of_rows(runner.loss, collate_seen)
     for step in range(steps):
         if capacities:
             runner.sizer.current = capacities[step]
-        fault = RunsOutAt(*(operations if step == at_step else ()))
+        fault = RunsOutAt(
+            *(operations if step == at_step else ()), on_attempt=lambda: attempts.append([])
+        )
         with fault:
             result = runner.run(step_rows(step))
         trained.failed_in += fault.failed_in

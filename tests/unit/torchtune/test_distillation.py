@@ -21,7 +21,7 @@ from support.exact_tasks import (
     of_all_tokens_at_once,
     rows_of,
 )
-from support.fault_injection import AttemptedMemory, RunsOutAt
+from support.fault_injection import RunsOutAt
 from support.wired_jobs import bounds, largest_difference
 from torch import nn
 
@@ -99,8 +99,7 @@ def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     # In the student, in the teacher, in either loss and in backward.
     for operation in range(1, 2000, 47):
         mode = RunsOutAt(operation)
-        memory = AttemptedMemory(mode.begin)
-        faulted = distilling(kind, rows, limit=MicroBatchLimit(8), memory=memory)
+        faulted = distilling(kind, rows, limit=MicroBatchLimit(8))
         with mode:
             after = faulted.run(rows)
         if not mode.failed_in:

@@ -24,7 +24,7 @@ from support.exact_tasks import (
     pair,
     pairs,
 )
-from support.fault_injection import AttemptedMemory, RunsOutAt
+from support.fault_injection import RunsOutAt
 from support.runners import question_of
 from support.wired_jobs import Wired, bounds, largest_difference
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,8 +116,7 @@ def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     failures = 0
     for operation in range(1, 2000, 47):
         mode = RunsOutAt(operation)
-        memory = AttemptedMemory(mode.begin)
-        faulted = job_on_pairs(kind, rows, limit=MicroBatchLimit(8), memory=memory)
+        faulted = job_on_pairs(kind, rows, limit=MicroBatchLimit(8))
         with mode:
             after = faulted.run(rows)
         if not mode.failed_in:
@@ -135,7 +134,7 @@ def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
 def test_one_pair_that_does_not_fit_is_not_divided():
     rows = pairs(1)
     mode = RunsOutAt(*[40] * 20)
-    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1), memory=AttemptedMemory(mode.begin))
+    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1))
     with mode, pytest.raises(DoesNotFitError):
         wired.run(rows)
 
@@ -334,12 +333,10 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
     failures = 0
     for operation in range(1, 400, 23):
         mode = RunsOutAt(operation)
-        memory = AttemptedMemory(mode.begin)
         faulted = job_on_pairs(
             kind,
             rows,
             limit=MicroBatchLimit(4),
-            memory=memory,
             reference_limit=MicroBatchLimit(len(rows)),
         )
         reference = faulted.trainer.runner.reference
@@ -365,7 +362,6 @@ def test_a_step_that_is_run_again_does_not_ask_the_reference_again():
         "LoRA",
         rows,
         limit=MicroBatchLimit(8),
-        memory=AttemptedMemory(mode.begin),
         reference_limit=MicroBatchLimit(8),
     )
     calls = reference_calls(faulted)

@@ -1305,9 +1305,7 @@ def test_an_error_of_memory_is_let_through_where_asked():
 def test_the_limit_grows_back_where_memory_suffices():
     model = decoder()
     script = Script(model, most_rows=6)
-    step = AdaptiveStep(
-        model, script, options=StepOptions(oom_policy=OOMPolicy(grow_divisor=1, grow_after=1))
-    )
+    step = AdaptiveStep(model, script, options=StepOptions(oom_policy=OOMPolicy(grow_after=1)))
     step(make_batch())
     assert script.rows == [12, 6, 6]
     script.most_rows = 12

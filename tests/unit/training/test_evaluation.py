@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.fault_injection import IGNORED, Decoder, collate, mean_loss
 from support.runners import HeldSizer, build_runner
-from support.training_cases import CPU, VOCABULARY
+from support.training_cases import VOCABULARY
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import Evaluator
 
 FOUR = MicroBatchLimit(4)
@@ -217,34 +216,16 @@ def test_one_row_that_does_not_fit_is_told_and_each_module_put_back():
     assert validated.modes() == before
 
 
-class Thrashing(CountedMemory):
-    """Its allocator retries once each time that something is run."""
-
-    def __init__(self):
-        super().__init__(CPU)
-        self.asked = 0
-
-    def num_retries(self):
-        self.asked += 1
-        return self.asked
-
-
-@pytest.mark.parametrize(
-    ("capacity", "after"),
-    [
-        (MicroBatchLimit(32), MicroBatchLimit(30)),
-        (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens")),
-    ],
-    ids=str,
-)
-def test_where_it_is_near_its_limit_the_largest_micro_batch_is_made_a_little_smaller(
-    capacity, after
-):
-    """Not the rest that comes last."""
-    validated = Validated(capacity, memory=Thrashing())
-    validated.evaluator.run([row(9)] * 32 + [row(3)] * 2)
-    assert [(change.rows, change.out_of_memory) for change in validated.changes] == [(32, False)]
-    assert validated.evaluator.limit == after
+def test_a_limit_of_evaluation_that_was_lowered_is_tried_again():
+    validated = Validated(MicroBatchLimit(8))
+    validated.too_large = lambda tokens: tokens.shape[0] > 4
+    validated.evaluator.run([row(9)] * 8)
+    assert validated.evaluator.limit == MicroBatchLimit(4)
+    validated.too_large = lambda tokens: False
+    for _ in range(5):
+        validated.evaluator.run([row(9)] * 8)
+    assert validated.evaluator.limit == MicroBatchLimit(8)
+    assert [change.grows for change in validated.changes] == [False, True]
 
 
 def test_as_many_rows_are_run_at_once_as_the_limit_holds():

@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
+from adaptive_batch import OOMPolicy
 from adaptive_batch.data import RowReader
 from adaptive_batch.errors import (
     GrowthFunctionError,
@@ -433,7 +434,8 @@ def test_a_saved_bound_below_what_is_configured_now_is_found_anew_and_not_refuse
 def test_a_lowered_limit_goes_on_unless_another_bound_is_found():
     model = Decoder()
     loss = RunsOut(model, most=5, after=10**6)
-    one = training(model=model, mean_loss=loss, batch_size=10)
+    options = {"batch_size": 10, "oom_policy": OOMPolicy(grow_after=100)}
+    one = training(model=model, mean_loss=loss, **options)
     one.loop.find_bound(device_memory="1GiB", maximum=10)
     loss.left = 0  # what fitted then
     train(one)
@@ -445,7 +447,7 @@ def test_a_lowered_limit_goes_on_unless_another_bound_is_found():
         (10, None, True),
         (8, None, False),
     ):
-        other = training(batch_size=10)
+        other = training(**options)
         if before is not None:
             other.loop.find_bound(device_memory="1GiB", maximum=before)
         other.loop.load_state_dict(one.loop.state_dict())

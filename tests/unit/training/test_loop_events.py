@@ -9,7 +9,7 @@ import torch
 from support.loops import train, training
 from support.sharded_model import Decoder, token_losses
 
-from adaptive_batch import SettingError, geometric
+from adaptive_batch import OOMPolicy, SettingError, geometric
 from adaptive_batch.report import RunLog, audit, read_records, write_report
 
 
@@ -71,7 +71,8 @@ def test_what_memory_has_cost_is_in_the_log(tmp_path):
             torch.empty(2**50, dtype=torch.uint8)
         return token_losses(model, batch, "mean")
 
-    logged(tmp_path, model=model, mean_loss=fails_above_two_rows)
+    policy = OOMPolicy(grow_after=100)
+    logged(tmp_path, model=model, mean_loss=fails_above_two_rows, oom_policy=policy)
     records = read_records(tmp_path / "adaptive_batch" / "run.jsonl")
     limits = [record for record in records if record["kind"] == "limit"]
     assert [(limit["before"], limit["after"]) for limit in limits] == [(4, 2)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import OOMPolicy
+from adaptive_batch.training.lowered_limit import smaller_limit
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 UNITS = st.sampled_from(["rows", "tokens"])
@@ -19,21 +20,21 @@ SHAPES = st.builds(
 )
 
 
+def halved(limit, rows, length):
+    row_amount = 1 if limit.unit == "rows" else length
+    return smaller_limit(limit, rows=rows, row_amount=row_amount, fits=None)
+
+
 def may_hold(capacity, rows, length):
     return (rows if capacity.unit == "rows" else rows * length) <= capacity.amount
 
 
-@given(
-    LENGTHS,
-    CAPACITIES,
-    SHAPES,
-    st.sampled_from([OOMPolicy().after_out_of_memory, OOMPolicy().after_allocator_retry]),
-)
+@given(LENGTHS, CAPACITIES, SHAPES)
 def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_large(
-    lengths, capacity, shapes, how
+    lengths, capacity, shapes
 ):
     for piece in micro_batches(lengths, capacity, shapes):
-        lower = how(capacity, rows=len(piece.rows), length=piece.length)
+        lower = halved(capacity, len(piece.rows), piece.length)
         if lower is None:
             assert len(piece.rows) == 1
             continue
@@ -58,48 +59,26 @@ def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(
         if len(piece.rows) > 1 and len(piece.rows) * piece.length > device_holds
     ]:
         failed = data.draw(st.sampled_from(too_large))
-        capacity = OOMPolicy().after_out_of_memory(
-            capacity, rows=len(failed.rows), length=failed.length
-        )
+        capacity = halved(capacity, len(failed.rows), failed.length)
         failures += 1
         assert failures <= (24 * 40).bit_length()
 
 
-@given(rows=st.integers(2, 500), length=st.integers(1, 100), unit=UNITS)
-def test_limit_is_halved_to_half_and_reduced_by_a_sixteenth(rows, length, unit):
-    tokens = length if unit == "tokens" else 1
-    capacity = MicroBatchLimit(10**6, unit)
-    assert OOMPolicy().after_out_of_memory(capacity, rows=rows, length=length) == MicroBatchLimit(
-        rows * tokens // 2, unit
-    )
-    reduced = OOMPolicy().after_allocator_retry(capacity, rows=rows, length=length)
-    assert may_hold(reduced, rows - max(1, rows // 16), length)
-    assert not may_hold(reduced, rows - max(1, rows // 16) + 1, length)
-
-
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_one_row_cannot_be_halved(unit):
-    assert OOMPolicy().after_out_of_memory(MicroBatchLimit(64, unit), rows=1, length=64) is None
-    assert OOMPolicy().after_allocator_retry(MicroBatchLimit(64, unit), rows=1, length=64) is None
+def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
+    limit, row = MicroBatchLimit(640, unit), 1 if unit == "rows" else 10
+
+    def smaller(rows, fits):
+        lower = smaller_limit(limit, rows=rows, row_amount=row, fits=fits)
+        return lower and lower.amount / row
+
+    assert smaller(32, None) == 16
+    assert smaller(32, 20 * row) == 20
+    assert smaller(32, 99 * row) == 30  # it did not fit
+    assert (smaller(32, 1), smaller(2, None)) == (1, 1)
+    assert smaller(1, None) is smaller(1, 20) is None
 
 
-def test_no_policy_leaves_less_than_one_row_or_shrinks_nothing():
-    policy = OOMPolicy(shrink_divisor=4)
-    assert policy.after_out_of_memory(MicroBatchLimit(2), rows=2, length=10) == MicroBatchLimit(1)
-    assert policy.after_out_of_memory(
-        MicroBatchLimit(20, "tokens"), rows=2, length=10
-    ) == MicroBatchLimit(10, "tokens")
-    with pytest.raises(SettingError, match="shrink_divisor=1: give 2 or more"):
-        OOMPolicy(shrink_divisor=1)
-
-
-@pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_a_policy_of_ones_own_shrinks_by_what_it_says(unit):
-    limit, policy = MicroBatchLimit(64, unit), OOMPolicy(shrink_divisor=4, ease_divisor=8)
-    tokens = 10 if unit == "tokens" else 1
-    assert policy.after_out_of_memory(limit, rows=16, length=10) == MicroBatchLimit(
-        4 * tokens, unit
-    )
-    assert policy.after_allocator_retry(limit, rows=16, length=10) == MicroBatchLimit(
-        14 * tokens, unit
-    )
+def test_no_policy_tries_again_at_once():
+    with pytest.raises(SettingError, match="grow_after=0: give 1 or more"):
+        OOMPolicy(grow_after=0)

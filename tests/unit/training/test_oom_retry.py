@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.fault_injection import (
     PHASES,
-    AttemptedMemory,
     Decoder,
     RunsOutAt,
     Way,
@@ -76,14 +75,13 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has none."
 class Step:
     """One small model and its runner, which runs out where the test says."""
 
-    def __init__(self, *, checkpointing=False, capacity=FOUR, begin=lambda: None, **settings):
+    def __init__(self, *, checkpointing=False, capacity=FOUR, **settings):
         torch.manual_seed(0)
         self.model = Decoder(checkpointing=checkpointing)
         self.too_large = lambda tokens: False
         self.shapes_run = []
         self.changes = []
         settings.setdefault("on_change", self.changes.append)
-        settings.setdefault("memory", AttemptedMemory(begin))
         self.runner = build_runner(
             self.model, capacity, collate=collate, mean_loss=self.mean_loss, **settings
         )
@@ -108,7 +106,6 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointin
         on_change=lambda change: still_alive.append(
             sum(reference() is not None for reference in alive)
         ),
-        begin=lambda: fault.begin(),
     )
 
     def see(module, args, output):
@@ -157,7 +154,7 @@ def test_by_rows_limit_becomes_half_of_the_micro_batch_that_failed():
     step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape == (6, 9)
     step.runner.run(rows(*[3] * 8, *[9] * 6))
-    assert step.changes == [LimitChange(MicroBatchLimit(8), MicroBatchLimit(3), 6, 9, True, SAID)]
+    assert step.changes == [LimitChange(MicroBatchLimit(8), MicroBatchLimit(3), 6, 9, SAID)]
     assert step.shapes_run == [(8, 3), (6, 9), (3, 3), (3, 3), (3, 9), (3, 9), (2, 9)]
 
 
@@ -186,19 +183,12 @@ def test_a_change_is_described_with_its_numbers():
         MicroBatchLimit(24, "tokens"),
         6,
         8,
-        True,
         "CUDA out of memory.\nGPU 0",
     )
     assert (
         change.describe()
-        == "out of memory with 6 rows of 8 tokens at once: it is run again, and a micro-batch holds"
-        " 24 padded tokens from now on, not 64 padded tokens (CUDA out of memory.)"
-    )
-    thrashed = LimitChange(MicroBatchLimit(32), MicroBatchLimit(30), 32, 8, False, "")
-    assert (
-        thrashed.describe()
-        == "the allocator freed its cache and asked again with 32 rows of 8 tokens at once: a"
-        " micro-batch holds 30 rows from now on, not 32 rows"
+        == "out of memory with 6 rows of 8 tokens at once: the step runs again, and a micro-batch"
+        " holds 24 padded tokens from now on, not 64 padded tokens (CUDA out of memory.)"
     )
 
 
@@ -238,61 +228,6 @@ def test_without_retries_the_error_comes_through():
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         step.runner.run(step_rows(0))
     assert (len(step.shapes_run), step.changes, step.runner.sizer.limit()) == (1, [], FOUR)
-
-
-# thrashing
-
-
-class Thrashing(CountedMemory):
-    """Its allocator retries once each time that something is run."""
-
-    def __init__(self):
-        super().__init__(CPU)
-        self.asked = 0
-
-    def num_retries(self):
-        self.asked += 1
-        return self.asked
-
-
-@pytest.mark.parametrize(
-    ("capacity", "after"),
-    [
-        (MicroBatchLimit(32), MicroBatchLimit(30)),
-        (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens")),
-        (MicroBatchLimit(2), MicroBatchLimit(1)),
-    ],
-    ids=str,
-)
-def test_a_size_that_is_near_its_limit_is_made_a_little_smaller_once_and_nothing_is_retried(
-    capacity, after
-):
-    """The largest, not the rest that comes last."""
-    step = Step(capacity=capacity, memory=Thrashing())
-    for _ in range(3):
-        step.runner.run(rows(*[9] * 32, 3, 3))
-        step.model.zero_grad()
-    (change,) = step.changes
-    assert (change.after, change.out_of_memory) == (after, False)
-    assert step.runner.sizer.limit() == after
-    assert sum(shape[0] for shape in step.shapes_run) == 3 * 34
-
-
-def test_one_row_that_is_near_its_limit_is_left_as_it_is():
-    step = Step(capacity=MicroBatchLimit(1), memory=Thrashing())
-    step.runner.run(rows(9, 9))
-    assert (step.changes, step.runner.sizer.limit()) == ([], MicroBatchLimit(1))
-
-
-def test_after_allocator_retries_it_may_still_run_out():
-    step = Step(capacity=MicroBatchLimit(32), memory=Thrashing())
-    step.runner.run(rows(*[9] * 32))
-    step.too_large = lambda tokens: tokens.shape[0] > 20
-    step.runner.run(rows(*[9] * 32))
-    assert [(change.after.amount, change.out_of_memory) for change in step.changes] == [
-        (30, False),
-        (15, True),
-    ]
 
 
 def test_what_was_undone_is_undone_before_anybody_is_told():

@@ -40,6 +40,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from adaptive_batch import OOMPolicy
 from adaptive_batch.data import move_to_device
 from adaptive_batch.errors import (
     DoesNotFitError,
@@ -310,6 +311,7 @@ def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_li
 ):
     """With dropout, running statistics and random numbers of all kinds; one or two replays."""
     options: dict[str, Any] = {"batch_size": 8, "max_grad_norm": 0.5, "lr_scaling": "linear"}
+    options["oom_policy"] = OOMPolicy(grow_after=100)
     model = Decoder(draws=True)
     one = training(model=model, mean_loss=RunsOut(model, most=most, after=goes_well), **options)
     seen = train(one, epochs=2)
