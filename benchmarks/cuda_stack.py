@@ -1,10 +1,9 @@
-"""Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack
-without a device.
+"""Estimates and bounds beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack without a
+device.
 
-    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
-    {cases,tasks,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
-    [--cases N] [--settings {default,expandable}] [--lengths {fixed,varying,drawn}]
-    [--recount] [--output DIR]
+    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py
+    [--only {cases,tasks,compiled,bounds}] [--quick] [--cases N] [--settings {default,expandable}]
+    [--lengths {fixed,varying,drawn}] [--recount] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted
@@ -18,18 +17,12 @@ more do not. `bounds`: the rows that are estimated to fit without a retry of the
 brute force: the most rows that run six steps so. Those of varying lengths are estimated for the
 longest rows, with the headroom of the allocator's settings; `drawn` ones are of other models, with
 five distributions of lengths.
-`probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
-small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
-shares of the memory taken away and given back. `runs`: the same model, 100 times on either
-settings with lengths of five kinds, four sizes of the device and five seeds: the search with its
-own headroom, and 200 steps at its bound. `ranks`: estimated bounds beside brute force for a
-small model that FSDP divides between two processes.
 
 `--recount` estimates the rows of the newest records of `cases` and `compiled` again, and compares
 them with what PyTorch counted then. It needs no PyTorch for CUDA, and some seconds for each case.
 
-A case that is finished is kept in `.measure/`, and a part that was stopped resumes with the next
-case (but `recipe` and `ranks`). The file is removed once the part's record is written.
+Each part has its own record. A case that is finished is kept in `.measure/`, and a part that was
+stopped resumes with the next case. The file is removed once the part's record is written.
 """
 
 from __future__ import annotations
@@ -37,15 +30,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import cycle, product, starmap
 from pathlib import Path
 from statistics import median
@@ -55,7 +46,6 @@ import records
 import torch
 from records import Finished
 
-from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
     AllocatorSettings,
@@ -64,21 +54,18 @@ from adaptive_batch.estimate import (
     estimate_length,
     parse_devices,
 )
-from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Settings, builder_of, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described, segments_of
-from support.cli import OURS, SmallSetup, losses, make_setup
-from support.cuda_stack.squeezing import KINDS
 from support.model_families import Combination
 from support.stack_runs import DISTRIBUTIONS, Outcome, StackRun, StackRuns
 
 SEED = 15
 LENGTH_OF_TASKS = 1024  # of a pair both answers
 LENGTHS_OF_COMPILED = (512, 1024, 4096)
-STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
+STEPS, STEPS_OF_BOUNDS = 3, 6
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
 KINDS_OF_PEAKS = ("requested", "allocated", "reserved")
 KINDS_OF_LENGTHS = ("fixed", "varying", "drawn")
@@ -101,8 +88,6 @@ OTHER_PARAMETERS = {  # of models that are drawn with a distribution of lengths
     "mistral_7b": 7.24,
 }
 LONGEST_OF_OTHERS = 4096  # what all of them take
-# Of a search; the second is what `auto` leaves where segments expand.
-HEADROOMS = (0.0, 0.01)
 COPIES = (
     5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary
 )
@@ -353,9 +338,9 @@ def measure_cases(
         return entry
 
     rows_of_table = []
-    print(
-        f"{'case':<78} {'rows':>5} {'requested':>10} {'allocated':>10} {'reserved':>9}"
-        f" {'expandable':>10} {'segments':>9} s"
+    table = records.Table(
+        "case:<78 rows:>5 requested:>10.4% allocated:>10.4% reserved:>9.3% expandable:>10.3%"
+        " segments:>9 seconds:>8"
     )
     for case in cases:
         entry = finished.entry(asdict(case), partial(peaks, case))
@@ -365,11 +350,11 @@ def measure_cases(
             continue
         default, expandable = entry["default"], entry["expandable"]
         equal = "/".join("yes" if one["segments_equal"] else "no" for one in (default, expandable))
-        print(
-            f"{case!s:<78} {default['rows']:>5} {default['errors']['requested']:>10.4%}"
-            f" {default['errors']['allocated']:>10.4%} {default['errors']['reserved']:>9.3%}"
-            f" {expandable['errors']['reserved']:>10.3%} {equal:>9} {entry['seconds']}",
-            flush=True,
+        table.print(
+            {**default["errors"], "rows": default["rows"], "seconds": entry["seconds"]},
+            case=str(case),
+            expandable=expandable["errors"]["reserved"],
+            segments=equal,
         )
     summary = summarised(rows_of_table)
     print("\n" + "\n".join(f"{name}: {value}" for name, value in summary.items()))
@@ -620,370 +605,56 @@ def measure_bounds(
     return table
 
 
-WIDE = {
-    "num_layers": 8,
-    "embed_dim": 512,
-    "intermediate_dim": 2048,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "max_seq_len": 512,
-}
-ROOMS = (3 * 2**28, 2**30, 2**31)
-OF_ONE_LENGTH = (
-    "dataset._component_=support.components.OfLengths",
-    *(
-        f"~dataset.{key}"
-        for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
-    ),
-    "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
-    "on_out_of_memory=raise",
-    "save_last_epoch_only=True",
-    "epochs=1",
-    "device=cuda",
-)
-
-
-def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str, Any]]:
-    """Bounds that are estimated for each of two ranks that have so many bytes, beside the most rows
-    that run without a retry.
-    """
-    setup, table = make_setup(folder, **WIDE), []
-    print(
-        f"{'GiB':>5} {'settings':<10} {'planned':>7} {'true':>5} {'fits':>5}  at the planned rows"
-    )
-    length = WIDE["max_seq_len"]
-    for room, (name, conf) in product(rooms, CONFS.items()):
-        capacity = CONTEXT_BYTES + room
-        on_stack = {
-            "EMULATE_DEVICE_COUNT": 2,
-            "EMULATE_COPIED_BYTES": 65536,
-            "EMULATE_DEVICE": emulated_device("A100-80GB", "").setting,
-            "EMULATE_CAPACITY": capacity,
-            "PYTORCH_CUDA_ALLOC_CONF": conf,
-        }
-        os.environ |= {key: str(value) for key, value in on_stack.items()}
-
-        @cache
-        def ended(rows: int) -> str:
-            lengths = f"dataset.lengths={[length] * (2 * STEPS_OF_BOUNDS * rows)}"
-            try:
-                output = setup.run(
-                    OURS,
-                    *OF_ONE_LENGTH,
-                    lengths,
-                    f"batch_size={rows}",
-                    f"micro_batch_size={rows}",
-                    ranks=2,
-                ).output_dir
-            except AssertionError as error:
-                if "out of memory" not in str(error):
-                    raise
-                return "OOM"
-            return "retries" if int(float(losses(output, name="retries")[-1])) else "clean"
-
-        asked = (
-            "device=cuda",
-            "estimate.world_size=2",
-            f"estimate.devices=[{capacity}]",
-            f"estimate.sequence_lengths=[{length}]",
-        )
-        output = setup.run("adaptive_estimate", *asked, "estimate.changes=False").output_dir
-        fit = json.loads((output / "adaptive_batch" / "estimate.json").read_text())["devices"][0][
-            "lengths"
-        ][0]
-        planned = fit["max_batch_size"]
-        entry = {
-            "room": room,
-            "settings": name,
-            "planned": planned,
-            "reserved": fit["reserved_bytes"],
-        }
-        entry["true"] = largest(lambda rows: ended(rows) == "clean", start=planned)
-        entry["fits"] = largest(lambda rows: ended(rows) != "OOM", start=planned)
-        entry["at_planned"] = ended(planned) if planned else "no row"
-        table.append(entry)
-        print(
-            f"{room / 2**30:>5.2f} {name:<10} {planned:>7} {entry['true']:>5} {entry['fits']:>5} "
-            f" {entry['at_planned']}",
-            flush=True,
-        )
-    return table
-
-
-def measure_probe(
-    cases: Sequence[Case], runs: StackRuns, finished: Finished, *, settings: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The bound that a search finds, beside brute force of rows of one length, and steps of varying
-    lengths at it.
-    """
-
-    def searched(case: Case, conf: str, headroom: float) -> dict[str, Any]:
-        run = StackRun(case.combination, (), probes=STEPS_AFTER_PROBE, headroom=headroom)
-        real = runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
-        kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
-        entry = {key: getattr(real, key) for key in kept}
-        if not headroom:
-            outcome = partial(run_of_bounds, runs, case, conf)
-            entry["true"] = largest(lambda rows: outcome(rows).is_clean, start=real.bound)
-        return entry
-
-    table = []
-    print(
-        f"{'case':<78} {'settings':<10} {'headroom':>8} {'probe':>6} {'true':>5} {'trials':>7}"
-        f" {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5}"
-    )
-    for case in cases:
-        for name, headroom in product(settings, HEADROOMS):
-            key = {**asdict(case), "settings": name, "headroom": headroom}
-            entry = finished.entry(key, partial(searched, case, CONFS[name], headroom))
-            table.append(entry)
-            outcome = entry.get("failed")
-            if outcome is None:
-                outcome = (
-                    f"{entry['bound']:>6} {entry.get('true', ''):>5} {entry['trials']:>7}"
-                    f" {entry['ooms_of_search']:>5} {entry['steps']:>6} {entry['retries']:>8}"
-                    f" {entry['ooms']:>5}"
-                )
-            print(f"{case!s:<78} {name:<10} {headroom:>8} {outcome}", flush=True)
-    return table
-
-
-# --- the recipe
-
-NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
-ROOM, LITTLE = 3 * 2**30, 3 * 2**28
-SKEWED = (
-    "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
-    "dataset.number=40000",
-    "dataset.longest=512",
-    *(
-        f"~dataset.{key}"
-        for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
-    ),
-    "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
-    "max_steps_per_epoch=200",
-    "epochs=1",
-    "device=cuda",
-    "probe.round_to_power_of_two=False",
-    "use_maximum_batch_size=True",
-    "save_last_epoch_only=True",
-)
-TAKEN = {"first": 50, "last": 100}  # steps after which memory is taken, and given back
-
-
-def trained(setup: SmallSetup, room: int, *overrides: str) -> tuple[Path, list[int]]:
-    """Run the recipe where it has so many bytes; return its folder, and the limit of a micro-batch
-    in each step.
-    """
-    os.environ["EMULATE_CAPACITY"] = str(500 * 2**20 + room)
-    folder = setup.run(OURS, *SKEWED, *overrides).output_dir
-    limit, limits = 0, []
-    for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
-        if record["kind"] in ("plan", "limit"):
-            limit = record["limit" if record["kind"] == "plan" else "after"]
-        elif record["kind"] == "step":
-            limits.append(limit)
-    return folder, limits
-
-
-def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-    """The probe and what it leads to: steps at its bound; and with shares of the memory taken away
-    and given back.
-    """
-    setup, table = make_setup(folder, **NARROW), []
-    print(
-        f"{'GiB':>5} {'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6}"
-        f" {'retries':>8} {'OOMs':>5} {'problems':>9}  rows at once: before it was given back, at"
-        " the end, steps until nine tenths and all of the bound"
-    )
-    for room, share in runs:
-        taking = [f"metric_logger.{key}={value}" for key, value in TAKEN.items()] if share else []
-        output, limits = trained(
-            setup, room, *taking, *([f"metric_logger.share={share}"] if share else [])
-        )
-        probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
-        retries, ooms = (
-            [int(float(number)) for number in losses(output, name=name)]
-            for name in ("retries", "ooms")
-        )
-        bound, after = probe["max_batch_size"], limits[TAKEN["last"] :]
-        entry = {
-            "room": room,
-            "taken": share,
-            "bound": bound,
-            "trials": len(probe["trials"]),
-            "ooms_of_probe": sum(
-                not (trial["fits"] or trial["retried"]) for trial in probe["trials"]
-            ),
-            "steps": len(limits),
-            "retries": retries[-1] - retries[0],
-            "ooms": ooms[-1] - ooms[0],
-            "problems": list(audit(output).problems),
-            "limits": limits,
-            "steps_until_nine_tenths": next(
-                (n for n, rows in enumerate(after) if rows >= 0.9 * bound), None
-            ),
-            "steps_until_all": next((n for n, rows in enumerate(after) if rows == bound), None),
-        }
-        table.append(entry)
-        print(
-            f"{room / 2**30:>5.2f} {share:>6.0%} {entry['bound']:>6} {entry['trials']:>7}"
-            f" {entry['ooms_of_probe']:>5} {entry['steps']:>6} {entry['retries']:>8}"
-            f" {entry['ooms']:>5} {len(entry['problems']):>9}  {limits[TAKEN['last'] - 1]},"
-            f" {limits[-1]}, {entry['steps_until_nine_tenths']}, {entry['steps_until_all']}",
-            flush=True,
-        )
-    return table
-
-
-SEEDS, ROOMS_OF_RUNS = 5, (0.75, 1.0, 1.5, 3.0)  # GiB
-
-
-def measure_runs(
-    folder: Path, finished: Finished, *, number: int, settings: Sequence[str]
-) -> list[dict[str, Any]]:
-    """What the recipe's own headroom leaves and costs: 200 steps at the bound, of that many runs
-    with each of the settings.
-    """
-    setup, table = make_setup(folder, **NARROW), []
-    cases = list(product(KINDS, ROOMS_OF_RUNS, range(SEEDS)))
-    # Any number of the first is a sample of all.
-    random.Random(SEED).shuffle(cases)
-
-    def steps_at_the_bound(name: str, kind: str, room: float, seed: int) -> dict[str, Any]:
-        # Recipes ask for segments that expand where the variable is not there.
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = CONFS[name]
-        output, _ = trained(
-            setup,
-            int(room * 2**30),
-            f"dataset.kind={kind}",
-            f"dataset.seed={seed}",
-            "log_peak_memory_stats=True",
-        )
-        probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
-        counts = {
-            name: [int(float(number)) for number in losses(output, name=name)]
-            for name in ("retries", "ooms")
-        }
-        peaks = [float(peak) for peak in losses(output, name="peak_memory_alloc")]
-        return {
-            "bound": probe["max_batch_size"],
-            "trials": len(probe["trials"]),
-            "retries": counts["retries"][-1] - counts["retries"][0],
-            "ooms": counts["ooms"][-1] - counts["ooms"][0],
-            "peak": max(peaks) / room,
-        }
-
-    print(
-        f"{'settings':<10} {'lengths':<20} {'GiB':>5} {'seed':>5} {'bound':>6} {'retries':>8}"
-        f" {'OOMs':>5} peak/room"
-    )
-    for name, (kind, room, seed) in product(settings, cases[:number]):
-        key = {"settings": name, "kind": kind, "room": room, "seed": seed}
-        entry = finished.entry(key, partial(steps_at_the_bound, name, kind, room, seed))
-        table.append(entry)
-        outcome = entry.get("failed")
-        if outcome is None:
-            outcome = (
-                f"{entry['bound']:>6} {entry['retries']:>8} {entry['ooms']:>5} {entry['peak']:.3f}"
-            )
-        print(f"{name:<10} {kind:<20} {room:>5.2f} {seed:>5} {outcome}", flush=True)
-    return table
-
-
-PARTS = ("cases", "tasks", "compiled", "bounds", "probe", "recipe", "runs", "ranks")
+PARTS = ("cases", "tasks", "compiled", "bounds")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=PARTS, help="one of the parts")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
-    parser.add_argument(
-        "--cases", type=int, metavar="N", help="of cases, compiled steps, bounds and runs"
-    )
-    parser.add_argument("--settings", choices=CONFS, help="of bounds, probe and runs: one of two")
-    parser.add_argument("--lengths", choices=KINDS_OF_LENGTHS, help="of bounds: one kind")
-    parser.add_argument("--recount", action="store_true", help="compare with the newest records")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    parser = records.parser(__doc__, quick="a tenth of the cases")
+    add = parser.add_argument
+    add("--only", nargs=1, choices=PARTS, default=PARTS, help="one of the parts")
+    add("--cases", type=int, metavar="N", help="of cases, compiled steps and bounds")
+    add("--settings", nargs=1, choices=CONFS, default=[*CONFS], help="of bounds: one of two")
+    add("--lengths", nargs=1, choices=KINDS_OF_LENGTHS, default=KINDS_OF_LENGTHS, help="of bounds")
+    add("--recount", action="store_true", help="compare with the newest records")
     arguments = parser.parse_args()
     if not (arguments.recount or torch.cuda.is_available()):
         parser.error("run it by the Python of `make cuda-stack`")
     set_up_process()
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    if arguments.recount:
-        for part in [arguments.only] if arguments.only else ["cases", "compiled"]:
-            recounted = recount(part, 10 if arguments.quick else 1)
-            records.write(f"cuda_stack-{part}", arguments.output, **{part: recounted})
-        return
-    measure(arguments)
-
-
-def measure(arguments: argparse.Namespace) -> None:
-    """Measure the parts that are asked for, and write their record."""
     share = 10 if arguments.quick else 1
-    settings = [arguments.settings] if arguments.settings else list(CONFS)
-    runs, parts = StackRuns(), {}
-    kept: dict[str, Finished] = {}
-
-    def finished(part: str) -> Finished:
-        kept[part] = Finished(f"cuda_stack-{part}")
-        return kept[part]
-
+    if arguments.recount:
+        for part in ("cases", "compiled") if arguments.only == PARTS else arguments.only:
+            records.write(f"cuda_stack-{part}", arguments.output, **{part: recount(part, share)})
+        return
+    runs = StackRuns()
     try:
-        if arguments.only in (None, "cases"):
-            cases = measure_cases(
-                by_device(sample(arguments.cases or 120 // share)), runs, finished("cases")
-            )
-            parts["cases"] = {"seed": SEED, "summary": summarised(cases), "cases": cases}
-            print()
-        if arguments.only in (None, "tasks"):
-            cases = measure_cases(by_device(tasks()[::share]), runs, finished("tasks"))
-            parts["tasks"] = {"summary": summarised(cases), "cases": cases}
-            print()
-        if arguments.only in (None, "compiled"):
-            number = arguments.cases or 40 // share
-            cases = measure_compiled(compiled_sample(number), runs, finished("compiled"))
-            parts["compiled"] = {"seed": SEED, "cases": cases}
-            print()
-        if arguments.only in (None, "bounds"):
-            number = arguments.cases or 40 // share
-            kinds = [arguments.lengths] if arguments.lengths else KINDS_OF_LENGTHS
-            cases = bound_cases(number, settings, kinds)
-            parts["bounds"] = measure_bounds(cases, runs, finished("bounds"))
-            print()
-        if arguments.only in (None, "probe"):
-            cases = by_device(sample(20 // share, rows=("bound",)))
-            parts["probe"] = measure_probe(cases, runs, finished("probe"), settings=settings)
-            print()
-        if arguments.only in (None, "recipe"):
-            with tempfile.TemporaryDirectory() as folder:
-                shares = (0.35,) if arguments.quick else (0.0, 0.1, 0.35, 0.6)
-                pairs = [(room, share) for room in (ROOM, LITTLE) for share in shares]
-                parts["recipe"] = measure_recipe(Path(folder), pairs)
-        if arguments.only in (None, "runs"):
-            with tempfile.TemporaryDirectory() as folder:
-                number = arguments.cases or 100 // share
-                parts["runs"] = measure_runs(
-                    Path(folder), finished("runs"), number=number, settings=settings
-                )
-        if arguments.only in (None, "ranks"):
-            with tempfile.TemporaryDirectory() as folder:
-                parts["ranks"] = measure_bounds_on_ranks(
-                    Path(folder), ROOMS[:1] if arguments.quick else ROOMS
-                )
+        for part in arguments.only:
+            finished = Finished(f"cuda_stack-{part}")
+            measured = measure(part, arguments, share, runs, finished)
+            records.write(f"cuda_stack-{part}", arguments.output, **{part: measured})
+            finished.forget()
     finally:
         runs.close()
-    name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
-    name += "".join(f"_{option}" for option in (arguments.lengths, arguments.settings) if option)
-    records.write(name, arguments.output, **parts)
-    for part in kept.values():
-        part.forget()
+
+
+def measure(
+    part: str, arguments: argparse.Namespace, share: int, runs: StackRuns, finished: Finished
+) -> Any:
+    """Measure a part; with a share of 10 a tenth of its cases."""
+    if part == "compiled":
+        drawn = compiled_sample(arguments.cases or 40 // share)
+        return {"seed": SEED, "cases": measure_compiled(drawn, runs, finished)}
+    if part == "bounds":
+        number = arguments.cases or 40 // share
+        bounds = bound_cases(number, arguments.settings, arguments.lengths)
+        return measure_bounds(bounds, runs, finished)
+    drawn = tasks()[::share] if part == "tasks" else sample(arguments.cases or 120 // share)
+    cases = measure_cases(by_device(drawn), runs, finished)
+    return {"seed": SEED, "summary": summarised(cases), "cases": cases}
 
 
 def by_device(cases: Sequence[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: DEVICES.index(case.device))
+    return sorted(cases, key=lambda case: list(DEVICES).index(case.device))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ instead.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
 import time
@@ -833,11 +832,8 @@ def run_known_steps(only: str, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose id has this text")
-    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("--emulated", action="store_true", help="run the steps of Trainer")
     arguments = parser.parse_args()
     start = time.perf_counter()
@@ -862,16 +858,10 @@ def main() -> None:
         peak = "" if result.estimated_bytes is None else f"{result.estimated_bytes / GIB:.3f} GiB"
         print(f"{result.id:<68} {peak:>12} {error:>10} {said} {ratio}", flush=True)
     groups = list(summary(rows))
-    print(f"\n{'group':<52} {'rows':>4} {'median':>9} {'worst':>9} {'fit or OOM right':>17}")
-    for one in groups:
-        errors = "".join(
-            f" {'-' if one[key] is None else format(one[key], '.4%'):>9}"
-            for key in ("median", "worst")
-        )
-        print(
-            f"{one['group']:<52} {one['rows']:>4}{errors} {one['fit_or_oom_right']:>13} of"
-            f" {one['rows']}"
-        )
+    print()
+    table = records.Table("group:<52 rows:>4 median:>9.4% worst:>9.4% fit_or_oom_right:>16")
+    for group in groups:
+        table.print({key: "-" if value is None else value for key, value in group.items()})
     reasons: dict[str, list[str]] = defaultdict(list)
     for one in left_out:
         reasons[one.reason].append(one.id)

@@ -52,37 +52,6 @@ class Squeezing(DiskLogger):
             leave(held + int(self.share * (peak - held)))
 
 
-class TakingAway(DiskLogger):
-    """A log that has what the allocator counted, and between two of whose steps another program has
-    memory of the device.
-
-    Args:
-        first, last: steps after which it is taken, and given back; 0 for neither.
-        share: that is taken, of what training had above what it holds between steps.
-    """
-
-    def __init__(
-        self, log_dir: str, filename: str, first: int = 0, last: int = 0, share: float = 0.0
-    ) -> None:
-        super().__init__(log_dir, filename)
-        self.first, self.last, self.share = first, last, share
-
-    def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        if "loss" not in payload:
-            super().log_dict(payload, step)
-            return
-        stats = torch.cuda.memory_stats()
-        super().log_dict(
-            payload | {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}, step
-        )
-        if self.first and step == self.first:
-            torch.cuda.empty_cache()
-            held, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
-            leave(held + int((1 - self.share) * (peak - held)))
-        elif self.last and step == self.last:
-            leave(torch.cuda.get_device_properties(0).total_memory - 500 * 2**20)
-
-
 KINDS = ("skewed", "very skewed", "bimodal", "one long row in 250", "equal")
 
 
