@@ -24,6 +24,7 @@ SOURCES = Path(__file__).with_name("csrc")
 OLDEST, NEWEST = (2, 11), (2, 15)
 
 STUB = "libcudastub.so"
+PRELOADED = "scratch.c"
 # PyTorch opens these two by name. CUDA's runtime leads to both, which loads them.
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 _FUNCTION = re.compile(
@@ -89,6 +90,21 @@ def stub_folder(package: Path) -> Path:
     return folder
 
 
+def preloaded_library() -> Path:
+    """Return the library that protects the program's own files, which is built if needed.
+
+    Raises:
+        EmulationError: no compiler is installed.
+    """
+    digest = hashlib.sha256((SOURCES / PRELOADED).read_bytes()).hexdigest()[:16]
+    folder = cache_folder() / f"scratch-{digest}"
+    with _built_once(folder) as new:
+        if new is not None:
+            warnings = ("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
+            _gcc("-shared", *warnings, "-o", new / "scratch.so", SOURCES / PRELOADED, "-ldl")
+    return folder / "scratch.so"
+
+
 def extension_library(stubs: Path) -> Path | None:
     """Return a library with the functions of CUDA that other installed packages import and torch
     does not, such as bitsandbytes; None if there are none.
@@ -152,7 +168,7 @@ def _build(package: Path, cuda: str, folder: Path) -> None:
     ]
     objects: list[Path] = []
     for path in sorted(SOURCES.glob("*.c")):
-        if path.name != "layouts.c":
+        if path.name not in ("layouts.c", PRELOADED):
             objects.append(folder / f"{path.stem}.o")
             _gcc("-c", path, "-o", objects[-1], *flags)
     defined = {name for one in objects for name in _defined_functions(one)}

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .build import EmulationError, cache_folder, cuda_build_folder
+from .build import EmulationError, cache_folder, cuda_build_folder, preloaded_library
 from .report import report_lines
 from .scratch import mirror, written_files
 
@@ -93,6 +93,10 @@ def emulate(
         records.mkdir()
         mirror(Path.cwd(), scratch)
         environment = _environment(device, num_devices, max_steps, records, scratch)
+        # A folder of the user's may have a space, which ends a path in LD_PRELOAD.
+        preloaded = Path(temporary, "scratch.so")
+        preloaded.symlink_to(preloaded_library())
+        environment["LD_PRELOAD"] = f"{preloaded} {os.environ.get('LD_PRELOAD', '')}".strip()
         try:
             status, was_ended = _run(command, scratch, environment, max_minutes)
         except OSError as error:

@@ -34,9 +34,13 @@ def install() -> None:
         return  # by a .pth file, under another name of this module
     sys.meta_path.insert(0, TorchFinder())
     if os.environ.get("EMULATE_SCRATCH"):
-        from .scratch import protect_inputs
+        sys.addaudithook(_replace_link_to_database)
 
-        protect_inputs(Path(os.environ["EMULATE_SCRATCH"]))
+
+def _replace_link_to_database(event: str, arguments: tuple[Any, ...]) -> None:
+    """Replace a link before SQLite, which opens the file that it leads to."""
+    if event == "sqlite3.connect" and os.path.islink(arguments[0]):
+        open(arguments[0], "ab").close()  # see csrc/scratch.c
 
 
 class TorchFinder(MetaPathFinder):
@@ -77,10 +81,6 @@ class TorchFinder(MetaPathFinder):
                 from . import recorder
 
                 recorder.install(Path(os.environ["EMULATE_RECORDS"]))
-            if os.environ.get("EMULATE_SCRATCH"):
-                from .scratch import protect_from_native_writers
-
-                protect_from_native_writers()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -158,12 +158,13 @@ def test_a_limit_of_time_ends_the_program_and_its_record_is_there(tmp_path):
 
 
 WRITES = """
-import sqlite3, pathlib, torch
+import os, sqlite3, pathlib, torch
 pathlib.Path("runs/model.pt").stat()
 torch.save({"w": torch.ones(3)}, "runs/model.pt")
 with open("log.txt", "a") as file:
     file.write("emulated")
 sqlite3.connect("trials.db").execute("create table t (x)").connection.commit()
+os.system("echo of a shell >> shell.txt")
 pathlib.Path("new").mkdir()
 pathlib.Path("new/a.txt").write_text(pathlib.Path("log.txt").read_text())
 """
@@ -173,18 +174,20 @@ pathlib.Path("new/a.txt").write_text(pathlib.Path("log.txt").read_text())
 def test_files_of_the_program_are_not_overwritten(tmp_path, kept):
     folder, output = tmp_path / "project", tmp_path / "output"
     (folder / "runs").mkdir(parents=True)
-    for name in ("runs/model.pt", "log.txt", "trials.db"):
+    for name in ("runs/model.pt", "log.txt", "shell.txt", "trials.db"):
         (folder / name).write_text("" if name == "trials.db" else "precious ")
     done, report = emulate(folder, WRITES, *(["--output", str(output)] if kept else []))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (folder / "runs/model.pt").read_text() == (folder / "log.txt").read_text()
+    for name in ("runs/model.pt", "log.txt", "shell.txt"):
+        assert (folder / name).read_text() == "precious "
     assert not (folder / "trials.db").read_text()
     assert not (folder / "new").exists()
     written = [name for name, _ in report["files"]]
-    assert written == ["log.txt", "new/a.txt", "runs/model.pt", "trials.db"]
+    assert written == ["log.txt", "new/a.txt", "runs/model.pt", "shell.txt", "trials.db"]
     assert output.exists() == kept
     if kept:
         assert (output / "new/a.txt").read_text() == "precious emulated"
+        assert (output / "shell.txt").read_text() == "precious of a shell\n"
 
 
 ROUTES = """
