@@ -1,10 +1,10 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
 from .allocator import AllocatorSettings, CachingAllocator
+from .bounds import counted_fit, estimate_length, explained, traces_alike
 from .compiled_parts import CompiledParts, check_compiler
 from .cuda_operators import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, DEVICES, EstimatedDevice, alike, find_device, parse_devices
-from .estimator import estimate_length, traces_alike
 from .fake_step import (
     DevicesAsHost,
     FakeDevice,
@@ -13,18 +13,9 @@ from .fake_step import (
     needs_values,
     runs_in_optimizer,
 )
+from .length import CurveCheck, LengthEstimate, MemoryBreakdown
 from .of_model import estimate_memory, estimate_step
-from .result import (
-    Change,
-    CurveCheck,
-    Fit,
-    LengthEstimate,
-    MemoryBreakdown,
-    MemoryEstimate,
-    Target,
-    ranked,
-    read_estimate,
-)
+from .result import Change, Fit, MemoryEstimate, Target, ranked, read_estimate
 
 __all__ = [
     "CONTEXT_BYTES",
@@ -47,9 +38,11 @@ __all__ = [
     "Target",
     "alike",
     "check_compiler",
+    "counted_fit",
     "estimate_length",
     "estimate_memory",
     "estimate_step",
+    "explained",
     "find_device",
     "left_out",
     "needs_values",

@@ -109,7 +109,6 @@ class EstimatedDevice:
             self.total_bytes,
             free - headroom_bytes,
             tuple(taken),
-            self.source,
         )
 
 

@@ -25,10 +25,10 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import auto_headroom, optimizer_state_tensors
 
 from .allocator import AllocatorSettings, CachingAllocator
+from .bounds import estimate_length
 from .compiled_parts import CompiledParts
 from .cuda_operators import left_out
 from .devices import alike, parse_devices
-from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values, runs_in_optimizer
 from .result import Fit, MemoryEstimate
 

@@ -98,7 +98,7 @@ def estimate_devices(
     show(f"\n{estimate.table()}")
     if estimate_settings.changes:
         seconds = estimate.seconds / len(estimate.lengths)
-        now = [estimate.bound(estimate.lengths[0], target) for target in estimate.devices]
+        now = [target.lengths[0].max_batch_size for target in estimate.devices]
         show(f"single changes are estimated, each as long as one length took ({seconds:.0f} s)")
         tried = list(estimator.changes(estimate.lengths[0], fits=all(now)))
         estimate = replace(

@@ -325,7 +325,8 @@ def test_neither_tokenizer_data_weights_nor_a_network_is_needed_where_lengths_ar
 
 @pytest.mark.slow
 def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
-    lengths = json.loads(_plan_file(small, "estimate.devices=1GiB").read_text())["lengths"]
+    plan = json.loads(_plan_file(small, "estimate.devices=1GiB").read_text())
+    lengths = plan["devices"][0]["lengths"]
     rows = config.instantiate(
         (cfg := OmegaConf.load(small.config)).dataset, config.instantiate(cfg.tokenizer)
     )
@@ -418,7 +419,7 @@ def test_every_shipped_configuration_can_be_planned(name):
         )
     (length,) = plan.lengths
     assert length.check.counted_bytes == length.check.expected_bytes
-    assert plan.bound(length, plan.devices[0]) > 100
+    assert plan.devices[0].lengths[0].max_batch_size > 100
     assert "max_batch_size" in said
 
 
@@ -647,8 +648,8 @@ def test_a_change_brings_what_a_plan_of_it_says(with_changes):
     changed, _ = small(
         enable_activation_checkpointing=True, estimate={"devices": ["40MiB"]}, **SMOOTHED
     )
-    before, (after,) = plan.bound(plan.lengths[0], plan.devices[0]), checkpointing.bounds
-    assert before < after == changed.bound(changed.lengths[0], changed.devices[0])
+    before, (after,) = plan.devices[0].lengths[0].max_batch_size, checkpointing.bounds
+    assert before < after == changed.devices[0].lengths[0].max_batch_size
     assert any("enable_activation_checkpointing=True" in line for line in said)
     gains = [change.bounds[0] for change in plan.changes]
     assert gains == sorted(gains, reverse=True)

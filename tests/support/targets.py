@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from adaptive_batch.estimate import LengthEstimate, Target
+from adaptive_batch.estimate import LengthEstimate, Target, counted_fit, explained
 
 
 def counted(target: Target, lengths: Iterable[LengthEstimate], *, maximum: int) -> Target:
@@ -13,6 +13,7 @@ def counted(target: Target, lengths: Iterable[LengthEstimate], *, maximum: int) 
     return replace(
         target,
         lengths=tuple(
-            one.explained(one.counted_fit(target.budget_bytes, maximum=maximum)) for one in lengths
+            explained(one, counted_fit(one, target.budget_bytes, maximum=maximum))
+            for one in lengths
         ),
     )

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.estimate import AllocatorSettings, LengthEstimate, MemoryBreakdown
+from adaptive_batch.estimate import (
+    AllocatorSettings,
+    LengthEstimate,
+    MemoryBreakdown,
+    counted_fit,
+)
 from adaptive_batch.estimate.bounds import ReplayedBounds
 from adaptive_batch.estimate.fake_step import Resident
 
@@ -65,7 +70,7 @@ def test_expandable_segments_let_more_run_without_retries():
 def test_the_bound_is_the_largest_that_fits(mib, each):
     length, made = bounds(each * MIB)
     fit = made.fit(mib * MIB)
-    most = length.counted_fit(mib * MIB, maximum=4096).max_batch_size
+    most = counted_fit(length, mib * MIB, maximum=4096).max_batch_size
     assert fit.max_batch_size <= fit.max_batch_size_with_retries <= most
     if fit.max_batch_size:
         assert made.peaks(fit.max_batch_size)[1] <= mib * MIB

@@ -218,7 +218,7 @@ def test_an_estimate_runs_both_passes(page):
     step = AdaptiveStep(page.model, loss, statistics=sums)
     optimizer = torch.optim.AdamW(page.model.parameters())
     estimate = step.estimate(optimizer, sample, "1GiB", maximum=4, context=0)
-    assert estimate.bound(estimate.lengths[0], estimate.devices[0]) == 4
+    assert estimate.devices[0].lengths[0].max_batch_size == 4
     assert 4 in calls
 
 

@@ -1,0 +1,158 @@
+"""The memory of a training step with rows of one length: the curve of its peak, and its parts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from adaptive_batch._util import count, format_bytes
+from adaptive_batch.memory import Line, MemoryCurve
+
+from .fake_step import Resident
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """One line of a memory curve, and what its bytes are.
+
+    Attributes:
+        activations: made by forward and kept for backward: fixed bytes, and bytes per row.
+        gradients: bytes of parameters' gradients that this step has made by then.
+        site: the operation of the line and the largest transient allocations there; empty if they
+            were not looked up.
+    """
+
+    fixed_bytes: Fraction
+    bytes_per_row: Fraction
+    activations: tuple[float, float]
+    gradients: int
+    site: str = ""
+
+    def at(self, rows: int, resident: Resident) -> dict[str, float]:
+        """Bytes by kind at that many rows."""
+        total = math.ceil(self.fixed_bytes + self.bytes_per_row * rows)
+        activations = self.activations[0] + self.activations[1] * rows
+        return {
+            "parameters": resident.parameters,
+            "buffers": resident.buffers,
+            "optimizer state": resident.optimizer,
+            "gradients": resident.gradients + self.gradients,
+            "activations": activations,
+            "backward temporaries": max(0.0, total - resident.total - activations - self.gradients),
+        }
+
+
+@dataclass(frozen=True)
+class CurveCheck:
+    """A step of a third size, to compare the memory curve with.
+
+    Attributes:
+        rows: rows of the step.
+        counted_bytes: peak that was counted.
+        expected_bytes: peak by the curve.
+    """
+
+    rows: int
+    counted_bytes: int
+    expected_bytes: int
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the curve is off by more than a thousandth."""
+        return abs(self.counted_bytes - self.expected_bytes) > 1e-3 * self.counted_bytes
+
+    @property
+    def warning(self) -> str:
+        """Return how far the curve is off; empty where it is not."""
+        if not self.is_off:
+            return ""
+        counted = format_bytes(self.counted_bytes)
+        expected = format_bytes(self.expected_bytes)
+        return (
+            f"{count(self.rows, 'row')} hold {counted}, and the curve of two sizes gives"
+            f" {expected}; the former is used, so probe the rows on a device"
+        )
+
+
+@dataclass(frozen=True)
+class LengthEstimate:
+    """What a training step holds with rows of one length, on any device.
+
+    Attributes:
+        resident: before a forward.
+        breakdowns: one for each line of the curve of forward and backward.
+        one_row_bytes: the peak of a single row, which often runs other operations.
+        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
+            backward.
+        margin: share by which the peak can exceed what was counted, as the order of a compiled
+            step's kernels is not known; 0 of an eager step.
+    """
+
+    sequence_length: int
+    resident: Resident
+    breakdowns: tuple[MemoryBreakdown, ...]
+    one_row_bytes: int
+    optimizer_peak_bytes: int | None
+    check: CurveCheck | None = None
+    margin: float = 0.0
+
+    @property
+    def curve(self) -> MemoryCurve:
+        """Peak of forward and backward with the margin, by rows; operations are the places of the
+        breakdowns.
+
+        Where the check is off, the curve is scaled to the peak that was counted.
+        """
+        scale = 1 + Fraction(self.margin)
+        if self.check is not None and self.check.is_off:
+            scale *= Fraction(self.check.counted_bytes, self.check.expected_bytes)
+        lines = [
+            Line(breakdown.fixed_bytes * scale, breakdown.bytes_per_row * scale, place)
+            for place, breakdown in enumerate(self.breakdowns)
+        ]
+        return MemoryCurve(tuple(lines))
+
+    def max_rows(self, budget_bytes: int) -> int | None:
+        """Return the rows that fit; 0 where not one does, None where any number does."""
+        if (self.optimizer_peak_bytes or 0) > budget_bytes or self.one_row_bytes > budget_bytes:
+            return 0
+        rows = self.curve.max_rows(budget_bytes)
+        if rows is None:
+            return None
+        return max(1, rows)
+
+    def peak_bytes(self, rows: int) -> int:
+        """Return the peak of a step of that many rows, the optimizer's phase included, in bytes."""
+        peak = self.curve.peak_bytes(rows)
+        # A single row often runs other operations.
+        if rows == 1:
+            peak = self.one_row_bytes
+        return max(peak, self.optimizer_peak_bytes or 0)
+
+    def first_too_large(self, budget_bytes: int) -> str | None:
+        """Return the first thing of a run that does not fit; None where a row fits."""
+        resident = self.resident
+        needed = 0
+        for name, size in (
+            ("the parameters", resident.parameters),
+            ("the buffers", resident.buffers),
+            ("the optimizer's state", resident.optimizer),
+            ("the gradients that stay", resident.gradients),
+        ):
+            needed += size
+            if needed > budget_bytes:
+                return (
+                    f"{name} ({format_bytes(size)}, {format_bytes(needed)} with what comes before)"
+                )
+        for name, peak in (
+            ("the optimizer's step", self.optimizer_peak_bytes or 0),
+            ("forward and backward of one row", self.one_row_bytes),
+        ):
+            if peak > budget_bytes:
+                return f"{name} ({format_bytes(peak)} at the peak)"
+        return None
+
+    def composition(self, rows: int) -> dict[str, float]:
+        """Return bytes by kind at the peak of that many rows."""
+        return self.breakdowns[self.curve.highest(rows).operation].at(rows, self.resident)
