@@ -53,7 +53,6 @@ _UNIQUE = {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_di
 _LEFT_ALONE = {
     "set_",
     "record_stream",
-    "_amp_foreach_non_finite_check_and_unscale_",
     "pow.Tensor_Tensor_out",  # see _pow_of_number
 }
 
@@ -73,6 +72,7 @@ def install() -> None:
     special: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(_UNIQUE, _unique),
         **dict.fromkeys(("empty", "empty_strided"), _empty),
+        "_amp_foreach_non_finite_check_and_unscale_": _unscale,
         "copy_": _copy,
         "_local_scalar_dense": _read_number,
         "nonzero": _nonzero,
@@ -148,7 +148,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     size, stride = tensor.size(), tensor.stride()
     if not tensor.numel():
-        return torch.empty_strided(size, stride, dtype=tensor.dtype)
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
     memory, start = _arena()
     span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     offset = tensor.data_ptr() - start
@@ -164,7 +164,7 @@ def _places_in_storage() -> tuple[int, int]:
     Python's own object of a storage counts as a reference to it, for as long as the storage lives:
     backward would no longer add to gradients in place, and memory would differ.
     """
-    probe = torch.empty(123_457, dtype=torch.uint8)
+    probe = torch.empty(123_457, dtype=torch.uint8, device="cpu")
     words = (ctypes.c_int64 * 16).from_address(_C._storage_address(probe))
     return list(words).index(probe.data_ptr()), list(words).index(len(probe))
 
@@ -238,7 +238,8 @@ def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | No
         host.fill_(1)
     elif name in _POSITIONS and first is not None and first.dim() and dim is not None:
         rows = host if tensor.dim() < first.dim() else host.movedim(dim, -1)
-        rows.copy_((torch.arange(tensor.numel()) % max(first.size(dim), 1)).view(rows.shape))
+        numbers = torch.arange(tensor.numel(), device="cpu")
+        rows.copy_((numbers % max(first.size(dim), 1)).view(rows.shape))
     else:
         host.zero_()
 
@@ -390,14 +391,14 @@ def _fills_its_storage(tensor: torch.Tensor) -> bool:
 
 def _number(value: Any, other: torch.Tensor | None) -> torch.Tensor:
     """Return a number as a tensor that does not change the type of the result."""
-    dtype = torch.tensor(value).dtype
+    dtype = torch.tensor(value, device="cpu").dtype
     if other is not None and (
         other.is_complex()
         or (other.is_floating_point() and not isinstance(value, complex))
         or (isinstance(value, int) and other.dtype != torch.bool)
     ):
         dtype = other.dtype
-    return torch.tensor(value, dtype=dtype)
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _seed(args: Any, kwargs: Any) -> int:
@@ -431,13 +432,27 @@ def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     return copy_
 
 
+def _unscale(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    unscale_small = _Operator(operator, cuda_kernel)
+
+    def unscale(
+        keyset: Any, gradients: list[torch.Tensor], overflow: torch.Tensor, factor: torch.Tensor
+    ) -> None:
+        unscale_small(keyset, gradients, overflow, factor)
+        if _origin([overflow]) is not None:  # gradients that were not computed do not overflow
+            on_host(overflow).zero_()
+            _set_origin(overflow, None)
+
+    return unscale
+
+
 def _read_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     def read_number(keyset: Any, tensor: torch.Tensor) -> Any:
         if has_values(tensor):
             _note("value", _origins.get(_storage(tensor)[0]))
             return on_host(tensor).item()
         _note("value", "a large tensor")
-        return torch.ones((), dtype=tensor.dtype).item()
+        return torch.ones((), dtype=tensor.dtype, device="cpu").item()
 
     return read_number
 
@@ -447,7 +462,8 @@ def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 
     def nonzero(keyset: Any, tensor: torch.Tensor) -> torch.Tensor:
         _note("shape", _origin([tensor]))
-        flags = on_host(tensor) if has_values(tensor) else torch.ones(()).expand(tensor.shape)
+        one = torch.ones((), device="cpu")
+        flags = on_host(tensor) if has_values(tensor) else one.expand(tensor.shape)
         positions = flags.nonzero()
         answer = ctypes.CDLL("libcudastub.so").cudastub_answer
         answer(ctypes.c_longlong(len(positions)), 1)
@@ -497,7 +513,7 @@ def _unique(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         if has_values(tensor):
             host = on_host(tensor)
         else:  # as many as there can be
-            host = torch.arange(tensor.numel()).view(tensor.shape)
+            host = torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
         results: list[torch.Tensor] = []
         for values in _tensors(operator(host, *args, **kwargs)):
             dtype = tensor.dtype if not results else values.dtype

@@ -108,6 +108,42 @@ def test_small_tensors_have_the_values_that_the_host_computes(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+DEFAULT_ON_CUDA = """
+import torch
+torch.set_default_tensor_type("torch.cuda.FloatTensor")
+assert torch.unique(torch.arange(9) % 4).tolist() == [0, 1, 2, 3]
+assert (2.0 ** torch.tensor([1.0, 2.0]))[torch.tensor([False, True])].item() == 4
+assert torch.ones(0).sum().item() == 0
+assert torch.randn(200, 200).argmax(1).tolist() == list(range(200))
+assert torch.randn(200, 200).gt(0).nonzero().shape == (40_000, 2)
+"""
+
+
+def test_tensors_may_be_on_the_device_by_default(tmp_path):
+    done, _ = emulate(tmp_path, DEFAULT_ON_CUDA)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+SCALES = """
+import torch
+for width, expected in ((3, 0.5), (300, None)):
+    weight = torch.ones(width, width, device="cuda", requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.5), torch.amp.GradScaler("cuda")
+    for loss in (weight.sum(), weight.sum() * 1e38):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert expected is None or weight.unique().tolist() == [expected]
+    print(scaler.get_scale())
+"""
+
+
+def test_gradients_that_overflow_skip_a_step_if_they_were_computed(tmp_path):
+    done, _ = emulate(tmp_path, SCALES)
+    assert done.stdout.split() == ["32768.0", "65536.0"], done.stderr[-3000:]
+
+
 # Backward adds to a gradient in place if nothing else refers to it.
 ADDS_IN_PLACE = """
 x = torch.ones(1000, 1000, device="cuda", requires_grad=True).sin()
