@@ -193,17 +193,6 @@ def test_transformers_chat_template_is_the_dialogue_that_is_trained(made):
     assert theirs(templated)["input_ids"] == ours.tokenize_messages(messages, add_eos=False)[0]
 
 
-def test_rows_are_cut_to_max_seq_len(made):
-    from torchtune.data import Message
-
-    tokenizer = tokenizer_of(made, max_seq_len=16)
-    messages = [
-        Message(role="user", content="def f(x)"),
-        Message(role="assistant", content="word " * 100),
-    ]
-    assert len(tokenizer.tokenize_messages(messages)[0]) == 16
-
-
 # the base checkpoint
 
 
@@ -293,13 +282,6 @@ def test_the_base_knows_nothing_yet(made):
     assert loss == pytest.approx(uniform, abs=0.1)
 
 
-def test_a_sample_is_the_same_each_time(made):
-    model, tokenizer = demo.load(made / "base"), tokenizer_of(made)
-    with torch.inference_mode():
-        texts = {demo.sample(model, tokenizer, "def f(x)", max_new_tokens=8) for _ in range(2)}
-    assert len(texts) == 1
-
-
 # preference pairs
 
 
@@ -348,7 +330,7 @@ def test_the_log_probability_of_an_answer_is_that_of_its_tokens(made):
         torch.testing.assert_close(log_probs, expected.expand(2))
 
 
-# growth and the command
+# the command
 
 
 @pytest.mark.slow
@@ -359,10 +341,6 @@ def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
     assert f"No such file or directory: '{tmp_path}/base/tokenizer.json'" in finished.output
     assert "those of demo_cpu are made by `make demo`" in finished.output
     assert "Traceback" not in finished.output
-
-
-def test_growth_starts_in_epoch_1_and_asks_for_more_in_epoch_2():
-    assert [demo.grow(epoch, 20) for epoch in range(4)] == [0, 4, 10, 10]
 
 
 def test_what_a_run_decides_is_shown_and_all_is_written_down(tmp_path, capfd):

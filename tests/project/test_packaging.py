@@ -2,8 +2,6 @@
 torchtune owns; and a source archive that makes it.
 """
 
-import base64
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -19,7 +17,6 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-SITE_PACKAGES = Path(importlib.metadata.distribution("torch").locate_file(""))
 SHIPPED_FOLDERS = (
     "adaptive_batch",
     "recipes",
@@ -76,14 +73,6 @@ def with_torch_alone(wheel, tmp_path_factory):
     return installed(wheel, tmp_path_factory.mktemp("torch_alone"), needs_of("torch"))
 
 
-@pytest.fixture(scope="module")
-def with_everything(wheel, tmp_path_factory):
-    """Python of a new environment with the wheel, beside all that is installed here but this
-    project itself.
-    """
-    return installed(wheel, tmp_path_factory.mktemp("everything"), None)
-
-
 def needs_of(name):
     """The distributions that one needs, itself among them."""
     found, left = {}, [name]
@@ -101,11 +90,8 @@ def needs_of(name):
 
 
 def installed(wheel, folder, distributions):
-    """Install the wheel by pip into a new environment that also sees some distributions, or all, of
-    this one.
-
-    A .pth file that lies on a path which another one adds is not read, so this project's own
-    editable install stays unseen.
+    """Install the wheel by pip into a new environment that also sees some distributions of this
+    one.
     """
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
@@ -121,17 +107,12 @@ def installed(wheel, folder, distributions):
         "--quiet",
     ]
     subprocess.run([*pip, str(wheel)], check=True, timeout=120)
-    seen = SITE_PACKAGES
-    if distributions is not None:
-        seen = folder / "seen"
-        seen.mkdir()
-        for distribution in distributions.values():
-            for name in {file.parts[0] for file in distribution.files or ()} - {
-                "..",
-                "__pycache__",
-            }:
-                if not (seen / name).exists():
-                    (seen / name).symlink_to(distribution.locate_file(name))
+    seen = folder / "seen"
+    seen.mkdir()
+    for distribution in distributions.values():
+        for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (seen / name).exists():
+                (seen / name).symlink_to(distribution.locate_file(name))
     (path,) = (folder / "venv").glob("lib/python*/site-packages")
     (path / "seen.pth").write_text(f"{seen}\n")
     return python
@@ -252,65 +233,6 @@ def test_the_command_is_the_module(with_torch_alone, tmp_path):
         assert name in by_module
     run(command, "audit", "nowhere", cwd=tmp_path, status=2)
     run(command, "nothing", cwd=tmp_path, status=2)
-
-
-# installed beside torchtune
-
-
-# What `make test-install` does in an environment that is new altogether.
-@pytest.mark.nightly
-def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(
-    with_everything, tmp_path, small
-):
-    where = (
-        "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__,"
-        " adaptive_batch.__file__)"
-    )
-    found = run(with_everything, "-c", where, cwd=tmp_path).stdout.split()[-2:]
-    assert all(path.startswith(str(with_everything.parents[1])) for path in found)
-    tune = Path(sys.executable).parent / "tune"
-    for name, status, said in (
-        ("small.yaml", 0, "Loss: "),
-        ("demo_cpu", 1, "epochs=0: give a whole number"),
-    ):
-        config = str(small.folder / name) if name.endswith("yaml") else name
-        overrides = ["epochs=1", "max_steps_per_epoch=1"] if status == 0 else ["epochs=0"]
-        words = (
-            "run",
-            "adaptive_full_finetune",
-            "--config",
-            config,
-            f"output_dir={tmp_path / 'out'}",
-            *overrides,
-        )
-        assert said in run(with_everything, tune, *words, cwd=tmp_path, status=status).stderr
-
-
-def test_torchtunes_own_recipes_are_as_it_installed_them():
-    files = [
-        file
-        for file in importlib.metadata.files("torchtune") or ()
-        if str(file).startswith("recipes/") and file.hash
-    ]
-    assert len(files) > 50
-    for file in files:
-        digest = hashlib.new(file.hash.mode, Path(file.locate()).read_bytes()).digest()
-        assert base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adaptive_full_finetune",
-        "adaptive_lora_finetune",
-        "adaptive_dpo",
-        "adaptive_distill",
-        "adaptive_probe",
-        "adaptive_estimate",
-    ],
-)
-def test_tune_finds_the_recipe_as_a_module(name):
-    assert importlib.util.find_spec(name)
 
 
 # installed from the registry

@@ -19,6 +19,7 @@ from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_
 from support.cli import MODEL, make_setup, same_weights
 from support.cli import OURS as FULL
 from support.cli import STOCK as STOCK_FULL
+from support.stops import stopped_after
 from torchtune.models.qwen2 import lora_qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
@@ -49,24 +50,14 @@ def begun(small):
     return small.run_in_process(OURS, *POINTS)
 
 
-def interrupted(setup, finished, *, step):
-    """A copy of a run as it would be had it been killed after a resume point."""
-    folder = setup.fresh_folder()
-    shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "epoch_0")
-    for path in folder.glob("step_*"):
-        if path.name != f"step_{step}":
-            shutil.rmtree(path)
-    return folder
-
-
 def test_a_resume_point_holds_no_base_and_what_goes_on_from_it_ends_with_the_same_bits(
     small, begun
 ):
-    folder = interrupted(small, begun, step=6)
-    (point,) = checkpoints_in(folder)[0]
-    held, _ = point.load()
-    assert held["model"].keys() == held["optimizer"]["state"].keys() == adapters(begun, 0).keys()
+    folder = stopped_after(begun, small, 6)
+    for point in checkpoints_in(folder)[0]:
+        held, _ = point.load()
+        trained = adapters(begun, 0).keys()
+        assert held["model"].keys() == held["optimizer"]["state"].keys() == trained
     resumed = small.run_in_process(
         OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True"
     )
@@ -79,14 +70,14 @@ def test_a_quantized_base_resumes_from_a_point_to_the_bit(tmp_path):
     wide = make_wide_setup(tmp_path)
     own = (*POINTS, *KINDS["QLoRA"], "max_steps_per_epoch=4")
     begun = wide.run_in_process(OURS, *own)
-    folder = interrupted(wide, begun, step=3)
+    folder = stopped_after(begun, wide, 3)
     resumed = wide.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
     assert same_epoch(resumed, begun, 0)
 
 
 def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(begun, tmp_path):
     setup = make_setup(tmp_path)
-    folder = interrupted(setup, begun, step=6)
+    folder = stopped_after(begun, setup, 6)
     path = setup.base / "model.safetensors"
     weights = load_file(path)
     weights["lm_head.weight"][0, 0] += 1
@@ -99,7 +90,7 @@ def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(beg
 
 
 def test_the_other_recipe_that_goes_on_from_a_folder_is_named(small, begun):
-    folder = interrupted(small, begun, step=6)
+    folder = stopped_after(begun, small, 6)
     with pytest.raises(
         SettingError,
         match=r"holds adapters, and weights are trained here; .*adaptive_lora_finetune",
@@ -225,7 +216,7 @@ def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun, capsys):
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_run_that_resumes_has_its_own_adapters(small, begun, is_there):
-    folder = interrupted(small, begun, step=6)
+    folder = stopped_after(begun, small, 6)
     other = begun.output_dir / "epoch_0" / ("adapter_model.pt" if is_there else "removed.pt")
     resumed = small.run_in_process(
         OURS,
@@ -238,7 +229,7 @@ def test_a_run_that_resumes_has_its_own_adapters(small, begun, is_there):
 
 
 def test_a_change_of_shapes_that_was_allowed_is_refused_with_what_may_be_changed(small, begun):
-    folder = interrupted(small, begun, step=6)
+    folder = stopped_after(begun, small, 6)
     rank = ("model.lora_rank=8", "resume_from_checkpoint=True", "resume_allow_changes=[model]")
     says = r"Size mismatch.*\[model\] is for changes that keep the shape of weights: resume with"
     with pytest.raises(CheckpointError, match=says):

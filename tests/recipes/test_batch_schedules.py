@@ -9,20 +9,18 @@ from itertools import accumulate, groupby, pairwise
 import pytest
 import torch
 from support import batch_rules
-from support.cli import MODEL, OURS, same_weights
+from support.cli import MODEL, OURS, cosine_after, figures, records, same_weights
+from support.stops import stopped_after
 
 from adaptive_batch.errors import GrowthFunctionError
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import audit
 from adaptive_batch.schedules import Progress, by_noise_scale
 
 KEY = "batch_size_schedule"
 RULE = f"{KEY}._component_=adaptive_batch.schedules."
 FREE = ("micro_batch_size=8", "grow_beyond_maximum=True")
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")
-COSINE = (
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=3",
-)
+COSINE = cosine_after(3)
 VARIED = [5 + (11 * row) % 40 for row in range(32)]
 
 
@@ -40,18 +38,6 @@ def steps_rule(batch_sizes, thresholds):
 
 def ramp(**arguments):
     return tuple(f"{KEY}.{name}={value}" for name, value in arguments.items())
-
-
-def records(finished, kind):
-    return [
-        r
-        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-        if r["kind"] == kind
-    ]
-
-
-def figures(finished, name):
-    return [step[name] for step in records(finished, "step")]
 
 
 def stages(finished):
@@ -125,32 +111,6 @@ def test_the_loss_of_each_full_batch_of_samples_is_the_mean_over_the_steps_that_
     assert list(full) == [4, 8, 10, 12, 13, 14]
     assert [full[13], full[14]] == losses[12:]  # steps that are a full batch of their own
     assert [float(value) for value in doubled.figures("loss_per_full_batch")] == list(full.values())
-
-
-def test_the_same_places_in_any_unit_give_the_same_steps(small):
-    rows = [4] * 4 + [8] * 4 + [16]
-    places = {
-        "ep": ("0.5ep", "1.5ep"),
-        "ba": ("4ba", "8ba"),
-        "sp": ("16sp", "48sp"),
-        "tok": ("192tok", "576tok"),
-    }
-    for thresholds in places.values():
-        finished = small.run_in_process(
-            OURS,
-            *of_lengths([12] * 32),
-            *FREE,
-            *SGD,
-            "epochs=2",
-            *steps_rule([4, 8, 16], thresholds),
-        )
-        assert figures(finished, "batch_size") == rows, thresholds
-        assert figures(finished, "micro_batches") == [1] * 8 + [2]
-        changes = [
-            (record["step"], record["before"], record["after"])
-            for record in records(finished, "batch_size")
-        ]
-        assert changes == [(0, 4, 4), (4, 4, 8), (8, 8, 16)]
 
 
 # --- the plan is what happens
@@ -237,21 +197,6 @@ def test_what_was_planned_is_what_is_trained(small, rule):
     assert sum(figures(finished, "batch_size")) == 64
 
 
-def test_every_step_of_a_schedule_has_what_its_rule_says_there(small):
-    finished = small.run_in_process(
-        OURS, *of_lengths(VARIED), *FREE, "epochs=2", *RULES["a ramp by epochs"]
-    )
-    expected, done = [], 0
-    for epoch in range(2):
-        left = 32
-        while left:
-            asked = 4 + math.floor(min(1, (epoch + (32 - left) / 32) / 1.5) * 12)
-            expected.append(min(asked, left))
-            left -= expected[-1]
-            done += 1
-    assert figures(finished, "batch_size") == expected
-
-
 # --- the bound
 
 CAPPED = ("epochs=2", "probe.maximum=12", *steps_rule([4, 8, 16], ["0.5ep", "1ep"]))
@@ -270,27 +215,6 @@ def test_a_schedule_is_cut_to_what_fits_and_the_plan_and_the_log_say_so(small):
         if record["after"] < record["requested"]
     ]
     assert cut["message"] == "step 6: batch_size 8 -> 12 (asked for 16, cut to the bound 12)"
-
-
-@pytest.mark.slow
-def test_past_the_bound_it_is_one_large_batch_in_more_micro_batches(small):
-    settings = (*of_lengths(VARIED), "epochs=2", *steps_rule([4, 8, 16], ["0.5ep", "1ep"]))
-    ample = small.run_in_process(
-        OURS, *settings, "grow_beyond_maximum=True", "probe.device_memory=1GiB"
-    )
-    tight = small.run_in_process(
-        OURS, *settings, "grow_beyond_maximum=True", "probe.device_memory=4500KiB"
-    )
-    (bound,) = {record["max_batch_size"] for record in records(tight, "bound")}
-    assert 1 <= bound < 16
-    assert (
-        figures(tight, "batch_size") == figures(ample, "batch_size") == [4] * 4 + [8] * 2 + [16, 16]
-    )
-    assert figures(tight, "micro_batches") == [
-        -(-rows // bound) for rows in figures(tight, "batch_size")
-    ]
-    assert set(figures(ample, "micro_batches")) == {1}
-    assert figures(tight, "loss") == pytest.approx(figures(ample, "loss"), rel=1e-4)
 
 
 def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
@@ -374,19 +298,6 @@ def test_a_rule_that_follows_the_noise_scale_does_what_it_would_do_by_hand(led):
     assert all(before < after for before, after in pairwise(asked))
     assert max(figures(led, "batch_size")) <= 8
     assert sum(figures(led, "batch_size")) == 3 * 96
-
-
-@pytest.mark.slow
-def test_a_rule_that_follows_the_noise_scale_never_passes_the_bound(small):
-    finished = small.run_in_process(
-        OURS, *LED, "micro_batch_size=auto", "gradient_accumulation_steps=1", "probe.maximum=3"
-    )
-    assert max(figures(finished, "batch_size")) <= 3
-
-
-def test_the_plan_of_a_rule_that_follows_measurements_says_that_it_is_open(led):
-    assert "this is what comes if nothing new is measured" in records(led, "stages")[0]["message"]
-    assert records(led, "plan")[0]["message"].startswith("epoch 0: about 48 steps of 2 rows")
 
 
 def test_the_noise_scale_is_logged_without_a_rule_that_follows_it(small):
@@ -508,16 +419,8 @@ def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
     )
     for rule in map(RULES.get, names):
         whole = small.run_in_process(OURS, *settings, *rule)
-        folder = small.fresh_folder()
-        shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-        for path in [
-            *folder.glob("epoch_*"),
-            *folder.glob("step_*"),
-            folder / "recipe_state",
-            folder / "logs",
-        ]:
-            if path.name != "step_3":
-                shutil.rmtree(path)
+        folder = stopped_after(whole, small, 3)
+        shutil.rmtree(folder / "logs")
         rest = small.run_in_process(
             OURS, *settings, *rule, f"output_dir={folder}", "resume_from_checkpoint=True"
         )
@@ -609,41 +512,6 @@ def test_budgets_that_follow_the_last_one_go_on_in_the_middle_of_an_epoch(small,
         for name in ("step", "rows", "loss", "lr", "tokens_seen"):
             assert [step[name] for step in again] == [step[name] for step in steps[saved:]]
         assert audit(rest.output_dir).holds
-
-
-def test_rows_by_another_rule_of_tokens_begin_their_epoch_anew(small):
-    """Which rows are left is not known where steps hold others; so each is trained once all the
-    same.
-    """
-    first = small.run_in_process(
-        OURS, *BY_TOKENS, f"{KEY}=support.batch_rules.hundred_fifty", "epochs=1"
-    )
-    rest = go_on(
-        small,
-        first,
-        4,
-        *BY_TOKENS,
-        f"{KEY}=support.batch_rules.four_hundred",
-        "epochs=1",
-        f"resume_allow_changes=[{KEY}]",
-    )
-    assert [record["message"] for record in records(rest, "epoch")][
-        -1
-    ] == "epoch 0: 32 rows trained"
-    again = records(rest, "step")[len(records(first, "step")) :]
-    assert sorted(row for step in again for row in step["rows"]) == list(range(32))
-    checked = audit(rest.output_dir)
-    assert checked.holds
-    assert any("each of 32 rows exactly once in epoch 0" in line for line in checked.lines)
-
-
-def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
-    lines = [line.strip() for line in audit(doubling.output_dir).lines]
-    begin = next(number for number, line in enumerate(lines) if line.startswith("batch size"))
-    said = [
-        line.removeprefix("batch size").strip().split(" (")[0] for line in lines[begin : begin + 3]
-    ]
-    assert said == ["step 1: 128 tokens", "step 4: 256 tokens", "step 7: 512 tokens"]
 
 
 # --- what is not refused and not said

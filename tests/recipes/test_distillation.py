@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import same_weights
+from support.cli import figures, records, same_weights
 from support.distillation import FULL, LORA, METRICS, OURS, write_teacher
+from support.stops import stopped_after
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import audit
 
 # AdamW would turn rounding into steps.
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05", "epochs=1")
@@ -40,15 +41,6 @@ def full(small):
     return (*FULL, *write_teacher(small))
 
 
-def records(finished, kind):
-    every = read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-    return [record for record in every if record["kind"] == kind]
-
-
-def steps(finished, name):
-    return [record[name] for record in records(finished, "step")]
-
-
 @pytest.fixture(scope="module")
 def whole(small, lora):
     return small.run_in_process(OURS, *lora, *SGD, "batch_size=16")
@@ -63,9 +55,9 @@ def whole(small, lora):
 )
 def test_losses_and_metrics_do_not_depend_on_the_split(small, lora, whole, split):
     divided = small.run_in_process(OURS, *lora, *SGD, "batch_size=16", *SPLITS[split])
-    assert min(steps(divided, "micro_batches")) > 1
+    assert min(figures(divided, "micro_batches")) > 1
     for name in ("loss", *METRICS):
-        assert steps(divided, name) == pytest.approx(steps(whole, name), rel=1e-5), name
+        assert figures(divided, name) == pytest.approx(figures(whole, name), rel=1e-5), name
     assert audit(divided.output_dir).holds
 
 
@@ -75,8 +67,8 @@ def test_every_weight_of_a_student_is_trained(small, full):
     whole, divided = (
         small.run_in_process(OURS, *own, f"micro_batch_size={size}") for size in (16, 5)
     )
-    assert steps(divided, "loss") == pytest.approx(steps(whole, "loss"), rel=1e-5)
-    assert steps(whole, "loss")[-1] < steps(whole, "loss")[0]
+    assert figures(divided, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert figures(whole, "loss")[-1] < figures(whole, "loss")[0]
 
 
 def test_the_bound_is_the_same_whatever_searches_for_it(small, lora):
@@ -121,15 +113,12 @@ def test_an_estimate_holds_both_models_as_trials_do(small, lora):
 def test_a_run_resumes_from_a_point_within_an_epoch_with_the_same_bits(small, full):
     own = (*full, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
     begun = small.run_in_process(OURS, *own)
-    folder = small.fresh_folder()
-    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "epoch_0")
-    shutil.rmtree(folder / "step_6")
+    folder = stopped_after(begun, small, 3)
     resumed = small.run_in_process(
         OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
     )
     for name in ("loss", *METRICS):
-        assert steps(resumed, name)[-5:] == steps(begun, name)[-5:]
+        assert figures(resumed, name)[-5:] == figures(begun, name)[-5:]
     assert same_weights(resumed.weights(0), begun.weights(0))
 
 
@@ -161,10 +150,10 @@ def test_the_batch_grows_with_its_rate_and_is_validated(small, lora):
         "batch_increase_function=support.components.four_more", "probe.device_memory=24MiB",
         "lr_scaling=sqrt", "log_gradient_noise_scale=True",
     )  # fmt: skip
-    sizes = steps(finished, "batch_size")
+    sizes = figures(finished, "batch_size")
     assert sizes[-1] == sizes[0] + 4
     (first, *_) = map(float, finished.figures("val_loss"))
-    assert first == pytest.approx(steps(finished, "loss")[0], rel=0.1)
+    assert first == pytest.approx(figures(finished, "loss")[0], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +203,6 @@ def test_the_teacher_is_read_from_its_own_files(small, lora):
             runs.append(small.run_in_process(OURS, *lora, "max_steps_per_epoch=1", "epochs=1"))
     finally:
         save_file(saved, path, metadata={"format": "pt"})
-    class_losses, kd_losses = ([steps(run, name) for run in runs] for name in METRICS)
+    class_losses, kd_losses = ([figures(run, name) for run in runs] for name in METRICS)
     assert class_losses[0] == class_losses[1]
     assert kd_losses[0] != kd_losses[1]

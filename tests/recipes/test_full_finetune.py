@@ -3,42 +3,33 @@
 import json
 import math
 import re
-import resource
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from support import components
 from support.cli import (
     FEATURES,
     NUM_ROWS,
     OURS,
+    cosine_after,
     interrupted_after_first_epoch,
     losses,
+    records,
     same_weights,
 )
 
 from adaptive_batch.errors import (
     CheckpointError,
     DoesNotFitError,
-    GrowthFunctionError,
     SettingError,
 )
-from adaptive_batch.report import read_records, write_report
+from adaptive_batch.report import write_report
 
 BUDGET = "probe.device_memory=24MiB"
 GROW = "batch_increase_function=support.components.four_more"
-
-
-def records(finished, kind):
-    return [
-        r
-        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-        if r["kind"] == kind
-    ]
 
 
 def probe_file(finished):
@@ -125,10 +116,16 @@ def test_a_step_record_has_every_metric(grown):
 
 @pytest.mark.slow
 def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
-    """The probe leaves no trace in training: same batch, dropout on, with and without a search
-    before it.
+    """The probe leaves no trace in training: same batch, dropout on and rows that draw when they
+    are read, with and without a search before it.
     """
-    same = ("batch_size=8", "model.attn_dropout=0.2", "drop_last=True", BUDGET)
+    same = (
+        "dataset._component_=support.components.Augmented",
+        "batch_size=8",
+        "model.attn_dropout=0.2",
+        "drop_last=True",
+        BUDGET,
+    )
     probed = small.run_in_process(OURS, "batch_increase_function=support.components.no_more", *same)
     plain = small.run_in_process(OURS, *same)
     assert probed.losses == plain.losses
@@ -137,27 +134,12 @@ def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
     assert not records(plain, "bound")
 
 
-@pytest.mark.slow
-def test_a_probe_leaves_no_trace_in_a_dataset_that_draws_random_numbers(small):
-    same = (
-        "dataset._component_=support.components.Augmented",
-        "batch_size=8",
-        "drop_last=True",
-        BUDGET,
-    )
-    probed = small.run_in_process(OURS, "batch_increase_function=support.components.no_more", *same)
-    assert probed.losses == small.run_in_process(OURS, *same).losses
-
-
 def test_a_resumed_run_is_the_uninterrupted_one(small, grown):
     """Killed in the second epoch: the batch, the bound, the schedule and the random
     numbers go on.
     """
     settings = ("use_maximum_batch_size=True", GROW, BUDGET, "epochs=2", "model.attn_dropout=0.2")
-    cosine = (
-        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        "lr_scheduler.num_warmup_steps=2",
-    )
+    cosine = cosine_after(2)
     whole = small.run_in_process(OURS, *settings, *cosine)
     folder = interrupted_after_first_epoch(whole, small)
     components.ASKED.clear()
@@ -223,10 +205,7 @@ def test_the_optimizer_in_backward_is_probed_and_trained(small):
 
 
 def test_the_schedule_is_not_stretched_by_growth(small):
-    cosine = (
-        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        "lr_scheduler.num_warmup_steps=2",
-    )
+    cosine = cosine_after(2)
     grown = small.run_in_process(
         OURS, GROW, "probe.device_memory=1GiB", "batch_size=4", "epochs=3", *cosine
     )
@@ -282,22 +261,6 @@ def test_one_row_that_does_not_fit_is_an_error_with_numbers_and_remedies(small):
         DoesNotFitError, match=r"needs [\d.]+ MiB, cpu allows [\d.]+ MiB; .*max_seq_len.*8-bit"
     ):
         small.run_in_process(OURS, "use_maximum_batch_size=True", "probe.device_memory=3000KiB")
-
-
-def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whole(small):
-    output = small.fresh_folder()
-    with pytest.raises(GrowthFunctionError, match="epoch=1, batch_size=4"):
-        small.run_in_process(
-            OURS,
-            "batch_increase_function=support.batch_rules.lost_in_training",
-            "metric_logger._component_=support.batch_rules.Telling",
-            "probe.device_memory=1GiB",
-            f"output_dir={output}",
-        )
-    rest = small.run_in_process(
-        OURS, f"output_dir={output}", "resume_from_checkpoint=True", WITHOUT_GROWTH
-    )
-    assert len(rest.weights(1))
 
 
 @pytest.mark.slow
@@ -440,18 +403,6 @@ def test_a_terminal_shows_what_is_decided_and_the_configuration_where_that_is_as
     assert "Setting manual seed" in verbose
 
 
-def test_an_earlier_run_in_the_same_folder_is_said(small, interrupted):
-    again = small.run_in_process(
-        OURS,
-        f"output_dir={interrupted}",
-        "epochs=1",
-        "max_steps_per_epoch=1",
-        "overwrite_output_dir=True",
-    )
-    (said,) = records(again, "replaces")
-    assert said["message"].endswith("replaces once its first save is complete")
-
-
 def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved(small):
     output = small.fresh_folder()
     masked = ("dataset._component_=support.components.Masked", f"output_dir={output}")
@@ -493,28 +444,6 @@ def test_weights_of_another_save_are_refused(small, plain, interrupted):
         go_on(small, interrupted)
 
 
-def test_a_truncated_weights_file_is_named(small, interrupted):
-    (path,) = (interrupted / "epoch_0").glob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=rf"{path.name} has [\d,]+ bytes, [\d,]+ were saved"):
-        go_on(small, interrupted)
-
-
-def test_a_truncated_recipe_state_is_named(small, interrupted):
-    path = interrupted / "recipe_state" / "recipe_state.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(
-        CheckpointError, match=r"recipe_state\.pt has 1,000 bytes, [\d,]+ were saved"
-    ):
-        go_on(small, interrupted)
-
-
-def test_missing_weights_are_named(small, interrupted):
-    shutil.rmtree(interrupted / "epoch_0")
-    with pytest.raises(CheckpointError, match="epoch_0 is skipped: incomplete"):
-        go_on(small, interrupted)
-
-
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_probe"])
 def test_a_folder_that_cannot_be_written_to_is_named(small, recipe):
     with pytest.raises(SettingError, match=r"^output_dir='/proc/nothing': it cannot be made "):
@@ -549,28 +478,6 @@ def test_a_truncated_base_checkpoint_is_named(small):
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         small.run_in_process(OURS, f"checkpointer.checkpoint_dir={base}")
-
-
-def test_a_save_that_fails_leaves_the_last_one_whole(small, interrupted):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (100_000, limit[1])
-    )  # a full disk, as far as a file of weights can tell
-    try:
-        with pytest.raises(CheckpointError, match=r"saving .*epoch_1 failed .* is untouched"):
-            go_on(small, interrupted)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert not list(interrupted.glob("epoch_1"))
-    assert not (interrupted / ".saving").exists()
-    assert len(go_on(small, interrupted).weights(1))
-
-
-def test_nothing_is_left_aside(plain):
-    assert not list(plain.output_dir.glob(".*"))
-    assert torch.load(plain.output_dir / "recipe_state" / "recipe_state.pt", weights_only=True)[
-        "adaptive_batch"
-    ]["weights"]
 
 
 @pytest.mark.parametrize("warmup_steps", [3, 100])

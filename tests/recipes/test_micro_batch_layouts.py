@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
-from support.cli import OURS, same_weights
+from support.cli import OURS, figures, records, same_weights
 from support.launch import launch
 from support.stops import stopped_after
 from torch._dynamo.utils import counters
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import audit
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
@@ -27,18 +27,6 @@ LAYOUTS = ("padded", "grouped", "packed")
 AUTO = ("micro_batch_tokens=auto", "probe.device_memory=1GiB")
 PACKED = "micro_batch_layout=packed"
 UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
-
-
-def records(folder, kind):
-    return [
-        record
-        for record in read_records(folder / "adaptive_batch" / "run.jsonl")
-        if record["kind"] == kind
-    ]
-
-
-def figures(folder, name):
-    return [step[name] for step in records(folder, "step")]
 
 
 def where_steps_stood(folder):
@@ -67,22 +55,6 @@ def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout,
     assert min(figures(folder, "micro_batches")) > 1
     padding = figures(folder, "padding_fraction")
     assert padding == [0, 0] if layout == "packed" else min(padding) > 0
-
-
-@pytest.mark.slow
-def test_layouts_of_steps_by_tokens_train_the_same_rows_as_padded_ones(small):
-    keys = (*BASE, "batch_tokens=300", "micro_batch_tokens=150")
-    folders = [
-        small.run_in_process(OURS, *keys, f"micro_batch_layout={layout}").output_dir
-        for layout in LAYOUTS
-    ]
-    assert (
-        where_steps_stood(folders[0])
-        == where_steps_stood(folders[1])
-        == where_steps_stood(folders[2])
-    )
-    for folder in folders[1:]:
-        assert figures(folder, "loss") == pytest.approx(figures(folders[0], "loss"), rel=1e-5)
 
 
 OTHER_WAYS = {
@@ -272,19 +244,6 @@ def test_a_number_that_is_given_when_a_run_goes_on_is_taken_in_place_of_what_it_
     assert figures(folder, "loss") == pytest.approx(figures(finished.output_dir, "loss"), rel=1e-5)
 
 
-def test_a_layout_that_is_given_when_a_run_goes_on_is_taken(small, automatic):
-    keys, finished = automatic
-    folder = stopped_after(finished, small, 2)
-    small.run_in_process(
-        OURS,
-        *keys,
-        "micro_batch_layout=padded",
-        f"output_dir={folder}",
-        "resume_from_checkpoint=True",
-    )
-    assert chosen(folder)[-1][0] == "padded"
-
-
 @pytest.mark.slow
 def test_a_layout_that_may_not_be_chosen_any_more_is_not_taken_from_the_checkpoint(
     small, automatic
@@ -331,19 +290,6 @@ def test_auto_chooses_too_where_rows_are_counted_or_a_step_holds_tokens(small, s
 
 
 @pytest.mark.slow
-def test_auto_validates_to_what_padded_rows_come_to(small, whole):
-    validates = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "drop_last=False")
-    automatic = small.run_in_process(OURS, *BASE, *AUTO, *validates).output_dir
-    padded = small.run_in_process(OURS, *BASE, *validates).output_dir
-    losses = [
-        [record["val_loss"] for record in records(folder, "validation")]
-        for folder in (automatic, padded)
-    ]
-    assert len(losses[0]) == 2
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "kinds"),
     [
@@ -359,14 +305,6 @@ def test_only_layouts_that_are_allowed_are_timed(small, keys, kinds):
     folder = small.run_in_process(OURS, *BASE, *AUTO, *keys).output_dir
     (said,) = records(folder, "throughput")
     assert {trial["kind"] for trial in said["timed"]} == kinds
-
-
-def test_the_largest_is_what_was_taken_before(small):
-    folder = small.run_in_process(OURS, *BASE, *AUTO, "probe.objective=largest").output_dir
-    assert records(folder, "throughput") == []
-    bound = records(folder, "bound")[-1]["max_batch_size"]
-    (plan,) = records(folder, "plan")
-    assert (plan["limit"], plan["unit"]) == (bound * max(LENGTHS), "tokens")
 
 
 def test_a_batch_that_is_as_large_as_fits_is_not_changed_by_what_is_fastest(small):

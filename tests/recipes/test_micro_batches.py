@@ -7,9 +7,9 @@ from itertools import chain
 import pytest
 import torch
 from support import components
-from support.cli import OURS, interrupted_after_first_epoch, losses, same_weights
+from support.cli import OURS, figures, interrupted_after_first_epoch, losses, records, same_weights
 
-from adaptive_batch.errors import CheckpointError, DoesNotFitError, SettingError
+from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.report import read_records
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
@@ -27,14 +27,6 @@ MUCH_MEMORY = "probe.device_memory=1GiB"
 
 def all_records(finished):
     return read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-
-
-def records(finished, kind):
-    return [record for record in all_records(finished) if record["kind"] == kind]
-
-
-def figures(finished, name):
-    return [step[name] for step in records(finished, "step")]
 
 
 def rows_of_steps():
@@ -160,22 +152,6 @@ def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
             SettingError, match=rf"^{key}={value}: \d+ rows.* fit; give \d+ or less(, or auto)?$"
         ):
             small.run_in_process(OURS, *BASE, setting, *found)
-
-
-@pytest.mark.slow
-def test_uniform_micro_batches_are_alike_in_rows_in_length_or_in_both(small, whole):
-    def shapes(uniform, *overrides):
-        finished = small.run_in_process(OURS, *BASE, f"uniform_micro_batches={uniform}", *overrides)
-        assert audit(finished) == audit(whole[0])
-        assert rows_of_steps() == whole[1]
-        return [
-            ({len(m.rows) for m in step}, {m.length for m in step}) for step in components.STEPS
-        ]
-
-    for overrides in (("micro_batch_size=5",), ("micro_batch_tokens=250",)):
-        assert all(len(rows) == 1 for rows, _ in shapes("rows", *overrides))
-        assert all(len(lengths) == 1 for _, lengths in shapes("lengths", *overrides))
-        assert all(len(rows) == len(lengths) == 1 for rows, lengths in shapes("both", *overrides))
 
 
 def test_lengths_are_padded_to_a_multiple_but_never_beyond_the_model(small, whole):
@@ -364,18 +340,6 @@ def test_growth_does_not_win_limit_back(small):
     assert [plan["limit"] for plan in records(finished, "plan")] == [8, 4]
 
 
-def test_one_row_that_fails_alone_is_an_error_with_numbers_and_remedies(small):
-    output = small.fresh_folder()
-    longest = max(LENGTHS)
-    with pytest.raises(
-        DoesNotFitError, match=rf"one row of {longest} tokens ran out of memory on cpu.*max_seq_len"
-    ):
-        small.run_in_process(
-            OURS, *BASE, "batch_size=32", f"model.tokens_fit={longest - 1}", f"output_dir={output}"
-        )
-    assert not list(output.glob("epoch_*"))
-
-
 @pytest.mark.parametrize(
     "overrides", [["on_out_of_memory=raise"], ["optimizer_in_bwd=True"]], ids=" ".join
 )
@@ -447,43 +411,7 @@ def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_
     assert same_weights(rest.weights(1), undisturbed.weights(1))
 
 
-def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
-    checkpointer = (
-        "checkpointer._component_=support.components.FailingCheckpointer",
-        "batch_size=16",
-    )
-    undisturbed = small.run_in_process(OURS, *ROWS, "batch_size=16")
-    output = small.fresh_folder()
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r"saving .*epoch_1 failed .*untouched: free memory; resume_from_checkpoint=True resumes"
-            r" from"
-        ),
-    ):
-        small.run_in_process(
-            OURS, *ROWS, *checkpointer, "checkpointer.fails_at_epoch=1", f"output_dir={output}"
-        )
-    assert not list(output.glob("epoch_1"))
-    assert not (output / ".saving").exists()
-    rest = small.run_in_process(
-        OURS, *ROWS, "batch_size=16", f"output_dir={output}", "resume_from_checkpoint=True"
-    )
-    assert same_weights(rest.weights(1), undisturbed.weights(1))
-
-
 # --- what is said
-
-
-def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(small):
-    in_backward = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1")
-    (said,) = records(small.run_in_process(OURS, *in_backward), "on_out_of_memory")
-    assert said["message"].startswith(
-        "on_out_of_memory=raise: with the optimizer in backward a step that runs out"
-    )
-    assert not records(
-        small.run_in_process(OURS, *in_backward, "on_out_of_memory=raise"), "on_out_of_memory"
-    )
 
 
 def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_others_run(
@@ -498,6 +426,17 @@ def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_
     assert set(figures(small.run_in_process(OURS, *in_backward, MUCH_MEMORY), "micro_batches")) == {
         1
     }
+
+
+def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(small):
+    in_backward = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1")
+    (said,) = records(small.run_in_process(OURS, *in_backward), "on_out_of_memory")
+    assert said["message"].startswith(
+        "on_out_of_memory=raise: with the optimizer in backward a step that runs out"
+    )
+    assert not records(
+        small.run_in_process(OURS, *in_backward, "on_out_of_memory=raise"), "on_out_of_memory"
+    )
 
 
 def test_a_model_with_batch_norm_is_warned_about(small):

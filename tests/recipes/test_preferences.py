@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
-from support.adapters import same_epoch
-from support.cli import same_weights
+from support.cli import figures, records, same_weights
 from support.preferences import LORA, METRICS, OURS, PAIRS, reference_of, write_pairs
+from support.stops import stopped_after
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import read_records
 
 # AdamW would turn rounding into steps.
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05", "epochs=1")
@@ -51,15 +49,6 @@ def whole(small, kind):
     return small.run_in_process(OURS, *kind, *SGD, "batch_size=16")
 
 
-def records(finished, kind):
-    every = read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-    return [record for record in every if record["kind"] == kind]
-
-
-def steps(finished, name):
-    return [record[name] for record in records(finished, "step")]
-
-
 def of_each(cases, alone):
     """Each case with adapters, and `alone` with every weight: how it divides rows is the same."""
     slow = {"as many tokens as fit": pytest.mark.slow}
@@ -71,24 +60,14 @@ def of_each(cases, alone):
 @of_each(SPLITS, "rows")
 def test_losses_and_metrics_do_not_depend_on_the_split(small, kind, whole, case):
     divided = small.run_in_process(OURS, *kind, *SGD, "batch_size=16", *SPLITS[case])
-    assert min(steps(divided, "micro_batches")) > 1
-    assert "packed" not in case or not any(steps(divided, "padding_fraction"))
-    assert steps(divided, "loss") == pytest.approx(steps(whole, "loss"), rel=1e-5)
+    assert min(figures(divided, "micro_batches")) > 1
+    assert "packed" not in case or not any(figures(divided, "padding_fraction"))
+    assert figures(divided, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     for name in METRICS:
         # Means of logits cover padding, of which a split has less.
         if not name.startswith("logits/"):
-            expected = pytest.approx(steps(whole, name), rel=1e-3, abs=1e-5)
-            assert steps(divided, name) == expected, name
-
-
-def test_the_bound_is_the_same_whatever_searches_for_it(small, kind):
-    own = (*kind, *FINDS)
-    bounds = {}
-    for search in ("predict", "binary", "halve"):
-        found = small.run_in_process(OURS, *own, f"probe.search={search}", "probe.cache=False")
-        (bounds[search],) = (record["max_batch_size"] for record in records(found, "bound"))
-    assert bounds["predict"] == bounds["binary"] > 1
-    assert bounds["halve"] <= bounds["binary"] < 2 * bounds["halve"]
+            expected = pytest.approx(figures(whole, name), rel=1e-3, abs=1e-5)
+            assert figures(divided, name) == expected, name
 
 
 # A reference that runs apart from the micro-batches of training.
@@ -118,15 +97,15 @@ def within(small, kind):
 @of_each(APART, "a number")
 def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(small, kind, within, case):
     finished = small.run_in_process(OURS, *kind, *OF_THREE, *APART[case])
-    assert steps(finished, "loss") == pytest.approx(steps(within, "loss"), rel=1e-5)
-    assert min(map(abs, steps(within, "rewards/margins")[1:])) > 1e-3
+    assert figures(finished, "loss") == pytest.approx(figures(within, "loss"), rel=1e-5)
+    assert min(map(abs, figures(within, "rewards/margins")[1:])) > 1e-3
     for name in METRICS:
         if name.startswith("logits/"):
             continue
         # In the first step both models are one, and rounding decides which reward is larger.
         first = 1 if name == "rewards/accuracies" else 0
-        expected = pytest.approx(steps(within, name)[first:], rel=1e-3, abs=1e-5)
-        assert steps(finished, name)[first:] == expected, name
+        expected = pytest.approx(figures(within, name)[first:], rel=1e-3, abs=1e-5)
+        assert figures(finished, name)[first:] == expected, name
     bounds = records(finished, "reference_bound")
     assert len(bounds) == ("auto" in str(APART[case]))
     for bound in bounds:
@@ -147,15 +126,12 @@ def test_a_reference_apart_goes_with_what_changes_a_step(small, full, keys):
     within, apart = (small.run_in_process(OURS, *own, *more) for more in ((), alone))
     assert len(records(apart, "reference_bound")) == 1
     for name in ("loss", "rewards/margins", "micro_batches"):
-        assert steps(apart, name) == pytest.approx(steps(within, name), rel=1e-4, abs=1e-5)
+        assert figures(apart, name) == pytest.approx(figures(within, name), rel=1e-4, abs=1e-5)
 
 
 def resumed_after_step_three(small, begun, *own):
     """A copy of a run that was ended after step 3, trained to its end."""
-    folder = small.fresh_folder()
-    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "epoch_0")
-    shutil.rmtree(folder / "step_6")
+    folder = stopped_after(begun, small, 3)
     return small.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
@@ -166,18 +142,6 @@ def test_more_pairs_fit_in_training_where_the_reference_runs_apart(small, kind):
         for keys in ((), ("reference_micro_batch_size=auto",))
     )
     assert apart > within
-
-
-def test_the_reference_has_one_bound_whatever_searches_for_it(small, full):
-    own = (*full, *FINDS, "reference_micro_batch_size=auto", "batch_size=32")
-    bounds = {}
-    for search in ("predict", "binary"):
-        found = small.run_in_process(OURS, *own, f"probe.search={search}", "probe.cache=False")
-        (bounds[search],) = (
-            (record["max_batch_size"], record["peak_bytes"])
-            for record in records(found, "reference_bound")
-        )
-    assert bounds["predict"] == bounds["binary"]
 
 
 def test_what_a_search_found_for_the_reference_is_tried_once_more(small, lora, capsys):
@@ -193,10 +157,15 @@ def test_what_a_search_found_for_the_reference_is_tried_once_more(small, lora, c
     assert second["max_batch_size"] == first["max_batch_size"]
 
 
-def test_a_preview_names_what_the_reference_runs_at_once(small, lora, capsys):
+def test_a_preview_reads_no_weights_and_names_what_the_reference_runs_at_once(small, lora, capsys):
     for size, says in (("7", "reference: 7 rows at once"), ("auto", "a search finds")):
         small.run_in_process(
-            OURS, *lora, "preview=True", f"reference_micro_batch_size={size}", "epochs=1"
+            OURS,
+            *lora,
+            "preview=True",
+            f"reference_micro_batch_size={size}",
+            "epochs=1",
+            "checkpointer.checkpoint_dir=nowhere",
         )
         assert says in capsys.readouterr().out
 
@@ -208,7 +177,7 @@ def test_a_run_whose_reference_runs_apart_resumes_with_the_same_bits(small, lora
     )  # fmt: skip
     begun = small.run_in_process(OURS, *own)
     resumed = resumed_after_step_three(small, begun, *own)
-    assert steps(resumed, "loss")[-5:] == steps(begun, "loss")[-5:]
+    assert figures(resumed, "loss")[-5:] == figures(begun, "loss")[-5:]
     bounds = {record["max_batch_size"] for record in records(resumed, "reference_bound")}
     assert len(bounds) == 1
 
@@ -222,8 +191,8 @@ def test_a_run_resumes_with_its_reference_elsewhere(small, lora):
     ):
         begun = small.run_in_process(OURS, *within, *first)
         resumed = resumed_after_step_three(small, begun, *within, *second)
-        expected = pytest.approx(steps(begun, "loss")[-5:], rel=1e-5)
-        assert steps(resumed, "loss")[-5:] == expected
+        expected = pytest.approx(figures(begun, "loss")[-5:], rel=1e-5)
+        assert figures(resumed, "loss")[-5:] == expected
         (change,) = records(resumed, "reference_micro_batch_size")
         assert (change["before"], change["after"]) == sizes
 
@@ -281,7 +250,7 @@ def test_a_run_resumes_from_a_point_within_an_epoch_with_the_same_bits(small, fu
     own = (*full, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
     begun = small.run_in_process(OURS, *own)
     resumed = resumed_after_step_three(small, begun, *own)
-    assert steps(resumed, "loss")[-5:] == steps(begun, "loss")[-5:]
+    assert figures(resumed, "loss")[-5:] == figures(begun, "loss")[-5:]
     assert same_weights(resumed.weights(0), begun.weights(0))
 
 
@@ -291,9 +260,9 @@ def test_the_batch_grows_with_its_rate(small, lora):
         "grow_beyond_maximum=True", "probe.device_memory=24MiB",
         "lr_scaling=sqrt", "log_gradient_noise_scale=True",
     )  # fmt: skip
-    sizes = steps(finished, "batch_size")
+    sizes = figures(finished, "batch_size")
     assert sizes[-1] == sizes[0] + 4
-    assert all(loss > 0 for loss in steps(finished, "loss"))
+    assert all(loss > 0 for loss in figures(finished, "loss"))
 
 
 def test_pairs_are_validated_on(small, lora):
@@ -312,13 +281,6 @@ def test_pairs_are_validated_on(small, lora):
     for finished in losses:
         (loss,) = map(float, finished.figures("val_loss"))
         assert loss == pytest.approx(float(finished.losses[0]), rel=1e-6)
-
-
-def test_a_preview_reads_no_weights(small, lora, capsys):
-    small.run_in_process(
-        OURS, *lora, "preview=True", "checkpointer.checkpoint_dir=nowhere", "epochs=2"
-    )
-    assert "epoch" in capsys.readouterr().out
 
 
 def test_the_probe_finds_the_bound_of_pairs(small, lora):
@@ -357,9 +319,3 @@ def test_full_fine_tuning_without_a_reference_is_refused(small, full):
     with pytest.raises(SettingError, match="nowhere") as refused:
         small.run_in_process(OURS, *full, missing)
     assert refused.value.key == "ref_checkpointer"
-
-
-def test_the_reference_stays_as_it_was(small, lora):
-    """Adapters are off only while the reference is asked: two runs end with the same adapters."""
-    runs = [small.run_in_process(OURS, *lora, "epochs=1", "micro_batch_size=2") for _ in range(2)]
-    assert same_epoch(*runs, 0)

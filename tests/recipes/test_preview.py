@@ -6,9 +6,7 @@ import re
 import shutil
 
 import pytest
-from support.cli import OURS
-
-from adaptive_batch.errors import GrowthFunctionError, SettingError
+from support.cli import OURS, cosine_after
 
 KEY = "batch_size_schedule"
 RAMP = (
@@ -16,11 +14,7 @@ RAMP = (
     f"{KEY}.batch_sizes=[4,8,16]",
     f"{KEY}.thresholds=[0.5ep,1ep]",
 )
-GROW = "batch_increase_function=support.components.four_more"
-COSINE = (
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=2",
-)
+COSINE = cosine_after(2)
 EQUAL = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 32}")
 HEAD = [
     "from",
@@ -148,16 +142,6 @@ def test_accumulation_is_micro_batches(plan):
     assert row[6:9] == ["8", "2", "8"]
 
 
-def test_a_bound_that_is_not_known_cuts_nothing_and_that_is_said(small, plan):
-    output = small.fresh_folder()
-    lines = plan(*RAMP, "epochs=2", output=output)
-    path = output / "adaptive_batch" / "probe.json"
-    unknown = "bound: not known, so nothing is cut, and micro-batches are not known"
-    why = f"{path} has no search of these settings; plan with one by probe.assumed_maximum=N"
-    assert lines[-6] == f"{unknown} ({why})"
-    assert [row[6] for row in cells(lines)] == ["4", "8", "16"]
-
-
 def test_a_bound_that_is_assumed_cuts_and_makes_micro_batches(plan):
     lines = plan(*RAMP, "epochs=2", "probe.assumed_maximum=12")
     assert "bound: 12 (probe.assumed_maximum says so)" in lines
@@ -184,31 +168,6 @@ def test_a_bound_that_was_found_before_is_taken(small, plan):
     assert path.read_bytes() == before
     another = plan(*RAMP, *memory, "tokenizer.max_seq_len=32", output=output, base=small.base)
     assert any(line.startswith("bound: not known") for line in another)
-
-
-def test_a_growth_function_is_asked_ahead(plan):
-    rows = cells(plan(GROW, "epochs=3", "probe.assumed_maximum=10"))
-    assert [(row[0], row[6], row[-1]) for row in rows] == [
-        ("0.00ep", "4", "8"),
-        ("1.00ep", "8", "4"),
-        ("2.00ep", "10", "4"),
-    ]
-
-
-def test_where_answers_change_when_asked_again_the_plan_ends(plan):
-    lines = plan(
-        "batch_increase_function=support.batch_rules.another_increment_each_time", "epochs=4"
-    )
-    (row,) = cells(lines)
-    assert row[3] == "2.00ep"
-    assert re.fullmatch(
-        r"unknown after epoch 1: the growth function answered \d, then \d", lines[-1]
-    )
-
-
-def test_a_rule_that_fails_is_refused_in_a_plan_too(plan):
-    with pytest.raises(GrowthFunctionError, match="raises_in_second_epoch"):
-        plan(f"{KEY}=support.batch_rules.raises_in_second_epoch")
 
 
 def test_what_is_left_of_a_run_is_planned(small, plan):
@@ -285,19 +244,6 @@ def test_a_plan_of_what_is_left_shows_the_checkpoints_rate(small, plan):
     rows = cells(plan(*asked, output=run.output_dir, base=small.base))
     assert rows[0][1] == "3"
     assert {(row[9], row[10]) for row in rows} == {("0.01", "0.01")}
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        (f"{KEY}=support.batch_rules.hundred_fifty",),
-        (RAMP[0], f"{KEY}.batch_sizes=[100]", f"{KEY}.thresholds=[]"),
-    ],
-    ids=["a user's own", "steps"],
-)
-def test_a_step_of_more_rows_than_an_epoch_is_refused_where_it_would_be_dropped(plan, rule):
-    with pytest.raises(SettingError, match=r"more than an epoch's 32"):
-        plan(*rule, "drop_last=True", "grow_beyond_maximum=True", "micro_batch_size=4")
 
 
 def test_a_scheduler_that_counts_is_stepped_along_and_its_rates_are_scaled(plan):

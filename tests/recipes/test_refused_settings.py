@@ -30,6 +30,8 @@ COSINE = (
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     " lr_scheduler.num_warmup_steps=2"
 )
+SEESAW = f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw {COSINE} micro_batch_size=8"
+SCALED = "scale_with_batch.beta2=half_life scale_with_batch.weight_decay=per_token"
 VALIDATED = f"dataset_val._component_={COMPONENTS}.OfLengths run_val_every_n_steps=1"
 ODD = f"dataset._component_={COMPONENTS}.WithOddRow batch_size=2"
 CROSS_ENTROPY = "loss=torch.nn.CrossEntropyLoss"
@@ -94,6 +96,7 @@ REFUSED = {
     ],
     "gradient_accumulation_steps": [
         f"{STEPS} gradient_accumulation_steps=2",
+        f"{SEESAW} gradient_accumulation_steps=2",
         "optimizer_in_bwd=True gradient_accumulation_steps=2",
     ],
     "micro_batch_size": ["optimizer_in_bwd=True micro_batch_size=2"],
@@ -148,8 +151,22 @@ REFUSED = {
             for scheduler in ("support.schedulers.step_lr", "support.batch_rules.one_cycle")
             for clock in ("samples", "tokens")
         ),
+        f"{SEESAW} lr_clock=steps",
+        f"{SEESAW} lr_clock.warmup=steps lr_clock.decay=tokens",
     ],
+    "lr_scaling": [f"{SEESAW} lr_scaling=linear"],
+    "max_steps_per_epoch": [f"{SEESAW} max_steps_per_epoch=3"],
+    f"{SCHEDULE}.maximum": [f"{SEESAW} {SCHEDULE}.maximum=2"],
+    f"{SCHEDULE}.factor": [f"{SEESAW} {SCHEDULE}.factor=1"],
+    "scale_with_batch": ["scale_with_batch=True"],
+    "scale_with_batch.beta1": ["scale_with_batch.beta1=half_life"],
+    "scale_with_batch.beta2": [
+        "scale_with_batch.beta2=sqrt",
+        f"{SCALED} optimizer=torch.optim.SGD ~optimizer.fused",
+    ],
+    "scale_with_batch.weight_decay": [f"{SCALED} optimizer.weight_decay=0"],
     "lr_scheduler": [
+        f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw micro_batch_size=8",
         "lr_scheduler=mine.schedule",
         "lr_scheduler.num_cycles=2",
         "lr_scheduler._component_=torch.optim.lr_scheduler.StepLR lr_scheduler.step_size=2",
@@ -157,7 +174,6 @@ REFUSED = {
         f"{COSINE} lr_scheduler.num_cycles=1e308",
         f"{COSINE} lr_scheduler.num_cycles=abc",
     ],
-    "lr_scheduler.num_warmup_steps": [f"{COSINE} lr_scheduler.num_warmup_steps=-1"],
     "device": ["device=cuda dtype=bf16", "device=meta", "device=xpu", "device=hpu"],
     "output_dir": ["output_dir=/proc/nowhere"],
     "collate_fn": [
@@ -188,7 +204,6 @@ REFUSED = {
         "dataset.data_files=/nowhere",
         "tokenizer.max_seq_len=2",
     ],
-    "dataset.packed": ["dataset.packed=maybe"],
     "dataset.train_on_input": ["dataset.train_on_input=maybe"],
     "tokenizer": [
         "tokenizer.path=null",
@@ -208,7 +223,6 @@ REFUSED = {
         f"{CROSS_ENTROPY} loss.label_smoothing={value}" for value in (-0.1, 2)
     ],
     "loss.ignore_index": ["loss.ignore_index=5"],
-    "model": ["model.num_heads=0", "model.embed_dim=33", "model.nosuch=1", "model.num_layers=abc"],
     "optimizer": [
         "optimizer.lr=text",
         "optimizer.betas=[0.9]",
@@ -216,7 +230,6 @@ REFUSED = {
         "optimizer._component_=torch.optim.LBFGS ~optimizer.fused",
         "optimizer._component_=torch.optim.SGD optimizer.momentum=0.9 optimizer.dampening=abc",
     ],
-    "optimizer.maximize": ["optimizer.maximize=abc"],
     "checkpointer": ["checkpointer.model_type=5", "checkpointer.nosuch=1"],
     "checkpointer.checkpoint_dir": ["checkpointer.checkpoint_files=model.safetensors"],
     "metric_logger": ["metric_logger=null"],

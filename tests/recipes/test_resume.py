@@ -2,7 +2,6 @@
 with a reason why not.
 """
 
-import json
 import math
 import re
 import resource
@@ -17,21 +16,17 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from support import killed_runs
-from support.cli import FEATURES, OURS, TUNE, same_weights
+from support.cli import FEATURES, OURS, TUNE, records, same_weights
 from support.paths import subprocess_environment
 from support.stops import stopped_after
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import audit
 
 SAVES = "save_every_n_steps=3"
 DROPOUT = FEATURES["dropout"]
-
-
-def records(folder, *kinds):
-    return [r for r in read_records(folder / "adaptive_batch" / "run.jsonl") if r["kind"] in kinds]
 
 
 def last_start(folder):
@@ -223,18 +218,6 @@ def test_asked_before_the_first_save_it_says_that_there_is_nothing_to_resume_fro
     assert f"asked to end: {AGAIN}" in capfd.readouterr().err
 
 
-def test_asked_before_the_first_step_of_a_resumed_run_it_says_what_is_resumed_from(
-    small, whole, capfd
-):
-    folder = stopped_after(whole, small, 6)
-    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
-        go_on(small, folder, SAVES, *DROPOUT, *LOADING)
-    assert (
-        f"asked to end: resume_from_checkpoint=True resumes from {folder}/step_6"
-        in capfd.readouterr().err
-    )
-
-
 @pytest.fixture
 def in_a_terminal():
     """What runs in the background ignores these."""
@@ -247,8 +230,8 @@ def in_a_terminal():
 
 
 @pytest.mark.usefixtures("in_a_terminal")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
-def test_asked_by_ctrl_c_or_a_terminal_that_goes_it_saves_as_by_sigterm(small, whole, number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=str)
+def test_without_resume_points_one_is_saved_where_a_signal_asks_it_to_end(small, whole, number):
     folder = small.fresh_folder()
     asking = (*asking_to_end(5), f"metric_logger.by={int(number)}")
     assert ends_early(small, folder, *DROPOUT, *asking) == 5
@@ -272,32 +255,23 @@ def test_interrupted_twice_it_says_what_is_resumed_from(small, whole, at, last):
         small.run_in_process(OURS, SAVES, *DROPOUT, *asking, f"output_dir={folder}")
 
 
-def test_without_resume_points_one_is_saved_where_it_is_asked_to_end(small, whole):
-    folder = small.fresh_folder()
-    at = ends_early(small, folder, *DROPOUT, *asking_to_end(5))
-    assert at == 5
-    go_on(small, folder, *DROPOUT)
-    assert went_on_from(folder) == "step_5"
-    assert_the_same(folder, whole)
+ASKING_IN_EPOCH_0 = (
+    "checkpointer._component_=support.stops.AskingCheckpointer",
+    "checkpointer.at_epoch=0",
+)
 
 
-def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole):
+@pytest.mark.parametrize("saves", [(), (SAVES,)], ids=["epochs alone", "resume points"])
+def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole, saves):
     folder = small.fresh_folder()
-    asking = (
-        "checkpointer._component_=support.stops.AskingCheckpointer",
-        "checkpointer.at_epoch=0",
-    )
-    assert ends_early(small, folder, SAVES, *DROPOUT, *asking) == 8
-    go_on(small, folder, SAVES, *DROPOUT)
+    assert ends_early(small, folder, *saves, *DROPOUT, *ASKING_IN_EPOCH_0) == 8
+    go_on(small, folder, *saves, *DROPOUT)
     assert went_on_from(folder) == "epoch_0"
     assert_the_same(folder, whole)
 
 
 def test_asked_while_the_last_epoch_is_saved_it_is_done(small, whole):
-    asking = (
-        "checkpointer._component_=support.stops.AskingCheckpointer",
-        "checkpointer.at_epoch=1",
-    )
+    asking = (ASKING_IN_EPOCH_0[0], "checkpointer.at_epoch=1")
     done = small.run_in_process(OURS, SAVES, *DROPOUT, *asking)
     assert_the_same(done.output_dir, whole)
     assert not records(done.output_dir, "preempted")
@@ -320,19 +294,6 @@ def test_asked_in_validation_it_ends_after_it(small):
 # --- the newest that is whole
 
 
-def test_an_epoch_that_was_saved_after_the_last_resume_point_is_gone_on_from(small, whole):
-    folder = stopped_after(whole, small, 8)
-    go_on(small, folder, SAVES, *DROPOUT)
-    assert went_on_from(folder) == "epoch_0"
-    assert_the_same(folder, whole)
-
-
-def test_a_resume_point_that_was_saved_after_the_last_epoch_is_gone_on_from(small, whole):
-    folder = stopped_after(whole, small, 9)
-    go_on(small, folder, SAVES, *DROPOUT)
-    assert went_on_from(folder) == "step_9"
-
-
 def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
     overrides = ("save_every_n_steps=4", *DROPOUT)
     whole = small.run_in_process(OURS, *overrides)
@@ -343,20 +304,6 @@ def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
     assert_the_same(folder, whole)
     (end,) = records(folder, "end")[-1:]
     assert re.match(r"16 steps, 64 samples trained, \d+\.\d s in all\nsaved in ", end["message"])
-
-
-@pytest.mark.slow
-def test_a_run_that_was_begun_anew_in_a_used_folder_is_gone_on_with(small, whole):
-    folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-    other = ("seed=8", SAVES, *DROPOUT)
-    new = small.run_in_process(OURS, *other)
-    at = ends_early(small, folder, *other, *asking_to_end(4))
-    assert records(folder, "replaces")
-    resume_from(small, folder, folder / f"step_{at}", *other)
-    assert went_on_from(folder) == f"step_{at}"
-    assert_the_same(folder, new)
-    assert any("other runs in the file: 1" in line for line in audit(folder).lines)
 
 
 def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_on_with(
@@ -542,28 +489,6 @@ def spoil(path):
     path.write_bytes(content)
 
 
-def test_a_corrupt_resume_point_is_passed_over_for_the_next_older_and_that_is_said(small, whole):
-    folder = stopped_after(whole, small, 15)
-    (data,) = (folder / "step_15").glob("*.distcp")
-    spoil(data)
-    go_on(small, folder, SAVES, *DROPOUT)
-    assert went_on_from(folder) == "step_12"
-    (said,) = records(folder, "passed_over")
-    assert "step_15 is skipped" in said["message"]
-    assert_the_same(folder, whole)
-
-
-def test_a_corrupt_epoch_is_passed_over_for_a_resume_point(small, whole):
-    folder = stopped_after(whole, small, 8)
-    path = folder / "recipe_state" / "recipe_state.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    go_on(small, folder, SAVES, *DROPOUT)
-    assert went_on_from(folder) == "step_6"
-    (said,) = records(folder, "passed_over")
-    assert "recipe_state.pt has 1,000 bytes" in said["message"]
-    assert_the_same(folder, whole)
-
-
 @pytest.mark.parametrize(
     "name", ["epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"]
 )
@@ -577,13 +502,6 @@ def test_a_bit_that_flipped_in_an_epoch_is_seen_and_a_resume_point_gone_on_from(
     assert_the_same(folder, whole)
 
 
-def test_one_line_says_what_is_resumed_from(small, whole, capfd):
-    folder = stopped_after(whole, small, 8)
-    capfd.readouterr()
-    go_on(small, folder, SAVES, *DROPOUT)
-    assert capfd.readouterr().err.count("resuming from") == 1
-
-
 def test_with_a_clock_that_went_back_the_newer_run_is_gone_on_with(small, whole, monkeypatch):
     folder = small.fresh_folder()
     shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
@@ -591,34 +509,11 @@ def test_with_a_clock_that_went_back_the_newer_run_is_gone_on_with(small, whole,
     monkeypatch.setattr(time, "time_ns", lambda: now - 86_400 * 10**9)
     monkeypatch.setattr(time, "time", lambda: now / 1e9 - 86_400)
     other = ("seed=8", *DROPOUT, "epochs=3")
-    asking = (
-        "checkpointer._component_=support.stops.AskingCheckpointer",
-        "checkpointer.at_epoch=0",
-    )
-    ends_early(small, folder, *other, *asking, "overwrite_output_dir=True")
+    ends_early(small, folder, *other, *ASKING_IN_EPOCH_0, "overwrite_output_dir=True")
     found = go_on(small, folder, *other)
     assert went_on_from(folder) == "epoch_0"
     assert len({start["run"] for start in records(folder, "start")}) == 2
     assert found.losses[-16:] == small.run_in_process(OURS, *other).losses[-16:]
-
-
-def test_a_foreign_and_a_newer_folder_are_passed_over_by_name_and_stay(small, whole):
-    folder = stopped_after(whole, small, 12)
-    (folder / "step_99").mkdir()
-    (folder / "step_99" / "notes.txt").write_text("mine")
-    shutil.copytree(folder / "step_12", folder / "step_100")
-    manifest = folder / "step_100" / "resume.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(
-        json.dumps({**content, "format_version": 99, "order": content["order"] + 1})
-    )
-    go_on(small, folder, SAVES, *DROPOUT, "keep_last_n_checkpoints=1")
-    assert went_on_from(folder) == "step_12"
-    said = " ".join(record["message"] for record in records(folder, "passed_over"))
-    assert "step_99 is skipped: unrecognized" in said
-    assert "newer format 99" in said
-    assert (folder / "step_99" / "notes.txt").exists()
-    assert manifest.exists()
 
 
 def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
@@ -646,12 +541,6 @@ def test_a_run_that_is_done_and_has_no_state_to_go_on_from_says_so(small):
         CheckpointError, match=r"holds the weights of a run that is done, .*another output_dir"
     ):
         go_on(small, done.output_dir, "epochs=2")
-
-
-def test_the_last_few_resume_points_are_kept(small, whole):
-    kept = small.run_in_process(OURS, SAVES, *DROPOUT, "keep_last_n_checkpoints=2")
-    assert sorted(path.name for path in kept.output_dir.glob("step_*")) == ["step_12", "step_15"]
-    assert_the_same(kept.output_dir, whole)
 
 
 # --- a full disk
@@ -835,8 +724,13 @@ def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole
         "dtype=bf16",
         "clip_grad_norm=0.5",
         "optimizer.weight_decay=0.3",
+        "scale_with_batch.beta2=half_life",
     )
-    for kind, before, after in (("dtype", "fp32", "bf16"), ("clip_grad_norm", None, 0.5)):
+    for kind, before, after in (
+        ("dtype", "fp32", "bf16"),
+        ("clip_grad_norm", None, 0.5),
+        ("scale_with_batch", None, {"beta2": "half_life"}),
+    ):
         (said,) = records(folder, kind)
         assert (said["before"], said["after"]) == (before, after)
     (said,) = records(folder, "no_effect")
@@ -929,20 +823,6 @@ def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(s
     assert {step["micro_batches"] for step in steps if step["batch_size"] == 16} == {2}
 
 
-def assert_begun_anew(folder):
-    """The epoch that was begun is trained from its first row, each row of it once."""
-    (said,) = records(folder, "epoch_restarted")
-    rows = [
-        row
-        for step in resumed_steps(folder)
-        if step["epoch"] == said["epoch"]
-        for row in step["rows"]
-    ]
-    assert sorted(rows) == list(range(32))
-    found = audit(folder)
-    assert found.holds, found.problems
-
-
 BY_TOKENS = ("batch_tokens=300", "micro_batch_tokens=200", SAVES, "epochs=1", "drop_last=False")
 
 
@@ -955,26 +835,30 @@ def of_tokens(tokens):
     )
 
 
-def test_with_another_schedule_of_tokens_the_epoch_begins_anew(small):
-    whole = small.run_in_process(OURS, *BY_TOKENS, *of_tokens(150))
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [
+        ("batch_size_schedule", of_tokens(150), of_tokens(400)),
+        ("uniform_micro_batches", ("uniform_micro_batches=rows",), ()),
+    ],
+)
+def test_where_steps_of_tokens_hold_other_rows_the_epoch_begins_anew(small, key, before, after):
+    whole = small.run_in_process(OURS, *BY_TOKENS, *before)
     folder = stopped_after(whole, small, 3)
-    with pytest.raises(SettingError, match=r"resume_allow_changes=\[batch_size_schedule\]"):
-        go_on(small, folder, *BY_TOKENS, *of_tokens(400))
-    go_on(small, folder, *BY_TOKENS, *of_tokens(400), "resume_allow_changes=[batch_size_schedule]")
-    assert_begun_anew(folder)
-
-
-def test_with_other_micro_batches_steps_of_tokens_hold_other_rows_and_the_epoch_begins_anew(small):
-    whole = small.run_in_process(OURS, *BY_TOKENS, "uniform_micro_batches=rows")
-    folder = stopped_after(whole, small, 3)
-    with pytest.raises(
-        SettingError,
-        match=r"uniform_micro_batches=.*resume_allow_changes=\[uniform_micro_batches\]",
-    ):
-        go_on(small, folder, *BY_TOKENS)
+    with pytest.raises(SettingError, match=rf"resume_allow_changes=\[{key}\]"):
+        go_on(small, folder, *BY_TOKENS, *after)
     assert last_start(folder)["resumed"] is False
-    go_on(small, folder, *BY_TOKENS, "resume_allow_changes=[uniform_micro_batches]")
-    assert_begun_anew(folder)
+    go_on(small, folder, *BY_TOKENS, *after, f"resume_allow_changes=[{key}]")
+    (said,) = records(folder, "epoch_restarted")
+    rows = [
+        row
+        for step in resumed_steps(folder)
+        if step["epoch"] == said["epoch"]
+        for row in step["rows"]
+    ]
+    assert sorted(rows) == list(range(32))
+    found = audit(folder)
+    assert found.holds, found.problems
 
 
 def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
@@ -1025,33 +909,6 @@ def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole)
     small.run_in_process(OURS, *keys, config=str(reordered))
     assert not records(folder, "model")
     assert_the_same(folder, whole)
-
-
-def test_asked_while_an_epoch_is_saved_a_run_without_resume_points_goes_on_to_the_same_bits(
-    small, whole
-):
-    folder = small.fresh_folder()
-    asking = (
-        "checkpointer._component_=support.stops.AskingCheckpointer",
-        "checkpointer.at_epoch=0",
-    )
-    assert ends_early(small, folder, *DROPOUT, *asking) == 8
-    go_on(small, folder, *DROPOUT)
-    assert went_on_from(folder) == "epoch_0"
-    assert_the_same(folder, whole)
-
-
-def test_a_corrupt_epoch_is_named_where_the_checkpointer_has_a_folder_of_its_own(small):
-    epochs = small.fresh_folder()
-    overrides = (SAVES, *DROPOUT, f"checkpointer.output_dir={epochs}")
-    whole = small.run_in_process(OURS, *overrides)
-    folder = stopped_after(whole, small, 8)
-    path = epochs / "recipe_state" / "recipe_state.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    go_on(small, folder, *overrides)
-    assert went_on_from(folder) == "step_6"
-    (said,) = records(folder, "passed_over")
-    assert f"{epochs / 'epoch_0'} is skipped: {path} has 1,000 bytes" in said["message"]
 
 
 def test_a_recipe_state_that_is_not_there_is_refused_by_its_key_and_one_that_is_older_has_no_effect(

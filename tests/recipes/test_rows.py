@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 from support import components, killed_runs
-from support.cli import MODEL, OURS
+from support.cli import MODEL, OURS, cosine_after, records
 from support.stops import stopped_after
 
 from adaptive_batch.data import MicroBatchLimit, micro_batches
@@ -70,15 +70,6 @@ def test_rows_are_read_ahead_once_each_forward_has_been_launched(small, monkeypa
         OURS, "batch_size=4", "micro_batch_size=2", "epochs=1", "max_steps_per_epoch=3"
     )
     assert calls == ["forward", "reading"] * 6
-
-
-@pytest.mark.slow
-def test_on_the_terminal_it_is_one_line_and_the_exit_status_is_not_zero(small):
-    finished = small.run_in_fork(OURS, *ODD, "dataset.at=9", "dataset.row=raises", expect=1)
-    last = finished.output.strip().splitlines()[-1]
-    said = "row 9 cannot be read (ValueError: no text); correct it, or filter it out"
-    assert last == f"SettingError: dataset='{ODD_ROWS}': {said}"
-    assert "Traceback" not in finished.output
 
 
 @pytest.mark.slow
@@ -146,10 +137,7 @@ NOW_LENGTHS = (
     "optimizer=torch.optim.SGD",
     "optimizer.lr=0.05",
 )
-SCHEDULED = (
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=2",
-)
+SCHEDULED = cosine_after(2)
 STALE = {
     "as they come": ("batch_tokens=60", "micro_batch_tokens=4096"),
     "three rows or more": (
@@ -190,14 +178,6 @@ def stale(small, monkeypatch, tmp_path):
 
     environment = small._environment()
     return run
-
-
-def records(finished, kind):
-    return [
-        r
-        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-        if r["kind"] == kind
-    ]
 
 
 def contradictions(capsys):

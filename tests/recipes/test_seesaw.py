@@ -7,27 +7,15 @@ import shutil
 from itertools import pairwise
 
 import pytest
-from support.cli import OURS, make_setup, same_weights
-from support.launch import launch
-
-from adaptive_batch.errors import SettingError
-from adaptive_batch.report import read_records
+from support.cli import OURS, cosine_after, records, same_weights
+from support.stops import stopped_after
 
 RULE = "batch_size_schedule._component_=adaptive_batch.schedules.seesaw"
-COSINE = (
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=2",
-)
+COSINE = cosine_after(2)
 EQUAL = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 64}")
 FREE = ("micro_batch_size=8", "grow_beyond_maximum=True")
 SCALED = "scale_with_batch={beta2: half_life, weight_decay: per_token}"
 SEESAW = (*EQUAL, *COSINE, *FREE, RULE, "epochs=2")
-
-
-def records(output_dir, kind):
-    return [
-        r for r in read_records(output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind
-    ]
 
 
 def cosine(step, *, warmup=2, total=32):
@@ -106,17 +94,9 @@ def test_each_step_is_what_comes_out_by_hand_in_fewer_steps_than_a_constant_batc
 )
 def test_resumed_in_mid_epoch_it_is_the_whole_run_bit_for_bit(small, request, run, keys):
     run = request.getfixturevalue(run)
-    for saved in ("step_6", "step_18"):
-        folder = small.fresh_folder()
-        shutil.copytree(run.output_dir, folder, dirs_exist_ok=True)
-        for path in [
-            *folder.glob("epoch_*"),
-            *folder.glob("step_*"),
-            folder / "recipe_state",
-            folder / "logs",
-        ]:
-            if path.name != saved and path.exists():
-                shutil.rmtree(path)
+    for step in (6, 18):
+        folder = stopped_after(run, small, step)
+        shutil.rmtree(folder / "logs")
         rest = small.run_in_process(
             OURS, *keys, *SAVES, f"output_dir={folder}", "resume_from_checkpoint=True"
         )
@@ -125,9 +105,11 @@ def test_resumed_in_mid_epoch_it_is_the_whole_run_bit_for_bit(small, request, ru
         whole = {
             step["step"]: [step[name] for name in names] for step in records(run.output_dir, "step")
         }
-        again = records(folder, "step")[len(whole) :]
-        assert [step["step"] for step in again] == list(range(int(saved[5:]) + 1, len(whole) + 1))
-        assert all([step[name] for name in names] == whole[step["step"]] for step in again)
+        again = {
+            record["step"]: [record[name] for name in names]
+            for record in records(folder, "step")[step:]
+        }
+        assert again == {number: whole[number] for number in range(step + 1, len(whole) + 1)}
 
 
 def test_by_tokens_the_steps_grow_in_tokens(grown_by_tokens):
@@ -203,76 +185,6 @@ def test_at_a_cap_in_steps_and_with_the_optimizer_in_backward(small):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_what_it_cannot_follow_is_refused_with_key_value_and_fix(small):
-    for overrides, message in (
-        (
-            ("lr_clock=steps",),
-            (
-                r"lr_clock='steps': seesaw\(factor=None, maximum=None\) takes fewer steps for the"
-                r" same data"
-            ),
-        ),
-        (("lr_clock={warmup: steps, decay: tokens}",), r"lr_clock=.*give samples or tokens"),
-        (("lr_scaling=linear",), r"lr_scaling='linear': seesaw.*leave lr_scaling out"),
-        (
-            ("max_steps_per_epoch=3",),
-            r"max_steps_per_epoch=3: seesaw.*set it to null, in a new run, and take fewer rows",
-        ),
-        (
-            ("lr_scheduler=null",),
-            r"lr_scheduler=None: a batch that follows the decay of the rate needs a LambdaLR",
-        ),
-        (
-            ("batch_size_schedule.maximum=2",),
-            r"batch_size_schedule\.maximum=2: training starts with 4; give that or more",
-        ),
-        (
-            ("batch_size_schedule.factor=1",),
-            r"batch_size_schedule\.factor=1: must be a number above 1",
-        ),
-        (
-            ("gradient_accumulation_steps=2",),
-            r"gradient_accumulation_steps=2: batch_size_schedule gives the rows",
-        ),
-        (
-            ("scale_with_batch={beta1: half_life}",),
-            r"scale_with_batch\.beta1='half_life': give beta2: half_life, weight_decay",
-        ),
-        (
-            ("scale_with_batch={beta2: sqrt}",),
-            r"scale_with_batch\.beta2='sqrt': give beta2: half_life",
-        ),
-        (("scale_with_batch=True",), r"scale_with_batch=True: give a block of beta2: half_life"),
-        (
-            (SCALED, "optimizer=torch.optim.SGD", "~optimizer.fused"),
-            r"scale_with_batch\.beta2='half_life': .*SGD have no betas",
-        ),
-        (
-            (SCALED, "optimizer.weight_decay=0"),
-            r"scale_with_batch\.weight_decay='per_token': weight_decay of AdamW is 0",
-        ),
-    ):
-        output = small.fresh_folder()
-        with pytest.raises(SettingError, match=message):
-            small.run_in_process(OURS, *SEESAW, *overrides, f"output_dir={output}")
-        assert not list(output.rglob("run.jsonl"))
-
-
-def test_a_change_of_what_follows_the_batch_is_logged_on_resuming(small):
-    output = small.fresh_folder()
-    small.run_in_process(OURS, *EQUAL, "epochs=2", "save_every_n_steps=20", f"output_dir={output}")
-    shutil.rmtree(output / "epoch_1")
-    small.run_in_process(
-        OURS, *EQUAL, "epochs=2", SCALED, f"output_dir={output}", "resume_from_checkpoint=True"
-    )
-    (said,) = records(output, "scale_with_batch")
-    assert (
-        "None -> {'beta2': 'half_life', 'weight_decay': 'per_token'}: not what the checkpoint was"
-        " trained with" in said["message"]
-    )
-
-
 def test_what_follows_the_batch_belongs_to_what_the_checkpoint_keeps_also_in_the_preview(
     small, grown, capsys
 ):
@@ -300,35 +212,3 @@ def test_what_follows_the_batch_belongs_to_what_the_checkpoint_keeps_also_in_the
         stage.split()[-5],
         stage.split()[-3],
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_ranks_take_the_steps_of_one(tmp_path):
-    setup = make_setup(tmp_path)
-    attempt = launch(
-        setup,
-        2,
-        *SEESAW,
-        SCALED,
-        "batch_size=2",
-        "batch_size_schedule.maximum=8",
-        "micro_batch_size=4",
-    )[-1]
-    assert attempt.exit_statuses == [0, 0], attempt.output[-6000:]
-    steps = records(attempt.output_dir, "step")
-    assert [step["batch_size"] for step in steps] == expected_on_two_ranks()
-    for step in steps:
-        ratio = step["batch_size"] / 4
-        assert step["beta2"] == pytest.approx(min(0.9999, 0.999**ratio), rel=1e-12)
-
-
-def expected_on_two_ranks():
-    """Rows over both: each rank's part is rounded by itself."""
-    sizes, done = [], 0
-    while done < 128:
-        left, now = 64 - done % 64, done / 4
-        each = min(8, math.floor(2 / (cosine(now) if now >= 2 else 1.0) + 0.5))
-        sizes.append(min(2 * each, left))
-        done += sizes[-1]
-    return sizes

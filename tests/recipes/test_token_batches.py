@@ -7,9 +7,15 @@ from itertools import chain, pairwise
 
 import pytest
 from support import components
-from support.cli import OURS, interrupted_after_first_epoch, losses, same_weights
-
-from adaptive_batch.report import read_records
+from support.cli import (
+    OURS,
+    cosine_after,
+    figures,
+    interrupted_after_first_epoch,
+    losses,
+    records,
+    same_weights,
+)
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]  # all different
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
@@ -20,22 +26,7 @@ WATCHED = (
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")
 BUDGET = 150
 BASE = (*ROWS, *WATCHED, *SGD, f"batch_tokens={BUDGET}", "micro_batch_tokens=4096")
-COSINE = (
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=2",
-)
-
-
-def records(finished, kind):
-    return [
-        r
-        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-        if r["kind"] == kind
-    ]
-
-
-def figures(finished, name):
-    return [step[name] for step in records(finished, "step")]
+COSINE = cosine_after(2)
 
 
 def epochs_of_steps(finished):
@@ -91,15 +82,6 @@ def test_every_row_is_trained_once_an_epoch_and_no_step_is_over_its_tokens(small
     assert figures(finished, "batch_size") == [len(rows) for rows in chain.from_iterable(epochs)]
 
 
-def test_a_step_takes_rows_until_the_next_is_too_much(small):
-    finished = small.run_in_process(
-        OURS, *BASE, "epochs=1", "micro_batch_tokens=null", "micro_batch_size=32"
-    )
-    (steps,) = epochs_of_steps(finished)
-    for step, following in pairwise(steps):
-        assert tokens(step) + LENGTHS[following[0]] > BUDGET
-
-
 def test_what_is_run_at_once_changes_no_step(small):
     whole = small.run_in_process(OURS, *BASE, "epochs=1")
     steps = [sorted(step) for step in epochs_of_steps(whole)[0]]
@@ -144,17 +126,6 @@ def test_drop_last_leaves_out_the_step_that_the_end_of_the_epoch_cut(small):
         small.run_in_process(OURS, *BASE, "epochs=1", f"drop_last={drop}") for drop in (False, True)
     )
     assert dropped.losses == kept.losses[:-1]
-
-
-def test_accumulated_steps_are_said_to_be_without_effect(small):
-    plain = small.run_in_process(OURS, *BASE, "epochs=1")
-    accumulated = small.run_in_process(OURS, *BASE, "epochs=1", "gradient_accumulation_steps=4")
-    (said,) = records(accumulated, "no_effect")
-    assert (
-        said["message"]
-        == "gradient_accumulation_steps has no effect: batch_tokens sets what a step holds"
-    )
-    assert accumulated.losses == plain.losses
 
 
 @pytest.mark.parametrize("uniform", ["rows", "lengths", "both"])
@@ -308,46 +279,6 @@ def test_the_rate_that_is_logged_is_the_one_that_is_applied(small):
     assert figures(scaled, "lr") == figures(plain, "lr") == [RATE, RATE]
     assert scaled.losses == plain.losses
     assert same_weights(scaled.weights(0), plain.weights(0))
-
-
-def test_a_schedule_and_a_rule_multiply(small):
-    settings = (*SHORT_END, *COSINE, "epochs=3", "drop_last=False")
-    plain = small.run_in_process(OURS, *settings)
-    scaled = small.run_in_process(OURS, *settings, "lr_scaling=sqrt", "reference_batch_size=3")
-    factors = [math.sqrt(rows / 3) for rows in figures(plain, "batch_size")]
-    assert len(set(figures(plain, "lr"))) > 3
-    assert figures(scaled, "lr") == pytest.approx(
-        [rate * factor for rate, factor in zip(figures(plain, "lr"), factors, strict=True)]
-    )
-
-
-def test_the_rate_follows_a_batch_that_grows(small):
-    grown = small.run_in_process(
-        OURS,
-        *SHORT_END,
-        "lr_scaling=linear",
-        "batch_size=8",
-        "epochs=2",
-        "probe.device_memory=1GiB",
-        "batch_increase_function=support.components.four_more",
-    )
-    assert figures(grown, "batch_size") == [8, 8, 8, 8, 12, 12, 8]
-    assert figures(grown, "lr") == pytest.approx(
-        [RATE * rows / 8 for rows in figures(grown, "batch_size")]
-    )
-    said = records(grown, "lr")[0]
-    assert said["message"] == "lr 0.01 belongs to 8 rows a step, and is scaled by the rule linear"
-
-
-def test_a_reference_without_effect_is_said(small):
-    finished = small.run_in_process(OURS, *SHORT_END, "reference_batch_size=48")
-    (said,) = records(finished, "no_effect")
-    assert (
-        said["message"]
-        == "reference_batch_size has no effect: it needs lr_scaling=linear or lr_scaling=sqrt or"
-        " scale_with_batch"
-    )
-    assert set(figures(finished, "lr")) == {RATE}
 
 
 def test_a_search_with_rows_shorter_than_all_of_the_dataset_takes_them_more_than_once(small):

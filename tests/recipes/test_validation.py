@@ -7,10 +7,17 @@ import re
 
 import pytest
 from support import components
-from support.cli import LOG, NUM_ROWS, OURS, interrupted_after_first_epoch, losses, same_weights
+from support.cli import (
+    LOG,
+    NUM_ROWS,
+    OURS,
+    interrupted_after_first_epoch,
+    losses,
+    records,
+    same_weights,
+)
 
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.report import read_records
 
 LENGTHS = [30 - 2 * row for row in range(10)]
 VALIDATED = (
@@ -24,14 +31,6 @@ WATCHED = (
 )
 STEPS = ("batch_size=8", "epochs=1")  # four of them
 DROPOUT = "model.attn_dropout=0.2"
-
-
-def records(finished, kind):
-    return [
-        r
-        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-        if r["kind"] == kind
-    ]
 
 
 def values(finished):
@@ -110,17 +109,6 @@ def test_its_loss_is_that_of_training_on_the_same_rows_without_dropout(small):
     )
     assert values(dropped) == values(plain)
     assert dropped.losses != plain.losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3, 100, "auto"])
-def test_its_loss_does_not_depend_on_its_batch(small, size):
-    reference = small.run_in_process(OURS, *STEPS, *VALIDATED)
-    other = small.run_in_process(
-        OURS, *STEPS, *VALIDATED, f"batch_size_val={size}", "probe.device_memory=12MiB"
-    )
-    assert values(other) == pytest.approx(values(reference), rel=1e-6)
-    assert other.losses == reference.losses
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.cli import Finished, SmallSetup, make_setup, same_weights
+from support.cli import Finished, SmallSetup, cosine_after, make_setup, same_weights
 
 __all__ = [
     "KINDS",
@@ -24,8 +24,7 @@ LORA = (
     "model.apply_lora_to_mlp=True",
     "model.lora_rank=4",
     "model.lora_alpha=8",
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=3",
+    *cosine_after(3),
     "~optimizer_in_bwd",
 )
 KINDS = {

@@ -78,14 +78,6 @@ def doubles_its_tokens(progress):
     return min(512, 2 * progress.batch) if progress.steps % 3 == 0 else progress.batch
 
 
-def hundred_fifty(progress):
-    return 150
-
-
-def four_hundred(progress):
-    return 400
-
-
 NOT_CALLABLE = 3
 
 
@@ -102,17 +94,6 @@ class Telling(DiskLogger):
 
 
 # --- batch_increase_function: f(epoch, batch_size)
-
-
-def another_increment_each_time(epoch, batch_size):
-    return next(CALLS) % 3 if epoch > 1 else 0
-
-
-def lost_in_training(epoch, batch_size):
-    """Does not show ahead that it fails in the second epoch."""
-    if epoch and TRAINED:
-        raise KeyError("lost in mid-run")
-    return 0
 
 
 # --- lr_scheduler

@@ -56,6 +56,7 @@ sys.path.insert(
 )  # for benchmarks and processes that pytest does not start
 import demo
 
+from adaptive_batch.report import read_records
 from adaptive_batch.torchtune.job import own_compiler
 
 OURS = "adaptive_full_finetune"
@@ -136,6 +137,15 @@ _HALF = (
     " signature, output: docstring}, train_on_input: False}"
 )
 
+
+def cosine_after(warmup_steps: int) -> tuple[str, ...]:
+    """The overrides of torchtune's cosine schedule after so many steps of warm-up."""
+    return (
+        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        f"lr_scheduler.num_warmup_steps={warmup_steps}",
+    )
+
+
 # What a run may have besides the defaults, each as the command line gives it. The rows divide into
 # whole accumulations: an unfinished one is where the stock recipe leaks.
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -145,10 +155,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "bf16": ("dtype=bf16",),
     "dropout": ("model.attn_dropout=0.2",),
     "packed": ("dataset.packed=True", "max_steps_per_epoch=2"),
-    "cosine": (
-        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        "lr_scheduler.num_warmup_steps=3",
-    ),
+    "cosine": cosine_after(3),
     "clipping": ("clip_grad_norm=0.5",),
     "concatenated": (f"dataset=[{_HALF % 'first'}, {_HALF % 'second'}]",),
     "max_steps_per_epoch": ("max_steps_per_epoch=3",),
@@ -365,6 +372,18 @@ def losses(output_dir: Path, *, name: str = "loss") -> list[str]:
     """
     text = (output_dir / "logs" / LOG).read_text()
     return re.findall(rf"(?:^|\s){name}:(\S+)", text)
+
+
+def records(run: Finished | Path, *kinds: str) -> list[dict[str, Any]]:
+    """The records of these kinds in the log of a run, or of its folder."""
+    folder = run.output_dir if isinstance(run, Finished) else run
+    every = read_records(folder / "adaptive_batch" / "run.jsonl")
+    return [record for record in every if record["kind"] in kinds]
+
+
+def figures(run: Finished | Path, name: str) -> list[Any]:
+    """A figure of each step, from the log of a run."""
+    return [step[name] for step in records(run, "step")]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

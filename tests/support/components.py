@@ -15,7 +15,6 @@ import torch
 from support.cli import MODEL, pictures
 from torchtune.data import padded_collate_sft
 from torchtune.models.qwen2 import qwen2
-from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
 
 ASKED = []
@@ -381,21 +380,6 @@ class FailingAdamW(torch.optim.AdamW):
         if self.taken == self.fails_at:
             out_of_memory()
         return super().step(closure)
-
-
-class FailingCheckpointer(FullModelHFCheckpointer):
-    """A checkpointer that runs out of memory when it saves an epoch, after its weights
-    are written.
-    """
-
-    def __init__(self, *args, fails_at_epoch, **rest):
-        super().__init__(*args, **rest)
-        self.fails_at_epoch = fails_at_epoch
-
-    def save_checkpoint(self, state_dict, epoch, **rest):
-        super().save_checkpoint(state_dict, epoch, **rest)
-        if epoch == self.fails_at_epoch:
-            out_of_memory()
 
 
 def refusing(*, refused, rows_fit, **model):

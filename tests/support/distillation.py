@@ -6,7 +6,7 @@ import json
 
 import torch
 from safetensors.torch import save_file
-from support.cli import MODEL, SmallSetup, fill
+from support.cli import MODEL, SmallSetup, cosine_after, fill
 from torch import nn
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
@@ -24,8 +24,7 @@ FULL = (
     "kd_ratio=0.3",
     "teacher_model._component_=torchtune.models.qwen2.qwen2",
     *(f"teacher_model.{name}={value}" for name, value in TEACHER.items()),
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=3",
+    *cosine_after(3),
 )
 LORA = (
     *FULL,

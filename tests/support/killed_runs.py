@@ -37,14 +37,11 @@ from support import (  # what the ways name
     distillation,
     preferences,
 )
-from support.cli import OURS, SmallSetup, make_setup, same_weights, weights
+from support.cli import OURS, SmallSetup, cosine_after, make_setup, same_weights, weights
 
 from adaptive_batch.report import audit, read_records
 
-SCHEDULE = (
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=3",
-)
+SCHEDULE = cosine_after(3)
 DROPOUT = ("model.attn_dropout=0.2", "clip_grad_norm=0.5")
 VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=4", "max_validation_batches=2")
 ROWS = ("probe.device_memory=64MiB", "batch_size=2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
-from support.cli import SmallSetup
+from support.cli import SmallSetup, cosine_after
 from torch import nn
 from torch.nn import functional as F
 from torchtune.modules.peft import LoRALinear
@@ -14,10 +14,7 @@ OURS = "adaptive_dpo"
 STOCK = "lora_dpo_single_device"
 STOCK_ON_RANKS = "lora_dpo_distributed"
 STOCK_FULL = "full_dpo_distributed"
-COSINE = (
-    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "lr_scheduler.num_warmup_steps=3",
-)
+COSINE = cosine_after(3)
 # Over a block of the setup the command line takes single keys.
 PAIRS = (
     "loss=torchtune.rlhf.loss.DPOLoss",

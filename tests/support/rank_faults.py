@@ -73,19 +73,6 @@ def clipping_on_rank_one() -> None:
         _fail(MicroBatchRunner, "clip", from_call=5)
 
 
-def first_forward_on_rank_one() -> None:
-    """Rank one runs out of memory in the first micro-batch of training and later ones, where they
-    have more than two rows.
-    """
-    if os.environ["RANK"] == "1":
-        _fail(
-            Trainer,
-            "mean_loss",
-            from_call=1,
-            where=lambda batch: len(batch["tokens"]) > 2,
-        )
-
-
 def clipping_in_the_first_step_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its first step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

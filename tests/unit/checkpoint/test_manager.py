@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +32,6 @@ from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_
 from adaptive_batch.checkpoint.checkpoint import write_checkpoint
 from adaptive_batch.errors import CheckpointError
 
-HERE = Path(__file__).parent
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -331,11 +329,6 @@ def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_p
         CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
     assert hidden(tmp_path) == []
-
-
-def test_nothing_saved_is_nothing_found(tmp_path):
-    assert newest_complete(*checkpoints_in(tmp_path / "none")) == (None, [])
-    assert newest_complete(*checkpoints_in(tmp_path)) == (None, [])
 
 
 def test_the_newest_is_the_one_that_was_saved_last_not_the_largest_step(tmp_path):

@@ -168,13 +168,6 @@ def test_batches_by_tokens_hold_what_they_may():
     assert len({len(rows) for _, rows in seen}) > 2
 
 
-def test_an_epoch_may_be_sorted_by_length():
-    batches = AdaptiveBatches(Rows(), 4, sampling=Sampling(sample_order="seqlen"))
-    lengths = [len(Rows()[row]["tokens"]) for row in itertools.chain(*batches)]
-    assert lengths == sorted(lengths)
-    assert len(lengths) == NUM_ROWS
-
-
 def test_an_epoch_of_many_rows_begins_at_once():
     batches = AdaptiveBatches(Rows(50_000_000), 8)
     with device_memory(torch.device("cpu")).measure([], budget_bytes=100 * 2**20):
@@ -383,17 +376,6 @@ def test_a_sampler_may_take_fewer_rows():
     batches = AdaptiveBatches(Rows(), 6, sampler=subset)
     assert len(batches) == 4
     assert sorted(rows_of_epoch(train(batches, epochs=1), 0)) == list(range(10, 30))
-
-
-def test_schedules_resume_within_an_epoch():
-    def ramp() -> AdaptiveBatches:
-        return AdaptiveBatches(Rows(), 2, batch_size_schedule=linear_ramp(2, 10, over="2ep"))
-
-    batches = ramp()
-    train(batches, until=11)
-    resumed = ramp()
-    resumed.load_state_dict(batches.state_dict())
-    assert train(resumed) == train(batches)
 
 
 def test_a_run_by_tokens_resumes_within_an_epoch():

@@ -75,7 +75,12 @@ def test_in_turn_rows_are_those_of_torchs_distributed_sampler():
 # by tokens
 
 
-@given(LENGTHS, RANKS, CAPACITIES, SHAPES)
+@given(
+    LENGTHS | st.lists(st.just(0), max_size=20),
+    RANKS,
+    CAPACITIES,
+    SHAPES | st.builds(MicroBatchLayout, kind=st.sampled_from(["grouped", "packed"])),
+)
 def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_rows(
     lengths, ranks, capacity, shapes
 ):
@@ -84,6 +89,8 @@ def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_
     assert all(rows == sorted(rows) for rows in dealt)
     assert len(dealt) == ranks
     assert sum(map(bool, dealt)) == min(ranks, len(lengths))
+    if shapes.kind == "grouped" or (shapes.kind == "packed" and capacity.unit == "rows"):
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 @given(
@@ -201,20 +208,6 @@ def test_by_rows_several_micro_batches_keep_the_order_of_the_step():
         ]
 
 
-def test_what_one_micro_batch_holds_is_counted_padded():
-    lengths, capacity, shapes = (
-        [30, 2, 16, 11],
-        MicroBatchLimit(37, "tokens"),
-        MicroBatchLayout("lengths", pad_to_multiple_of=7),
-    )
-    dealt = balance_by_tokens(lengths, 2, capacity, shapes)
-    assert dealt == [[0, 2], [1, 3]]
-    assert list(map(shapes_of, pieces_of_ranks(lengths, dealt, capacity, shapes))) == [
-        [(1, 35), (1, 35)],
-        [(2, 14)],
-    ]
-
-
 def test_the_groups_of_a_wave_are_neighbours():
     lengths, capacity = [2, 40, 3, 38, 2, 41, 3, 39, 2, 3, 2, 3], MicroBatchLimit(82, "tokens")
     dealt = balance_by_tokens(lengths, 2, capacity)
@@ -287,24 +280,6 @@ def test_4096_ranks_of_16_rows_are_dealt_with_the_fewest_micro_batches():
 
 
 # grouped and packed rows
-
-
-@given(
-    LENGTHS | st.lists(st.just(0), max_size=20),
-    RANKS,
-    CAPACITIES,
-    st.sampled_from(["grouped", "packed"]),
-)
-def test_grouped_and_packed_rows_are_dealt_once_in_order_and_none_goes_without(
-    lengths, ranks, capacity, kind
-):
-    dealt = balance_by_tokens(lengths, ranks, capacity, MicroBatchLayout(kind=kind))
-    assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
-    assert all(rows == sorted(rows) for rows in dealt)
-    assert len(dealt) == ranks
-    assert sum(map(bool, dealt)) == min(ranks, len(lengths))
-    if kind == "grouped" or capacity.unit == "rows":
-        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 @given(LENGTHS, RANKS, st.integers(1, 200))

@@ -17,21 +17,14 @@ from adaptive_batch.data import (
 
 
 @given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))
-def test_every_row_comes_once_and_in_order(rows, micro_batch_size):
+def test_every_row_comes_once_and_in_order_and_all_pieces_but_the_last_are_full(
+    rows, micro_batch_size
+):
     pieces = split_by_rows(rows, micro_batch_size)
     assert [row for piece in pieces for row in piece] == rows
-
-
-@given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))
-def test_all_pieces_but_the_last_are_full_and_none_is_empty(rows, micro_batch_size):
-    sizes = [len(piece) for piece in split_by_rows(rows, micro_batch_size)]
+    sizes = [len(piece) for piece in pieces]
     assert all(size == micro_batch_size for size in sizes[:-1])
     assert all(1 <= size <= micro_batch_size for size in sizes)
-
-
-def test_rows_may_be_any_sequence():
-    assert split_by_rows("abcde", 2) == [["a", "b"], ["c", "d"], ["e"]]
-    assert split_by_rows(range(3), 5) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("micro_batch_size", [0, -1])
@@ -78,21 +71,6 @@ def lengths_and_budgets(draw, max_size):
 
 def groups_of(lengths, max_tokens):
     return [piece.rows for piece in micro_batches(lengths, MicroBatchLimit(max_tokens, "tokens"))]
-
-
-@given(lengths_and_budgets(max_size=60))
-def test_by_tokens_every_row_comes_once_and_no_group_is_above_the_budget(drawn):
-    lengths, max_tokens = drawn
-    groups = groups_of(lengths, max_tokens)
-    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-    assert all(len(group) * max(lengths[row] for row in group) <= max_tokens for group in groups)
-
-
-@given(lengths_and_budgets(max_size=7))
-def test_no_grouping_has_fewer_groups_nor_less_padding_with_as_many(drawn):
-    lengths, max_tokens = drawn
-    groups = groups_of(lengths, max_tokens)
-    assert (len(groups), run_tokens(groups, lengths)) == best_of_all(lengths, max_tokens)
 
 
 @given(lengths_and_budgets(max_size=60))

@@ -1,11 +1,5 @@
 """Each row once an epoch, in torchtune's order, in batches of any sizes, from any position."""
 
-import json
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -101,14 +95,6 @@ def test_the_last_rows_of_an_epoch_are_a_short_step_or_none(drop_last):
     assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], *([] if drop_last else [[8, 9]])]
 
 
-def test_epochs_have_orders_of_their_own():
-    queue = queue_of(50, [50])
-    orders = [numbers for _ in range(2) for numbers in taken(queue)]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
-    assert queue.progress.epoch == 2
-
-
 @pytest.mark.parametrize("begins", [False, True])
 def test_rows_are_handed_on_as_they_are(begins):
     rows = [{"tokens": [1, 2], "labels": [1, 2]}, {"tokens": [3], "labels": [3]}]
@@ -117,45 +103,3 @@ def test_rows_are_handed_on_as_they_are(begins):
         reader.begin()
     for number in (0, 1, 0):
         assert reader.read([number])[0] is rows[number]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_its_order(shuffle):
-    program = textwrap.dedent(f"""
-        import json
-        from pathlib import Path
-        from adaptive_batch.data import Batching, DatasetAdapter, RowReader, StepPlanner
-        from adaptive_batch.schedules import Progress
-        from adaptive_batch.training import MicroBatchSizer
-
-        def peak_kibibytes():  # not ru_maxrss, which starts at what the parent had
-            return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-        def begun(num_rows, progress):
-            peak = peak_kibibytes()
-            rows = DatasetAdapter(range(num_rows), 1)
-            batching = Batching(batch_size=8192, shuffle={shuffle})
-            planner = StepPlanner(rows, batching, MicroBatchSizer())
-            progress = planner.begin(progress)
-            planner.start_epoch(progress)
-            step = planner.next_step(progress)
-            taken = RowReader(rows).read(step.own, following=step.following)
-            steps = planner.num_steps(progress, 3)
-            return [(peak_kibibytes() - peak) / 1024, steps, taken]
-
-        begun(100, Progress())
-        resumed = Progress(epoch=1, epoch_rows=8192 * 6103, epoch_steps=6103)
-        print(json.dumps([begun(5 * 10**7, Progress()), begun(5 * 10**7, resumed)]))
-        """)
-    ran = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
-    )
-    (mebibytes, steps, first), (of_resumed, left, last) = json.loads(ran.stdout)
-    # A list of all numbers takes 2,300 MiB, and 3 s.
-    assert max(mebibytes, of_resumed) < 100
-    assert (steps, left) == (3 * 6104, 6105)
-    in_order = list(range(8192)), list(range(8192 * 6103, 5 * 10**7))
-    assert (len(first), len(last)) == tuple(map(len, in_order))
-    assert ((first, last) == in_order) == (not shuffle)

@@ -190,23 +190,6 @@ def test_no_rows_are_no_batches():
     assert (len(plan), plan.tolist(), plan.rows.tolist()) == (0, [], [])
 
 
-@pytest.mark.parametrize("order", ["random", "seqlen"])
-def test_epochs_differ_and_come_again_with_their_seed(order):
-    lengths = lognormal(500).tolist()
-    epochs = [
-        plan_batches(
-            lengths,
-            4096,
-            order=row_order(
-                500, order=order, lengths=torch.tensor(lengths), window=100, seed=1, epoch=epoch
-            ),
-        ).tolist()
-        for epoch in (0, 1, 0)
-    ]
-    assert epochs[0] == epochs[2]
-    assert epochs[0] != epochs[1]
-
-
 # What cannot be planned.
 
 

@@ -14,7 +14,7 @@ from support.examples import examples
 from adaptive_batch.data import plan_batches
 from adaptive_batch.data.token_sampler import plan_batches_by_rule
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.schedules import Progress, linear_ramp, ramp_by_doubling, steps
+from adaptive_batch.schedules import Progress, linear_ramp, steps
 
 NOT_FITTING = "shortest rows have"
 SECONDS = 60.0  # for what takes a few seconds alone; a quadratic plan takes many minutes
@@ -248,12 +248,6 @@ def test_a_budget_for_each_step_of_many_rows_is_planned_in_reasonable_time(long_
     assert time.monotonic() - began < SECONDS
     assert sorted(plan.rows.tolist()) == list(range(rows))
     assert len(set(budgets)) > 1000
-
-
-def test_stages_that_double_are_filled_one_after_the_other():
-    plan, budgets, _ = planned([4] * 100, ramp_by_doubling(64, "4ba", start=16), long_rows="error")
-    assert budgets[:5] == [16, 16, 32, 32, 64]
-    assert [len(batch) for batch in plan] == [4, 4, 8, 8, 16, 16, 16, 16, 12]
 
 
 @examples(50)

@@ -305,14 +305,6 @@ def test_hooks_after_backward_run_once_for_a_batch_with_all_of_its_gradients(tmp
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_errors_name_the_method_and_the_arguments_of_the_callback(tmp_path):
-    callback = AdaptiveCallback()
-    trained(Module(), tmp_path, [callback])
-    terms = callback.step.parts.terms
-    assert terms.function == "training_step"
-    assert terms.split.startswith("give AdaptiveArguments(split=...)")
-
-
 def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_path, monkeypatch):
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 

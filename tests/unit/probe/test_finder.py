@@ -129,16 +129,6 @@ def test_whatever_a_device_answers_only_sizes_that_were_tried_and_fit_are_return
     assert result.batch_size <= result.max_batch_size
 
 
-def test_an_error_of_a_trial_ends_the_search():
-    def fail(rows):
-        raise RuntimeError(
-            f"a trial of {rows} rows failed, and not for lack of memory: index out of range"
-        )
-
-    with pytest.raises(RuntimeError, match="a trial of 1 rows failed"):
-        run_search(fail, search=SEARCHES["predict"]())
-
-
 def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
     row = GIB // 4
     device = IdealDevice(

@@ -5,7 +5,6 @@ memory follows.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -105,23 +104,6 @@ def test_any_search_ends_on_any_answers_and_only_tries_new_sizes_within_its_rang
     assert len(set(sizes)) == len(sizes)
     assert all(1 <= size <= maximum for size in sizes)
     assert search.best == max((trial.batch_size for trial in trials if trial.fits), default=0)
-
-
-@given(searches)
-def test_only_the_candidate_can_be_recorded(search_and_maximum: tuple[Search, int]) -> None:
-    search, _ = search_and_maximum
-    rows = search.candidate
-    assert rows is not None
-    with pytest.raises(AssertionError, match=re.escape(f"({rows + 1}, {rows})")):
-        search.record(Trial(rows + 1, True))
-    assert search.candidate == rows
-
-
-def test_nothing_can_be_recorded_once_the_search_is_over() -> None:
-    search = Halving(start=8)
-    search.record(Trial(8, True))
-    with pytest.raises(AssertionError, match=re.escape("(4, None)")):
-        search.record(Trial(4, True))
 
 
 def test_halving_tries_its_start_first_and_halves_until_one_fits() -> None:

@@ -36,9 +36,7 @@ from adaptive_batch.memory import (
     optimizer_state_tensors,
 )
 from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
-from adaptive_batch.probe import BinarySearch, DryRun, run_search
-
-MIB = 2**20
+from adaptive_batch.probe import DryRun
 
 # Each optimizer in both places; dtype, checkpointing and a resumed optimizer take turns.
 SHORT_FORM = [
@@ -437,26 +435,6 @@ def test_a_trial_of_training_takes_the_same_after_one_of_evaluating(accumulates)
             assert trial.evaluation(lambda rows: evaluate(training, rows), 3).fits == (not burden)
             training.model.burden = {}
             assert trial(3).peak_bytes == before
-
-
-def test_more_rows_can_be_evaluated_than_trained():
-    training = Training(Case("AdamW"))
-    with training.rehearsal() as trial:
-        budget_bytes = trial(6).peak_bytes
-    with training.rehearsal(budget_bytes=budget_bytes) as trial:
-        trained = run_search(trial, search=BinarySearch(maximum=500))
-        evaluated = run_search(
-            lambda rows: trial.evaluation(lambda rows: evaluate(training, rows), rows),
-            search=BinarySearch(maximum=500),
-        )
-        assert trial.evaluation(
-            lambda rows: evaluate(training, rows), evaluated.max_batch_size
-        ).fits
-        assert not trial.evaluation(
-            lambda rows: evaluate(training, rows), evaluated.max_batch_size + 1
-        ).fits
-    assert trained.max_batch_size == 6
-    assert evaluated.max_batch_size > 2 * trained.max_batch_size
 
 
 # the optimizer in backward

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.examples import examples
 
@@ -135,6 +135,11 @@ KILLS = st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1), st.integers(0
 
 
 @given(RUNS, KILLS, st.booleans())
+@example(  # the second start does no step, and ends the epoch
+    Run(rows=7, batches=(4,), save_every=1, drop_last=True, long_rows=(0,)),
+    [(4, 1.0, 0), (3, 1.0, 0)],
+    True,
+)
 def test_a_run_that_is_killed_and_resumed_at_random_holds(tmp_path_factory, run, kills, goes_on):
     folder = tmp_path_factory.mktemp("run")
     found = audit(written(folder, run.lines(kills, goes_on=goes_on)))
@@ -393,21 +398,6 @@ def test_a_run_that_goes_on_by_its_name_after_another_began_in_the_folder_holds(
     assert found.problems == ()
 
 
-def test_a_run_that_goes_on_from_an_older_save_than_before_holds():
-    saves, records = [], []
-    for record in Run().process(saves):
-        records.append(record)
-        if record.get("step") == 9:
-            break
-    newest, older = Run().process(saves[-1:]), Run().process(saves[:1])
-    again = [next(newest), next(newest), next(newest)]
-    found = audit_records([*records, *again, *older])
-    assert (found.problems, again[0]["progress"]["steps"]) == ((), 8)
-    assert "starts      3, resumed at step 8, 2" in found.lines
-    beginning = Run().process([Progress()])  # saved before the first step
-    assert audit_records([*records, *again, *beginning]).problems == ()
-
-
 def test_a_line_that_is_completed_while_the_file_is_read_changes_nothing():
     records = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
     for place, record in enumerate(records):
@@ -420,18 +410,6 @@ def test_an_epoch_without_a_step_ends_too():
     assert found.problems == ()
     assert any(
         "no step: 0 of 6 rows used, 6 left out (drop_last 6)" in line for line in found.lines
-    )
-
-
-def test_one_row_is_none_of_several():
-    records = Run(rows=1, batches=(1,)).records()
-    assert "1 of 1 row used" in "\n".join((said := audit_records(records)).lines)
-    assert "1 row, lr" in "\n".join(said.lines)
-    twice = [
-        record | {"batch_size": 2} if record["kind"] == "step" else record for record in records
-    ]
-    assert any(
-        "batch_size 2, and 1 row is listed" in problem for problem in audit_records(twice).problems
     )
 
 
@@ -601,19 +579,6 @@ def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
     found = audit(tmp_path)
     assert found.holds
     assert "1 of them torn" in found.lines[0]
-
-
-def test_an_epoch_may_end_in_a_start_that_does_no_step():
-    """It went on from the last step, recorded the end of the epoch, and was killed: the next start
-    goes on from its checkpoint.
-    """
-    run = Run(rows=7, batches=(4,), save_every=1, drop_last=True, long_rows=(0,), name="a", seed=0)
-    found = audit_records([json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])])
-    assert found.holds
-    assert (
-        found.lines[-1]
-        == "verdict     holds: 4 of 7 rows exactly once in epoch 0, 3 left out as recorded"
-    )
 
 
 def test_a_resumed_start_that_does_not_say_its_rows_leaves_those_that_are_known():

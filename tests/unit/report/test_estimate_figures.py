@@ -3,9 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -164,13 +161,6 @@ def test_the_optimizers_step_is_shown_where_it_holds_more():
     assert high["optimizer's step"] == [(0, 76.0)] * 2
 
 
-def test_a_figure_names_everything_once_in_its_svg():
-    (figure,) = estimate_figures(plan_with())
-    svg = to_svg(figure)
-    for text in ("80 GiB", "71 rows", "L4", "parameters", "activations", "may be used"):
-        assert svg.count(f">{text}<") == 1, text
-
-
 # --- the file
 
 
@@ -286,26 +276,3 @@ def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp
     assert "<h1>Memory estimate <small>" in page
     assert ": memory estimate</title>" in page
     assert "No optimizer step" not in page
-
-
-@pytest.mark.slow
-def test_without_matplotlib_the_error_names_the_extra(tmp_path):
-    full_plan().save(tmp_path / "estimate.json")
-    program = textwrap.dedent("""
-        import sys
-        from pathlib import Path
-        sys.modules["matplotlib"] = None
-        from adaptive_batch.report import write_estimate_picture
-        from adaptive_batch.estimate import read_estimate
-        try:
-            folder = Path(sys.argv[1])
-            write_estimate_picture(read_estimate(folder / "estimate.json"), folder / "estimate.png")
-        except Exception as error:
-            print(error)
-        """)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    (line,) = done.stdout.splitlines()
-    assert "pip install 'adaptive-batch[report]'" in line
-    assert not (tmp_path / "estimate.png").exists()

@@ -24,7 +24,7 @@ from support.run_records import NASTY, PROBE, Records, full_records
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
-from adaptive_batch.report.drawing import DARK, GROUNDS, LIGHT, MARKS, Points
+from adaptive_batch.report.drawing import DARK, LIGHT, MARKS, Points
 from adaptive_batch.report.page import facts_of, render
 from adaptive_batch.report.run_figures import figures_of
 from adaptive_batch.report.run_history import Timeline
@@ -304,25 +304,6 @@ def test_each_colour_of_a_figure_has_one_for_a_dark_ground(page):
     for name, colour in LIGHT.items():
         assert f'[style*="stroke: {colour}"]{{stroke:{DARK[name]}!important}}' in dark
         assert f'[style*="fill: {colour}"]{{fill:{DARK[name]}!important}}' in dark
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize(("scheme", "colours"), [("light", LIGHT), ("dark", DARK)])
-def test_colours_stand_out_in_light_and_in_dark(scheme, colours):
-    """4.5 for text and 3 for lines are what WCAG 2 asks for (1.4.3, 1.4.11)."""
-    for ground in GROUNDS[scheme]:
-        for name, colour in colours.items():
-            low, high = sorted((luminance(colour), luminance(ground)))
-            contrast = (high + 0.05) / (low + 0.05)
-            assert contrast >= {"text": 4.5, "muted": 4.5, "grid": 1}.get(name, 3), name
-    assert set(DARK) == set(LIGHT)
 
 
 def test_the_picture_has_the_same_figures_and_is_not_blank(written):

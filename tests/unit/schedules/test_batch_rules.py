@@ -46,17 +46,6 @@ def test_a_batch_above_the_bound_is_kept(before, maximum, added):
     assert growth.after == maximum + before
 
 
-def test_the_increment_is_asked_once_with_epoch_and_batch_size():
-    asked = []
-
-    def increment(epoch, batch_size):
-        asked.append((epoch, batch_size))
-        return 5
-
-    next_batch_size(increment, epoch=7, batch_size=16, maximum=None)
-    assert asked == [(7, 16)]
-
-
 @pytest.mark.parametrize(
     ("before", "batch", "line"),
     [
@@ -259,16 +248,6 @@ def test_geometric_multiplies_to_the_nearest_row_and_always_grows(factor, every,
     else:
         assert added >= 1
         assert added == 1 or abs(before + added - before * factor) <= 0.5
-
-
-def test_geometric_doubles_each_second_epoch():
-    batch_size, sizes = 3, []
-    for epoch in range(6):
-        batch_size = next_batch_size(
-            geometric(2, every=2), epoch=epoch, batch_size=batch_size, maximum=10
-        ).after
-        sizes.append(batch_size)
-    assert sizes == [3, 3, 6, 6, 10, 10]
 
 
 @pytest.mark.parametrize("factor", [1, 1.0, 0.5, -2, float("nan"), float("inf"), True, "2", None])

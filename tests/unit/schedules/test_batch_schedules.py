@@ -4,14 +4,11 @@ import math
 import pickle
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch import schedules as growth
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
     EXAMPLES,
@@ -39,24 +36,6 @@ def trace(rule, steps):
 
 
 # steps
-
-
-def test_a_size_holds_until_its_threshold_is_reached():
-    assert trace(steps([16, 32, 64], ["2ba", "3ba"]), 5) == [16, 16, 32, 64, 64]
-    assert trace(steps([64, 16], ["1ba"]), 3) == [64, 16, 16]
-    assert trace(steps([8], []), 2) == [8, 8]
-
-
-def test_thresholds_are_of_any_unit():
-    rule = steps([16, 32], ["0.3ep"])
-    assert [rule(at(epoch_rows=rows, rows_per_epoch=10)) for rows in (0, 2, 3, 10)] == [
-        16,
-        16,
-        32,
-        32,
-    ]
-    assert [steps([16, 32], ["100sp"])(at(samples=n)) for n in (99, 100)] == [16, 32]
-    assert [steps([16, 32], ["1e3tok"])(at(tokens=n)) for n in (999, 1000)] == [16, 32]
 
 
 @given(st.lists(batches, min_size=1, max_size=8), st.data())
@@ -295,11 +274,6 @@ def test_a_rule_says_how_it_was_made_and_crosses_processes(rule):
     check_schedule(rule)
 
 
-def test_configurations_name_the_rules_in_growth():
-    for name in ("steps", "linear_ramp", "ramp_by_doubling", "by_noise_scale"):
-        assert getattr(growth, name) is getattr(batch_schedules, name)
-
-
 def test_only_a_rule_that_follows_measurements_says_so():
     assert [needs_noise_scale(rule) for rule in RULES] == [False, False, False, True]
     assert not needs_noise_scale(lambda progress: 8)
@@ -312,24 +286,6 @@ def test_only_a_rule_that_follows_measurements_says_so():
 def test_what_is_asked_for_is_cut_by_the_bound_alone(requested, maximum):
     asked = request_batch(lambda progress: requested, at(), maximum=maximum)
     assert asked == ClampedBatch(requested, min(requested, maximum or requested), maximum)
-
-
-@pytest.mark.parametrize("answer", [np.int64(8), np.array(8), torch.tensor(8, dtype=torch.int16)])
-def test_whole_numbers_of_numpy_and_torch_will_do(answer):
-    assert type(request_batch(lambda progress: answer, at(), maximum=None).after) is int
-
-
-@pytest.mark.parametrize(
-    ("asked", "line"),
-    [
-        (ClampedBatch(32, 24, 24), "batch_size 16 -> 24 (asked for 32, cut to the bound 24)"),
-        (ClampedBatch(32, 32, None), "batch_size 16 -> 32"),
-        (ClampedBatch(16, 16, 24), "batch_size 16 unchanged"),
-        (ClampedBatch(8, 8, 24), "batch_size 16 -> 8"),
-    ],
-)
-def test_what_became_of_it_is_one_line(asked, line):
-    assert asked.describe(16) == line
 
 
 @pytest.mark.parametrize(

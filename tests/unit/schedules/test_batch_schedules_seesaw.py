@@ -127,13 +127,6 @@ def test_at_equal_rows_the_rate_over_the_root_of_the_batch_is_what_the_schedule_
         )
 
 
-def test_a_warm_up_is_not_touched():
-    schedule = half_cosine(warmup=100)
-    steps = trained(schedule)
-    assert [rows for _, rows, _ in steps[:100]] == [BATCH] * 100
-    assert [rate for _, _, rate in steps[:100]] == [0.1 * (step / 100) for step in range(100)]
-
-
 def test_in_steps_of_two_the_batch_doubles_where_the_schedule_has_halved_and_the_rate_follows():
     schedule = half_cosine()
     steps = trained(schedule, factor=2)

@@ -201,16 +201,6 @@ def test_a_constant_rate_stays_and_its_groups_are_not_touched():
     assert [dict(group) for group in one.param_groups] == before
 
 
-def test_a_plain_optimizer_follows_the_batch():
-    one = optimizer(1e-3)
-    rate = LearningRate(one, rule="linear", reference=2)
-    assert [rate.set(clock, batch=batch) for clock, batch in enumerate((10, 4, 2))] == [
-        pytest.approx(5e-3),
-        pytest.approx(2e-3),
-        1e-3,
-    ]
-
-
 @pytest.mark.parametrize("loaded_first", [True, False])
 def test_a_scaled_rate_that_was_saved_does_not_become_the_base(loaded_first):
     before = optimizer(0.1, 0.3)
@@ -247,20 +237,6 @@ def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
         theirs.step()
         if scheduler:
             scheduler.step()
-
-
-def test_torchtunes_cosine_on_the_clock_is_torchtunes_cosine_stepped():
-    schedulers = pytest.importorskip("torchtune.training.lr_schedulers")
-    ours, theirs = optimizer(2e-5), optimizer(2e-5)
-    build = schedulers.get_cosine_schedule_with_warmup
-    rate = LearningRate(
-        ours, build(ours, num_warmup_steps=7, num_training_steps=50), rule="sqrt", reference=32
-    )
-    scheduler = build(theirs, num_warmup_steps=7, num_training_steps=50)
-    for step in range(50):
-        assert rate.set(float(step), batch=32) == theirs.param_groups[0]["lr"]
-        theirs.step()
-        scheduler.step()
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
@@ -329,12 +305,6 @@ def test_get_last_lr_is_what_was_applied(build):
 
 
 # --- several groups, several optimizers, tensors
-
-
-def test_every_optimizer_in_backward_follows_the_first_ones_schedule():
-    several = [optimizer(0.1), optimizer(0.1), optimizer(0.1)]
-    LearningRate(several, LambdaLR(several[0], cosine)).set(4.0)
-    assert {one.param_groups[0]["lr"] for one in several} == {0.1 * cosine(4)}
 
 
 @every_scheduler

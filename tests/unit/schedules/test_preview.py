@@ -82,31 +82,6 @@ def test_the_ramp_of_bert24_by_hand():
     assert third.last.tokens == 12_800
 
 
-def test_its_table_is_aligned_text_with_totals_and_notes():
-    stages = stages_of(planned(BERT24, rows=640, epochs=2, ranks=2))
-    lines = table(stages, unit="rows", ranks=2, notes=["a note"]).splitlines()
-    assert lines == [
-        (
-            "  from  step  sample      to  step  sample  batch (rows)  micro-batches  global batch "
-            " lr at start    at end  steps"
-        ),
-        (
-            "0.00ep     0       0  0.50ep    10     320            16              1            32 "
-            "       0.001    0.0001     10"
-        ),
-        (
-            "0.50ep    10     320  1.00ep    15     640            32              2            64 "
-            "    9.09e-05  6.67e-05      5"
-        ),
-        (
-            "1.00ep    15     640  2.00ep    20   1,280            64              4           128 "
-            "    6.25e-05     5e-05      5"
-        ),
-        "in all: 2.00 epochs, 20 steps, 1,280 samples, 12,800 tokens",
-        "a note",
-    ]
-
-
 def test_a_short_last_step_belongs_to_its_stage_and_an_epoch_ends_none():
     (only,) = stages_of(planned(steps([16], []), rows=100, epochs=3))
     assert (only.steps, only.last.samples, only.batch_least, only.batch_most) == (21, 300, 16, 16)

@@ -79,17 +79,6 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
         assert result.loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_parts_that_weigh_alike_would_be_another_step():
-    """The formula of torchtune's recipes: each part's mean weighs as much as any other's."""
-    rows = [row for row in rows_of(8, seed=3) if max(row["labels"]) > 0]
-    wired = distilling("LoRA", rows, limit=MicroBatchLimit(len(rows)))
-    *_, expected = of_all_tokens_at_once(wired, rows)
-    wired.model.zero_grad()
-    for part in (rows[:1], rows[1:]):
-        (wired.trainer.mean_loss(wired.data.collator.collate(part)) / 2).backward()
-    assert largest_difference(expected, wired.gradients()) > 1e-2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     rows = rows_of(8)

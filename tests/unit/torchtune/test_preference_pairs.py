@@ -96,18 +96,6 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
                 assert split.metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
-def test_parts_that_weigh_alike_would_be_another_step():
-    """The fault of other trainers: each part weighs as much as any other, whatever it holds."""
-    rows = pairs(7, seed=3)
-    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(len(rows)))
-    _, expected = of_all_pairs_at_once(wired, rows)
-    wired.model.zero_grad()
-    for part in (rows[:1], rows[1:]):
-        loss = wired.trainer.mean_loss(wired.data.collator.collate(part)) / 2
-        loss.backward()
-    assert largest_difference(expected, wired.gradients()) > 1e-2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     rows = pairs(8)
@@ -280,6 +268,7 @@ def test_a_reference_apart_changes_no_number_of_a_step(kind, layout):
         assert sum(num_pairs for num_pairs, _ in calls) == len(rows)
         held = [call[limit.unit == "tokens"] for call in calls]
         assert max(held) <= limit.amount
+        assert limit.amount != 5 or len(calls) == 3
         assert result.micro_batches == expected.micro_batches == 6
         assert largest_difference(gradients, apart.gradients()) < EXACT
         assert result.loss == pytest.approx(expected.loss, rel=EXACT)
@@ -300,16 +289,6 @@ def test_what_the_reference_computes_apart_has_the_bits_of_torchtune(kind, lengt
     with torch.no_grad():
         logits = wired.trainer.reference_logits(tokens=tokens)
     assert torch.equal(values.T.flatten(), get_batch_log_probs(logits, labels))
-
-
-def test_a_reference_apart_runs_fewer_micro_batches_than_are_trained():
-    rows = pairs(12)
-    apart = job_on_pairs(
-        "LoRA", rows, limit=MicroBatchLimit(1), reference_limit=MicroBatchLimit(12)
-    )
-    calls = reference_calls(apart)
-    assert apart.run(rows).micro_batches == 12
-    assert len(calls) < 6
 
 
 def test_a_validation_runs_the_reference_within_its_own_micro_batches():
@@ -497,27 +476,23 @@ def test_what_pairs_do_not_take_is_refused_with_its_reason(kind, keys, key, says
     assert refused.value.key == key
 
 
+def mean_of_batch(
+    policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
+):
+    return (policy_chosen_logps.mean(),) * 3
+
+
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
         (lambda a, b, c, d: None, "not a loss of preference pairs"),
         (1, "not a loss of preference pairs"),
+        (mean_of_batch, r"of two pairs it returns shapes \[\(\), \(\), \(\)\]"),
     ],
 )
 def test_what_is_no_loss_of_pairs_is_refused(loss, says):
-    cfg = config_of_pairs("LoRA")
     with pytest.raises(SettingError, match=says):
-        PreferencePairs(cfg, loss).check(None)
-
-
-def test_a_loss_of_pairs_that_returns_other_shapes_is_refused():
-    def mean(
-        policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
-    ):
-        return (policy_chosen_logps.mean(),) * 3
-
-    with pytest.raises(SettingError, match=r"of two pairs it returns shapes \[\(\), \(\), \(\)\]"):
-        PreferencePairs(config_of_pairs("LoRA"), mean).check(None)
+        PreferencePairs(config_of_pairs("LoRA"), loss).check(None)
 
 
 def test_both_answers_are_padded_to_a_multiple():

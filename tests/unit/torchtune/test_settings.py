@@ -1,6 +1,5 @@
 """Settings are frozen, default to torchtune's behaviour, and read every stock config."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import budget_bytes
-from adaptive_batch.schedules import Reference
 from adaptive_batch.torchtune import Settings, without_effect
 from adaptive_batch.torchtune.keys import (
     TORCHTUNE_KEYS,
@@ -157,11 +155,6 @@ def test_a_budget_of_activations_is_of_compiled_parts_alone():
     assert settings.activation_memory_budget == 0.5
 
 
-def test_settings_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings.from_config(PLAIN).batch_size = 3
-
-
 @pytest.mark.parametrize(
     ("device_memory", "available", "headroom", "budget"),
     [
@@ -207,20 +200,6 @@ def test_a_ready_made_function_comes_from_a_block():
 
 RAMP = {"_component_": "adaptive_batch.schedules.ramp_by_doubling", "end": 8, "over": "1ep"}
 VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
-
-
-def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
-    settings = Settings.from_config(PLAIN)
-    assert not settings.micro_batch.is_given
-    assert settings.batch_tokens is None
-    sampling = settings.sampling
-    assert (sampling.sample_order, sampling.sample_window) == ("dataloader", None)
-    assert (sampling.min_rows_per_batch, sampling.max_rows_per_batch) == (1, None)
-    assert sampling.long_rows == "error"
-    assert (settings.uniform_micro_batches, settings.pad_to_multiple_of) == (None, 1)
-    assert (settings.rate.lr_scaling, settings.rate.reference_batch_size) == ("none", None)
-    assert settings.on_out_of_memory == "shrink"
-    assert not settings.validation.is_on
 
 
 def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
@@ -335,15 +314,6 @@ def test_validation_takes_the_configured_batch_where_it_has_none_of_its_own():
     assert validation(max_validation_batches=3).rows_of(100, batch_size=2, ranks=4) == 24
     assert validation(max_validation_batches=3).rows_of(20, batch_size=2, ranks=4) == 20
     assert not Settings.from_config(PLAIN | {"batch_size_val": "auto"}).validation.fits_itself
-
-
-def test_a_reference_is_rows_or_tokens():
-    def reference(value):
-        config = PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}
-        return Settings.from_config(config).rate.reference_batch_size
-
-    assert reference(64) == Reference(64, "rows")
-    assert reference("8192tok") == Reference(8192, "tokens")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import random
-from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -170,14 +169,6 @@ def test_one_part_is_the_batch_itself_and_is_not_checked():
     assert script.trials == []
 
 
-def test_options_and_a_state_that_are_none_of_a_step_are_refused():
-    model = nn.Linear(2, 2)
-    with pytest.raises(SettingError, match=r"^options=.*give StepOptions\(\.\.\.\)"):
-        AdaptiveStep(model, print, options={"on_out_of_memory": "raise"})
-    with pytest.raises(SettingError, match=r"give what state_dict\(\) of a step returned"):
-        AdaptiveStep(model, print).load_state_dict({})
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("sample", 8), ("batch_size", 0), ("batch_size", "8"), ("accumulates", 2)]
 )
@@ -188,26 +179,7 @@ def test_an_argument_of_a_search_that_cannot_be_used_is_refused(key, value):
         AdaptiveStep(model, print).find_bound(torch.optim.SGD(model.parameters()), **arguments)
 
 
-def test_a_decorator_makes_a_step_of_a_function():
-    model = decoder()
-    expected, loss = plain_gradients(model, make_batch())
-
-    @AdaptiveStep.of(model, micro_batch_size=5)
-    def step(part):
-        part_loss = mean_loss(model, part.batch) * part.share
-        part_loss.backward()
-        return part_loss.item()
-
-    assert isinstance(step, AdaptiveStep)
-    losses = step(make_batch())
-    assert len(losses) == 3
-    assert sum(losses) == pytest.approx(loss, rel=ROUNDING)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
-
-
 # --- splits
-
-Pair = namedtuple("Pair", "inputs targets")
 
 
 class Regression(nn.Module):
@@ -224,75 +196,6 @@ def regression_data(num_rows: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(num_rows, 6, generator=generator)
     return inputs, torch.randn(num_rows, 2, generator=generator)
-
-
-SHAPES = {
-    "mapping": (lambda x, y: {"x": x, "y": y}, lambda batch: (batch["x"], batch["y"])),
-    "tuple": (lambda x, y: (x, y), lambda batch: batch),
-    "list": (lambda x, y: [x, y], lambda batch: batch),
-    "named tuple": (Pair, lambda batch: (batch.inputs, batch.targets)),
-    "tensor": (lambda x, y: torch.cat([x, y], 1), lambda batch: (batch[:, :6], batch[:, 6:])),
-    "nested": (
-        lambda x, y: {"in": (x, {"y": y})},
-        lambda batch: (batch["in"][0], batch["in"][1]["y"]),
-    ),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("micro_batch_size", [1, 4, 10])
-def test_batches_of_any_shape_are_split_by_rows(shape, micro_batch_size):
-    build, unpack = SHAPES[shape]
-    model = Regression()
-    batch = build(*regression_data())
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        inputs, targets = unpack(batch)
-        return mse_loss(model(inputs), targets)
-
-    expected, whole_loss = plain_gradients(model, batch, loss)
-    script = Script(model, loss=loss)
-    losses = AdaptiveStep(model, script, micro_batch_size=micro_batch_size)(batch)
-    assert script.rows == {1: [1] * 11, 4: [4, 4, 3], 10: [6, 5]}[micro_batch_size]
-    assert all(type(part.batch) is type(batch) for part in script.trained)
-    assert [part.is_last for part in script.trained] == [False] * (len(losses) - 1) + [True]
-    assert sum(part.share for part in script.trained) == pytest.approx(1.0)
-    assert float(sum(losses)) == pytest.approx(whole_loss, rel=ROUNDING)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
-
-
-def test_what_has_no_rows_stays_whole_and_texts_go_with_their_rows():
-    model = Regression()
-    inputs, targets = regression_data()
-    texts = [f"row {number}" for number in range(11)]
-    batch = {
-        "x": inputs,
-        "y": targets,
-        "texts": texts,
-        "scale": torch.tensor(2.0),
-        "name": "train",
-        "table": torch.eye(3),
-    }
-    script = Script(
-        model, loss=lambda model, batch: batch["scale"] * mse_loss(model(batch["x"]), batch["y"])
-    )
-    AdaptiveStep(model, script, micro_batch_size=4)(batch)
-    assert [text for part in script.trained for text in part.batch["texts"]] == texts
-    for part in script.trained:
-        assert part.batch["scale"] is batch["scale"]
-        assert part.batch["table"] is batch["table"]
-        assert part.batch["name"] == "train"
-        assert torch.equal(
-            part.batch["x"], inputs[[texts.index(text) for text in part.batch["texts"]]]
-        )
-
-
-def test_a_batch_without_a_tensor_is_refused():
-    model = Regression()
-    with pytest.raises(
-        SettingError, match=r"batch='dict': nothing in it shows the number of rows .*; give split="
-    ):
-        AdaptiveStep(model, Script(model))({"scale": 2.0})
 
 
 def test_parts_have_the_share_of_their_labels():
@@ -407,26 +310,6 @@ def test_a_weighted_mean_counts_the_weights_of_its_labels(dtype, is_tensor):
     assert relative_error(gradients_of(model), expected) <= rounding
 
 
-def test_parts_whose_labels_have_no_weight_are_left_out():
-    model = Classifier()
-    batch = classified_rows()
-    weight = torch.tensor([0.0, 0.0, 0.5])
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return cross_entropy(model(batch["x"]), batch["labels"], weight=weight)
-
-    expected, _ = plain_gradients(model, batch, loss)
-    script = Script(model, loss=loss)
-    AdaptiveStep(
-        model,
-        script,
-        micro_batch_size=1,
-        num_labels=lambda batch: weight[batch["labels"]].sum(),
-    )(batch)
-    assert len(script.trained) == int((batch["labels"] == 2).sum())
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
-
-
 @pytest.mark.parametrize(
     "count", [-0.5, float("nan"), float("inf"), 1j, "2", None, torch.tensor([1.5])]
 )
@@ -435,21 +318,6 @@ def test_labels_that_are_no_number_are_refused(count):
     step = AdaptiveStep(model, Script(model), micro_batch_size=4, num_labels=lambda batch: count)
     with pytest.raises(SettingError, match=r"^num_labels=.*returns a number, 0 or more"):
         step(regression_data())
-
-
-def test_a_function_may_change_the_batch_that_it_is_given():
-    """As recipes do that pop the labels, before memory runs out and in the check."""
-    model = decoder()
-    expected, _ = plain_gradients(model, make_batch())
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        labels = batch.pop("labels")
-        return mean_loss(model, {"tokens": batch.pop("tokens"), "labels": labels})
-
-    script = Script(model, loss=loss, most_rows=5)
-    AdaptiveStep(model, script)(make_batch())
-    assert script.rows[0] == 12
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
 # --- by tokens
@@ -625,15 +493,6 @@ def test_a_batch_may_keep_its_columns_and_names_the_treatment_of_each_key():
     assert whole.part([8])["tokens"].shape == (1, 16)
     assert rows.part([8])["tokens"].shape == (1, 3)
     assert "cut" not in whole.treatment
-
-
-def test_padding_in_front_is_not_cut():
-    model = decoder()
-    batch = masked_batch()
-    flipped = {key: batch[key].flip(1) for key in ("tokens", "labels", "attention_mask")}
-    script = Script(model)
-    AdaptiveStep(model, script, micro_batch_size=4)(flipped)
-    assert {part.batch["tokens"].shape[1] for part in script.trained} == {16}
 
 
 def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
@@ -922,24 +781,22 @@ def of_valid_rows(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch["x"])[batch["valid"]], batch["labels"][batch["valid"]])
 
 
+def with_table(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Add a table that happens to have as many entries as rows."""
+    return cross_entropy(model(batch["x"] + batch["table"].mean(0)), batch["labels"])
+
+
 def classified_rows() -> dict[str, torch.Tensor]:
     inputs, _ = regression_data()
-    return {"x": inputs, "labels": torch.arange(11) * 7 % 3, "valid": torch.arange(11) % 4 != 1}
+    return {
+        "x": inputs,
+        "labels": torch.arange(11) * 7 % 3,
+        "valid": torch.arange(11) % 4 != 1,
+        "table": torch.randn(11, 6, generator=torch.Generator().manual_seed(3)),
+    }
 
 
-def loss_of_parts(
-    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor]
-) -> float:
-    """Mean loss over rows, of parts of three rows."""
-    total = 0.0
-    with torch.no_grad():
-        for first in range(0, 11, 3):
-            part = {key: value[first : first + 3] for key, value in batch.items()}
-            total += float(loss(model, part)) * len(part["x"]) / 11
-    return total
-
-
-@pytest.mark.parametrize("loss", [class_weighted, contrastive, of_valid_rows])
+@pytest.mark.parametrize("loss", [class_weighted, contrastive, of_valid_rows, with_table])
 @pytest.mark.parametrize("because", ["micro_batch_size", "out of memory"])
 def test_a_loss_that_is_not_the_sum_of_its_parts_is_refused_before_anything_changes(loss, because):
     model = Classifier()
@@ -982,21 +839,14 @@ def summed(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch["x"]), batch["labels"], reduction="sum")
 
 
-def test_a_function_that_forgets_the_share_is_refused_and_a_sum_needs_none():
+def test_a_sum_needs_no_share():
     model = Classifier()
     batch = classified_rows()
-
-    def forgets(part: Part) -> None:
-        cross_entropy(model(part.batch["x"]), part.batch["labels"]).backward()
-
-    def adds_up(part: Part) -> None:
-        summed(model, part.batch).backward()
-
-    with pytest.raises(SettingError, match=r"multiply a mean by part\.share before backward"):
-        AdaptiveStep(model, forgets, micro_batch_size=4)(batch)
-    assert all(parameter.grad is None for parameter in model.parameters())
     expected, _ = plain_gradients(model, batch, summed)
-    AdaptiveStep(model, adds_up, micro_batch_size=4)(batch)
+    step = AdaptiveStep(
+        model, lambda part: summed(model, part.batch).backward(), micro_batch_size=4
+    )
+    step(batch)
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
@@ -1024,29 +874,6 @@ def test_what_only_a_later_batch_shows_is_refused_there_or_soon_after(in_batch):
     with pytest.raises(SettingError, match="so a split would train something else"):
         train()
     assert in_batch - 1 <= len(done) < 2 * in_batch
-
-
-def test_a_tensor_that_happens_to_have_as_many_entries_as_rows_is_refused():
-    model = Regression()
-    table = torch.randn(10, 6)
-
-    def with_table(part: Part) -> None:
-        inputs = part.batch["x"] + part.batch["table"].mean(0)
-        (mse_loss(model(inputs), part.batch["y"]) * part.share).backward()
-
-    step = AdaptiveStep(model, with_table, micro_batch_size=4)
-    inputs, targets = regression_data(10)
-    with pytest.raises(SettingError, match="so a split would train something else"):
-        step({"x": inputs, "y": targets, "table": table})
-
-
-def test_a_loss_that_compares_rows_may_run_whole():
-    model = Classifier()
-    batch = classified_rows()
-    script = Script(model, loss=contrastive)
-    expected, _ = plain_gradients(model, batch, contrastive)
-    AdaptiveStep(model, script, options=StepOptions(on_out_of_memory="raise"))(batch)
-    assert bits(gradients_of(model)) == bits(expected)
 
 
 class Normalized(nn.Module):
@@ -1425,16 +1252,6 @@ def test_a_size_above_what_fits_is_refused_by_the_search():
         step.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="192KiB")
 
 
-def test_a_row_that_does_not_fit_is_refused_by_the_search():
-    model = decoder()
-    step = AdaptiveStep(model, Script(model))
-    with pytest.raises(
-        DoesNotFitError,
-        match=r"one row of \d+ tokens needs .* KiB, cpu allows 28.50 KiB; shorten the rows",
-    ):
-        step.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="30KiB")
-
-
 def test_fewer_rows_fit_beside_the_gradients_of_other_parts_and_batches():
     found = {}
     for name, options in {
@@ -1493,6 +1310,10 @@ def test_a_lowered_limit_and_what_was_found_are_resumed():
         ({"micro_batch_tokens": "max"}, r"micro_batch_tokens='max': give auto, or a whole number"),
         ({"split": 3}, r"split=3: give a function"),
         ({"num_labels": 3}, r"num_labels=3: give a function"),
+        ({"statistics": 3}, r"statistics=3: give a function"),
+        ({"forward_backward": None}, r"forward_backward=None: give a function"),
+        ({"model": nn.ReLU()}, r"model=.ReLU.: give an nn.Module with parameters"),
+        ({"options": {"on_out_of_memory": "raise"}}, r"options=.*give StepOptions\(\.\.\.\)"),
         (
             {"options": StepOptions(max_grad_norm=1.0)},
             r"max_grad_norm=1.0: it is of AdaptiveLoop; clip between",
@@ -1504,37 +1325,13 @@ def test_a_lowered_limit_and_what_was_found_are_resumed():
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments, message):
-    model = decoder()
-    with pytest.raises(SettingError, match=message):
-        AdaptiveStep(model, Script(model), **arguments)
+    with pytest.raises(SettingError, match=f"^{message}"):
+        AdaptiveStep(**{"model": nn.Linear(2, 2), "forward_backward": print, **arguments})
 
 
-def test_a_step_needs_a_model_with_parameters_and_a_function():
-    with pytest.raises(SettingError, match=r"model=.ReLU.: give an nn.Module with parameters"):
-        AdaptiveStep(nn.ReLU(), lambda part: None)
-    with pytest.raises(SettingError, match="forward_backward=None: give a function"):
-        AdaptiveStep(decoder(), None)
-
-
-def test_a_sample_of_fewer_rows_than_it_was_asked_for_is_refused():
-    model = Regression()
-    optimizer = torch.optim.AdamW(model.parameters())
-    script = Script(model, loss=regression_loss)
-    few = regression_data(12)
-
-    def cut(num_rows: int) -> Any:
-        return tuple(tensor[:num_rows] for tensor in few)
-
-    def train(batch: Any) -> None:
-        script(Part(batch, len(batch[0])))
-
-    refusal = r"^sample='sample\(\d+\) of 12 rows': make as many"
-    with pytest.raises(SettingError, match=refusal):
-        AdaptiveStep(model, script).find_bound(optimizer, cut, device_memory="1GiB")
-    with pytest.raises(SettingError, match=refusal):
-        find_max_batch_size(model, optimizer, train, cut, device_memory="1GiB")
-    with pytest.raises(SettingError, match=r"^sample='sample\(1\) of 0 rows'"):
-        AdaptiveStep(model, script).find_bound(optimizer, lambda n: cut(0), device_memory="1GiB")
+def test_a_state_that_is_none_of_a_step_is_refused():
+    with pytest.raises(SettingError, match=r"give what state_dict\(\) of a step returned"):
+        AdaptiveStep(nn.Linear(2, 2), print).load_state_dict({})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ that have not.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,19 +15,14 @@ from support.losses import (
     CASES,
     Batch,
     Page,
-    distil_by_share,
-    divergences_of,
     forward_kl,
     ratio_over_batch,
-    rows_of,
     taken_gradients,
     token_losses_of,
     token_mean,
     whole_gradients_of,
 )
 from support.sharded_model import bits, relative_error
-from torch import nn
-from torch.nn.functional import kl_div, logsigmoid
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part, StepOptions
@@ -243,11 +237,6 @@ def test_statistics_that_do_not_add_up_are_refused(page, statistics, message):
     assert taken_gradients(page.model) == {}
 
 
-def test_statistics_are_a_function(page):
-    with pytest.raises(SettingError, match=r"statistics=3: give a function"):
-        AdaptiveStep(page.model, page.token_mean, statistics=3)
-
-
 def test_means_of_parts_are_no_statistics_and_refused(page):
     """They add up to another ratio than that of the whole batch."""
 
@@ -266,317 +255,75 @@ def test_means_of_parts_are_no_statistics_and_refused(page):
         step(page.batch(LENGTHS))
 
 
-def contrastive(page: Page) -> Callable[[Part], None]:
-    def forward_backward(part: Part) -> None:
-        states = page.model(part.batch["tokens"]).mean(dim=1)
-        scores = states @ states.T
-        targets = torch.arange(part.num_rows)
-        (nn.functional.cross_entropy(scores, targets) * part.share).backward()
-
-    return forward_backward
+# --- what threads of other projects report: their formula is another step if it is split
 
 
-def test_a_loss_that_compares_rows_is_refused(page):
-    step = AdaptiveStep(page.model, contrastive(page), micro_batch_size=2)
-    with pytest.raises(SettingError, match="a loss that compares rows"):
-        step(page.batch(LENGTHS))
+def divided_again(page: Page, part: Batch, batch: Batch, num_parts: int) -> torch.Tensor:
+    """The sum over tokens, divided by those of the batch and by the number of parts."""
+    return torch.cat(token_losses_of(page, part)).sum() / page.completion_tokens(batch) / num_parts
 
 
-# --- what threads of other projects report: their formula is wrong, and refused; ours is right
+def ratio_of_part(page: Page, part: Batch, batch: Batch, num_parts: int) -> torch.Tensor:
+    share = page.completion_tokens(part) / page.completion_tokens(batch)
+    return ratio_over_batch(page, part) * share
 
 
-def part_batches(batch: Batch, num_rows: int) -> list[Batch]:
-    """The parts of a batch, of so many rows."""
-    num_all = len(batch["tokens"])
-    return [
-        {key: tensor[first : first + num_rows] for key, tensor in batch.items()}
-        for first in range(0, num_all, num_rows)
-    ]
+# Thread: loss of the whole batch, loss of a part as the thread computes it, and the factor of the
+# gradient of three parts of equal means.
+THREADS = {
+    "verl 7200": (forward_kl, lambda page, part, batch, num_parts: forward_kl(page, part), 3),
+    "verl 7321": (token_mean, lambda page, part, batch, num_parts: token_mean(page, part), 3),
+    "ms-swift 10117, trl 5619, unsloth-zoo 1023": (token_mean, divided_again, 1 / 3),
+    "twinkle 292": (
+        token_mean,
+        lambda page, part, batch, num_parts: (
+            token_mean(page, part) * len(part["tokens"]) / len(batch["tokens"])
+        ),
+        1,
+    ),
+    "trl 4719": (
+        token_mean,
+        lambda page, part, batch, num_parts: token_mean(page, part) / num_parts,
+        1,
+    ),
+    "Soup 932": (
+        forward_kl,
+        lambda page, part, batch, num_parts: forward_kl(page, part) / num_parts,
+        1,
+    ),
+    "NeMo-RL 4172": (ratio_over_batch, ratio_of_part, None),
+}
 
 
-def kl_mean(page: Page, batch: Batch) -> torch.Tensor:
-    """Forward KL, a mean over the tokens of a batch."""
-    return divergences_of(page, batch).mean()
-
-
-def check_thread(
-    page: Page,
-    batch: Batch,
-    *,
-    theirs: Callable[[Page, Batch, int], torch.Tensor],
-    whole: Callable[[Page, Batch], torch.Tensor],
-    ours: Callable[[Part], Any],
-    num_rows: int = 1,
-    shows_in_few_rows: bool = True,
-    **arguments: Any,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Assert that a step with our function has the gradient of the whole batch, that parts with the
-    thread's formula have another, and that the check of a split refuses it.
-
-    Args:
-        page: with the model.
-        batch: batch of rows.
-        theirs: loss of a part as the thread computes it, which is told how many parts there are.
-        whole: loss of the whole batch.
-        ours: function for a part.
-        num_rows: rows of a part.
-        shows_in_few_rows: whether some rows show it, and not the whole batch alone.
-        arguments: what our step is given.
-
-    Returns:
-        The gradients of the whole batch, and those of the thread's formula.
-    """
-    expected, _ = whole_gradients_of(page, whole, batch)
-    parts = part_batches(batch, num_rows)
-    # Of one part the formula is right: it is the split that changes it.
-    one_part, _ = whole_gradients_of(page, lambda page, batch: theirs(page, batch, 1), batch)
-    assert relative_error(one_part, expected) <= EXACT
-    for part in parts:
-        theirs(page, part, len(parts)).backward()
-    wrong = taken_gradients(page.model)
-    assert relative_error(wrong, expected) > 0.01
-    step = AdaptiveStep(page.model, ours, micro_batch_size=num_rows, **arguments)
-    step(batch)
-    assert relative_error(taken_gradients(page.model), expected) <= EXACT
+@pytest.mark.parametrize(("whole", "theirs", "factor"), THREADS.values(), ids=THREADS)
+def test_the_formula_of_a_thread_changes_the_gradient_of_a_batch_that_is_split(
+    page, whole, theirs, factor
+):
+    for lengths in ([9] * 6, LENGTHS):
+        batch = page.batch(lengths)
+        expected, _ = whole_gradients_of(page, whole, batch)
+        one_part, _ = whole_gradients_of(
+            page, lambda page, batch: theirs(page, batch, batch, 1), batch
+        )
+        assert relative_error(one_part, expected) <= EXACT
+        parts = [
+            {key: tensor[first : first + 2] for key, tensor in batch.items()}
+            for first in range(0, len(lengths), 2)
+        ]
+        for part in parts:
+            theirs(page, part, batch, len(parts)).backward()
+        found = taken_gradients(page.model)
+        if factor and lengths != LENGTHS:
+            scaled = {name: factor * gradient for name, gradient in expected.items()}
+            assert relative_error(found, scaled) <= EXACT
+        else:
+            assert relative_error(found, expected) > 0.01
 
     def formula(part: Part) -> None:
-        num_parts = 1 if part.num_rows == len(batch["tokens"]) else len(parts)
-        theirs(page, part.batch, num_parts).backward()
+        num_parts = 1 if part.num_rows == len(LENGTHS) else len(parts)
+        theirs(page, part.batch, batch, num_parts).backward()
 
-    if shows_in_few_rows:
-        refused = AdaptiveStep(page.model, formula, micro_batch_size=num_rows)
+    # A part of few rows does not show that it is divided once more.
+    if theirs is not divided_again:
         with pytest.raises(SettingError, match="so a split would train something else"):
-            refused(batch)
-    return expected, wrong
-
-
-def scaled(gradients: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
-    return {name: factor * gradient for name, gradient in gradients.items()}
-
-
-def test_verl_7200_distillation_is_not_a_sum_of_means_of_parts(page):
-    batch = page.batch(LENGTHS)
-    _, wrong = check_thread(
-        page,
-        batch,
-        theirs=lambda page, part, num_parts: kl_mean(page, part),
-        whole=forward_kl,
-        ours=distil_by_share(page),
-        num_labels=page.completion_tokens,
-    )
-
-    def sum_of_sequence_means(page: Page, batch: Batch) -> torch.Tensor:
-        return torch.stack([kl_mean(page, row) for row in rows_of(batch)]).sum()
-
-    of_sequences, _ = whole_gradients_of(page, sum_of_sequence_means, batch)
-    assert relative_error(wrong, of_sequences) <= EXACT
-
-
-def test_verl_7321_tokens_are_those_of_the_batch_and_not_of_the_part(page):
-    def agg_loss(page: Page, part: Batch, num_parts: int) -> torch.Tensor:
-        losses = torch.cat(token_losses_of(page, part))
-        return losses.sum() / len(losses)
-
-    check_thread(
-        page,
-        page.batch(LENGTHS),
-        theirs=agg_loss,
-        whole=token_mean,
-        ours=page.token_mean,
-        num_rows=2,
-        num_labels=page.completion_tokens,
-    )
-
-
-def divided_again(num_tokens: int) -> Callable[[Page, Batch, int], torch.Tensor]:
-    """The sum over tokens, divided by those of the batch and by the number of parts."""
-
-    def loss(page: Page, part: Batch, num_parts: int) -> torch.Tensor:
-        return torch.cat(token_losses_of(page, part)).sum() / num_tokens / num_parts
-
-    return loss
-
-
-def test_ms_swift_10117_dapo_is_not_divided_by_accumulation_once_more(page):
-    batch = page.batch(LENGTHS)
-    expected, wrong = check_thread(
-        page,
-        batch,
-        theirs=divided_again(int(page.completion_tokens(batch))),
-        shows_in_few_rows=False,
-        whole=token_mean,
-        ours=page.token_mean,
-        num_rows=2,
-        num_labels=page.completion_tokens,
-    )
-    assert relative_error(wrong, scaled(expected, 1 / 4)) <= EXACT
-
-
-def test_trl_5619_dapo_needs_no_number_of_parts(page):
-    """The thread asks for the division that the loss of TRL's GRPO has."""
-    batch = page.batch([9] * 6)
-    expected, wrong = check_thread(
-        page,
-        batch,
-        theirs=divided_again(int(page.completion_tokens(batch))),
-        shows_in_few_rows=False,
-        whole=token_mean,
-        ours=page.token_mean,
-        num_labels=page.completion_tokens,
-    )
-    assert relative_error(wrong, scaled(expected, 1 / 6)) <= EXACT
-
-
-class BinaryPolicy(nn.Module):
-    """A policy of one parameter that chooses an action with probability 1/2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logit = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def token_losses(self, batch: Batch) -> torch.Tensor:
-        log_prob = logsigmoid(self.logit)
-        ratio = (log_prob - log_prob.detach()).exp()
-        return -ratio * batch["advantages"][:, None] * batch["completion_mask"]
-
-
-def test_twinkle_292_means_over_tokens_are_not_weighted_by_rows():
-    """Responses of 1 and 3 tokens, with advantages 1 and -1: loss 0.5, gradient 0.25."""
-    lengths = torch.tensor([1, 3])
-    batch = {
-        "completion_mask": torch.arange(3) < lengths[:, None],
-        "advantages": torch.tensor([1.0, -1.0], dtype=torch.float64),
-    }
-    policy = BinaryPolicy()
-
-    def mean_loss(part: Part) -> float:
-        mean = policy.token_losses(part.batch).sum() / part.batch["completion_mask"].sum()
-        loss = mean * part.share
-        loss.backward()
-        return loss.item()
-
-    def taken() -> float:
-        gradient = float(policy.logit.grad)
-        policy.zero_grad()
-        return gradient
-
-    by_rows = [
-        mean_loss(Part({key: tensor[row : row + 1] for key, tensor in batch.items()}, 1, share=0.5))
-        for row in range(2)
-    ]
-    assert (sum(by_rows), taken()) == (0.0, 0.0)
-    step = AdaptiveStep(
-        policy,
-        mean_loss,
-        micro_batch_size=1,
-        num_labels=lambda batch: batch["completion_mask"].sum(),
-    )
-    assert (sum(step(batch)), taken()) == (0.5, 0.25)
-    refused = AdaptiveStep(policy, mean_loss, micro_batch_size=1)
-    with pytest.raises(SettingError, match="so a split would train something else"):
-        refused(batch)
-
-
-def test_trl_4719_gkd_is_no_mean_of_means(page):
-    def jensen_shannon(page: Page, batch: Batch) -> torch.Tensor:
-        """The divergence of each token of the completions, half-way between the two models."""
-        of_tokens = []
-        for row in rows_of(batch):
-            inputs = row["tokens"][:, :-1]
-            student = page.model(inputs).log_softmax(-1)
-            teacher = page.reference(inputs).log_softmax(-1)
-            middle = torch.logaddexp(student, teacher) - math.log(2)
-            divergence = kl_div(middle, student, reduction="none", log_target=True)
-            divergence = divergence + kl_div(middle, teacher, reduction="none", log_target=True)
-            of_tokens.append(divergence.sum(-1)[row["completion_mask"][:, 1:]] / 2)
-        return torch.cat(of_tokens)
-
-    def ours(part: Part) -> None:
-        (jensen_shannon(page, part.batch).mean() * part.share).backward()
-
-    check_thread(
-        page,
-        page.batch(LENGTHS),
-        theirs=lambda page, part, num_parts: jensen_shannon(page, part).mean() / num_parts,
-        whole=lambda page, batch: jensen_shannon(page, batch).mean(),
-        ours=ours,
-        num_labels=page.completion_tokens,
-    )
-
-
-def test_soup_932_parts_of_distillation_are_not_weighted_alike(page):
-    expected, wrong = check_thread(
-        page,
-        page.batch([4, 14, 5, 12]),
-        theirs=lambda page, part, num_parts: kl_mean(page, part) / num_parts,
-        whole=forward_kl,
-        ours=distil_by_share(page),
-        num_rows=2,
-        num_labels=page.completion_tokens,
-    )
-    differs = torch.cat(
-        [
-            ~torch.isclose(wrong[name], gradient, rtol=1e-4, atol=0.0).flatten()
-            for name, gradient in expected.items()
-        ]
-    )
-    assert differs.double().mean() > 0.94
-
-
-def test_nemo_rl_4172_a_ratio_is_that_of_the_batch_and_not_of_the_part(page):
-    batch = page.batch(LENGTHS)
-    num_tokens = int(page.completion_tokens(batch))
-
-    def ratio_of_part(page: Page, part: Batch, num_parts: int) -> torch.Tensor:
-        share = int(page.completion_tokens(part)) / num_tokens
-        return ratio_over_batch(page, part) * share
-
-    check_thread(
-        page,
-        batch,
-        theirs=ratio_of_part,
-        whole=ratio_over_batch,
-        ours=page.distill,
-        num_rows=2,
-        num_labels=page.completion_tokens,
-        statistics=page.sums,
-    )
-
-
-def test_a_ratio_of_a_part_that_changes_the_loss_is_refused(page):
-    def ratio_of_part(part: Part) -> None:
-        cross_entropy, divergence = page.distillation_losses(part.batch)
-        ratio = (divergence / cross_entropy).detach()
-        mean = (cross_entropy + ratio * divergence) / page.completion_tokens(part.batch)
-        (mean * part.share).backward()
-
-    step = AdaptiveStep(
-        page.model, ratio_of_part, micro_batch_size=2, num_labels=page.completion_tokens
-    )
-    with pytest.raises(SettingError, match="so a split would train something else"):
-        step(page.batch(LENGTHS))
-
-
-@pytest.mark.parametrize("times", ["n", "1/n"])
-def test_unsloth_zoo_1023_a_loss_is_divided_once(page, times):
-    """By the labels of the step and by accumulation too, or by neither: parts of equal means."""
-    batch = page.batch([9] * 6)
-    num_tokens = int(page.completion_tokens(batch))
-    theirs = divided_again(num_tokens)
-    if times == "n":
-
-        def theirs(page: Page, part: Batch, num_parts: int) -> torch.Tensor:
-            return token_mean(page, part)
-
-    expected, wrong = check_thread(
-        page,
-        batch,
-        theirs=theirs,
-        shows_in_few_rows=times == "n",
-        whole=token_mean,
-        ours=page.token_mean,
-        num_rows=2,
-        num_labels=page.completion_tokens,
-    )
-    factor = {"n": 3.0, "1/n": 1 / 3}[times]
-    assert relative_error(wrong, scaled(expected, factor)) <= EXACT
+            AdaptiveStep(page.model, formula, micro_batch_size=2)(batch)

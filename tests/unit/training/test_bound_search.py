@@ -341,6 +341,10 @@ def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_searc
     step = AdaptiveStep(training.model, lambda part: training.forward_backward(part.batch))
     with pytest.raises(SettingError, match=says):
         step.find_bound(training.optimizer, lambda number: same)
+    with pytest.raises(SettingError, match=r"^sample='sample\(1\) of 0 rows'"):
+        step.find_bound(
+            training.optimizer, lambda _: {key: value[:0] for key, value in same.items()}
+        )
 
 
 @pytest.mark.parametrize(

@@ -110,17 +110,6 @@ def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
     assert relative_error(found, [parameter.grad for parameter in net.parameters()]) <= 1e-7
 
 
-def test_micro_batches_are_weighted_by_their_label_tokens():
-    """The mean of their means would be another gradient."""
-    batch = [row(3, seed=1), row(16, masked=2, seed=2), row(9, masked=7, seed=3)]
-    _, expected = gradients(batch, MicroBatchLimit(3))
-    _, found = gradients(batch, MicroBatchLimit(1))
-    each = [gradients([one], MicroBatchLimit(1))[1] for one in batch]
-    mean_of_means = [sum(part) / len(batch) for part in zip(*each, strict=True)]
-    assert relative_error(found, expected) <= 1e-12
-    assert relative_error(mean_of_means, expected) > 0.01
-
-
 @pytest.mark.parametrize(
     "capacity", [MicroBatchLimit(4), MicroBatchLimit(1), MicroBatchLimit(20, "tokens")], ids=str
 )
@@ -325,8 +314,3 @@ def test_the_sample_of_a_retried_step_is_of_the_attempt_that_went_well():
     assert runs == [2, 2, 1, 1, 1, 1]
     undisturbed, _ = gradients(UNEQUAL, MicroBatchLimit(1), measures_noise=True)
     assert numbers(replayed.noise) == numbers(undisturbed.noise)
-
-
-def test_with_the_optimizer_in_backward_no_gradient_is_left_to_measure():
-    with pytest.raises(AssertionError, match="no gradients to measure"):
-        runner(model(), MicroBatchLimit(1), scale_gradients=False, measures_noise=True)

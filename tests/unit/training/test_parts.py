@@ -163,6 +163,10 @@ EXACT = {
             batch[1],
         ),
     ),
+    "a tensor": (
+        torch.randn(4, 4, generator=random),
+        lambda model, batch: model.linear(batch).square().mean(),
+    ),
     "a list of mappings": (GRAPHS, of_graphs),
     "mappings whose tensors are as long": (
         [{**graph, "x": graph["x"][:2], "y": graph["y"][None]} for graph in GRAPHS],

@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
     MultiplicativeLR,
-    ReduceLROnPlateau,
     StepLR,
 )
 
@@ -135,27 +134,6 @@ def test_what_accelerate_wraps_is_seen_through():
     )
     rates = stepped_rates(one, lambda number: one.scheduler.step())
     assert rates == pytest.approx([RATE * factor(step) for step in range(5)], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"]
-)
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda optimizer: StepLR(optimizer, 2),
-        lambda optimizer: CosineAnnealingLR(optimizer, 5),
-        ReduceLROnPlateau,
-    ],
-    ids=["StepLR", "CosineAnnealingLR", "ReduceLROnPlateau"],
-)
-def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
-    remedy = (
-        r"it keeps its own count; leave it out here and step it in your own loop after"
-        r" optimizer\.step\(\)"
-    )
-    with pytest.raises(SettingError, match=rf"^lr_scheduler='[A-Z]\w+': {remedy}"):
-        with_scheduler(build, wrap)
 
 
 def test_a_step_that_the_script_leaves_out_leaves_its_rate_too():

@@ -19,7 +19,6 @@ from support.loops import (
     classes,
     of_ranks,
     peak_by_hand,
-    seed_all,
     sizes,
     train,
     training,
@@ -47,7 +46,7 @@ from adaptive_batch.errors import (
     SettingError,
 )
 from adaptive_batch.schedules import at_epochs
-from adaptive_batch.training import AdaptiveLoop, StepOptions
+from adaptive_batch.training import AdaptiveLoop
 from adaptive_batch.training.parts import LabelCounter
 from adaptive_batch.training.split_check import SplitCheck
 
@@ -89,19 +88,6 @@ def test_finding_the_bound_leaves_no_trace(steps_before):
         one.loop.progress,
         one.loop.batch_size,
     ) == before
-
-
-def test_training_after_a_search_is_training_without_one():
-    one, other = (training(model=Decoder(draws=True)) for _ in range(2))
-    for each in (one, other):
-        seed_all()
-        if each is one:
-            one.loop.find_bound(device_memory="1GiB")
-        train(each)
-    assert (
-        training_state(one.model, one.optimizer)["parameters"]
-        == training_state(other.model, other.optimizer)["parameters"]
-    )
 
 
 def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro_batches():
@@ -383,34 +369,6 @@ def test_a_classifier_trains_as_it_does_by_hand(kind):
         assert torch.allclose(parameter, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 5])
-def test_a_class_weighted_mean_trains_as_it_does_by_hand(micro_batch_size):
-    options, rows = classes("mappings")
-    net = nn.Linear(5, 3).double()
-    weight = torch.tensor([1.0, 5.0, 0.25], dtype=torch.float64)
-
-    def mean_loss(batch: Any) -> torch.Tensor:
-        return cross_entropy(net(batch["point"].double()), batch["labels"], weight=weight)
-
-    one = training(
-        model=net,
-        rows=rows,
-        mean_loss=mean_loss,
-        num_labels=lambda batch: weight[batch["labels"]].sum(),
-        batch_size=12,
-        micro_batch_size=micro_batch_size,
-        row_length=1,
-        **options,
-    )
-    rows_of_step = next(iter(one.loop))
-    batch = options["collate"](rows_of_step)
-    (expected,) = torch.autograd.grad(mean_loss(batch), net.weight)
-    result = one.loop.run(rows_of_step)
-    assert torch.allclose(net.weight.grad, expected, rtol=1e-12, atol=1e-14)
-    assert result.loss == pytest.approx(mean_loss(batch).item(), rel=1e-6)
-    assert result.num_labels == pytest.approx(weight[batch["labels"]].sum().item())
-
-
 def test_labels_of_sequences_are_counted_after_the_shift():
     """Or before it, if the check of the first split shows that; what has none counts its rows."""
     labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
@@ -512,15 +470,6 @@ def test_rows_that_cannot_be_packed_are_refused(rows: list[Any], says: str) -> N
         llama(rows=rows, micro_batch_layout="packed", row_length=len)
 
 
-def test_an_unknown_layout_or_objective_is_refused() -> None:
-    with pytest.raises(
-        SettingError, match=r"^micro_batch_layout='loose': give one of padded, grouped, packed$"
-    ):
-        StepOptions(micro_batch_layout="loose")
-    with pytest.raises(SettingError, match=r"^objective='fast': give one of throughput, largest$"):
-        llama(micro_batch_tokens="auto").loop.find_bound(objective="fast")
-
-
 def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
     one = llama(micro_batch_tokens="auto")
     before = training_state(one.model, one.optimizer)
@@ -618,15 +567,6 @@ def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(
     again.loop.load_state_dict(one.loop.state_dict())
     assert again.loop._step.sizer.layout.kind == "padded"
     assert again.loop._step.sizer.throughput is None
-
-
-def test_the_largest_is_taken_where_that_is_asked_for() -> None:
-    one = llama(micro_batch_tokens="auto")
-    found = one.loop.find_bound(device_memory="1GiB", maximum=8, objective="largest")
-    assert found.throughput is None
-    assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(
-        len(row["tokens"]) for row in ROWS
-    )
 
 
 def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():
