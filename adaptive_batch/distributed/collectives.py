@@ -19,10 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import RankLostError
-
-private = PrivateNames("memory estimates of several ranks")
 
 _IS_AVAILABLE = dist.is_available()
 if _IS_AVAILABLE:
@@ -153,8 +150,7 @@ def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterato
         yield
         return
     assert not has_group(), "there is a process group already"
-    fake = private("torch.testing._internal.distributed.fake_pg", "FakeStore")
-    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", rank=0, world_size=world_size)
     _ranks_of_a_model = ranks_of_a_model
     try:
         yield

@@ -10,7 +10,7 @@ learn where all ranks count their label tokens that it is to be retried.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from adaptive_batch._torch import PrivateNames
+from adaptive_batch.errors import TorchVersionError
 
 from . import collectives as distributed
 
@@ -36,6 +37,9 @@ class Sharding:
         syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones
             until the last.
 
+    Raises:
+        TorchVersionError: torch is older than 2.13, and the model has FSDP modules.
+
     Attributes:
         is_sharded: the model has FSDP modules, and several ranks share it.
         reduces_in_backward: the last micro-batch alone is one that ranks run together.
@@ -48,6 +52,12 @@ class Sharding:
     ) -> None:
         # On one rank too: a forward that failed leaves them in its midst there as well.
         self._modules = _fsdp_modules(model)
+        if self._modules and not hasattr(self._modules[0], "reset_iter_state"):
+            raise TorchVersionError(
+                f"torch {torch.__version__} cannot reset FSDP2 after a step that failed:"
+                " pip install 'torch>=2.13'"
+            )
+        self._states = [module._get_fsdp_state() for module in self._modules]
         self._syncs_every = syncs_every_micro_batch
         self._finishes = finishes
         self.is_sharded = bool(self._modules) and distributed.world_size() > 1
@@ -56,7 +66,7 @@ class Sharding:
         self._calls: list[Callable[[], object]] = []
         self._is_running = False
         self._is_inside = False
-        for group in self._param_groups() if self.is_sharded else ():
+        for group in _param_groups(self._states) if self.is_sharded else ():
             private(group, "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params")
             group._all_gather_comm = _Recorded(group._all_gather_comm, self)
             group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
@@ -163,20 +173,14 @@ class Sharding:
         unsharded dropped.
         """
         for root in self._roots():
-            # Since torch 2.12.
-            if hasattr(root, "_reset_iter_state"):
-                groups = chain.from_iterable(map(_groups, root._state_ctx.all_states))
-                sharded = [
-                    parameter.sharded_param
-                    for parameter in chain.from_iterable(group.fsdp_params for group in groups)
-                ]
-                gradients = [parameter.grad for parameter in sharded]
-                root._reset_iter_state()
-                # torch 2.15 drops reduced gradients too.
-                for parameter, gradient in zip(sharded, gradients, strict=True):
-                    parameter.grad = gradient
-            else:
-                _reset(root)
+            parameters = _fsdp_parameters(root._state_ctx.all_states)
+            sharded = [parameter.sharded_param for parameter in parameters]
+            gradients = [parameter.grad for parameter in sharded]
+            # FSDPModule.reset_iter_state() of a root that may lie outside of this model.
+            root._reset_iter_state()
+            # torch 2.15 drops reduced gradients too.
+            for parameter, gradient in zip(sharded, gradients, strict=True):
+                parameter.grad = gradient
         for parameter in self._fsdp_parameters():
             # Before torch 2.15, where it is the gradient below.
             if "unsharded_accumulated_grad" in vars(parameter):
@@ -187,8 +191,9 @@ class Sharding:
     def unsharded_parameters(self) -> Iterator[torch.Tensor]:
         """Yield the whole parameters that forward and backward run with."""
         for parameter in self._fsdp_parameters():
-            if hasattr(parameter, "_unsharded_param"):
-                yield parameter._unsharded_param
+            # It is made by the first forward.
+            if hasattr(parameter, "unsharded_param"):
+                yield parameter.unsharded_param
 
     def kept_gradients(self) -> Iterator[torch.Tensor]:
         """Yield the unsharded gradients that are there between two micro-batches."""
@@ -196,28 +201,21 @@ class Sharding:
             if parameter.unsharded_accumulated_grad is not None:
                 yield parameter.unsharded_accumulated_grad
             elif (
-                hasattr(parameter, "_unsharded_param")
-                and parameter._unsharded_param.grad is not None
+                hasattr(parameter, "unsharded_param") and parameter.unsharded_param.grad is not None
             ):
-                yield parameter._unsharded_param.grad
+                yield parameter.unsharded_param.grad
 
     def _roots(self) -> list[Any]:
         """The states of those modules that are the outermost of what has run; one may lie outside
         of this model.
         """
-        states = [module._get_fsdp_state() for module in self._modules]
         # FSDP sets itself up when it first runs.
-        contexts = [state._state_ctx for state in states if state._is_root is not None]
+        contexts = [state._state_ctx for state in self._states if state._is_root is not None]
         together = chain.from_iterable(context.all_states for context in contexts)
         return list({id(state): state for state in together if state._is_root}.values())
 
     def _fsdp_parameters(self) -> Iterator[Any]:
-        for group in self._param_groups():
-            yield from group.fsdp_params
-
-    def _param_groups(self) -> Iterator[Any]:
-        for module in self._modules:
-            yield from _groups(module._get_fsdp_state())
+        return _fsdp_parameters(self._states)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -318,37 +316,10 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def _groups(state: Any) -> list[Any]:
-    """The groups of parameters of an FSDP module, which are gathered together."""
-    # Since torch 2.12.
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    if state._fsdp_param_group is None:
-        return []
-    return [state._fsdp_param_group]
+def _param_groups(states: Iterable[Any]) -> Iterator[Any]:
+    """Return the groups of parameters that FSDP gathers together."""
+    return chain.from_iterable(state._fsdp_param_groups for state in states)
 
 
-def _reset(root: Any) -> None:
-    """What ``FSDPModule.reset_iter_state`` does, for a torch that has none."""
-    for state in root._state_ctx.all_states:
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        state._comm_ctx.all_gather_state = None
-        state._comm_ctx.reduce_scatter_state = None
-        state._comm_ctx.post_forward_order.clear()
-        state._modules_to_run_forward.clear()
-        for group in _groups(state):
-            if (
-                group._all_gather_result is not None
-                and group._all_gather_result.all_gather_work is not None
-            ):
-                group._all_gather_result.all_gather_work.wait()
-            group._all_gather_result = None
-            group._post_reduce_event = None
-            group._reshard_after_forward_event = None
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = idle
-            group._to_sharded()
+def _fsdp_parameters(states: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(group.fsdp_params for group in _param_groups(states))

@@ -338,13 +338,13 @@ def _whole_on_rank_zero(tree: Any) -> Any:
     A collective.
     """
 
-    def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+    def gathered(_: object, tensor: torch.Tensor) -> torch.Tensor | None:
         whole = distributed.whole_tensor(tensor)
         if not distributed.is_rank_zero():
             return None
         return whole.cpu()
 
-    return map_leaves(lambda _, tensor: gathered(tensor), tree, torch.Tensor)
+    return map_leaves(gathered, tree, torch.Tensor)
 
 
 def _holds_low_bit(tree: Any) -> bool:
@@ -352,5 +352,8 @@ def _holds_low_bit(tree: Any) -> bool:
 
     Such states are torchao's.
     """
-    parts = (tensor.to_local() for tensor in tensors_in(tree) if isinstance(tensor, DTensor))
-    return any(hasattr(part, "__tensor_flatten__") for part in parts)
+    return any(
+        hasattr(tensor.to_local(), "__tensor_flatten__")
+        for tensor in tensors_in(tree)
+        if isinstance(tensor, DTensor)
+    )

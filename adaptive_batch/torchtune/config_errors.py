@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -135,8 +135,8 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
     elif isinstance(error, OmegaConfBaseException):
         as_written = None
         if isinstance(error, InterpolationResolutionError) and error.parent_node is not None:
-            node = error.parent_node._get_node(error.key)
-            as_written = node._value() if isinstance(node, Node) else None
+            written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
+            as_written = written[error.key]
         remedy = f"{str(error).partition(chr(10))[0]}; give it a value of its own"
         plain = SettingError(str(error.full_key or error.key or "config"), as_written, remedy)
     elif isinstance(error, InstantiationError):

@@ -12,9 +12,10 @@ from types import NoneType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
+from torch.utils.data import ConcatDataset
 from torchtune import config
 from torchtune.data import padded_collate_packed
-from torchtune.datasets import ConcatDataset
+from torchtune.datasets import PackedDataset
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLayout, count_rows, longest_rows, plan_token_batches
@@ -118,9 +119,7 @@ class Data:
         self.packed = packed
         self.tokenizer = tokenizer
         pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
-        first = dataset
-        if isinstance(dataset, ConcatDataset):
-            first = dataset._datasets[0]
+        first = dataset.datasets[0] if isinstance(dataset, ConcatDataset) else dataset
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
         self.collator = Collator(job, pad_id=pad_id, packed=packed)
@@ -380,13 +379,10 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
     if not isinstance(blocks, ListConfig):
         return _built(key, blocks, tokenizer), bool(blocks.get("packed", False))
     datasets = [_built(key, block, tokenizer) for block in blocks]
-    try:
-        dataset = ConcatDataset(datasets)
-    except ValueError as error:
-        raise SettingError(
-            key, _names(blocks), f"{one_line(error).rstrip('.')}; set packed alike in all"
-        ) from error
-    return dataset, bool(dataset.packed)
+    are_packed = {isinstance(dataset, PackedDataset) for dataset in datasets}
+    if len(are_packed) != 1:
+        raise SettingError(key, _names(blocks), "give datasets that are all packed, or none")
+    return ConcatDataset(datasets), are_packed.pop()
 
 
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:

@@ -334,11 +334,11 @@ class EpochCheckpoints:
         if epoch:
             overrides["checkpoint_files"] = [str(path.resolve()) for path in epoch.weights]
         check_output_dir(self._output_dir, key="checkpointer.output_dir")
-        base = Path(cfg.checkpoint_dir)
-        if not base.is_dir():
+        self._base = Path(cfg.checkpoint_dir)
+        if not self._base.is_dir():
             raise SettingError(
                 "checkpointer.checkpoint_dir",
-                str(base),
+                str(self._base),
                 "there is no such folder; see `tune download`",
             )
         try:
@@ -473,7 +473,7 @@ class EpochCheckpoints:
                 continue
             in_safetensors = path.suffix == ".safetensors"
             adapters = load_file(path) if in_safetensors else torch.load(path, weights_only=True)
-            config = self._checkpointer._config
+            config = json.loads((self._base / "config.json").read_text())
             heads = {
                 "q_proj": config["num_attention_heads"],
                 "k_proj": config["num_key_value_heads"],

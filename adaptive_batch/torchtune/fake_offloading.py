@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -69,9 +68,8 @@ class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
         _init(self, use_pin_memory=False)
 
 
-@contextmanager
-def offloading_fake_tensors() -> Iterator[None]:
-    """Context manager: torchtune offloads fake tensors in what is set up inside."""
-    module = sys.modules[OffloadActivations.__module__]
-    with replaced(module, OffloadActivations=FakeOffloadActivations):
-        yield
+def offloading_fake_tensors() -> AbstractContextManager[None]:
+    """Return a context manager: torchtune offloads fake tensors in what is set up inside."""
+    # The module that makes the context manager of a step.
+    offloading = sys.modules[OffloadActivations.__module__]
+    return replaced(offloading, OffloadActivations=FakeOffloadActivations)

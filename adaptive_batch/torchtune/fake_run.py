@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 from torchtune.data import padded_collate_packed
-from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
+from torchtune.modules import attention_utils
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
@@ -294,7 +294,7 @@ def expected_curve(
     )
     with own_compiler(cfg):
         run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
-        if run.data.packed and _SUPPORTS_FLEX_ATTENTION:
+        if run.data.packed and hasattr(attention_utils, "flex_attention"):
             raise SettingError(
                 "dataset.packed",
                 True,

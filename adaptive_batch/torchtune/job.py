@@ -96,7 +96,7 @@ class Job:
         Torch keeps it for each thread, so training belongs to the thread that sets this up.
         """
         settings = self.settings
-        partitioner = _partitioner_config()
+        partitioner = private("torch._functorch.config", "activation_memory_budget")
         if partitioner.activation_memory_budget != settings.activation_memory_budget:
             # A graph of another budget would be taken as it is.
             torch.compiler.reset()
@@ -254,7 +254,7 @@ def own_compiler(cfg: DictConfig) -> Iterator[None]:
     if not cfg.get("compile", False):
         yield
         return
-    partitioner = _partitioner_config()
+    partitioner = private("torch._functorch.config", "activation_memory_budget")
     budget = partitioner.activation_memory_budget
     is_static = torch.compiler.config.assume_static_by_default
     try:
@@ -262,11 +262,6 @@ def own_compiler(cfg: DictConfig) -> Iterator[None]:
     finally:
         partitioner.activation_memory_budget = budget
         torch.compiler.config.assume_static_by_default = is_static
-
-
-def _partitioner_config() -> Any:
-    """Return the settings of torch's partitioner."""
-    return private("torch._functorch.config", "activation_memory_budget")
 
 
 def _if_it_can_be_built(build: Callable[[], T]) -> T | None:

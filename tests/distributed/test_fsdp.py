@@ -20,10 +20,12 @@ from support.sharded_model import (
     twin,
     whole_gradients,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding, local_part, whole_tensor
+from adaptive_batch.errors import TorchVersionError
 from adaptive_batch.training import MicroBatchRunner
 
 ROWS = make_rows((9, 7, 8, 6))
@@ -88,7 +90,7 @@ def when_it_can_finish() -> dict[str, Any]:
     fails_in(run, model, "backward", is_last=False)
     found["that kind, known"] = sharding.can_finish
     sharding.reset()
-    group = next(iter(sharding._param_groups()))
+    group = sharding._states[0]._fsdp_param_groups[0]
     group._all_gather_comm._comm, comm = (
         FailingCollective(group._all_gather_comm._comm),
         group._all_gather_comm._comm,
@@ -200,14 +202,7 @@ def what_is_kept() -> dict[str, Any]:
     return found
 
 
-class OldRoot:
-    """A root of a torch whose FSDPModule has no `reset_iter_state`."""
-
-    def __init__(self, root: Any) -> None:
-        self.set_requires_gradient_sync = root.set_requires_gradient_sync
-
-
-def after_resets(phase: str, *, reshard: bool, old: bool, is_last: bool) -> bool:
+def after_resets(phase: str, *, reshard: bool, is_last: bool) -> bool:
     """Both ranks fail, reset and run a step: whether its gradients are those of ranks that never
     failed, bit by bit.
     """
@@ -216,8 +211,6 @@ def after_resets(phase: str, *, reshard: bool, old: bool, is_last: bool) -> bool
     rows = [*my_rows(), *my_rows(), *my_rows()]
     run.run(rows)
     undisturbed = local_gradients(model)
-    if old:
-        run.sharding._root = OldRoot(model)
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         run.try_rows(my_rows(), is_last=False)
@@ -243,12 +236,9 @@ def everything() -> dict[str, Any]:
         "standing in": standing_in(),
         "kept": what_is_kept(),
         "resets": {
-            (phase, reshard, old, is_last): after_resets(
-                phase, reshard=reshard, old=old, is_last=is_last
-            )
+            (phase, reshard, is_last): after_resets(phase, reshard=reshard, is_last=is_last)
             for phase in PHASES
             for reshard in flags
-            for old in flags
             for is_last in flags
         },
     }
@@ -297,13 +287,20 @@ def test_gradients_that_are_not_reduced_are_kept_whole_until_the_last_micro_batc
         assert (kept["reduced"], kept["after the last"], kept["after a reset"]) == (0, 0, 0)
 
 
-def test_after_a_reset_a_step_is_the_same_to_the_bit_with_either_way_to_reset(ranks):
+def test_after_a_reset_a_step_is_the_same_to_the_bit(ranks):
     for facts in ranks:
         assert [case for case, same in facts["resets"].items() if not same] == []
-        assert len(facts["resets"]) == 16
+        assert len(facts["resets"]) == 8
 
 
 # --- on one
+
+
+def test_a_torch_that_cannot_reset_fsdp_is_refused(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    error = pytest.raises(TorchVersionError, match=r"pip install 'torch>=2\.13'")
+    with distributed.fake_process_group(2), error:
+        Sharding(divided(Decoder()))
 
 
 def test_on_one_rank_it_does_nothing():
