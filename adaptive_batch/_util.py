@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
 from fractions import Fraction
 from importlib import import_module
@@ -231,6 +231,24 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         attributes.update(earlier)
         for name in values.keys() - earlier.keys():
             del attributes[name]
+
+
+@contextmanager
+def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> Iterator[None]:
+    """Context manager: enter `around` of each ``torch.autocast`` before the autocast itself."""
+    import torch
+
+    enter: Callable[[Any], Any] = torch.autocast.__enter__
+
+    def entered(autocast: Any) -> Any:
+        with around(autocast):
+            return enter(autocast)
+
+    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def nearest(name: str, names: list[str]) -> str:

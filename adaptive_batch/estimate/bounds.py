@@ -36,7 +36,6 @@ def estimate_length(
     maximum: int,
     forward_backward: Run | None = None,
     is_checked: bool = True,
-    explains: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
     """Estimate what the step holds with rows of one length, and the rows that fit on each device.
@@ -47,8 +46,8 @@ def estimate_length(
         maximum: number of rows above which a batch is of no interest.
         forward_backward: forward and backward of a number of rows; None for the step's own.
         is_checked: compare the curve with a trace of the most rows that fit, and trace each bound,
-            up to a batch that is large on the host. Otherwise all follows from two sizes.
-        explains: attribute the tensors of the checked step to modules.
+            up to a batch that is large on the host; name the modules that made the peak. Otherwise
+            all follows from two sizes.
         allocator: settings of the devices' caching allocator; None for a device without one, where
             reserved memory equals allocated memory.
 
@@ -79,7 +78,7 @@ def estimate_length(
         collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
         largest_bound = max(fit.max_batch_size for fit in fits)
         checked_rows = max(more_rows + 1, min(largest_bound, collated_rows))
-        length = _checked(step, run, length, curve, checked_rows, explains=explains)
+        length = _checked(step, run, length, curve, checked_rows)
         checked_fits = []
         for target, expected in zip(targets, fits, strict=True):
             checked_fit = fit(target, expected)
@@ -124,16 +123,10 @@ def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequen
 
 
 def _checked(
-    step: FakeStep,
-    run: Run,
-    length: LengthEstimate,
-    curve: MemoryCurve,
-    rows: int,
-    *,
-    explains: bool,
+    step: FakeStep, run: Run, length: LengthEstimate, curve: MemoryCurve, rows: int
 ) -> LengthEstimate:
     """Compare the curve with a trace of `rows`, and name what made the peaks."""
-    operations = {line.operation for line in curve.lines} if explains else ()
+    operations = {line.operation for line in curve.lines}
     trace = step.trace(rows, forward_backward=run, explain=operations)
     check = CurveCheck(rows, max(trace.trace.live_bytes), curve.peak_bytes(rows))
     sites = {operation: live.describe() for operation, live in trace.explained.items()}

@@ -505,9 +505,8 @@ def _as_moved(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters and buffers in the order in which ``model.to(device)`` moves them."""
     for child in module.children():
         yield from _as_moved(child)
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 class DevicesAsHost(TorchFunctionMode):

@@ -8,7 +8,7 @@ import copy
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import around_autocast, check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import auto_headroom, optimizer_state_tensors
 
@@ -147,6 +147,12 @@ def estimate_step(
     targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     fits: dict[int, Fit] = {}
     not_counted: dict[str, None] = {}
+
+    def noted(autocast: torch.autocast) -> AbstractContextManager[None]:
+        if autocast.device != "cpu":
+            not_counted['torch.autocast("cuda"): operators are counted in their own dtype'] = None
+        return nullcontext()
+
     try:
         # Reversed, so that the length of the first kind stays.
         for members in reversed(alike(parsed)):
@@ -155,7 +161,7 @@ def estimate_step(
             with (
                 _fake_in_place(fake, model, optimizer) as twins,
                 compiled.in_place(model),
-                _noting_autocast() as autocast_on_cuda,
+                around_autocast(noted),
             ):
                 for twin in twins.optimizers:
                     not_counted.update(dict.fromkeys(fake.prepare_optimizer(twin)))
@@ -180,10 +186,6 @@ def estimate_step(
                     log = step.log(max(1, some[0].max_batch_size), num_steps=2)
                     Path(trace).write_bytes(pickle.dumps(allocator.snapshot(log)))
             fits.update(zip(members, some, strict=True))
-            if autocast_on_cuda:
-                not_counted['torch.autocast("cuda"): operators are counted in their own dtype'] = (
-                    None
-                )
             not_counted.update(dict.fromkeys(compiled.left_out))
     except Exception as error:
         remedy = needs_values(error)
@@ -201,24 +203,6 @@ def estimate_step(
         left_out=(*not_counted, *left_out(model, [device.architecture for device in parsed])),
         seconds=round(time.perf_counter() - start, 2),
     )
-
-
-@contextmanager
-def _noting_autocast() -> Iterator[list[str]]:
-    """Context manager: yields a list of the devices that autocast is entered for, but the CPU's."""
-    entered: list[str] = []
-    enter = torch.autocast.__enter__
-
-    def note(autocast: torch.autocast) -> Any:
-        if autocast.device != "cpu":
-            entered.append(autocast.device)
-        return enter(autocast)  # type: ignore[no-untyped-call]
-
-    torch.autocast.__enter__ = note  # type: ignore[method-assign]
-    try:
-        yield entered
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
@@ -257,7 +241,14 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
         SettingError: the optimizer's step reads an attribute that cannot be copied.
     """
     modules = [
-        (module, module.training, dict(module._parameters), dict(module._buffers))
+        (
+            module,
+            module.training,
+            {
+                **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+                **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+            },
+        )
         for module in model.modules()
     ]
     real = dict(model.named_parameters(remove_duplicate=False))
@@ -279,10 +270,10 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
             remedy = f"{reason}; probe it on a device"
             raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
     finally:
-        for module, training, parameters, buffers in modules:
+        for module, training, tensors in modules:
             module.training = training
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+            for name, tensor in tensors.items():
+                setattr(module, name, tensor)
 
 
 def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:

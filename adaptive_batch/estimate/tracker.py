@@ -288,9 +288,6 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         else:
             # A number of Python's.
             self._is_lifted = func is torch.ops.aten.lift_fresh.default
-            # Fake tensors cache what view returns; _unsafe_view's result they work out each time.
-            if func is torch.ops.aten._unsafe_view.default:
-                func = torch.ops.aten.view.default
             result = super().__torch_dispatch__(func, types, args, kwargs)
         return result
 

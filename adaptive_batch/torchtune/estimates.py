@@ -205,7 +205,6 @@ class Estimator:
                         sequence_length,
                         targets,
                         is_checked=not is_change,
-                        explains=not is_change and sequence_length == wanted[-1],
                         allocator=allocator,
                     )
                     estimates.append(estimate)
@@ -231,9 +230,7 @@ class Estimator:
         paged = step.resident.optimizer
         larger = [replace(target, budget_bytes=target.budget_bytes + paged) for target in targets]
         for length in lengths:
-            found, fits = step.estimate(
-                length, larger, is_checked=False, explains=False, allocator=allocator
-            )
+            found, fits = step.estimate(length, larger, is_checked=False, allocator=allocator)
             for target, fit in zip(targets, fits, strict=True):
                 self._paged.append(
                     f"{target.name}: without the paged states ({format_bytes(paged)}), which may"
@@ -415,7 +412,6 @@ class _Step:
         targets: Sequence[Target],
         *,
         is_checked: bool,
-        explains: bool,
         allocator: AllocatorSettings | None,
     ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
         """Estimate one length and what fits of it; see
@@ -429,7 +425,6 @@ class _Step:
             maximum=self.run.job.settings.probe.maximum,
             forward_backward=self.run.forward_backward(rows),
             is_checked=is_checked,
-            explains=explains,
             allocator=allocator,
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from adaptive_batch._util import replaced
+from adaptive_batch._util import around_autocast, replaced
 
 from .model_checks import is_batch_norm
 
@@ -104,19 +104,14 @@ def without_autocast(device: torch.device) -> Iterator[Callable[[], bool]]:
     """Disable autocast, also for a function that enters it; yield a function that returns whether
     autocast was on.
     """
-    enter: Callable[[Any], Any] = torch.autocast.__enter__
     is_used = torch.is_autocast_enabled(device.type)
 
-    def enter_disabled(autocast: Any) -> Any:
+    @contextmanager
+    def disabled(autocast: Any) -> Iterator[None]:
         nonlocal is_used
-        entered = enter(autocast)
-        is_used = is_used or torch.is_autocast_enabled(autocast.device)
-        torch.set_autocast_enabled(autocast.device, False)
-        return entered
+        is_used = is_used or autocast._enabled
+        with replaced(autocast, _enabled=False):
+            yield
 
-    torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield lambda: is_used
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    with around_autocast(disabled), torch.autocast(device.type, enabled=False):
+        yield lambda: is_used

@@ -656,6 +656,28 @@ def test_a_change_brings_what_a_plan_of_it_says(with_changes):
     assert min(gains) > before
 
 
+@pytest.mark.slow
+def test_more_devices_are_estimated_until_a_row_fits_on_each():
+    """Weights and states of many layers, of which 8 devices hold too much and 16 do not."""
+    cfg = Combination("qwen2", 8, "SGD momentum").to_estimate(sequence_lengths=[8], headroom=0)
+    cfg.model.num_layers = 8
+
+    def needed(ranks):
+        plan, _ = planned(cfg, estimate={"world_size": ranks, "devices": ["1MiB"]})
+        return plan.devices[0].lengths[0].allocated_bytes
+
+    device = (needed(8) + needed(16)) // 2
+    plan, said = planned(cfg, estimate={"devices": [device], "changes": True})
+    assert plan.devices[0].lengths[0].max_batch_size == 0
+    numbers = [
+        int(change.overrides[0].split()[1])
+        for change in plan.changes
+        if change.overrides[0].startswith("--nproc_per_node")
+    ]
+    assert numbers == [16]
+    assert "--nproc_per_node 16" in said
+
+
 # --- what is measured on a device
 
 
