@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import batch_rules
 from support.cli import OURS, figures
+from support.stops import stopped_after
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from adaptive_batch.errors import SettingError
@@ -116,15 +117,7 @@ def test_a_constant_batch_has_torchs_own_trace_to_the_last_bit_and_so_it_goes_on
     expected = torchs_own(build, 2 * 8)
     assert len(set(expected)) > 8
     assert list(rates(whole).values()) == expected
-    folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-    for path in (
-        *folder.glob("epoch_*"),
-        folder / "step_15",
-        folder / "step_10",
-        folder / "recipe_state",
-    ):
-        shutil.rmtree(path)
+    folder = stopped_after(whole, small, 5)
     (folder / "adaptive_batch" / "run.jsonl").unlink()
     rest = small.run_in_process(
         OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
@@ -371,10 +364,7 @@ def test_a_resumed_run_of_another_batch_keeps_the_one_that_its_rate_belongs_to(s
     """The rate was chosen for it, whatever is configured now."""
     scaled = ("lr_scaling=linear", "epochs=1", "max_steps_per_epoch=4", "save_every_n_steps=2")
     begun = small.run_in_process(OURS, *scaled, "batch_size=2")
-    folder = small.fresh_folder()
-    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-    for name in ("epoch_0", "step_4"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    folder = stopped_after(begun, small, 2)
     keys = (*scaled, "batch_size=4", f"output_dir={folder}", "resume_from_checkpoint=True")
     small.run_in_process(OURS, *keys)
     log = read_records(folder / "adaptive_batch" / "run.jsonl")

@@ -4,6 +4,7 @@ The unit tests test_settings.py and test_checks.py have values that are wrong by
 """
 
 import pytest
+from support.adapters import LORA_MODEL
 from support.cli import OURS
 
 from adaptive_batch.errors import (
@@ -73,15 +74,9 @@ REFUSED = {
         f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp {SCHEDULE}.start=4",
     ],
     f"{SCHEDULE}.thresholds": [
-        f"{STEPS} {SCHEDULE}.thresholds={value}"
-        for value in (
-            *("[2ep,1ep]", "[1ep,1.0ep]", "[1ep,200ba]", "[0ep,1ep]", "[1,2ep]", "[1epoch,2ep]"),
-            *("[-1ep,2ep]", "[1.5ba,3ba]", "[1ep]", "1ep"),
-        )
+        f"{STEPS} {SCHEDULE}.thresholds={value}" for value in ("[2ep,1ep]", "[1,2ep]", "1ep")
     ],
-    f"{SCHEDULE}.batch_sizes": [
-        f"{STEPS} {SCHEDULE}.batch_sizes=[4,{value},16]" for value in (0, -8, 2.5, "True", "many")
-    ],
+    f"{SCHEDULE}.batch_sizes": [f"{STEPS} {SCHEDULE}.batch_sizes=[4,many,16]"],
     "batch_size": [
         "batch_size=33",
         f"{GROWS} batch_size=64",
@@ -223,6 +218,7 @@ REFUSED = {
         f"{CROSS_ENTROPY} loss.label_smoothing={value}" for value in (-0.1, 2)
     ],
     "loss.ignore_index": ["loss.ignore_index=5"],
+    "model": [" ".join(LORA_MODEL)],
     "optimizer": [
         "optimizer.lr=text",
         "optimizer.betas=[0.9]",

@@ -8,6 +8,7 @@ from support.cli import Finished, SmallSetup, cosine_after, make_setup, same_wei
 __all__ = [
     "KINDS",
     "LORA",
+    "LORA_MODEL",
     "OURS",
     "STOCK",
     "STOCK_ON_RANKS",
@@ -18,15 +19,14 @@ __all__ = [
 
 OURS = "adaptive_lora_finetune"
 STOCK, STOCK_ON_RANKS = "lora_finetune_single_device", "lora_finetune_distributed"
-LORA = (
+LORA_MODEL = (
     "model._component_=torchtune.models.qwen2.lora_qwen2",
     "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
     "model.apply_lora_to_mlp=True",
     "model.lora_rank=4",
     "model.lora_alpha=8",
-    *cosine_after(3),
-    "~optimizer_in_bwd",
 )
+LORA = (*LORA_MODEL, *cosine_after(3), "~optimizer_in_bwd")
 KINDS = {
     "LoRA": (),
     "DoRA": ("model.use_dora=True",),

@@ -6,6 +6,7 @@ import json
 
 import torch
 from safetensors.torch import save_file
+from support.adapters import LORA_MODEL
 from support.cli import MODEL, SmallSetup, cosine_after, fill
 from torch import nn
 from torchtune.models.qwen2 import qwen2
@@ -26,15 +27,7 @@ FULL = (
     *(f"teacher_model.{name}={value}" for name, value in TEACHER.items()),
     *cosine_after(3),
 )
-LORA = (
-    *FULL,
-    "model._component_=torchtune.models.qwen2.lora_qwen2",
-    "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
-    "model.apply_lora_to_mlp=True",
-    "model.lora_rank=4",
-    "model.lora_alpha=8",
-    "~optimizer_in_bwd",
-)
+LORA = (*FULL, *LORA_MODEL, "~optimizer_in_bwd")
 PLAIN = (
     "loss=torch.nn.CrossEntropyLoss",
     "kd_loss._component_=torchtune.modules.loss.ForwardKLLoss",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
+from support.adapters import LORA_MODEL
 from support.cli import SmallSetup, cosine_after
 from torch import nn
 from torch.nn import functional as F
@@ -24,15 +25,7 @@ PAIRS = (
     "optimizer.lr=1e-2",
     *COSINE,
 )
-LORA = (
-    *PAIRS,
-    "model._component_=torchtune.models.qwen2.lora_qwen2",
-    "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
-    "model.apply_lora_to_mlp=True",
-    "model.lora_rank=4",
-    "model.lora_alpha=8",
-    "~optimizer_in_bwd",
-)
+LORA = (*PAIRS, *LORA_MODEL, "~optimizer_in_bwd")
 METRICS = (
     "rewards/chosen",
     "rewards/rejected",

@@ -4,12 +4,13 @@ depend on the test: for gradients to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torchtune
 from omegaconf import DictConfig
+from support.fault_injection import RunsOutAt
 from support.runners import HeldSizer, question_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -104,10 +105,11 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
 
 
-def bounds(wired: Wired, row: Any, largest: Sequence[int]) -> dict[int, int]:
-    """The bound that a search finds under each budget that holds so many rows and not one more, as
-    trials of each size show.
+def check_bounds(wired: Wired, row: Any, largest: Sequence[int]) -> None:
+    """A search finds the bound that trials of each size show, under each budget that holds so many
+    rows and not one more; a trial leaves no trace, in a second model neither.
     """
+    before = {name: tensor.clone() for name, tensor in wired.trainer.models.state_dict().items()}
     runner = wired.trainer.runner
     optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
 
@@ -127,12 +129,33 @@ def bounds(wired: Wired, row: Any, largest: Sequence[int]) -> dict[int, int]:
     with dry_run(2**40) as trial:
         peaks = [trial(size).peak_bytes or 0 for size in range(1, max(largest) + 2)]
     assert peaks == sorted(set(peaks))
-    found = {}
     for size in largest:
         budget = (peaks[size - 1] + peaks[size]) // 2
         with dry_run(budget) as trial:
             resident = trial.resident_bytes
             search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
             result = run_search(trial, search=search, resident_bytes=resident)
-        found[size] = result.max_batch_size
-    return found
+        assert result.max_batch_size == size
+    after = wired.trainer.models.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def check_that_halves_are_run(build: Callable[..., Wired], rows: Sequence[Any]) -> None:
+    """A step of 8 rows at once that runs out of memory is that of 4 at once, wherever it does."""
+    expected = build(limit=MicroBatchLimit(4))
+    result = expected.run(rows)
+    failures = 0
+    for operation in range(1, 2000, 47):
+        mode = RunsOutAt(operation)
+        faulted = build(limit=MicroBatchLimit(8))
+        with mode:
+            after = faulted.run(rows)
+        if not mode.failed_in:
+            break
+        failures += 1
+        assert (after.loss, after.metrics) == (result.loss, result.metrics)
+        ours, theirs = faulted.gradients(), expected.gradients()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
+        assert not any(part.disabled for part in adapters)
+    assert failures > 4

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from adaptive_batch.data import DatasetAdapter, longest_rows, measure_rows
+from adaptive_batch.data import lengths as lengths_module
 from adaptive_batch.errors import SettingError
 
 
@@ -138,6 +139,12 @@ def test_workers_read_datasets_that_cannot_be_pickled():
     dataset.function = lambda: None
     assert measure(dataset, num_workers=2).tolist() == dataset.lengths
     assert len(dataset.reads) == 1
+
+
+def test_workers_start_only_where_the_rest_takes_long():
+    assert lengths_module._worthwhile_workers(4.0) == 0
+    num_cpus = len(os.sched_getaffinity(0))
+    assert lengths_module._worthwhile_workers(60.0) == (min(num_cpus, 16) if num_cpus > 1 else 0)
 
 
 @pytest.mark.parametrize("at", [1, 30, 56])

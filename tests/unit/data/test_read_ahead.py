@@ -143,15 +143,6 @@ def test_no_row_of_like_steps_is_read_twice_whoever_is_first():
     assert not dataset.overlapped
 
 
-def test_the_end_of_an_epoch_leaves_no_row_and_no_thread():
-    dataset = Squares(num_rows=40)
-    epoch = started(dataset)
-    assert epoch.take(32) == [number * number for number in range(32, 40)]
-    assert epoch.take(32) == []
-    wait_until(lambda: not threads())
-    assert max(map((dataset.by_main + dataset.by_thread).count, range(40))) == 1
-
-
 @pytest.mark.parametrize(
     "draw",
     [random.random, lambda: torch.rand(1), np.random.random],

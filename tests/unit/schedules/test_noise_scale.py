@@ -45,15 +45,6 @@ def test_both_estimates_are_right_on_average_over_every_step_that_there_can_be(p
     assert sum(noises) / len(drawn) == pytest.approx(variance, abs=1e-9)
 
 
-def test_a_case_by_hand():
-    """|G|^2 = 4 and S = 12: 4 + 12 / 2 = 10 of two rows, 4 + 12 / 6 = 6 of six."""
-    sample = NoiseSample(2, 10.0, 6, 6.0)
-    assert sample.estimates() == (pytest.approx(12), 4)
-    scale = NoiseScale(min_samples=1)
-    scale.update(sample)
-    assert scale.value == pytest.approx(3)
-
-
 def test_rows_with_twice_the_label_tokens_of_others_by_hand():
     """Two rows of 4 label tokens and four of 1: 12 in all, 2 a row, so the small batch has twice as
     many a row.

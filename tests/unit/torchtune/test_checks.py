@@ -13,7 +13,6 @@ import torch
 import torchtune
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from support.cli import OURS
 from support.model_families import Combination
 from torchtune import config
 from torchtune.modules.peft import LoRALinear
@@ -55,12 +54,6 @@ OTHER_BLOCKS = {
         "checkpoint_dir": "base",
         "output_dir": "output",
     },
-}
-LORA = {
-    "_component_": "torchtune.models.qwen2.lora_qwen2",
-    "lora_attn_modules": ["q_proj"],
-    "lora_rank": 2,
-    "lora_alpha": 4,
 }
 
 
@@ -115,18 +108,6 @@ def test_a_config_of_another_recipe_is_refused(name, key):
     with pytest.raises(SettingError) as refused:
         check(OmegaConf.load(STOCK / f"{name}.yaml"))
     assert refused.value.key == key
-
-
-def test_adapters_are_refused_before_weights_load_and_data_are_read(small):
-    own = (
-        "tokenizer.path=nowhere",
-        "checkpointer.checkpoint_dir=nowhere",
-        "dataset.data_files=nowhere",
-    )
-    changed = [f"model.{key}={value}".replace("'", "") for key, value in LORA.items()]
-    with pytest.raises(SettingError, match="tune run adaptive_lora_finetune") as refused:
-        small.run_in_process(OURS, *own, *changed)
-    assert refused.value.key == "model"
 
 
 # --- keys

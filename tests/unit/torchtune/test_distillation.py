@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ from support.exact_tasks import (
     of_all_tokens_at_once,
     rows_of,
 )
-from support.fault_injection import RunsOutAt
-from support.wired_jobs import bounds, largest_difference
+from support.wired_jobs import check_bounds, check_that_halves_are_run, largest_difference
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLimit
@@ -82,22 +82,8 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     rows = rows_of(8)
-    expected = distilling(kind, rows, limit=MicroBatchLimit(4))
-    result = expected.run(rows)
-    failures = 0
     # In the student, in the teacher, in either loss and in backward.
-    for operation in range(1, 2000, 47):
-        mode = RunsOutAt(operation)
-        faulted = distilling(kind, rows, limit=MicroBatchLimit(8))
-        with mode:
-            after = faulted.run(rows)
-        if not mode.failed_in:
-            break
-        failures += 1
-        assert (after.loss, after.metrics) == (result.loss, result.metrics)
-        ours, theirs = faulted.gradients(), expected.gradients()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert failures > 4
+    check_that_halves_are_run(partial(distilling, kind, rows), rows)
 
 
 def test_the_teacher_gets_no_gradient_and_drops_nothing():
@@ -116,12 +102,7 @@ def test_the_teacher_gets_no_gradient_and_drops_nothing():
 def test_the_bound_is_that_of_brute_force(kind):
     row = max(rows_of(9), key=lambda row: len(row["tokens"]))
     wired = distilling(kind, [row], limit=MicroBatchLimit(1))
-    before = {name: tensor.clone() for name, tensor in wired.trainer.models.state_dict().items()}
-    for largest, found in bounds(wired, row, (1, 5)).items():
-        assert found == largest
-    # A trial leaves no trace, in the teacher neither.
-    after = wired.trainer.models.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    check_bounds(wired, row, (1, 5))
 
 
 # --- what is taken and what is refused

@@ -26,7 +26,7 @@ from support.exact_tasks import (
 )
 from support.fault_injection import RunsOutAt
 from support.runners import question_of
-from support.wired_jobs import Wired, bounds, largest_difference
+from support.wired_jobs import Wired, check_bounds, check_that_halves_are_run, largest_difference
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.data import padded_collate_dpo
@@ -99,24 +99,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     rows = pairs(8)
-    expected = job_on_pairs(kind, rows, limit=MicroBatchLimit(4))
-    result = expected.run(rows)
-    failures = 0
-    for operation in range(1, 2000, 47):
-        mode = RunsOutAt(operation)
-        faulted = job_on_pairs(kind, rows, limit=MicroBatchLimit(8))
-        with mode:
-            after = faulted.run(rows)
-        if not mode.failed_in:
-            break
-        failures += 1
-        assert after.metrics == result.metrics
-        assert after.loss == result.loss
-        ours, theirs = faulted.gradients(), expected.gradients()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
-        assert not any(part.disabled for part in adapters)
-    assert failures > 4
+    check_that_halves_are_run(partial(job_on_pairs, kind, rows), rows)
 
 
 def test_one_pair_that_does_not_fit_is_not_divided():
@@ -127,16 +110,12 @@ def test_one_pair_that_does_not_fit_is_not_divided():
         wired.run(rows)
 
 
+@pytest.mark.parametrize(("layout", "lengths"), [("padded", (24, 30)), ("packed", (30, 30))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bound_is_that_of_brute_force(kind):
-    (row,) = [pair((24, 30), torch.Generator())]
-    wired = job_on_pairs(kind, [row], limit=MicroBatchLimit(1))
-    before = {name: tensor.clone() for name, tensor in wired.trainer.models.state_dict().items()}
-    for largest, found in bounds(wired, row, (1, 2, 11)).items():
-        assert found == largest
-    # A trial leaves no trace, in the reference neither.
-    after = wired.trainer.models.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+def test_the_bound_is_that_of_brute_force(kind, layout, lengths):
+    row = pair(lengths, torch.Generator())
+    wired = job_on_pairs(kind, [row], layout=layout, limit=MicroBatchLimit(1))
+    check_bounds(wired, row, (1, 2, 11))
 
 
 def test_packed_pairs_have_the_metrics_of_each_pair_alone():
@@ -185,14 +164,6 @@ def test_what_packed_pairs_take_follows_their_tokens_alone():
     with LargestTensor() as largest:
         task.mean_loss(Policy(), batch).backward()
     assert largest.elements <= logits.numel() < len(lengths) * max(lengths)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bound_of_packed_pairs_is_that_of_brute_force(kind):
-    (row,) = [pair((30, 30), torch.Generator())]
-    wired = job_on_pairs(kind, [row], layout="packed", limit=MicroBatchLimit(1))
-    for largest, found in bounds(wired, row, (1, 2, 11)).items():
-        assert found == largest
 
 
 def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
