@@ -40,7 +40,7 @@ class Squeezed(CountedMemory):
         self.total, self.says = RESIDENT + 32 * ROW, says
 
     def room(self) -> Room | None:
-        return Room(RESIDENT, self.total - RESIDENT) if self.says else None
+        return Room(RESIDENT, self.total) if self.says else None
 
 
 class Run:
