@@ -15,11 +15,12 @@ from omegaconf import DictConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torchao.dtypes import nf4tensor
 from torchtune import modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
-from adaptive_batch._util import nearest
+from adaptive_batch._util import nearest, replaced
 from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
@@ -75,7 +76,7 @@ class FullModel:
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        with torch.device("meta"), training.set_default_dtype(dtype):
+        with _on_meta(dtype):
             model: torch.nn.Module = instantiate("model", cfg.model)
         _fuse_norms(model, cfg)
         return model
@@ -264,6 +265,14 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 # --- several ranks
 
 
+@contextmanager
+def _on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Context manager: build models without memory, and round weights to 4 bits in one piece."""
+    in_one_piece = replaced(nf4tensor, CHUNK_SIZE=2**62)
+    with training.set_default_dtype(dtype), torch.device("meta"), in_one_piece:
+        yield
+
+
 def build_sharded(
     cfg: DictConfig, builder: FullModel, *, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Module:
@@ -274,7 +283,7 @@ def build_sharded(
     Raises:
         SettingError: it cannot be divided as configured.
     """
-    with training.set_default_dtype(dtype), torch.device("meta"):
+    with _on_meta(dtype):
         model: torch.nn.Module = instantiate("model", cfg.model)
     _fuse_norms(model, cfg)
     builder.freeze(model)
