@@ -9,9 +9,9 @@ name themselves beside their own files (`here`). Nothing is downloaded but the p
 DIR/OWNER/NAME with `--sources`, else from GitHub. A run that was stopped resumes.
 
 The environment needs PyTorch's CUDA build and what the programs import: torchvision timm
-transformers trl peft accelerate diffusers sentence-transformers bitsandbytes evaluate lightning
+transformers trl peft accelerate diffusers sentence-transformers evaluate lightning
 torchtune gymnasium tyro tensorboard wandb ultralytics configargparse imageio pycocotools loralib
-opencv-python-headless hydra-core boto3 sktime.
+opencv-python-headless hydra-core boto3 sktime reformer-pytorch patool.
 """
 
 from __future__ import annotations
@@ -195,8 +195,9 @@ def make_others(data: Path) -> None:
     nodes = [f"{n} {' '.join(map(str, row))} kind{n % 7}\n" for n, row in enumerate(features)]
     write(data / "here/cora/cora.content", "".join(nodes))
     write(data / "here/cora/cora.cites", lines(np.random.randint(0, 2000, (5000, 2)), " "))
-    series = lines(np.random.randn(600, 7), ",").splitlines()
-    hours = [f"2020-01-{1 + n // 24:02} {n % 24:02}:00:00,{row}" for n, row in enumerate(series)]
+    series = lines(np.random.randn(2000, 7), ",").splitlines()
+    start = np.datetime64("2020-01-01T00")
+    hours = [f"{start + number}:00,{row}" for number, row in enumerate(series)]
     write(data / "series.csv", "\n".join(["date,a,b,c,d,e,f,OT", *hours]))
 
 
@@ -319,7 +320,7 @@ def run(row: dict[str, str], sources: Path, work: Path) -> dict[str, Any]:
     shutil.copytree(work / "data/here", folder, dirs_exist_ok=True)
     emulate = [sys.executable, "-m", "adaptive_batch", "emulate", "--device", "h100"]
     emulate += ["--devices", row["devices"], "--json", str(file), "--output", str(scratch)]
-    emulate += ["--minutes", MINUTES, *(["--steps", row["steps"]] if row["steps"] else [])]
+    emulate += ["--minutes", MINUTES, *(["--steps", row["max_steps"]] if row["max_steps"] else [])]
     log = work / f"{row['name']}.log"
     with log.open("w") as out:
         status = subprocess.run(
