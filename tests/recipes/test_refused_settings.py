@@ -244,19 +244,13 @@ REFUSED = {
 RULES = [
     *(
         f"batch_increase_function={COMPONENTS}.{name}"
-        for name in (
-            *("raises", "returns_none", "returns_float", "returns_bool", "returns_negative"),
-            *("returns_huge", "negative_in_second_epoch", "exits", "exits_in_second_epoch"),
-        )
+        for name in ("raises", "returns_none", "negative_in_second_epoch", "exits_in_second_epoch")
     ),
     f"batch_increase_function={COMPONENTS}.raises_in_second_epoch {PROBE}",
     f"{SCHEDULE}={COMPONENTS}.exits",
     *(
         f"{SCHEDULE}=support.batch_rules.{name}"
-        for name in (
-            *("raises", "raises_in_second_epoch", "returns_none", "returns_zero", "returns_float"),
-            "returns_huge",
-        )
+        for name in ("raises_in_second_epoch", "returns_none", "returns_huge")
     ),
     f"{OF_LENGTHS} batch_tokens=100 long_rows=alone"
     f" {SCHEDULE}=support.batch_rules.another_each_time",

@@ -40,14 +40,6 @@ def returns_none(progress):
     return None
 
 
-def returns_zero(progress):
-    return 0
-
-
-def returns_float(progress):
-    return 4.5
-
-
 def returns_huge(progress):
     return 10**12
 

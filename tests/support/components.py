@@ -37,22 +37,6 @@ def returns_none(epoch, batch_size):
     return None
 
 
-def returns_float(epoch, batch_size):
-    return 4.0
-
-
-def returns_bool(epoch, batch_size):
-    return True
-
-
-def returns_negative(epoch, batch_size):
-    return -1
-
-
-def returns_huge(epoch, batch_size):
-    return 10**12
-
-
 def raises_in_second_epoch(epoch, batch_size):
     if epoch == 1:
         raise KeyError("no such stage")

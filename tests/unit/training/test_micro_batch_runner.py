@@ -314,3 +314,8 @@ def test_the_sample_of_a_retried_step_is_of_the_attempt_that_went_well():
     assert runs == [2, 2, 1, 1, 1, 1]
     undisturbed, _ = gradients(UNEQUAL, MicroBatchLimit(1), measures_noise=True)
     assert numbers(replayed.noise) == numbers(undisturbed.noise)
+
+
+def test_with_the_optimizer_in_backward_no_gradient_is_left_to_measure():
+    with pytest.raises(AssertionError, match="no gradients to measure"):
+        runner(model(), MicroBatchLimit(1), scale_gradients=False, measures_noise=True)
