@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -215,18 +216,15 @@ class MicroBatch:
 
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
-    """Split the rows of a step batch, in order, into micro-batches of `micro_batch_size` rows; the
-    last may have fewer.
-
-    Raises:
-        ValueError: `micro_batch_size` is below 1.
+    """Split rows, in their order, into the fewest micro-batches of at most `micro_batch_size` rows;
+    their sizes differ by one row at most, so that ranks finish together and BatchNorm meets no rest
+    of one row.
     """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={micro_batch_size}: must be 1 or more")
-    return [
-        list(rows[start : start + micro_batch_size])
-        for start in range(0, len(rows), micro_batch_size)
-    ]
+    number = math.ceil(len(rows) / micro_batch_size)
+    ends = [math.ceil(end * len(rows) / max(1, number)) for end in range(number + 1)]
+    return [list(rows[begin:end]) for begin, end in pairwise(ends)]
 
 
 def micro_batches(
@@ -234,11 +232,11 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Split the rows of a step into micro-batches, as limit and layout ask for.
 
-    Padded there are as few as can be: by rows they stay in their order, by tokens they are grouped
-    by length. Grouped, the time that the layout models is least. Packed they stay in their order by
-    rows, and by tokens are as few as first-fit decreasing finds. A row that alone is above the
-    limit is a micro-batch by itself. Where rows leave their order, the micro-batches with the most
-    tokens come first.
+    Padded there are as few as can be: by rows they stay in their order and are of nearly equal
+    size, by tokens they are grouped by length. Grouped, the time that the layout models is least.
+    Packed they stay in their order by rows, and by tokens are as few as first-fit decreasing finds.
+    A row that alone is above the limit is a micro-batch by itself. If rows leave their order, the
+    micro-batches with the most tokens come first.
 
     Args:
         lengths: tokens of each row of the step.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatch, micro_batches, split_by_rows
 from adaptive_batch.errors import SettingError
 
 from .agreement import Division, Question
@@ -110,26 +108,10 @@ class PartRunner:
         if rows.knows_lengths or not self.runner.sizer.layout.keeps_order(limit):
             if rows.lengths is None:
                 raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
-            return self.plan(rows.lengths, limit)
+            return micro_batches(rows.lengths, limit, self.runner.sizer.layout)
         width = rows.width
-        pieces = _even_pieces(rows.num_rows, at_most=limit.amount)
+        pieces = split_by_rows(range(rows.num_rows), limit.amount)
         return [MicroBatch(piece, length=width) for piece in pieces]
-
-    def plan(self, lengths: Sequence[int], limit: MicroBatchLimit) -> list[MicroBatch]:
-        """Return the micro-batches of a batch whose rows have these lengths, as a step runs them.
-
-        Args:
-            lengths: tokens of each row.
-            limit: what a micro-batch may hold.
-        """
-        layout = self.runner.sizer.layout
-        if not layout.keeps_order(limit):
-            return micro_batches(lengths, limit, layout)
-        plan = []
-        for rows in _even_pieces(len(lengths), at_most=limit.amount):
-            (piece,) = micro_batches([lengths[row] for row in rows], limit, layout)
-            plan.append(replace(piece, rows=rows))
-        return plan
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
@@ -264,10 +246,3 @@ class PartRunner:
         """Run a part that is the whole batch, with its own statistics."""
         statistics = self._statistics.of_part(part)
         self._forward_backward(part._replace(statistics=statistics))
-
-
-def _even_pieces(num_rows: int, *, at_most: int) -> list[list[int]]:
-    """Return rows in their order, in the fewest pieces; sizes differ by one row at most."""
-    num_pieces = math.ceil(num_rows / at_most)
-    ends = [math.ceil(end * num_rows / num_pieces) for end in range(1, num_pieces + 1)]
-    return [list(range(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -17,14 +17,15 @@ from adaptive_batch.data import (
 
 
 @given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))
-def test_every_row_comes_once_and_in_order_and_all_pieces_but_the_last_are_full(
+def test_every_row_comes_once_and_in_order_in_the_fewest_pieces_of_nearly_equal_size(
     rows, micro_batch_size
 ):
     pieces = split_by_rows(rows, micro_batch_size)
     assert [row for piece in pieces for row in piece] == rows
     sizes = [len(piece) for piece in pieces]
-    assert all(size == micro_batch_size for size in sizes[:-1])
+    assert len(sizes) == -(-len(rows) // micro_batch_size)
     assert all(1 <= size <= micro_batch_size for size in sizes)
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
 @pytest.mark.parametrize("micro_batch_size", [0, -1])
