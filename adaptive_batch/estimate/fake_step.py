@@ -104,15 +104,26 @@ class FakeDevice:
         # Of a batch that the step itself copies to the device, by what it calls for it.
         self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
+        # Tensors of the model in the order in which they are made; empty where a script moves them.
+        self.made: list[torch.Tensor] = []
+        # What is allocated before, to fill buffers, and freed.
+        self.filling = array("q")
         # What is counted may be this share below the peak.
         self.margin = 0.0
 
-    def move(self, model: nn.Module) -> None:
+    def move(self, model: nn.Module, *, fill: Callable[[], object] | None = None) -> None:
         """Make the parameters and buffers of a model fake, in place.
 
         They are on the meta device, or real and then freed.
-        """
 
+        Args:
+            fill: makes real buffers of the model, as a device does when it loads it.
+        """
+        counter = AttributedTracker()
+        if fill is not None:
+            counter.add(())
+            with counter:
+                fill()
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -124,6 +135,8 @@ class FakeDevice:
         for (owner, own_name), *tied_places in places.values():
             for module, name in tied_places:
                 module._parameters[name] = owner._parameters[own_name]
+        num_earlier = sum(entry > 0 for entry in self.filling)
+        self.filling.extend(entry if entry > 0 else entry - num_earlier for entry in counter.log)
 
     def batch(self, batch: dict[str, Any], *, is_moved: bool = True) -> None:
         """Make the tensors of a batch fake, in place, and count them.
@@ -414,10 +427,14 @@ class FakeStep:
         """What loading the model allocates and frees."""
         tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))
         if not self._sharding.is_sharded:
-            tensors = _as_moved(self.model)
+            made = self._device.made
+            tensors = (*(self.model.buffers() if made else ()), *made, *_as_moved(self.model))
         with self._device.counting() as counter:
             counter.add(tensors)
-            return counter.phase(_named(model=self.model))
+            phase = counter.phase(_named(model=self.model))
+        num_earlier = sum(entry > 0 for entry in self._device.filling)
+        after = {name: number + num_earlier for name, number in phase.after.items()}
+        return Phase(self._device.filling + phase.log, (), after)
 
     def _optimizer_step(self, number: int) -> Phase:
         """Return the optimizer's step and the release of its gradients; an empty phase where it

@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torchtune import training
 from torchtune.data import padded_collate_packed
 from torchtune.modules import attention_utils
@@ -247,13 +249,19 @@ class FakeRun:
         is_sharded = distributed.world_size() > 1
         models = []
         for builder, cfg in kinds:
+            made: list[tuple[torch.nn.Module, str]] = []
             if is_sharded:
                 model = build_sharded(cfg, builder, dtype=job.dtype, device=job.device)
             else:
-                model = builder.skeleton(cfg, dtype=job.dtype)
-            # Some models read their values.
-            compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
-            self.device.move(model)
+                with register_module_parameter_registration_hook(
+                    lambda module, name, _, made=made: made.append((module, name))
+                ):
+                    model = builder.skeleton(cfg, dtype=job.dtype)
+            # Some models read the values of their buffers.
+            fill = partial(compute_rotary_buffers, model, dtype=job.dtype, device=job.device)
+            self.device.move(model, fill=fill)
+            kept = {*model.modules()}
+            self.device.made += [getattr(module, name) for module, name in made if module in kept]
             models.append(model)
         if not is_sharded:
             job.builder.freeze(models[0])
