@@ -106,8 +106,9 @@ class FakeDevice:
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         # Tensors of the model in the order in which they are made; empty where a script moves them.
         self.made: list[torch.Tensor] = []
-        # What is allocated before, to fill buffers, and freed.
+        # What is allocated before, to fill buffers, and the buffers that it has filled.
         self.filling = array("q")
+        self._filled: WeakSet[torch.UntypedStorage] = WeakSet()
         # What is counted may be this share below the peak.
         self.margin = 0.0
 
@@ -119,11 +120,15 @@ class FakeDevice:
         Args:
             fill: makes real buffers of the model, as a device does when it loads it.
         """
-        counter = AttributedTracker()
         if fill is not None:
+            counter = AttributedTracker()
             counter.add(())
             with counter:
                 fill()
+            num_earlier = sum(entry > 0 for entry in self.filling)
+            # Before the buffers are freed, which stay on a device.
+            self.filling.extend(e if e > 0 else e - num_earlier for e in counter.log)
+        filled = [name for name, buffer in model.named_buffers() if fill and not buffer.is_meta]
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -135,8 +140,12 @@ class FakeDevice:
         for (owner, own_name), *tied_places in places.values():
             for module, name in tied_places:
                 module._parameters[name] = owner._parameters[own_name]
-        num_earlier = sum(entry > 0 for entry in self.filling)
-        self.filling.extend(entry if entry > 0 else entry - num_earlier for entry in counter.log)
+        for name in filled:
+            self._filled.add(model.get_buffer(name).untyped_storage())
+
+    def is_filled(self, tensor: torch.Tensor) -> bool:
+        """Whether :attr:`filling` has allocated the tensor."""
+        return tensor.untyped_storage() in self._filled
 
     def batch(self, batch: dict[str, Any], *, is_moved: bool = True) -> None:
         """Make the tensors of a batch fake, in place, and count them.
@@ -427,10 +436,9 @@ class FakeStep:
         """What loading the model allocates and frees."""
         tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))
         if not self._sharding.is_sharded:
-            made = self._device.made
-            tensors = (*(self.model.buffers() if made else ()), *made, *_as_moved(self.model))
+            tensors = (*self._device.made, *_as_moved(self.model))
         with self._device.counting() as counter:
-            counter.add(tensors)
+            counter.add(tensor for tensor in tensors if not self._device.is_filled(tensor))
             phase = counter.phase(_named(model=self.model))
         num_earlier = sum(entry > 0 for entry in self._device.filling)
         after = {name: number + num_earlier for name, number in phase.after.items()}
