@@ -60,7 +60,9 @@ class GrowthFunctionError(AdaptiveBatchError, ValueError):
 
 
 class DoesNotFitError(AdaptiveBatchError, RuntimeError):
-    """Not even one row fits in memory. The message carries the numbers and the remedies."""
+    """Not even one row fits in memory, or a batch that does not fit cannot be split. The message
+    carries the numbers and the remedies.
+    """
 
 
 class RankLostError(AdaptiveBatchError, RuntimeError):

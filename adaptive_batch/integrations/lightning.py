@@ -26,13 +26,15 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import check_segments, expand_segments_in_script
 from adaptive_batch.training import AdaptiveStep, Part
 
-from .arguments import TERMS, AdaptiveArguments
+from .arguments import TERMS, AdaptiveArguments, naming_fix
 from .part_logs import over_parts
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
 # Makes what Lightning runs of a batch; a private name of its loop, replaced while it trains.
 _MAKES_CLOSURE = "_make_closure"
+# Steps of the strategy that are not split: what they log need not be a mean over rows.
+_EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # What follows the name and the value.
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
 # Reductions of metrics that are no mean over rows.
@@ -75,6 +77,9 @@ class AdaptiveCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_segments(trainer.strategy.root_device)
+        for name in _EVALUATIONS:
+            naming = naming_fix(f"{name} runs whole batches: lower batch_size of its DataLoader")
+            vars(trainer.strategy)[name] = naming(getattr(trainer.strategy, name))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
@@ -97,6 +102,8 @@ class AdaptiveCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
+        for name in _EVALUATIONS:
+            vars(trainer.strategy).pop(name, None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

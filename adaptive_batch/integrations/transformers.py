@@ -30,9 +30,9 @@ from adaptive_batch import distributed
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import AdaptiveStep, Part
+from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
-from .arguments import TERMS, AdaptiveArguments
+from .arguments import TERMS, AdaptiveArguments, naming_fix
 from .pairs import COLLATOR, by_pairs
 from .part_logs import log_calls, merge_lists
 from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
@@ -90,6 +90,8 @@ class AdaptiveTrainer(Trainer):
     collects in attributes, are those of the batch: trials and failed attempts do not count. The
     pairs that TRL's collator of preferences makes stay together, each as one row.
 
+    On one rank a batch of an evaluation that runs out of memory runs again in parts too.
+
     Args:
         *arguments: what ``transformers.Trainer`` takes.
         **keywords: what ``transformers.Trainer`` takes by name.
@@ -131,6 +133,8 @@ class AdaptiveTrainer(Trainer):
         self._adaptive_of_step: AdaptiveArguments | None = None
         self._reduction = _Reduction()
         self._metrics_of_step: _Metrics | None = None
+        self._evaluation: EvaluationParts | None = None
+        self._adaptive_of_evaluation: AdaptiveArguments | None = None
         self._num_fetched = 0
         self._growth: Growth | None = None
 
@@ -327,6 +331,94 @@ class AdaptiveTrainer(Trainer):
                 type(self).__name__,
             )
         return super().get_batch_samples(*arguments)
+
+    # --- evaluation
+
+    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what Trainer does; a batch that runs out of memory runs again in parts.
+
+        Raises:
+            DoesNotFitError: one row alone runs out of memory, or parts have other results.
+        """
+        # Whatever class has defined it; compute_metrics may predict within an evaluation.
+        predict = self.prediction_step
+        if getattr(predict, "func", None) != self._predict_parts:
+            predict = partial(self._predict_parts, predict)
+        with replaced(self, prediction_step=predict):
+            return super().evaluation_loop(*arguments, **keywords)
+
+    def _predict_parts(
+        self,
+        prediction_step: Callable[..., tuple[Any, ...]],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        *arguments: Any,
+        **keywords: Any,
+    ) -> tuple[Any, ...]:
+        if distributed.world_size() > 1:
+            with naming_fix("ranks evaluate whole batches: lower per_device_eval_batch_size"):
+                return prediction_step(model, inputs, *arguments, **keywords)
+        metrics = _Metrics(self)
+        calls: list[list[dict[str, Any]]] = []
+
+        def forward(batch: dict[str, Any]) -> tuple[Any, ...]:
+            calls.append([])
+            with replaced(
+                self,
+                # Rows that a trainer has made are not made again.
+                _prepare_inputs=self._prepare_inputs if batch is inputs else lambda part: part,
+                log=lambda logs, *_, **__: calls[-1].append(nested_detach(logs)),
+            ):
+                return prediction_step(model, batch, *arguments, **keywords)
+
+        def trial(part: dict[str, Any]) -> tuple[Any, ...]:
+            before = _Metrics(self)
+            results = forward(part)
+            before.restore()
+            calls.pop()
+            return results
+
+        def snapshot() -> Callable[[], None]:
+            nonlocal metrics
+            metrics = _Metrics(self)
+            random_state = RandomState(self.args.device)
+
+            def restore() -> None:
+                calls.clear()
+                metrics.restore()
+                random_state.restore()
+
+            return restore
+
+        results, weights = self._evaluation_of(model).run(
+            inputs, forward, trial=trial, prepare=self._prepare_inputs, snapshot=snapshot
+        )
+        metrics.logged.extend(zip(weights, calls, strict=True))
+        metrics.log()
+        return results
+
+    def _evaluation_of(self, model: nn.Module) -> EvaluationParts:
+        """Return what evaluates a model, whose limit is kept while model and arguments are."""
+        adaptive = self._arguments
+        evaluation = self._evaluation
+        if (
+            evaluation is None
+            or evaluation.model is not model
+            or self._adaptive_of_evaluation is not self.adaptive
+        ):
+            is_sum = getattr(self, "loss_type", None) in _SUMS_OVER_TOKENS
+            self._evaluation = evaluation = EvaluationParts(
+                model,
+                split=adaptive.split,
+                num_labels=adaptive.num_labels,
+                is_sum=is_sum or adaptive.loss_reduction == "sum",
+                is_shifted=getattr(self, "_loss_shifts_labels", True),
+                is_exact=self.accelerator.mixed_precision == "no",
+                fix="lower per_device_eval_batch_size",
+                options=adaptive.options,
+            )
+            self._adaptive_of_evaluation = self.adaptive
+        return evaluation
 
     # --- batches that grow
 

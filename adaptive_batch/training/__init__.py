@@ -11,6 +11,7 @@ from .bound_search import (
     find_max_batch_size,
 )
 from .evaluation import Evaluator
+from .evaluation_parts import EvaluationParts
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .lowered_limit import LimitChange, OOMPolicy
@@ -42,6 +43,7 @@ __all__ = [
     "Choices",
     "ConfiguredSize",
     "Evaluation",
+    "EvaluationParts",
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",

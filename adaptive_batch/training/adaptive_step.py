@@ -150,7 +150,7 @@ class AdaptiveStep:
             layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
             memory=self.memory,
             policy=options.oom_policy,
-            on_change=partial(_log_change, options.event),
+            on_change=partial(log_change, options.event),
         )
         self.sharding = sharding_of(
             model,
@@ -375,8 +375,16 @@ def configured_size(
     return ConfiguredSize(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
 
 
-def _log_change(event: Callable[..., object] | None, change: LimitChange) -> None:
+def log_change(
+    event: Callable[..., object] | None,
+    change: LimitChange,
+    *,
+    kind: str = "limit",
+    prefix: str = "",
+) -> None:
+    """Log a change of a limit, and report it as an event of a kind."""
+    text = prefix + change.describe()
     if distributed.is_rank_zero():
-        log.log(logging.INFO if change.grows else logging.WARNING, "%s", change.describe())
+        log.log(logging.INFO if change.grows else logging.WARNING, "%s", text)
     if event is not None:
-        event("limit", change.describe(), prints=False, **change.facts())
+        event(kind, text, prints=False, **change.facts())

@@ -109,3 +109,32 @@ def agreed(*seen: tuple[bool | None, bool | None]) -> list[bool | None]:
 def test_ranks_agree_on_whether_a_loss_is_a_sum_once_any_has_seen_it():
     seen = [(None, None), (None, False), (True, True)]
     assert run_on_ranks(agreed, 2, *seen) == [[None, False, False]] * 2
+
+
+def error_of_evaluation() -> str:
+    """The error of an evaluation that runs out of memory on both ranks."""
+    model = net()
+
+    @functools.wraps(model.forward)
+    def forward(**_: Any) -> None:
+        torch.empty(2**50, dtype=torch.uint8)
+
+    model.forward = forward
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = AdaptiveTrainer(
+            model,
+            TrainingArguments(folder, report_to="none", disable_tqdm=True, use_cpu=True),
+            eval_dataset=[{"input_ids": [1, 2, 3]}] * 32,
+            data_collator=collate,
+        )
+        try:
+            trainer.evaluate()
+        except torch.OutOfMemoryError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_ranks_is_not_split_and_its_error_names_the_fix():
+    for message in run_on_ranks(error_of_evaluation, 2):
+        assert message.endswith("ranks evaluate whole batches: lower per_device_eval_batch_size")

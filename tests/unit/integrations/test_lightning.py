@@ -395,3 +395,35 @@ def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_
     # Pieces of the check are not scaled.
     assert sum(len(multiples) for multiples in parts.multiples) > sum(map(len, trained))
     assert (own_weights - weights).abs().max() < 2e-3
+
+
+class EvaluatesTooMuch(Module):
+    """Runs out of memory in an evaluation."""
+
+    def validation_step(self, batch, batch_idx):
+        torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+    test_step = predict_step = validation_step
+
+
+def test_an_evaluation_that_runs_out_of_memory_names_the_fix_and_leaves_lightning_as_it_was(
+    tmp_path,
+):
+    loader = DataLoader(rows(), batch_size=8)
+    for kind, step in (
+        ("validate", "validation_step"),
+        ("test", "test_step"),
+        ("predict", "predict_step"),
+    ):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+            callbacks=[AdaptiveCallback()],
+        )
+        fix = f"{step} runs whole batches: lower batch_size of its DataLoader"
+        with pytest.raises(torch.OutOfMemoryError, match=fix):
+            getattr(trainer, kind)(EvaluatesTooMuch(), loader)
+        assert step not in vars(trainer.strategy)
