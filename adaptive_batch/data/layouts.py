@@ -217,8 +217,8 @@ class MicroBatch:
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
     """Split rows, in their order, into the fewest micro-batches of at most `micro_batch_size` rows;
-    their sizes differ by one row at most, so that ranks finish together and BatchNorm meets no rest
-    of one row.
+    their sizes differ by one row at most, so that ranks finish together and BatchNorm seldom meets
+    a rest of one row.
     """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={micro_batch_size}: must be 1 or more")

@@ -11,7 +11,12 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import DeviceMemory, wanted_bytes
+from adaptive_batch.memory import DeviceMemory, Room, wanted_bytes
+
+# Room counts as given back if it is this many times what there was when memory ran out.
+_GIVEN_BACK = 1.02
+# A restart after a lost rank costs more than a step that runs again: it waits eight times as long.
+_TRIES_THAT_A_LOST_RANK_COUNTS = 3
 
 
 class SmallerLimit(NamedTuple):
@@ -113,8 +118,8 @@ class OOMPolicy:
     """Decides when the limit that ran out of memory is tried again.
 
     Attributes:
-        grow_after: steps without a failure before the former limit is tried again, if the device
-            then has room or does not say; twice as many after each try that fails within them.
+        grow_after: steps without a failure before the former limit is tried again; twice as many
+            after each try that fails within them, unless the device has more room since.
     """
 
     grow_after: int = 5
@@ -147,13 +152,15 @@ class LoweredLimit:
         self._good_steps = policy.grow_after
         # Tries of the former limit that have failed, one after the other.
         self._failed_tries = 0
-        # What ran out of memory needed at least so much.
-        self._needed_bytes = 0
+        # What there was room for when memory ran out; 0 if no device said it.
+        self._total_bytes = 0
 
     def forget(self) -> None:
         self.current = None
         self.ceiling = None
         self._held = None
+        self._good_steps = self._policy.grow_after
+        self._failed_tries = 0
 
     def hold(self, limit: MicroBatchLimit) -> None:
         """Hold no more than this from now on, and try no more again."""
@@ -170,6 +177,7 @@ class LoweredLimit:
         if self.current is None or limit.amount < self.current.amount:
             self.current = limit
         self._good_steps = 0
+        self._failed_tries = _TRIES_THAT_A_LOST_RANK_COUNTS
         return self.current
 
     def after_out_of_memory(
@@ -178,7 +186,6 @@ class LoweredLimit:
         """Return the smaller limit that this rank asks for; see :class:`MicroBatchSizer`."""
         rows = len(failed.rows)
         row_amount = 1 if limit.unit == "rows" else failed.length
-        self._needed_bytes = max(self._needed_bytes, wanted_bytes(error) or 0)
         # What the device has said did not help where a step fails again.
         fits = None
         if failures == 1:
@@ -198,15 +205,25 @@ class LoweredLimit:
             self.ceiling = change.before
         self.current = change.after
         self._good_steps = 0
+        room = self._room()
+        self._total_bytes = 0 if room is None else room.total_bytes
 
     def growth(self) -> MicroBatchLimit | None:
-        """Return the former limit, if it is time to try it again and the device has room."""
-        if self.ceiling is None or self._good_steps < self._steps_to_wait:
+        """Return the former limit, if it is time to try it again."""
+        if self.current is None or self.ceiling is None:
             return None
-        room = None if self._memory is None else self._memory.room()
-        if room is not None and room.total_bytes < self._needed_bytes:
-            return None
-        return self.ceiling
+        is_due = self._good_steps >= self._steps_to_wait
+        if not is_due and self._good_steps >= self._policy.grow_after:
+            is_due = self._is_given_back()
+        return self.ceiling if is_due and self.ceiling.amount > self.current.amount else None
+
+    def _is_given_back(self) -> bool:
+        """Whether the device has more room than when memory ran out."""
+        room = self._room()
+        return room is not None and room.total_bytes > _GIVEN_BACK * self._total_bytes > 0
+
+    def _room(self) -> Room | None:
+        return None if self._memory is None else self._memory.room()
 
     def grow(self) -> LimitChange:
         """Take the former limit again; return the change."""
@@ -216,7 +233,6 @@ class LoweredLimit:
         self.current = self._held
         self.ceiling = None
         self._good_steps = 0
-        self._needed_bytes = 0
         return change
 
     @property
@@ -230,7 +246,7 @@ class LoweredLimit:
             "held": self._held and asdict(self._held),
             "good_steps": self._good_steps,
             "failed_tries": self._failed_tries,
-            "needed_bytes": self._needed_bytes,
+            "total_bytes": self._total_bytes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -239,7 +255,7 @@ class LoweredLimit:
         self._held = _limit(state["held"])
         self._good_steps = state["good_steps"]
         self._failed_tries = state.get("failed_tries", 0)
-        self._needed_bytes = state.get("needed_bytes", 0)
+        self._total_bytes = state.get("total_bytes", 0)
 
 
 def fitting_amount(memory: DeviceMemory | None, error: str, *, amount: int) -> int | None:

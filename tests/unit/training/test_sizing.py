@@ -109,12 +109,34 @@ def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit
     assert run.steps(3) == [32] * 3
     run.memory.total -= int(share * 32 * ROW)
     fits = (run.memory.total - RESIDENT) // ROW
-    assert set(run.steps(60)) == {fits}  # in one retry, and no row was tried that has no room
+    assert set(run.steps(60)) == {fits}  # in one retry
     run.memory.total = all_of_it
+    assert run.steps(6)[-1] == 32  # at once, whatever was tried in vain
     assert set(run.steps(50)) == {32}
-    assert [change.after.amount for change in run.changes] == [fits, 32]
+    tried = [change.good_steps for change in run.changes if change.grows]
+    assert tried[:3] == [5, 10, 20]
     assert run.sizer.state_dict()["lowered"] is run.sizer.state_dict()["ceiling"] is None
-    assert run.sizer.num_out_of_memory == 1
+    assert run.sizer.num_out_of_memory == len(tried) == 4
+
+
+def test_memory_that_is_given_back_in_part_is_used_after_one_more_try():
+    run = Run(bound=True)
+    run.memory.total = RESIDENT + 12 * ROW
+    assert set(run.steps(20)) == {12}
+    run.memory.total = RESIDENT + 20 * ROW
+    assert set(run.steps(20)) == {20}
+    assert [change.after.amount for change in run.changes if not change.grows][-1] == 20
+
+
+def test_after_a_restart_a_limit_is_tried_again_later_and_only_if_it_is_larger():
+    for ceiling in (4, 8):
+        run = Run(bound=False)
+        run.memory.total = RESIDENT + 4 * ROW
+        run.sizer.keep_below(MicroBatchLimit(4), ceiling=MicroBatchLimit(ceiling))
+        assert run.steps(39) == [4] * 39
+        assert not run.changes
+        run.memory.total *= 100
+        assert run.steps(2)[-1] == (4 if ceiling == 4 else 32)
 
 
 def test_where_no_device_says_what_is_free_it_is_halved_and_tried_again_later_and_later():
@@ -135,12 +157,12 @@ def test_where_no_device_says_what_is_free_it_is_halved_and_tried_again_later_an
 def test_a_run_that_is_resumed_grows_back_as_the_one_before_would_have():
     run, other = Run(bound=True), Run(bound=True)
     run.memory.total -= 20 * ROW
-    run.steps(7)
+    run.steps(4)
     other.sizer.load_state_dict(run.sizer.state_dict())
     for one in (run, other):
         one.memory.total = RESIDENT + 32 * ROW
     assert run.sizer.state_dict() == other.sizer.state_dict()
-    assert run.sizer.state_dict()["good_steps"] == 7
+    assert run.sizer.state_dict()["good_steps"] == 4
     assert run.steps(30) == other.steps(30)
     assert run.sizer.state_dict() == other.sizer.state_dict()
 
