@@ -221,10 +221,11 @@ def map_leaves(
     """
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(
+    if isinstance(tree, list | tuple):
+        children = [
             map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
-        )
+        ]
+        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
     if isinstance(tree, kind):
         return function(path, tree)
     return tree

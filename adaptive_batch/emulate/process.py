@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -40,7 +41,8 @@ def install() -> None:
 def _replace_link_to_database(event: str, arguments: tuple[Any, ...]) -> None:
     """Replace a link before SQLite, which opens the file that it leads to."""
     if event == "sqlite3.connect" and os.path.islink(arguments[0]):
-        open(arguments[0], "ab").close()  # see csrc/scratch.c
+        with suppress(OSError), open(arguments[0], "ab"):
+            pass  # csrc/scratch.c replaces the link
 
 
 class TorchFinder(MetaPathFinder):

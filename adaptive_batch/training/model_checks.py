@@ -26,7 +26,8 @@ _NAMED = 3
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module is a BatchNorm of any kind, such as apex's ``SyncBatchNorm``."""
-    return hasattr(module, "num_batches_tracked") and not isinstance(
+    has_statistics = hasattr(module, "num_batches_tracked") and hasattr(module, "running_mean")
+    return has_statistics and not isinstance(
         module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
     )
 

@@ -201,6 +201,9 @@ with open("log.txt", "a") as file:
     file.write("emulated")
 sqlite3.connect("trials.db").execute("create table t (x)").connection.commit()
 os.system("echo of a shell >> shell.txt")
+os.close(os.open("cut.txt", os.O_WRONLY | os.O_TRUNC))
+os.truncate("log2.txt", 3)
+os.chmod("mode.txt", 0o600)
 pathlib.Path("new").mkdir()
 pathlib.Path("new/a.txt").write_text(pathlib.Path("log.txt").read_text())
 """
@@ -210,16 +213,18 @@ pathlib.Path("new/a.txt").write_text(pathlib.Path("log.txt").read_text())
 def test_files_of_the_program_are_not_overwritten(tmp_path, kept):
     folder, output = tmp_path / "project", tmp_path / "output"
     (folder / "runs").mkdir(parents=True)
-    for name in ("runs/model.pt", "log.txt", "shell.txt", "trials.db"):
+    texts = ("runs/model.pt", "log.txt", "shell.txt", "cut.txt", "log2.txt", "mode.txt")
+    for name in (*texts, "trials.db"):
         (folder / name).write_text("" if name == "trials.db" else "precious ")
     done, report = emulate(folder, WRITES, *(["--output", str(output)] if kept else []))
     assert done.returncode == 0, done.stderr[-3000:]
-    for name in ("runs/model.pt", "log.txt", "shell.txt"):
+    for name in texts:
         assert (folder / name).read_text() == "precious "
+    assert (folder / "mode.txt").stat().st_mode & 0o077
     assert not (folder / "trials.db").read_text()
     assert not (folder / "new").exists()
     written = [name for name, _ in report["files"]]
-    assert written == ["log.txt", "new/a.txt", "runs/model.pt", "shell.txt", "trials.db"]
+    assert written == sorted(["new/a.txt", *texts, "trials.db"])
     assert output.exists() == kept
     if kept:
         assert (output / "new/a.txt").read_text() == "precious emulated"
