@@ -9,7 +9,7 @@ from itertools import accumulate, groupby, pairwise
 import pytest
 import torch
 from support import batch_rules
-from support.cli import MODEL, OURS, cosine_after, figures, records, same_weights
+from support.cli import MODEL, OURS, cosine_after, figures, records, resume_run, same_weights
 from support.stops import stopped_after
 
 from adaptive_batch.errors import GrowthFunctionError
@@ -357,9 +357,7 @@ def test_the_noise_scale_is_resumed_exactly(small):
     assert state["samples"] == 52  # 50, and in the steps after 50 and 55
     folder = small.fresh_folder()
     shutil.copytree(whole.output_dir / "step_29", folder / "step_29")
-    rest = small.run_in_process(
-        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    rest = resume_run(small, folder, *settings)
     assert noise_at_step_58(rest) == state
 
 
@@ -421,9 +419,7 @@ def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
         whole = small.run_in_process(OURS, *settings, *rule)
         folder = stopped_after(whole, small, 3)
         shutil.rmtree(folder / "logs")
-        rest = small.run_in_process(
-            OURS, *settings, *rule, f"output_dir={folder}", "resume_from_checkpoint=True"
-        )
+        rest = resume_run(small, folder, *settings, *rule)
         for name in ("loss", "lr", "batch_size", "loss_per_full_batch"):
             seen = whole.figures(name)
             again = rest.figures(name)
@@ -440,9 +436,7 @@ def go_on(small, finished, step, *settings):
     folder = small.fresh_folder()
     for name in (f"step_{step}", "adaptive_batch"):
         shutil.copytree(finished.output_dir / name, folder / name)
-    return small.run_in_process(
-        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    return resume_run(small, folder, *settings)
 
 
 def test_the_plan_of_a_rule_that_follows_the_last_batch_is_what_is_trained(small):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import figures, records, same_weights
+from support.cli import FINDS, figures, records, same_weights
 from support.distillation import FULL, LORA, METRICS, OURS, write_teacher
 from support.stops import stopped_after
 
@@ -22,13 +22,6 @@ SPLITS = {
     "as much as fits": ("micro_batch_size=auto", "probe.device_memory=8MiB"),
     "as many tokens as fit": ("micro_batch_tokens=auto", "probe.device_memory=8MiB"),
 }
-FINDS = (
-    "use_maximum_batch_size=True",
-    "probe.device_memory=24MiB",
-    "probe.round_to_power_of_two=False",
-    "epochs=1",
-    "max_steps_per_epoch=1",
-)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,6 +17,7 @@ from support.cli import (
     interrupted_after_first_epoch,
     losses,
     records,
+    resume_run,
     same_weights,
 )
 
@@ -143,9 +143,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(small, grown):
     whole = small.run_in_process(OURS, *settings, *cosine)
     folder = interrupted_after_first_epoch(whole, small)
     components.ASKED.clear()
-    rest = small.run_in_process(
-        OURS, *settings, *cosine, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    rest = resume_run(small, folder, *settings, *cosine)
     assert rest.losses == whole.losses[-len(rest.losses) :]
     assert losses(folder, name="lr") == losses(whole.output_dir, name="lr")[-len(rest.losses) :]
     assert same_weights(rest.weights(1), whole.weights(1))
@@ -336,7 +334,7 @@ def test_the_report_draws_the_search_of_its_own_run(small):
 
 
 def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
-    rest = go_on(small, interrupted, "batch_size=8", "epochs=3")
+    rest = resume_run(small, interrupted, "batch_size=8", "epochs=3")
     said = {
         record["kind"]: record["message"]
         for record in records(rest, "epochs") + records(rest, "batch_size")
@@ -349,20 +347,20 @@ def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
         SettingError,
         match="optimizer_in_bwd=True: the optimizer's state in the checkpoint was saved with False",
     ):
-        go_on(small, interrupted, "optimizer_in_bwd=True")
+        resume_run(small, interrupted, "optimizer_in_bwd=True")
 
 
 def test_use_maximum_batch_size_turned_on_at_a_resume_is_heard(small):
     grown = small.run_in_process(OURS, GROW, "probe.device_memory=24MiB", "epochs=2")
     folder = interrupted_after_first_epoch(grown, small)
-    rest = go_on(
+    rest = resume_run(
         small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB", WITHOUT_GROWTH
     )
     assert records(rest, "step")[-2]["batch_size"] == probe_file(rest)["batch_size"] > 4
 
 
 def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted):
-    rest = go_on(small, interrupted, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
+    rest = resume_run(small, interrupted, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
     assert {step["lr"] for step in records(rest, "step")} == {0.01}
     (said,) = records(rest, "lr")
     assert said["message"] == (
@@ -428,12 +426,6 @@ def plain(small):
     return small.run_in_process(OURS)
 
 
-def go_on(small, folder: Path, *overrides):
-    return small.run_in_process(
-        OURS, f"output_dir={folder}", "resume_from_checkpoint=True", *overrides
-    )
-
-
 def test_weights_of_another_save_are_refused(small, plain, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
     shutil.copytree(plain.output_dir / "epoch_1", interrupted / "epoch_0")
@@ -441,7 +433,7 @@ def test_weights_of_another_save_are_refused(small, plain, interrupted):
         CheckpointError,
         match="epoch_0 is skipped: its weights are of another save than the recipe state",
     ):
-        go_on(small, interrupted)
+        resume_run(small, interrupted)
 
 
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_probe"])

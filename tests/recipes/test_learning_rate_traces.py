@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from support import batch_rules
-from support.cli import OURS, figures
+from support.cli import OURS, figures, resume_run
 from support.stops import stopped_after
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
@@ -119,9 +119,7 @@ def test_a_constant_batch_has_torchs_own_trace_to_the_last_bit_and_so_it_goes_on
     assert list(rates(whole).values()) == expected
     folder = stopped_after(whole, small, 5)
     (folder / "adaptive_batch" / "run.jsonl").unlink()
-    rest = small.run_in_process(
-        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    rest = resume_run(small, folder, *settings)
     assert rates(rest) == {step + 1: rate for step, rate in enumerate(expected) if step >= 5}
 
 
@@ -259,9 +257,7 @@ def go_on(small, finished, step, *settings):
     """The rates from a checkpoint within an epoch, by the number of the step."""
     folder = small.fresh_folder()
     shutil.copytree(finished.output_dir / f"step_{step}", folder / f"step_{step}")
-    rest = small.run_in_process(
-        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    rest = resume_run(small, folder, *settings)
     assert min(rates(rest)) == step + 1
     return rates(rest)
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from support.cli import OURS, figures, records, same_weights
+from support.cli import OURS, figures, records, resume_run, same_weights
 from support.launch import launch
 from support.stops import stopped_after
 from torch._dynamo.utils import counters
@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(
     folder = stopped_after(finished, small, 2)
     if not keeps_probe:
         (folder / "adaptive_batch" / "probe.json").unlink()
-    rest = small.run_in_process(OURS, *keys, f"output_dir={folder}", "resume_from_checkpoint=True")
+    rest = resume_run(small, folder, *keys)
     assert len(set(chosen(folder))) == 1
     assert figures(folder, "loss") == figures(finished.output_dir, "loss")
     assert figures(folder, "micro_batches") == figures(finished.output_dir, "micro_batches")
@@ -217,9 +217,7 @@ def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(
 def test_a_run_that_goes_on_where_less_fits_cuts_its_steps_by_what_fits(small, automatic):
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
-    small.run_in_process(
-        OURS, *keys, "probe.maximum=1", f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    resume_run(small, folder, *keys, "probe.maximum=1")
     bound = records(folder, "bound")[-1]["max_batch_size"]
     assert bound == 1
     assert chosen(folder)[-1][1] <= max(LENGTHS)
@@ -233,9 +231,7 @@ def test_a_number_that_is_given_when_a_run_goes_on_is_taken_in_place_of_what_it_
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
     others = [key for key in keys if not key.startswith("micro_batch")]
-    small.run_in_process(
-        OURS, *others, setting, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    resume_run(small, folder, *others, setting)
     plan = records(folder, "plan")[-1]
     assert (plan["limit"], plan["unit"]) == (
         int(setting.partition("=")[2]),

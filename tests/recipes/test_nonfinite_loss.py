@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.cli import OURS, records
+from support.cli import OURS, records, resume_run
 from support.stops import stopped_after
 from torch.distributed.checkpoint import FileSystemReader, load
 
@@ -122,9 +122,7 @@ def test_a_run_that_is_to_stop_ends_before_the_step_and_names_what_was_saved(sma
     assert str(error.value).startswith("step 4: the loss is nan, lr 0.02; step 3 had loss ")
     assert str(error.value).endswith("/step_2")
     assert [path.name for kind in ("step_*", "epoch_*") for path in folder.glob(kind)] == ["step_2"]
-    rest = small.run_in_process(
-        OURS, *SPOILED, "loss.at=[]", f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    rest = resume_run(small, folder, *SPOILED, "loss.at=[]")
     assert [step["step"] for step in records(rest, "step")] == [1, 2, 3, 3, 4, 5, 6]
     assert [event["step"] for event in records(rest, "nonfinite_loss")] == [4]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.cli import figures, records, same_weights
+from support.cli import FINDS, figures, records, same_weights
 from support.preferences import LORA, METRICS, OURS, PAIRS, reference_of, write_pairs
 from support.stops import stopped_after
 
@@ -20,13 +20,6 @@ SPLITS = {
     "as much as fits": ("micro_batch_size=auto", "probe.device_memory=8MiB"),
     "as many tokens as fit": ("micro_batch_tokens=auto", "probe.device_memory=8MiB"),
 }
-FINDS = (
-    "use_maximum_batch_size=True",
-    "probe.device_memory=24MiB",
-    "probe.round_to_power_of_two=False",
-    "epochs=1",
-    "max_steps_per_epoch=1",
-)
 
 
 @pytest.fixture(scope="module")

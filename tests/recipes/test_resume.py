@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from support import killed_runs
-from support.cli import FEATURES, OURS, TUNE, records, same_weights
+from support.cli import FEATURES, OURS, TUNE, records, resume_run, same_weights
 from support.paths import subprocess_environment
 from support.stops import stopped_after
 
@@ -38,12 +38,6 @@ def went_on_from(folder):
     start = last_start(folder)
     assert start["resumed"]
     return Path(start["message"].split("resuming from ")[1].split(" ")[0]).name
-
-
-def go_on(small, folder, *overrides):
-    return small.run_in_process(
-        OURS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
 
 
 def resume_from(small, folder, path, *overrides):
@@ -103,7 +97,7 @@ def test_a_run_that_goes_on_in_mid_epoch_is_the_one_that_was_not_ended(small, wa
     points = records(whole.output_dir, "resume_point")
     at = points[-1 if way == "growth" else 0]["step"]
     folder = stopped_after(whole, small, at, taken_back=1)
-    go_on(small, folder, *overrides)
+    resume_run(small, folder, *overrides)
     assert went_on_from(folder) == f"step_{at}"
     assert last_start(folder)["progress"]["epoch_steps"] > 0
     assert_the_same(folder, whole)
@@ -120,7 +114,7 @@ def test_a_run_goes_on_after_it_was_moved_with_its_data(small, whole):
     shutil.move(stopped_after(whole, small, 9), moved)
     data = small.fresh_folder() / "rows.jsonl"
     shutil.copy(small.folder / "train.jsonl", data)
-    go_on(small, moved, SAVES, *DROPOUT, f"dataset.data_files={data}")
+    resume_run(small, moved, SAVES, *DROPOUT, f"dataset.data_files={data}")
     assert_the_same(moved, whole)
 
 
@@ -129,7 +123,7 @@ def test_more_epochs_go_on_from_the_last_step_of_a_run_that_is_done(small):
     overrides = ("save_every_n_steps=4", *DROPOUT)
     longer = small.run_in_process(OURS, *overrides, "epochs=2")
     done = small.run_in_process(OURS, *overrides, "epochs=1")
-    go_on(small, done.output_dir, *overrides, "epochs=2")
+    resume_run(small, done.output_dir, *overrides, "epochs=2")
     assert went_on_from(done.output_dir) == "step_8"
     assert_the_same(done.output_dir, longer)
 
@@ -141,9 +135,9 @@ def test_a_run_that_is_done_goes_on_from_its_end_where_epochs_is_raised(small, k
     overrides = ("keep_final_state=True", *keys)
     longer = small.run_in_process(OURS, *overrides, "epochs=3")
     done = small.run_in_process(OURS, *overrides, "epochs=1")
-    go_on(small, done.output_dir, *overrides, "epochs=2")
+    resume_run(small, done.output_dir, *overrides, "epochs=2")
     assert went_on_from(done.output_dir) == "epoch_0"
-    go_on(small, done.output_dir, *overrides, "epochs=3")
+    resume_run(small, done.output_dir, *overrides, "epochs=3")
     assert went_on_from(done.output_dir) == "epoch_1"
     assert_the_same(done.output_dir, longer)
     assert audit(done.output_dir).holds
@@ -203,7 +197,7 @@ def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_it
     assert "Traceback" not in ended.stdout
     (said,) = records(folder, "preempted")
     assert said["exit_status"] == EXIT_STATUS
-    go_on(small, folder, SAVES, *DROPOUT)
+    resume_run(small, folder, SAVES, *DROPOUT)
     assert last_start(folder)["progress"]["steps"] == said["step"]
     assert_the_same(folder, whole)
 
@@ -235,7 +229,7 @@ def test_without_resume_points_one_is_saved_where_a_signal_asks_it_to_end(small,
     folder = small.fresh_folder()
     asking = (*asking_to_end(5), f"metric_logger.by={int(number)}")
     assert ends_early(small, folder, *DROPOUT, *asking) == 5
-    go_on(small, folder, *DROPOUT)
+    resume_run(small, folder, *DROPOUT)
     assert went_on_from(folder) == "step_5"
     assert_the_same(folder, whole)
 
@@ -265,7 +259,7 @@ ASKING_IN_EPOCH_0 = (
 def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole, saves):
     folder = small.fresh_folder()
     assert ends_early(small, folder, *saves, *DROPOUT, *ASKING_IN_EPOCH_0) == 8
-    go_on(small, folder, *saves, *DROPOUT)
+    resume_run(small, folder, *saves, *DROPOUT)
     assert went_on_from(folder) == "epoch_0"
     assert_the_same(folder, whole)
 
@@ -287,7 +281,7 @@ def test_asked_in_validation_it_ends_after_it(small):
         small, folder, *overrides, *asking_to_end("null"), "dataset_val.asks_after_step=4"
     )
     assert records(folder, "validation")[-1]["steps"] == at == 4
-    go_on(small, folder, *overrides)
+    resume_run(small, folder, *overrides)
     assert_the_same(folder, whole)
 
 
@@ -299,7 +293,7 @@ def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
     whole = small.run_in_process(OURS, *overrides)
     folder = stopped_after(whole, small, 16)
     shutil.rmtree(folder / "epoch_1")
-    go_on(small, folder, *overrides)
+    resume_run(small, folder, *overrides)
     assert went_on_from(folder) == "step_16"
     assert_the_same(folder, whole)
     (end,) = records(folder, "end")[-1:]
@@ -320,9 +314,9 @@ def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_
         r" restore what was saved, remove it"
     )
     with pytest.raises(CheckpointError, match=told):
-        go_on(small, folder, *other)
+        resume_run(small, folder, *other)
     shutil.rmtree(folder / f"step_{at}")
-    go_on(small, folder, *DROPOUT)
+    resume_run(small, folder, *DROPOUT)
     assert went_on_from(folder) == "step_15"
 
 
@@ -357,7 +351,7 @@ def test_a_run_of_fewer_epochs_in_the_folder_of_another_is_not_taken_for_it(smal
     shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
     small.run_in_process(OURS, "seed=8", "epochs=1", *DROPOUT, f"output_dir={folder}")
     with pytest.raises(CheckpointError, match=r"holds saves of 2 runs: .*, run \w+ \(epoch_0\);"):
-        go_on(small, folder, "seed=8", *DROPOUT)
+        resume_run(small, folder, "seed=8", *DROPOUT)
 
 
 @pytest.mark.parametrize("asked", [False, "auto"])
@@ -395,7 +389,7 @@ def test_a_run_that_has_ended_is_replaced_also_where_another_has_replaced_its_la
 def test_a_run_that_is_resumed_after_its_end_is_still_one_that_has_ended(small):
     keys = ("keep_final_state=True", "epochs=1")
     done = small.run_in_process(OURS, *keys, SAVES)
-    go_on(small, done.output_dir, *keys, SAVES)
+    resume_run(small, done.output_dir, *keys, SAVES)
     assert records(done.output_dir, "nothing_to_train")
     for seed in (8, 9):
         small.run_in_process(OURS, *keys, f"seed={seed}", f"output_dir={done.output_dir}")
@@ -416,7 +410,7 @@ def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unl
     ends_early(small, folder, *replaces, *asking)
     assert saves_in(folder) == ["step_1"]
     assert not (folder / "recipe_state" / "recipe_state.pt").exists()
-    go_on(small, folder, "seed=8", "save_every_n_steps=2", *DROPOUT)
+    resume_run(small, folder, "seed=8", "save_every_n_steps=2", *DROPOUT)
     assert went_on_from(folder) == "step_1"
 
 
@@ -495,7 +489,7 @@ def spoil(path):
 def test_a_bit_that_flipped_in_an_epoch_is_seen_and_a_resume_point_gone_on_from(small, whole, name):
     folder = stopped_after(whole, small, 8)
     spoil(folder / name)
-    go_on(small, folder, SAVES, *DROPOUT)
+    resume_run(small, folder, SAVES, *DROPOUT)
     assert went_on_from(folder) == "step_6"
     (said,) = records(folder, "passed_over")
     assert f"{Path(name).name} has another checksum" in said["message"]
@@ -510,7 +504,7 @@ def test_with_a_clock_that_went_back_the_newer_run_is_gone_on_with(small, whole,
     monkeypatch.setattr(time, "time", lambda: now / 1e9 - 86_400)
     other = ("seed=8", *DROPOUT, "epochs=3")
     ends_early(small, folder, *other, *ASKING_IN_EPOCH_0, "overwrite_output_dir=True")
-    found = go_on(small, folder, *other)
+    found = resume_run(small, folder, *other)
     assert went_on_from(folder) == "epoch_0"
     assert len({start["run"] for start in records(folder, "start")}) == 2
     assert found.losses[-16:] == small.run_in_process(OURS, *other).losses[-16:]
@@ -523,7 +517,7 @@ def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
     with pytest.raises(
         CheckpointError, match=r"(?s)step_3 is skipped: .*step_6 is skipped: "
     ) as error:
-        go_on(small, folder, SAVES, *DROPOUT)
+        resume_run(small, folder, SAVES, *DROPOUT)
     assert "holds nothing complete to resume from" in str(error.value)
 
 
@@ -532,7 +526,7 @@ def test_where_nothing_was_saved_that_is_said_with_what_would_do(small):
         CheckpointError,
         match=r"holds nothing to resume from: .*resume_from_checkpoint=False to begin",
     ):
-        go_on(small, small.fresh_folder())
+        resume_run(small, small.fresh_folder())
 
 
 def test_a_run_that_is_done_and_has_no_state_to_go_on_from_says_so(small):
@@ -540,7 +534,7 @@ def test_a_run_that_is_done_and_has_no_state_to_go_on_from_says_so(small):
     with pytest.raises(
         CheckpointError, match=r"holds the weights of a run that is done, .*another output_dir"
     ):
-        go_on(small, done.output_dir, "epochs=2")
+        resume_run(small, done.output_dir, "epochs=2")
 
 
 # --- a full disk
@@ -620,7 +614,7 @@ def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_who
     ):
         small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    go_on(small, folder, SAVES, *DROPOUT)
+    resume_run(small, folder, SAVES, *DROPOUT)
     assert went_on_from(folder) == "step_3"
     assert_the_same(folder, whole)
 
@@ -661,9 +655,9 @@ def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(sm
         SettingError,
         match=rf"{name}=.*{shown} resume with that, or set resume_allow_changes=\[{name}\]",
     ):
-        go_on(small, folder, SAVES, *DROPOUT, *overrides)
+        resume_run(small, folder, SAVES, *DROPOUT, *overrides)
     assert last_start(folder)["resumed"] is False  # what is refused leaves no trace in the record
-    go_on(small, folder, SAVES, *DROPOUT, *overrides, f"resume_allow_changes=[{name}]")
+    resume_run(small, folder, SAVES, *DROPOUT, *overrides, f"resume_allow_changes=[{name}]")
     (said,) = records(folder, name)
     assert said["before"] != said["after"]
     found = audit(folder)
@@ -682,7 +676,7 @@ def test_rate_and_decay_are_changed_where_that_is_allowed_by_name(small, schedul
     folder = stopped_after(whole, small, 9)
     changes = ("optimizer.lr=0.001", "optimizer.weight_decay=0.3")
     allowed = "resume_allow_changes=[optimizer.lr,optimizer.weight_decay]"
-    resumed = go_on(small, folder, *overrides, *changes, allowed)
+    resumed = resume_run(small, folder, *overrides, *changes, allowed)
     before = [float(rate) for rate in whole.figures("lr")]
     after = [float(rate) for rate in resumed.figures("lr")][-7:]
     # The configured rate was 0.01, and the schedule stays.
@@ -705,18 +699,18 @@ def test_the_end_of_an_epoch_is_moved_where_that_is_allowed_but_not_before_the_c
     allowed = "resume_allow_changes=[max_steps_per_epoch]"
     folder = stopped_after(whole, small, 12)
     with pytest.raises(SettingError, match=r"=3: the checkpoint has done 4 steps .*; give 4 or"):
-        go_on(small, folder, SAVES, *DROPOUT, allowed, "max_steps_per_epoch=3")
-    go_on(small, folder, SAVES, *DROPOUT, allowed, "max_steps_per_epoch=6")
+        resume_run(small, folder, SAVES, *DROPOUT, allowed, "max_steps_per_epoch=3")
+    resume_run(small, folder, SAVES, *DROPOUT, allowed, "max_steps_per_epoch=6")
     assert records(folder, "step")[-1]["step"] == 14
     assert audit(folder).problems == ()
     kept = stopped_after(whole, small, 12)
-    go_on(small, kept, SAVES, *DROPOUT, "max_steps_per_epoch=6")
+    resume_run(small, kept, SAVES, *DROPOUT, "max_steps_per_epoch=6")
     assert_the_same(kept, whole)
 
 
 def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole):
     folder = stopped_after(whole, small, 6, taken_back=1)
-    go_on(
+    resume_run(
         small,
         folder,
         SAVES,
@@ -746,7 +740,7 @@ def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole
 
 def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
     folder = stopped_after(whole, small, 8)
-    go_on(small, folder, SAVES, *DROPOUT, "sample_order=random")
+    resume_run(small, folder, SAVES, *DROPOUT, "sample_order=random")
     (said,) = records(folder, "sample_order")
     assert (said["before"], said["after"]) == ("dataloader", "random")
     assert audit(folder).holds
@@ -758,7 +752,7 @@ def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
 @pytest.mark.slow
 def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, whole):
     folder = stopped_after(whole, small, 9, taken_back=2)
-    go_on(small, folder, SAVES, *DROPOUT)
+    resume_run(small, folder, SAVES, *DROPOUT)
     for command, printed in (
         ("audit", "holds: each of 32 rows exactly once"),
         ("report", "report.html"),
@@ -801,7 +795,7 @@ def test_with_the_optimizer_in_backward_a_schedule_does_not_go_on_where_its_step
     with pytest.raises(
         SettingError, match=r"optimizer_in_bwd=True: .*of which 8 fit here.*more memory"
     ):
-        go_on(small, folder, *overrides, *SMALLER)
+        resume_run(small, folder, *overrides, *SMALLER)
     assert not resumed_steps(folder)
 
 
@@ -811,10 +805,10 @@ def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(s
     sizes = [step["batch_size"] for step in records(whole.output_dir, "step")]
     assert max(sizes) == 16
     folder = stopped_after(whole, small, 3)
-    once = go_on(small, folder, *FOUR_THEN_SIXTEEN, *SMALLER)
+    once = resume_run(small, folder, *FOUR_THEN_SIXTEEN, *SMALLER)
     assert [step["batch_size"] for step in resumed_steps(folder)] == sizes[3:]
     again = stopped_after(once, small, 6)
-    go_on(small, again, *FOUR_THEN_SIXTEEN, *SMALLER)
+    resume_run(small, again, *FOUR_THEN_SIXTEEN, *SMALLER)
     assert went_on_from(again) == "step_6"
     kept = [record["message"] for record in records(again, "limit")]
     assert any("batch_size 16 is kept; 8 rows fit here" in message for message in kept)
@@ -846,9 +840,9 @@ def test_where_steps_of_tokens_hold_other_rows_the_epoch_begins_anew(small, key,
     whole = small.run_in_process(OURS, *BY_TOKENS, *before)
     folder = stopped_after(whole, small, 3)
     with pytest.raises(SettingError, match=rf"resume_allow_changes=\[{key}\]"):
-        go_on(small, folder, *BY_TOKENS, *after)
+        resume_run(small, folder, *BY_TOKENS, *after)
     assert last_start(folder)["resumed"] is False
-    go_on(small, folder, *BY_TOKENS, *after, f"resume_allow_changes=[{key}]")
+    resume_run(small, folder, *BY_TOKENS, *after, f"resume_allow_changes=[{key}]")
     (said,) = records(folder, "epoch_restarted")
     rows = [
         row
@@ -866,7 +860,7 @@ def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
     found = small.run_in_process(OURS, *overrides, "use_maximum_batch_size=True", "probe.maximum=8")
     folder = stopped_after(found, small, 2)
     assert {step["batch_size"] for step in records(folder, "step")} == {8}
-    go_on(small, folder, *overrides)
+    resume_run(small, folder, *overrides)
     assert {step["batch_size"] for step in resumed_steps(folder)} == {4}
     said = records(folder, "start", "batch_size", "use_maximum_batch_size")
     said = said[1 + said.index(last_start(folder)) :]
@@ -884,7 +878,7 @@ def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, be
     overrides = (f"save_every_n_steps={at}", *FEATURES["cosine"])
     whole = small.run_in_process(OURS, *overrides, f"batch_size={before}")
     folder = stopped_after(whole, small, at)
-    go_on(small, folder, *overrides, f"batch_size={after}")
+    resume_run(small, folder, *overrides, f"batch_size={after}")
     steps, done = 32 // after, before * at
     left = (32 - done) // after
     of_this_epoch = [steps * (done + after * step) / (done + after * left) for step in range(left)]
@@ -918,8 +912,8 @@ def test_a_recipe_state_that_is_not_there_is_refused_by_its_key_and_one_that_is_
     with pytest.raises(
         SettingError, match=r"checkpointer.recipe_checkpoint='other.pt': there is no such file"
     ):
-        go_on(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=other.pt")
-    go_on(
+        resume_run(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=other.pt")
+    resume_run(
         small,
         folder,
         SAVES,

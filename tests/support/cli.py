@@ -138,6 +138,23 @@ _HALF = (
 )
 
 
+# A search whose bound a run takes.
+FINDS = (
+    "use_maximum_batch_size=True",
+    "probe.device_memory=24MiB",
+    "probe.round_to_power_of_two=False",
+    "epochs=1",
+    "max_steps_per_epoch=1",
+)
+
+
+def resume_run(setup: SmallSetup, folder: Path, *overrides: str) -> Finished:
+    """Resume the recipe's run of a folder."""
+    return setup.run_in_process(
+        OURS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
+
+
 def cosine_after(warmup_steps: int) -> tuple[str, ...]:
     """The overrides of torchtune's cosine schedule after so many steps of warm-up."""
     return (

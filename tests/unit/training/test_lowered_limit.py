@@ -46,24 +46,6 @@ def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_l
             assert len(other.rows) < len(piece.rows) or other.length < piece.length
 
 
-@given(LENGTHS, CAPACITIES, SHAPES, st.data())
-def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(
-    lengths, capacity, shapes, data
-):
-    """Within as many failures as the first micro-batch can be halved, whatever the device holds."""
-    device_holds = data.draw(st.integers(0, 30 * 24))
-    failures = 0
-    while too_large := [
-        piece
-        for piece in micro_batches(lengths, capacity, shapes)
-        if len(piece.rows) > 1 and len(piece.rows) * piece.length > device_holds
-    ]:
-        failed = data.draw(st.sampled_from(too_large))
-        capacity = halved(capacity, len(failed.rows), failed.length)
-        failures += 1
-        assert failures <= (24 * 40).bit_length()
-
-
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
     limit, row = MicroBatchLimit(640, unit), 1 if unit == "rows" else 10

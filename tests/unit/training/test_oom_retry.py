@@ -149,15 +149,6 @@ def rows(*lengths):
     return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
 
 
-def test_by_rows_limit_becomes_half_of_the_micro_batch_that_failed():
-    """Also if that was below the capacity."""
-    step = Step(capacity=MicroBatchLimit(8))
-    step.too_large = lambda tokens: tokens.shape == (6, 9)
-    step.runner.run(rows(*[9] * 6))
-    assert step.changes == [LimitChange(MicroBatchLimit(8), MicroBatchLimit(3), 6, 9, SAID)]
-    assert step.shapes_run == [(6, 9), (3, 9), (3, 9)]
-
-
 def test_by_tokens_limit_becomes_half_of_the_group_that_failed():
     step = Step(capacity=MicroBatchLimit(40, "tokens"))
     step.too_large = lambda tokens: tokens.shape == (6, 3)
