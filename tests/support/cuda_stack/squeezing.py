@@ -5,6 +5,7 @@ dotted path.
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 from typing import Any
 
@@ -21,9 +22,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def leave(nbytes: int) -> None:
-    """Let this process have so many bytes of each device from now on, context included: those that
-    it has are not taken.
+    """Let this process have so many bytes of each device from now on, context included, without
+    what earlier tests have left.
     """
+    gc.collect()
+    torch.cuda.empty_cache()
     cuda = library()
     assert cuda is not None
     cuda.cudastub_set_reserved(
