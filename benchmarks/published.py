@@ -133,7 +133,7 @@ class Published:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of a step of Trainer is known; kernels that are not PyTorch's hold less."""
+        """True if all of a step of Trainer is known; kernels that are not PyTorch's hold less."""
         return self.is_fms and int(self.gpus) == 1 and (self.ran_out or self.loss == "CE")
 
     @property

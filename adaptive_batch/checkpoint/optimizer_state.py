@@ -221,7 +221,7 @@ def map_leaves(
     """
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
-    if isinstance(tree, list | tuple):
+    if type(tree) in (list, tuple) or hasattr(tree, "_fields"):
         children = [
             map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
         ]

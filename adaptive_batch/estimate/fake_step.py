@@ -104,7 +104,7 @@ class FakeDevice:
         # Of a batch that the step itself copies to the device, by what it calls for it.
         self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
-        # Tensors of the model in the order in which they are made; empty where a script moves them.
+        # Tensors of the model in the order in which they are made; empty if a script moves them.
         self.made: list[torch.Tensor] = []
         # What is allocated before, to fill buffers, and the buffers that it has filled.
         self.filling = array("q")
@@ -144,7 +144,7 @@ class FakeDevice:
             self._filled.add(model.get_buffer(name).untyped_storage())
 
     def is_filled(self, tensor: torch.Tensor) -> bool:
-        """Whether :attr:`filling` has allocated the tensor."""
+        """Return whether :attr:`filling` has allocated the tensor."""
         return tensor.untyped_storage() in self._filled
 
     def batch(self, batch: dict[str, Any], *, is_moved: bool = True) -> None:

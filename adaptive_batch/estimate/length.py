@@ -77,7 +77,7 @@ class CurveCheck:
 
 @dataclass(frozen=True)
 class LengthEstimate:
-    """What a training step holds with rows of one length, on any device.
+    """Memory that a training step holds with rows of one length, on any device.
 
     Attributes:
         resident: before a forward.

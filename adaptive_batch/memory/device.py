@@ -164,7 +164,7 @@ def budget_bytes(
 
 @dataclass
 class Usage:
-    """What ``measure`` of a device measured; filled in when it closes.
+    """Memory that ``measure`` of a device has measured; filled in when it closes.
 
     Attributes:
         resident_bytes: alive before anything was measured; part of every peak.
@@ -183,8 +183,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Room:
-    """What an allocator has, in bytes: tensors that are alive, and all that this process may
-    hold, these and the cache included.
+    """Memory of an allocator, in bytes: that of tensors which are alive, and all that this process
+    may hold, these and the cache included.
     """
 
     held_bytes: int

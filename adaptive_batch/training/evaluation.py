@@ -58,7 +58,7 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
-        self._passes.agree_on_limit()
+        self._passes.sizer.agree()
         with evaluation_mode(self._runner.model):
             unread = iter(rows)
             chunk = self._read(unread)

@@ -122,7 +122,3 @@ class ForwardPasses:
         if distributed.any_of_ranks(self._retry.has_failed):
             raise OutOfMemoryElsewhereError
         return results
-
-    def agree_on_limit(self) -> None:
-        """Try the former limit again if it is time on all ranks; a collective."""
-        self.sizer.agree()

@@ -241,7 +241,7 @@ class AdaptiveLoop:
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now; lowered if memory runs out, and tried again."""
+        """Limit of one micro-batch now; lowered if memory runs out, and tried again later."""
         return self._step.sizer.limit(self._batches.rows_on_largest_rank(self.batch_size))
 
     @property

@@ -83,7 +83,7 @@ class LimitChange:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether memory ran out."""
+        """True if memory ran out."""
         return not self.grows
 
     def facts(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class LoweredLimit:
         self._memory = memory
         self.current: MicroBatchLimit | None = None
         self.ceiling: MicroBatchLimit | None = None
-        # What is never passed whatever happens, as longer rows have shown.
+        # Longer rows have shown that no more fits: it is never passed.
         self._held: MicroBatchLimit | None = None
         # At first nothing is tried again, so nothing can fail too early.
         self._good_steps = policy.grow_after
@@ -186,7 +186,7 @@ class LoweredLimit:
         """Return the smaller limit that this rank asks for; see :class:`MicroBatchSizer`."""
         rows = len(failed.rows)
         row_amount = 1 if limit.unit == "rows" else failed.length
-        # What the device has said did not help where a step fails again.
+        # If the step fails again, the device's word did not help.
         fits = None
         if failures == 1:
             fits = fitting_amount(self._memory, error, amount=rows * row_amount)
@@ -218,7 +218,7 @@ class LoweredLimit:
         return self.ceiling if is_due and self.ceiling.amount > self.current.amount else None
 
     def _is_given_back(self) -> bool:
-        """Whether the device has more room than when memory ran out."""
+        """Return whether the device has more room than when memory ran out."""
         room = self._room()
         return room is not None and room.total_bytes > _GIVEN_BACK * self._total_bytes > 0
 

@@ -73,7 +73,7 @@ class ReferencePass:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        self._passes.agree_on_limit()
+        self.sizer.agree()
         restore = self._snapshot.take()
         results = self._passes.run(
             rows,

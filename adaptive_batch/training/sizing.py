@@ -251,7 +251,7 @@ class MicroBatchSizer:
 
     @property
     def has_to_agree(self) -> bool:
-        """Whether there are other ranks, or the former limit is due to be tried again."""
+        """True if there are other ranks, or if the former limit is due to be tried again."""
         return distributed.world_size() > 1 or self._lowered.growth() is not None
 
     def agree(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:

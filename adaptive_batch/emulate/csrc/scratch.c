@@ -1,5 +1,5 @@
-/* Preloaded into each process of an emulated program. Before a file of the scratch folder is written, the link to the program's own file is replaced
- * by a copy, so that the own file stays as it is, whichever library writes. */
+/* Preloaded into each process of an emulated program. Any library may write a file of the scratch folder: before it does, this one replaces the link
+ * to the program's own file by a copy, so the own file stays as it is. */
 #undef _FORTIFY_SOURCE /* it declares some of these functions otherwise */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from support.padded_rows import collate
 from torch import nn
 from transformers import (
     BartConfig,
@@ -36,18 +37,6 @@ def rows():
         {"input_ids": torch.randint(3, 64, (length,), generator=generator).tolist()}
         for length in lengths
     ]
-
-
-def collate(features):
-    longest = max(len(row["input_ids"]) for row in features)
-    batch = {"input_ids": [], "attention_mask": [], "labels": []}
-    for row in features:
-        ids = row["input_ids"]
-        padding = longest - len(ids)
-        batch["input_ids"].append([*ids, *[0] * padding])
-        batch["attention_mask"].append([*[1] * len(ids), *[0] * padding])
-        batch["labels"].append([*ids, *[-100] * padding])
-    return {name: torch.tensor(values) for name, values in batch.items()}
 
 
 def llama():
