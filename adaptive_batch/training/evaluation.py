@@ -38,12 +38,13 @@ class Evaluator:
     def __init__(self, runner: MicroBatchRunner, loss: RowLoss, sizer: MicroBatchSizer) -> None:
         self._runner = runner
         self._loss = loss
+        self._sizer = sizer
         self._passes = ForwardPasses(runner, sizer, row_length=loss.row_length)
 
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now."""
-        return self._passes.sizer.limit_of_step
+        return self._sizer.limit_of_step
 
     def run(self, rows: Iterable[Any]) -> float:
         """Return the mean loss over the label tokens of all `rows` of all ranks; nan where there
@@ -58,7 +59,7 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
-        self._passes.sizer.agree()
+        self._sizer.agree()
         with evaluation_mode(self._runner.model):
             unread = iter(rows)
             chunk = self._read(unread)
