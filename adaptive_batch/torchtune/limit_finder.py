@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from adaptive_batch._util import count, format_bytes, rows_fit
-from adaptive_batch.data import MicroBatch, StepPlanner, largest_divisor
+from adaptive_batch.data import StepPlanner, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
@@ -98,22 +97,6 @@ class LimitFinder:
             self.try_longer(self._data.longest(1))
         self._check_saved_maximum_fits()
         self._find_for_reference(resumed.state_of("reference_limits"))
-        self._try_largest()
-
-    def _try_largest(self) -> None:
-        """Try the largest micro-batch of training, where the lengths of rows are known; see
-        :meth:`StepRunner.try_largest`.
-        """
-        runner = self._trainer.runner
-        # With the optimizer in backward a trial would step.
-        is_due = runner.is_largest_due and not self._settings.optimizer_in_bwd
-        if not is_due or not self._data.dataset.knows_lengths:
-            return
-        length = int(self._data.dataset.lengths.max())
-        num_rows = runner.sizer.rows_of_largest(length, self._planner.batch.step_rows)
-        rows = self._data.longest(num_rows)
-        largest = MicroBatch(list(range(len(rows))), length)
-        runner.try_largest(partial(runner.try_rows, rows), largest)
 
     def _log_notes(self) -> None:
         """Log a model whose results depend on micro-batches, and trials that ended all ranks."""

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch.data import AdaptiveBatches, MicroBatch, mean_rows
+from adaptive_batch.data import AdaptiveBatches, mean_rows
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
@@ -147,25 +147,6 @@ class LoopSearch:
         self._step.step.parts.try_part(
             lambda: (self._step.make_batch(rows), len(rows)), is_last=is_last
         )
-
-    def try_largest(self, batch_size: int) -> None:
-        """Try the largest micro-batch of a step on one device, where the lengths of rows are known;
-        see :meth:`StepRunner.try_largest`.
-
-        Args:
-            batch_size: rows of the step.
-        """
-        dataset = self._step.dataset
-        runner = self._step.step.parts.runner
-        if not dataset.knows_lengths:
-            return
-        # Reading a row of some datasets draws random numbers.
-        with RandomState(runner.memory.device):
-            length = int(dataset.lengths.max())
-            rows = dataset.longest(self._step.sizer.rows_of_largest(length, batch_size))
-            largest = MicroBatch(list(range(len(rows))), length)
-            runner.try_largest(partial(self._try_rows, rows), largest)
-        dataset.forget()
 
     def check_fits(self, num_rows: int) -> None:
         """Refuse a step of more rows than the bound, which was tried for steps of one micro-batch.

@@ -93,8 +93,6 @@ class LoopStep:
         reshard(self._model)
         if self._runner.has_gradients():
             check_gradients_are_clear(self._model, self._optimizer)
-        if self._runner.is_largest_due:
-            self._search.try_largest(batch_size)
         progress = self._batches.progress
         self._events.begins(progress)
         began = time.perf_counter()

@@ -195,18 +195,6 @@ def _undivided(model: nn.Module) -> list[str]:
     ]
 
 
-def stepping_hooks(leaves: Iterable[torch.Tensor | None]) -> Iterator[str]:
-    """Yield the names of hooks that may step an optimizer in backward, except DDP's own."""
-    for leaf in leaves:
-        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
-        # Of torch.distributed.optim._apply_optimizer_in_backward.
-        optimizers = getattr(leaf, "_in_backward_optimizers", ())
-        for hook in (*hooks.values(), *optimizers):
-            function = getattr(hook, "func", hook)
-            if getattr(function, "__module__", "") != "torch.nn.parallel.distributed":
-                yield getattr(function, "__qualname__", type(function).__name__)
-
-
 def gradient_hooks(model: nn.Module) -> list[str]:
     """Return the names of parameters with a hook that changes or reads their gradients."""
     return [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
@@ -218,13 +206,21 @@ def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
     Raises:
         SettingError: a leaf has a hook that is not DDP's own.
     """
-    for name in stepping_hooks(leaves):
-        remedy = (
-            "a split batch would call this hook once for each part, and so step an optimizer"
-            " several times; remove the hook and call optimizer.step() after the batch, or make"
-            " batches that fit whole, without micro_batch_size and micro_batch_tokens"
-        )
-        raise SettingError("register_post_accumulate_grad_hook", name, remedy)
+    for leaf in leaves:
+        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
+        # Of torch.distributed.optim._apply_optimizer_in_backward.
+        optimizers = getattr(leaf, "_in_backward_optimizers", ())
+        for hook in (*hooks.values(), *optimizers):
+            function = getattr(hook, "func", hook)
+            if getattr(function, "__module__", "") == "torch.nn.parallel.distributed":
+                continue
+            name = getattr(function, "__qualname__", type(function).__name__)
+            remedy = (
+                "a split batch would call this hook once for each part, and so step an optimizer"
+                " several times; remove the hook and call optimizer.step() after the batch, or make"
+                " batches that fit whole, without micro_batch_size and micro_batch_tokens"
+            )
+            raise SettingError("register_post_accumulate_grad_hook", name, remedy)
 
 
 @contextmanager

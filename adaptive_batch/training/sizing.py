@@ -127,12 +127,6 @@ class MicroBatchSizer:
             return lowered
         return usual
 
-    def rows_of_largest(self, length: int, batch_size: int) -> int:
-        """Return the rows of the largest micro-batch of a step of `batch_size` rows, where all have
-        `length` tokens.
-        """
-        return min(batch_size, self.layout.rows_within(self.limit(batch_size), length))
-
     def _usual_limit(self, batch_size: int) -> MicroBatchLimit:
         """Return :meth:`limit` before memory ran out."""
         if self.throughput is not None:

@@ -19,14 +19,12 @@ from adaptive_batch.memory import (
     DeviceMemory,
     device_memory,
     is_out_of_memory,
-    recover,
-    segments_expand,
 )
 
 from .agreement import Division, Question, same_answers
 from .compilations import CompilationLog
 from .gradients import GradientsApart, OtherLeaves
-from .model_checks import is_compiled, optimizers_wait, stepping_hooks
+from .model_checks import optimizers_wait
 from .oom_retry import OOMRetry
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
@@ -266,44 +264,6 @@ class StepRunner:
         finally:
             gradients.put_back()
             restore()
-
-    @property
-    def is_largest_due(self) -> bool:
-        """Return whether to try the largest micro-batch before training: segments of the allocator
-        cannot expand, and neither a search nor a step has filled its cache.
-
-        False with several ranks, which could not report a failure to each other; for a compiled
-        model, which would compile a shape that training may not have; and with hooks that may step
-        an optimizer, which would train on the trial.
-        """
-        fragments = self.memory.granularity_bytes > 1 and not segments_expand()
-        return (
-            not self.largest_size
-            and fragments
-            and distributed.world_size() == 1
-            and not is_compiled(self.model)
-            and not any(stepping_hooks(self._parameters()))
-        )
-
-    def try_largest(self, run: Callable[[], object], largest: MicroBatch) -> None:
-        """Run the largest micro-batch of training as a trial and undo it, so that the blocks that
-        the allocator then caches serve smaller ones. Nothing happens where it does not fit.
-
-        Args:
-            run: function that runs the trial.
-            largest: what it runs, for its size.
-        """
-        fits = True
-        try:
-            self._run_undone(run)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            fits = False
-        if fits:
-            self.largest_size = largest.size
-        else:
-            recover(self.memory)
 
     @cached_property
     def _places(self) -> list[dict[str, nn.Parameter | None]]:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.fakes import CachingMemory
 from support.loops import (
     RATE,
     ROWS,
@@ -252,63 +251,6 @@ def test_a_dataset_that_grows_in_training_is_refused():
         SettingError, match=rf"dataset='{had + 1} rows': it had {had} when training"
     ):
         next(iter(one.loop))
-
-
-# --- the largest micro-batch first
-
-
-def trials_of(
-    *, most: int = 99, **options: Any
-) -> tuple[list[torch.Size], list[float], dict[str, torch.Tensor]]:
-    """Train; return the shapes of trials and of checks of splits, losses and weights."""
-    model = Decoder()
-    runs_out = RunsOut(model, most=most, times=1)
-    shapes = []
-
-    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if one.loop.is_trial:
-            shapes.append(batch["tokens"].shape)
-            return runs_out(batch)
-        return token_losses(model, batch, "mean")
-
-    one = training(
-        model=model, mean_loss=mean_loss, micro_batch_tokens=40, batch_tokens=60, **options
-    )
-    return shapes, [step.loss for step in train(one)], model.state_dict()
-
-
-@pytest.mark.parametrize("most", [99, 1])
-def test_the_largest_micro_batch_is_tried_first_and_leaves_no_trace(monkeypatch, most):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    checks, losses, weights = trials_of()
-    memory = CachingMemory()
-    shapes, tried_losses, tried_weights = trials_of(most=most, memory=memory)
-    longest = max(len(row["tokens"]) for row in ROWS)
-    assert shapes == [(40 // longest, longest), *checks]
-    assert tried_losses == losses
-    assert all(torch.equal(weights[name], tried_weights[name]) for name in weights)
-
-
-def test_it_is_not_tried_where_segments_expand_lengths_are_not_known_or_nothing_is_cached(
-    monkeypatch,
-):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    checks, *_ = trials_of()
-    one = training(memory=CachingMemory())
-    monkeypatch.setattr(one.loop._search, "_try_rows", lambda *_, **__: pytest.fail("a trial"))
-    train(one, until=2)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert trials_of(memory=CachingMemory())[0] == checks
-
-
-def test_it_is_not_tried_with_a_hook_that_may_step_an_optimizer(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    model = Decoder()
-    calls = []
-    next(model.parameters()).register_post_accumulate_grad_hook(calls.append)
-    options = {"micro_batch_tokens": 1000, "batch_tokens": 60, "memory": CachingMemory()}
-    train(training(model=model, **options), until=2)
-    assert len(calls) == 2
 
 
 # --- what is not finite
