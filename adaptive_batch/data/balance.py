@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from heapq import heapreplace
 from itertools import accumulate
 from operator import mul
 
 import torch
 
-from .layouts import MicroBatchLayout, MicroBatchLimit
+from .layouts import MicroBatchLayout, MicroBatchLimit, spread_by_tokens
 
 # What the groups of a wave are tried to hold, in percent of what they would hold if those of all
 # waves held alike. Measured on lognormal lengths it makes steps 2% to 7% shorter; twice as many
@@ -43,9 +42,10 @@ def balance_by_tokens(
 
     By tokens, rows sorted by length are cut into a group for each micro-batch of each rank. The
     groups that are run at one time, a *wave*, are neighbours and have much the same padded tokens;
-    each rank has one of every wave. Where :func:`~adaptive_batch.data.micro_batches` cuts a rank's
-    rows otherwise, it is into fewer, or as many with no more padding. A rank has at most as many as
-    the whole step would have on one, divided by ranks and rounded up; no division needs fewer.
+    each rank has one of every wave. :func:`~adaptive_batch.data.micro_batches` may cut a rank's
+    rows into others: into fewer, or into as many that cost no more there. A rank has at most as
+    many as the whole step would have on one, divided by ranks and rounded up; no division needs
+    fewer.
 
     Other layouts and units leave less to choose:
 
@@ -73,17 +73,11 @@ def balance_by_tokens(
     in_turn = [list(positions) for positions in balance_by_rows(len(lengths), ranks)]
     if ranks == 1 or len(lengths) <= ranks:
         return in_turn
+    if not layout.pads and limit.unit == "tokens":
+        return spread_by_tokens(torch.as_tensor(lengths).tolist(), ranks)
     by_length = torch.sort(torch.as_tensor(lengths), descending=True, stable=True)
     order: list[int] = by_length.indices.tolist()
     real: list[int] = by_length.values.tolist()
-    divided: list[list[int]] = [[] for _ in range(ranks)]
-    if not layout.pads and limit.unit == "tokens":
-        loads = [(0, 0, rank) for rank in range(ranks)]
-        for row, length in zip(order, real, strict=True):
-            tokens, rows, rank = loads[0]
-            heapreplace(loads, (tokens + length, rows + 1, rank))
-            divided[rank].append(row)
-        return list(map(sorted, divided))
     if not layout.is_usual:
         return [
             sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks])
@@ -106,6 +100,7 @@ def balance_by_tokens(
         if layout.uniform is None and micro_batches_each > 1:
             return in_turn
         max_rows = [micro_batches_each * rows for rows in max_rows]
+    divided: list[list[int]] = [[] for _ in range(ranks)]
     for wave in _SortedRows(padded, max_rows).waves(num_waves, ranks):
         for positions, (start, end) in zip(divided, wave, strict=False):
             positions += order[start:end]

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapreplace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -106,8 +107,8 @@ class MicroBatchLayout:
 
     Attributes:
         kind: ``padded``: rows are padded to the longest, and there are as few micro-batches as can
-            be; ``grouped``: the same, rows sorted by length and cut where they take least time;
-            ``packed``: rows lie one after the other, without padding.
+            be, of nearly equal size; ``grouped``: the same, rows sorted by length and cut where
+            they take least time; ``packed``: rows lie one after the other, without padding.
         time: that a micro-batch takes.
         uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one
             length; ``both``; or None.
@@ -232,11 +233,11 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Split the rows of a step into micro-batches, as limit and layout ask for.
 
-    Padded there are as few as can be: by rows they stay in their order and are of nearly equal
-    size, by tokens they are grouped by length. Grouped, the time that the layout models is least.
-    Packed they stay in their order by rows, and by tokens are as few as first-fit decreasing finds.
-    A row that alone is above the limit is a micro-batch by itself. If rows leave their order, the
-    micro-batches with the most tokens come first.
+    Padded and packed micro-batches are few and of nearly equal size. By rows they are the fewest,
+    and rows keep their order. By tokens padded ones are the fewest, of rows of similar length, and
+    packed ones are as few as first-fit decreasing finds. Grouped micro-batches take the least time
+    that the layout models. A row that alone is above the limit is a micro-batch by itself. If rows
+    leave their order, the micro-batches with the most tokens come first.
 
     Args:
         lengths: tokens of each row of the step.
@@ -320,33 +321,35 @@ def largest_divisor(number: int, *, at_most: int) -> int:
 
 def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group rows by length into the fewest groups of at most `max_tokens` padded tokens, rows x
-    longest, and of such into those with the least padding. A longer row is a group by itself.
+    longest, with little padding and of nearly equal size. A longer row is a group by itself.
+
+    Of the groupings with the fewest groups, return the one with the least sum of each group's
+    tokens and of their square, as a share of the limit. Least padding alone would leave a group of
+    one row where all are equally long.
 
     Rows sorted by length are cut into consecutive groups, which some best grouping always is:
     swapping two rows so that the shorter lies in the group with the shorter longest row lengthens
-    neither. For each number of shortest rows in turn: the fewest groups of them, and the least
-    padded tokens with so few. Takes time in rows x rows of a group.
+    neither. For each number of shortest rows in turn: the fewest groups of them, and the least cost
+    with so few. Takes time in rows x rows of a group.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     fewest = [0]
-    area = [0]
+    least_cost = [0]
     begin = [0]
     for end, row in enumerate(order, start=1):
         longest = lengths[row]
         first = max(0, end - max(1, max_tokens // max(1, longest)))
-        best = first
-        best_tokens = area[first] + (end - first) * longest
-        for start in range(first + 1, end):
-            # Padding never pays for one micro-batch more.
+        costs = []
+        for start in range(first, end):
+            # Equal sizes never pay for one micro-batch more, nor does less padding.
             if fewest[start] > fewest[first]:
                 break
-            tokens = area[start] + (end - start) * longest
-            if tokens < best_tokens:
-                best = start
-                best_tokens = tokens
+            tokens = (end - start) * longest
+            costs.append(least_cost[start] + tokens * (max_tokens + tokens))
+        cost = min(costs)
         fewest.append(fewest[first] + 1)
-        area.append(best_tokens)
-        begin.append(best)
+        least_cost.append(cost)
+        begin.append(first + costs.index(cost))
     return _cut(order, begin)
 
 
@@ -389,7 +392,7 @@ def _grouped_by_time(
 
 def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Put rows, the longest first, each into the first micro-batch that has room (first-fit
-    decreasing: Johnson, 1973).
+    decreasing: Johnson, 1973); return as many of nearly equal size where that is possible.
     """
     pieces: list[list[int]] = []
     room: list[int] = []
@@ -402,7 +405,24 @@ def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             room.append(max_tokens)
         pieces[number].append(row)
         room[number] -= lengths[row]
-    return [sorted(piece) for piece in pieces]
+    equal_pieces = spread_by_tokens(lengths, len(pieces))
+    for rows in equal_pieces:
+        if len(rows) > 1 and sum(map(lengths.__getitem__, rows)) > max_tokens:
+            return [sorted(piece) for piece in pieces]
+    return equal_pieces
+
+
+def spread_by_tokens(lengths: Sequence[int], groups: int) -> list[list[int]]:
+    """Divide rows into groups of nearly equal tokens: each row, the longest first, goes to the
+    group with the fewest (Graham, 1969). No group is empty if there are as many rows.
+    """
+    loads = [(0, 0, group) for group in range(groups)]
+    divided: list[list[int]] = [[] for _ in range(groups)]
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        tokens, rows, group = loads[0]
+        heapreplace(loads, (tokens + lengths[row], rows + 1, group))
+        divided[group].append(row)
+    return list(map(sorted, divided))
 
 
 # How rows may lie in a micro-batch, by the words of the configuration.

@@ -317,7 +317,7 @@ class MicroBatchSettings(ConfiguredSize):
         auto_or_whole,
         "tokens at once, padding included: `auto` = what is fastest within the bound (see"
         " `probe.objective`); or a number, at least the longest row. The rows of a step are grouped"
-        " by length, so that there are as few micro-batches as can be and, of these, the least"
+        " by length into as few micro-batches as can be, of nearly equal size and with little"
         " padding. Not together with `micro_batch_size`, and not for rows with images, which tokens"
         " do not measure",
         default=None,

@@ -53,12 +53,15 @@ def partitions(rows):
             yield [*groups[:index], [first, *group], *groups[index + 1 :]]
 
 
+def number_and_cost(sizes, max_tokens):
+    """Groups of these tokens: how many, and their tokens and squares as a share of the limit."""
+    return len(sizes), sum(tokens * (max_tokens + tokens) for tokens in sizes)
+
+
 def best_of_all(lengths, max_tokens):
-    """Fewest groups, and the least padded tokens with so few; a row above `max_tokens` may be
-    alone.
-    """
+    """Fewest groups, and the least cost with so few; a row above `max_tokens` may be alone."""
     return min(
-        (len(groups), run_tokens(groups, lengths))
+        number_and_cost([run_tokens([group], lengths) for group in groups], max_tokens)
         for groups in partitions(list(range(len(lengths))))
         if all(len(group) == 1 or run_tokens([group], lengths) <= max_tokens for group in groups)
     )
@@ -139,14 +142,54 @@ def test_by_rows_they_are_those_of_a_split_by_rows(lengths, rows):
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60), st.integers(1, 4))
-def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_limit_is_alone(
+def test_by_tokens_no_grouping_is_better_although_a_row_above_limit_is_alone(
     lengths, tokens, multiple
 ):
     shapes = MicroBatchLayout(pad_to_multiple_of=multiple)
     pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), shapes)
     padded = [shapes.padded(length) for length in lengths]
-    found = len(pieces), sum(len(piece.rows) * piece.length for piece in pieces)
-    assert found == best_of_all(padded, tokens)
+    sizes = [len(piece.rows) * piece.length for piece in pieces]
+    assert number_and_cost(sizes, tokens) == best_of_all(padded, tokens)
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.integers(1, 200),
+    st.sampled_from(["padded", "packed"]),
+)
+def test_by_tokens_rows_of_one_length_are_in_micro_batches_of_nearly_equal_size(
+    num_rows, length, tokens, kind
+):
+    limit = MicroBatchLimit(tokens, "tokens")
+    pieces = micro_batches([length] * num_rows, limit, MicroBatchLayout(kind=kind))
+    sizes = [len(piece.rows) for piece in pieces]
+    assert len(sizes) == -(-num_rows // max(1, tokens // length))
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_by_tokens_no_row_is_left_alone_by_rows_that_fill_the_limit():
+    assert groups_of([1, 3, 4, 4], 12) == [[2, 3], [0, 1]]
+    packed = micro_batches([4] * 4, MicroBatchLimit(12, "tokens"), MicroBatchLayout(kind="packed"))
+    assert [piece.rows for piece in packed] == [[0, 2], [1, 3]]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 100))
+def test_packed_by_tokens_there_are_as_few_as_first_fit_decreasing_finds_within_the_limit(
+    lengths, tokens
+):
+    first_fit: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        places = [n for n, size in enumerate(first_fit) if size + length <= tokens]
+        if places:
+            first_fit[places[0]] += length
+        else:
+            first_fit.append(length)
+    pieces = micro_batches(
+        lengths, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind="packed")
+    )
+    assert len(pieces) == len(first_fit)
+    assert pieces[0].run_tokens <= max(tokens, *lengths)
 
 
 @given(LENGTHS, CAPACITIES, st.sampled_from(["rows", "lengths", "both"]))
