@@ -43,7 +43,7 @@ from adaptive_batch.probe import (
     Trial,
     run_search,
 )
-from adaptive_batch.training import MicroBatchRunner
+from adaptive_batch.training import RecipeStep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import model_families
@@ -204,7 +204,7 @@ class Bench:
     combination: Combination
     memory: DeviceMemory
     model: nn.Module
-    _runner: MicroBatchRunner
+    _runner: RecipeStep
     _optimizer: torch.optim.Optimizer | OptimizerInBackward
     _held: Sequence[nn.Module] = ()
     _row: Any

@@ -58,7 +58,7 @@ from adaptive_batch.torchtune import (
     show_details,
     without_effect,
 )
-from adaptive_batch.training import Question, StepResult
+from adaptive_batch.training import RankReport, StepResult
 
 log = logging.getLogger("adaptive_batch")
 
@@ -232,7 +232,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
         self.log.rate_and_stages(self.rate, self.preview, self.ahead, self.resumed.saved)
-        self.trainer.learn_collectives()
+        self.trainer.record_collectives()
 
     # --- training
 
@@ -312,15 +312,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Run forward and backward of the micro-batches of a step, again where memory runs out;
         leave in the gradients the mean over its labels, on all ranks, clipped.
         """
-        question = Question(
+        report = RankReport(
             batch_size=self.planner.batch.batch_size,
             num_rows=len(step.numbers),
             requested=step.progress.batch,
             ends=self.preemption.requested,
         )
-        return self.trainer.runner.run(
-            rows, question, measures_noise=self.tally.measures_noise(step)
-        )
+        return self.trainer.runner.run(rows, report, measures_noise=self.tally.measures_noise(step))
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)

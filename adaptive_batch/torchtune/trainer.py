@@ -18,8 +18,8 @@ from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
     FORMS,
     BatchForm,
-    MicroBatchRunner,
     MicroBatchSizer,
+    RecipeStep,
     RowLoss,
     RowReference,
     TriedStep,
@@ -82,7 +82,7 @@ class Trainer:
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
-        self.runner = MicroBatchRunner(
+        self.runner = RecipeStep(
             model,
             self._row_loss(to_device or partial(utils.batch_to_device, device=job.device)),
             sizers.training,
@@ -284,14 +284,14 @@ class Trainer:
         """Return what a resume point holds of the model, as this rank holds it."""
         return self._job.builder.state(self.model)
 
-    def learn_collectives(self) -> None:
+    def record_collectives(self) -> None:
         """Let even the first micro-batch be retried that runs out of memory on one of several
         ranks.
         """
         shrinks = self._job.settings.on_out_of_memory == "shrink"
         # A compiled model would be compiled for one row more.
         if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:
-            self.runner.learn_from_a_row()
+            self.runner.record_collectives_of_row()
 
     def step(self) -> None:
         """Step and clear the gradients.

@@ -96,7 +96,7 @@ class Validation:
         rows = bound_finder.rows.of_validation()
         length = data.layout_val.padded(rows.length)
         loss = data.loss_val(self._runner.loss)
-        evaluate = partial(self._runner.evaluate, loss=loss, length=length, is_trial=True)
+        evaluate = partial(self._runner.try_evaluation, loss=loss, length=length)
         scope = SearchScope(rows, evaluation=Evaluation(evaluate, bound_finder.rows.probed()))
         maximum = bound_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
         return bound_finder.find(trainer, scope, maximum=maximum)

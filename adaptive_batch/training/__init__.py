@@ -1,7 +1,7 @@
 """The training loop: micro-batches, retries after running out of memory, evaluation."""
 
 from .adaptive_step import AdaptiveStep, configured_size
-from .agreement import Question, differences, same_answers
+from .agreement import RankReport, differences, same_answers
 from .batch_forms import FORMS, BatchForm
 from .bound_search import (
     SEARCHES,
@@ -15,13 +15,13 @@ from .evaluation_parts import EvaluationParts
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .lowered_limit import LimitChange, OOMPolicy
-from .micro_batch_runner import MicroBatchRunner
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .options import StepOptions, Terms
 from .packing import pack_rows, rows_apart
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
+from .recipe_step import RecipeStep
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
 from .row_loss import RowLoss, count_shifted_labels
 from .sizing import ConfiguredSize, MicroBatchSizer
@@ -47,13 +47,13 @@ __all__ = [
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
-    "MicroBatchRunner",
     "MicroBatchSizer",
     "NonfiniteSteps",
     "OOMPolicy",
     "Part",
     "ProbeOptions",
-    "Question",
+    "RankReport",
+    "RecipeStep",
     "RowLoss",
     "RowReference",
     "RowsOfBatch",

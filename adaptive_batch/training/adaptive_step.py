@@ -33,17 +33,16 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
-from .agreement import Question
+from .agreement import RankReport
 from .bound_search import ProbeOptions
 from .loop_events import log_event
 from .lowered_limit import LimitChange
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions, Terms
-from .part_runner import PartRunner
+from .part_step import PartStep
 from .parts import OwnSplit, Part, RowSplitter, SplitBatch, length_in_sample
 from .sample_search import SampleSearch
 from .sizing import ConfiguredSize, MicroBatchSizer
-from .step_runner import StepRunner
 
 private = PrivateNames("memory estimates")
 
@@ -159,24 +158,21 @@ class AdaptiveStep:
             syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
         )
         check_ranks(model, self.sharding)
-        runner = StepRunner(
+        self.parts = PartStep(
             model,
-            self.sizer,
-            memory=self.memory,
-            sharding=self.sharding,
-            retries=options.on_out_of_memory == "shrink",
-            remedies=REMEDIES,
-        )
-        self.parts = PartRunner(
             forward_backward,
-            runner,
+            self.sizer,
             terms=self.terms,
             num_labels=num_labels,
             statistics=statistics,
             counts_over_ranks=options.count_labels_over == "ranks" and distributed.world_size() > 1,
             event=partial(log_event, options.event),
+            memory=self.memory,
+            sharding=self.sharding,
+            retries=options.on_out_of_memory == "shrink",
+            remedies=REMEDIES,
         )
-        self._search = SampleSearch(self.parts, self._split_batch.split_sample, forward_backward)
+        self._search = SampleSearch(self.parts, self._split_batch.split_sample)
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
@@ -194,7 +190,7 @@ class AdaptiveStep:
     @property
     def is_trial(self) -> bool:
         """Whether what runs now is a trial or a check of a split, and not training."""
-        return self.parts.runner.is_trial
+        return self.parts.is_trial
 
     @property
     def max_batch_size(self) -> int | None:
@@ -204,12 +200,12 @@ class AdaptiveStep:
     @property
     def pieces(self) -> list[MicroBatch]:
         """Rows of each part of the last batch, on this rank."""
-        return self.parts.pieces
+        return self.parts.plan.micro_batches
 
     @property
     def num_pieces(self) -> int:
         """Parts of the last batch, on the rank that has most."""
-        return self.parts.num_pieces
+        return self.parts.plan.number
 
     # --- a step
 
@@ -231,9 +227,9 @@ class AdaptiveStep:
                 cannot be split.
         """
         rows = self._split_batch(batch)
-        question = Question(batch_size=distributed.maximum(rows.num_rows))
+        report = RankReport(batch_size=distributed.maximum(rows.num_rows))
         try:
-            return self.parts.run(rows, question)
+            return self.parts.run(rows, report)
         finally:
             # Also where the step has run out of memory for good.
             self._search.see_split(self.num_pieces)
@@ -336,7 +332,7 @@ class AdaptiveStep:
                 headroom=headroom,
             )
         finally:
-            self.parts.runner.compilations.forget()
+            self.parts.compilations.forget()
 
     # --- state
 

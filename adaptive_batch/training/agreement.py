@@ -1,4 +1,4 @@
-"""What ranks tell each other before they run a step."""
+"""What ranks report to each other before a step, and the plan that they agree on."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from adaptive_batch.errors import GrowthFunctionError
 _ABSENT = "nothing"
 
 
-class Division(NamedTuple):
-    """How the rows of a step are divided, as all ranks have agreed.
+class MicroBatchPlan(NamedTuple):
+    """The micro-batches of a step, as all ranks have agreed.
 
     Attributes:
-        pieces: micro-batches of this rank.
-        num_pieces: micro-batches on the rank that has most.
+        micro_batches: micro-batches of this rank.
+        number: micro-batches on the rank that has most.
         ends: whether any rank was asked to end before the step.
     """
 
-    pieces: list[MicroBatch]
-    num_pieces: int
+    micro_batches: list[MicroBatch]
+    number: int
     ends: bool = False
 
     @classmethod
-    def agreed(cls, pieces: list[MicroBatch], *, ends: bool = False) -> Division:
-        """Return the division of these micro-batches with the number of the rank that has most; a
-        collective.
-        """
-        (num_pieces,) = distributed.all_reduce_max([len(pieces)])
-        return cls(pieces, num_pieces, ends)
+    def agreed(cls, micro_batches: list[MicroBatch], *, ends: bool = False) -> MicroBatchPlan:
+        """Return the plan of these micro-batches; a collective that finds the largest number."""
+        (number,) = distributed.all_reduce_max([len(micro_batches)])
+        return cls(micro_batches, number, ends)
+
+    @property
+    def slots(self) -> list[MicroBatch | None]:
+        """Return what this rank runs in turn: None where other ranks have more micro-batches."""
+        return [*self.micro_batches, *[None] * (self.number - len(self.micro_batches))]
 
 
-class Question(NamedTuple):
-    """What each rank says before a step.
+class RankReport(NamedTuple):
+    """What each rank reports before a step.
 
     Attributes:
         batch_size: rows that run at once where no size is configured and all of them fit, see
-            :meth:`MicroBatchSizer.limit`; alike on all ranks.
+            :meth:`MicroBatchSizer.limit`; the same on all ranks.
         num_rows: rows of the step on all ranks, as this one counts them; 0 where none does.
-        requested: batch that was requested for the step, which a rule of the user's may have
-            answered differently elsewhere.
+        requested: batch that was requested for the step; a user's rule may have given another
+            answer on another rank.
         ends: whether this rank was asked to end.
     """
 

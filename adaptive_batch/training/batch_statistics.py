@@ -14,10 +14,10 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 
-from .oom_retry import OutOfMemoryElsewhereError
+from .agreement import MicroBatchPlan
 from .parts import Part, Splittable, copy_containers
 from .snapshot import StepSnapshot
-from .step_runner import StepRunner
+from .step import Step
 
 Statistics = dict[str, Any]
 
@@ -40,21 +40,21 @@ class BatchStatistics:
     Args:
         function: ``function(part)`` returns a mapping of names to numbers or tensors; None where a
             loss needs no statistics.
-        runner: runs the parts of a batch.
+        step: runs the parts of a batch.
         over_ranks: whether sums are taken over all ranks, and not over this rank's batch.
     """
 
     def __init__(
         self,
         function: Callable[[Part], Mapping[str, Any]] | None,
-        runner: StepRunner,
+        step: Step,
         *,
         over_ranks: bool,
     ) -> None:
         self._function = function
-        self._runner = runner
+        self._step = step
         self._over_ranks = over_ranks
-        self._snapshot = StepSnapshot(runner.model, runner.memory.device)
+        self._snapshot = StepSnapshot(step.model, step.memory.device)
 
     @property
     def are_needed(self) -> bool:
@@ -76,14 +76,14 @@ class BatchStatistics:
         return dict(statistics)
 
     def of_batch(
-        self, rows: Splittable, parts: Sequence[Part | None], pieces: Sequence[MicroBatch]
+        self, rows: Splittable, parts: Sequence[Part | None], plan: MicroBatchPlan
     ) -> Statistics:
         """Return the sums over the parts of a batch; empty where none are needed. A collective.
 
         Args:
             rows: rows of the batch.
             parts: parts of the batch, on all ranks as many; None where this rank has fewer.
-            pieces: rows of those that it has.
+            plan: their micro-batches.
 
         Raises:
             OutOfMemoryElsewhereError: a rank ran out of memory, and all came to the end.
@@ -91,34 +91,29 @@ class BatchStatistics:
         """
         if self._function is None:
             return {}
-        sharding = self._runner.sharding
-        retry = self._runner.retry
-        of_parts: list[Statistics] = []
-        of_dummies: list[Statistics] = []
+        left = list(parts)
 
-        def run(number: int) -> None:
-            part = parts[number]
-            with sharding.micro_batch(evaluates=STATISTICS):
-                if part is not None:
-                    of_parts.append(self.of_part(part))
-                elif sharding.needs_dummy(is_last=number == len(parts) - 1):
-                    of_dummies.append(self.of_part(Part(rows.dummy(), 1, share=0.0)))
+        def forward(_: MicroBatch | None) -> Statistics:
+            part = left.pop(0)
+            if part is not None:
+                return self.of_part(part)
+            if self._step.sharding.needs_dummy(is_last=not left):
+                return self.of_part(Part(rows.dummy(), 1, share=0.0))
+            return {}
 
         restore = self._snapshot.take()
-        missing = [None] * (len(parts) - len(pieces))
-        idle = MicroBatch([0], 1)
-        kinds = [{"evaluates": STATISTICS}] * len(parts)
-        retry.run_in_turn([*pieces, *missing], run, drop=sharding.reset, idle=idle, kinds=kinds)
+        results = self._step.run_forward(
+            plan, forward, retry=self._step.retry, evaluates=STATISTICS
+        )
         restore()
-        if distributed.any_of_ranks(retry.has_failed):
-            raise OutOfMemoryElsewhereError
+        of_parts = [statistics for micro_batch, statistics in results if micro_batch is not None]
         if self._over_ranks:
             return self._sum_over_ranks(of_parts)
         # A rank without rows runs dummies alone, whose loss has weight 0.
-        return sum_of(of_parts or of_dummies[:1])
+        return sum_of(of_parts or [statistics for _, statistics in results[:1]])
 
     def _sum_over_ranks(self, of_parts: Sequence[Statistics]) -> Statistics:
-        device = self._runner.memory.device
+        device = self._step.memory.device
         on_host = [_moved(statistics, torch.device("cpu")) for statistics in of_parts]
         return _moved(sum_of(list(chain(*distributed.all_gather(on_host)))), device)
 

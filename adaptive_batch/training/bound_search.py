@@ -57,11 +57,11 @@ from adaptive_batch.probe import (
 )
 
 from .compilations import any_number_of_variants
-from .gradients import GradientsApart, OtherLeaves
+from .gradients import OtherLeaves, SavedGradients
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .parts import RowsOfBatch
 from .sizing import MicroBatchSizer
-from .step_runner import StepRunner
+from .step import Step
 from .throughput_search import Choices, ThroughputSearch
 from .trials import Evaluation, TriedStep, WorstRows
 
@@ -304,7 +304,7 @@ class BoundSearch:
             self.left_free,
         )
         others = OtherLeaves(self._tried.runner.own_leaves, in_trials=True)
-        gradients = GradientsApart({}, lambda: None)
+        gradients = SavedGradients({}, lambda: None)
         try:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
@@ -505,7 +505,7 @@ def find_max_batch_size(
     check_bool("accumulates", accumulates)
     reshard(model)
     expand_segments_in_script(next(model.parameters()).device)
-    runner = StepRunner(model, MicroBatchSizer())
+    runner = Step(model, MicroBatchSizer())
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
         # Gradients that are not reduced are not the parameters' yet.

@@ -1,21 +1,21 @@
-"""The loss of many rows without gradients, in as large micro-batches as fit; it has a limit apart
-from training's.
+"""The loss of many rows without gradients, in as large micro-batches as fit; it has a limit of its
+own.
 
 With several ranks each evaluates its own rows, and all run the same number of micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 
-from .forward_passes import ForwardPasses
-from .micro_batch_runner import MicroBatchRunner
 from .model_checks import evaluation_mode
+from .recipe_step import RecipeStep
 from .row_loss import RowLoss
 from .sizing import MicroBatchSizer
 
@@ -26,20 +26,20 @@ _LIMITS_READ = 4
 
 
 class Evaluator:
-    """Mean loss of a label token over rows, whatever they are split into.
+    """Mean loss of a label token over rows, whatever they are divided into.
 
     Args:
-        runner: runner that trains the model, which is in evaluation mode while it is evaluated.
-        loss: how rows of the evaluation become a batch; what a batch's loss is, the runner knows.
+        step: step that trains the model, which is in evaluation mode while it is evaluated.
+        loss: how rows of the evaluation become a batch; what a batch's loss is, the step knows.
         sizer: decides what one micro-batch of evaluation may hold, apart from training's; the kind
             of its layout is training's.
     """
 
-    def __init__(self, runner: MicroBatchRunner, loss: RowLoss, sizer: MicroBatchSizer) -> None:
-        self._runner = runner
+    def __init__(self, step: RecipeStep, loss: RowLoss, sizer: MicroBatchSizer) -> None:
+        self._step = step
         self._loss = loss
         self._sizer = sizer
-        self._passes = ForwardPasses(runner, sizer, row_length=loss.row_length)
+        self._retry = step.retry.within(sizer)
 
     @property
     def limit(self) -> MicroBatchLimit:
@@ -59,14 +59,25 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
+        # Training's, where rows can be joined.
+        kind = "padded" if self._loss.join is None else self._step.sizer.layout.kind
+        forward = partial(self._step.sum_losses, loss=self._loss)
         self._sizer.agree()
-        with evaluation_mode(self._runner.model):
+        with evaluation_mode(self._step.model):
             unread = iter(rows)
             chunk = self._read(unread)
             while distributed.any_of_ranks(bool(chunk)):
-                chunk_loss, chunk_labels = self._run(chunk)
-                loss_sum += chunk_loss
-                label_tokens += chunk_labels
+                results = self._step.evaluate_rows(
+                    chunk,
+                    forward,
+                    retry=self._retry,
+                    loss=self._loss,
+                    kind=kind,
+                    doing="in validation",
+                )
+                # Of a chunk first, as the sums of all rows so far have other bits.
+                loss_sum += sum(loss for _, (loss, _) in results)
+                label_tokens += sum(labels for _, (_, labels) in results)
                 chunk = self._read(unread)
         of_ranks = distributed.all_gather((loss_sum, label_tokens))
         loss_sum = sum(loss for loss, _ in of_ranks)
@@ -88,28 +99,3 @@ class Evaluator:
             if len(rows) >= _ROWS_READ and tokens >= _LIMITS_READ * amount:
                 break
         return rows
-
-    def _run(self, rows: Sequence[Any]) -> tuple[float, int]:
-        """Return the sum of the token losses of some rows, and their label tokens."""
-
-        def evaluate(rows: Sequence[Any], length: int) -> tuple[float, int]:
-            return self._runner.evaluate(rows, loss=self._loss, length=length)
-
-        results = self._passes.run(
-            rows,
-            evaluate,
-            kind=self._kind,
-            dummy_row=self._loss.dummy_row,
-            doing="in validation",
-        )
-        loss_sum = 0.0
-        label_tokens = 0
-        for _, (loss, labels) in results:
-            loss_sum += loss
-            label_tokens += labels
-        return loss_sum, label_tokens
-
-    @property
-    def _kind(self) -> str:
-        """Kind of the layout of micro-batches: training's, where rows can be joined."""
-        return "padded" if self._loss.join is None else self._runner.sizer.layout.kind

@@ -167,7 +167,7 @@ class EvaluationParts:
             if rows is None:
                 rows = split()
                 undo = snapshot()
-                self._retry.expect([MicroBatch([*range(rows.num_rows)], rows.width)])
+                self._retry.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
 
         return self._retry.run(attempt, undo=undo_attempt, doing="in an evaluation")
 
@@ -178,7 +178,7 @@ class EvaluationParts:
         trial: Callable[[Any], tuple[Any, ...]],
     ) -> tuple[tuple[Any, ...], list[float]]:
         pieces = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
-        self._retry.expect([MicroBatch(piece, rows.width) for piece in pieces])
+        self._retry.set_suspects([MicroBatch(piece, rows.width) for piece in pieces])
         results, counts = self._run_each(rows, pieces, forward)
         if len(pieces) == 1:
             return results[0], [1.0]

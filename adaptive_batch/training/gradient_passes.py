@@ -23,12 +23,11 @@ from adaptive_batch.memory import RandomState, is_out_of_memory, recover
 from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
 from .exact_forward import exact_forward, without_autocast
 from .model_checks import is_batch_norm
-from .oom_retry import OOMRetry
 from .options import Terms
 from .parts import LabelCounter, Part, Splittable
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
-from .step_runner import StepRunner
+from .step import Step
 
 # Numbers that the gradient of a parameter is projected to, and its entries that are projected.
 _NUMBERS = 256
@@ -149,7 +148,7 @@ class GradientPasses:
     """Runs passes and compares their gradients; all ranks run the same number.
 
     Args:
-        runner: runs the parts of a batch.
+        step: runs the parts of a batch.
         forward_backward: function that runs a part; see :class:`.AdaptiveStep`.
         labels: counts the labels of a part.
         statistics: statistics of a batch.
@@ -163,7 +162,7 @@ class GradientPasses:
 
     def __init__(
         self,
-        runner: StepRunner,
+        step: Step,
         forward_backward: Callable[[Part], object],
         labels: LabelCounter,
         statistics: BatchStatistics,
@@ -171,16 +170,14 @@ class GradientPasses:
         terms: Terms,
         name: str,
     ) -> None:
-        self._runner = runner
+        self._step = step
         self._forward_backward = forward_backward
         self._labels = labels
         self._statistics = statistics
         self._terms = terms
         self._name = name
-        self._retry = OOMRetry(
-            MicroBatchSizer(), memory=runner.memory, sharding=runner.sharding, is_of_training=False
-        )
-        self._snapshot = StepSnapshot(runner.model, runner.memory.device)
+        self._retry = step.retry.within(MicroBatchSizer())
+        self._snapshot = StepSnapshot(step.model, step.memory.device)
         self.keeps_autocast = False
         self._has_other_draws = False
         self.written: set[str] = set()
@@ -247,9 +244,9 @@ class GradientPasses:
         """Return the projected gradient of each pass, of rows as a whole and then of their parts:
         float64 `[passes, numbers]`; None if a rank ran out of memory.
         """
-        with exact_forward(self._runner.model):
+        with exact_forward(self._step.model):
             if not self.keeps_autocast:
-                with without_autocast(self._runner.memory.device) as is_used:
+                with without_autocast(self._step.memory.device) as is_used:
                     try:
                         return self._run(passes, by_row, accumulates)
                     except SettingError:
@@ -260,28 +257,27 @@ class GradientPasses:
             return self._run(passes, by_row, accumulates)
 
     def _run(self, passes: Sequence[Pass], by_row: bool, accumulates: bool) -> torch.Tensor | None:
-        runner = self._runner
+        step = self._step
         statistics: list[Statistics] = []
         gradients: list[dict[int, torch.Tensor]] = []
         draws_of_passes: list[list[int | None]] = []
         drawn: set[str] = set()
 
         def measure(number: int) -> None:
-            with runner.trial(evaluates=STATISTICS):
-                statistics.append(self._statistics.of_part(passes[number].part()))
+            statistics.append(self._statistics.of_part(passes[number].part()))
 
         def run_pass(number: int) -> None:
             one = passes[number]
-            random_state = RandomState(runner.memory.device)
+            random_state = RandomState(step.memory.device)
             versions = self._versions()
             # What the parts before this one have summed.
             summed = gradients[-1] if accumulates and number > 1 else None
             if summed is None:
-                runner.step_gradients.drop_new()
-            if not one.share and not runner.sharding.needs_dummy(is_last=False):
+                step.saved_gradients.drop_new()
+            if not one.share and not step.sharding.needs_dummy(is_last=False):
                 gradients.append(summed or {})
                 return
-            with runner.trial(), _draws_by_row(one.rows, by_row) as draws:
+            with _draws_by_row(one.rows, by_row) as draws:
                 is_first_of_parts = accumulates and number == 1 and len(passes) > 2
                 part = one.part()._replace(
                     is_first=summed is None,
@@ -293,7 +289,7 @@ class GradientPasses:
             drawn.update(random_state.changed())
             written = self._versions().items() - versions.items()
             self.written.update(name for name, _ in written)
-            gradients.append({key: _projected(grad) for key, grad in runner.gradients().items()})
+            gradients.append({key: _projected(grad) for key, grad in step.gradients().items()})
 
         if self._statistics.are_needed:
             if not self._run_in_turn(passes, measure, STATISTICS):
@@ -325,14 +321,16 @@ class GradientPasses:
         self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
     ) -> bool:
         """Run passes and undo what they change; return whether memory sufficed on all ranks."""
-        drop = self._runner.step_gradients.drop_new
+        drop = self._step.saved_gradients.drop_new
         restore = self._snapshot.take()
         fullest = MicroBatch(list(passes[0].rows) or [0], 0)
         has_failed = False
 
-        def run_undone(number: int) -> None:
+        numbers = iter(range(len(passes)))
+
+        def run_undone(_: MicroBatch | None, is_last: bool) -> None:
             try:
-                run(number)
+                run(next(numbers))
             finally:
                 restore()
 
@@ -343,6 +341,7 @@ class GradientPasses:
                 drop=drop,
                 idle=fullest,
                 kinds=[{"evaluates": evaluates}] * len(passes),
+                context=self._step.trial,
             )
         except AdaptiveBatchError:
             raise
@@ -356,7 +355,7 @@ class GradientPasses:
             drop()
         if has_failed:
             # Outside of the except block, which keeps the failed forward's tensors alive.
-            recover(self._runner.memory)
+            recover(self._step.memory)
         if distributed.any_of_ranks(has_failed or self._retry.has_failed):
             self._retry.forget_failure()
             return False
@@ -368,7 +367,7 @@ class GradientPasses:
         """
         return {
             f"{path}.{name}".lstrip("."): (id(tensor), tensor._version)
-            for path, module in self._runner.model.named_modules()
+            for path, module in self._step.model.named_modules()
             if not is_batch_norm(module)
             for name, tensor in chain(
                 module.named_buffers(recurse=False), module.named_parameters(recurse=False)

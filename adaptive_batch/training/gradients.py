@@ -1,10 +1,9 @@
-"""Gradients that are there before a batch, kept apart while it runs, so that a failed attempt
-leaves them as they were; and those that its micro-batches have summed.
+"""Gradients of earlier batches, saved while a batch runs, so that a failed attempt leaves them as
+they were.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +14,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adaptive_batch._util import replaced
-from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import is_out_of_memory
-from adaptive_batch.schedules import squared_norm
 
 from .model_checks import check_hooks
 
 
-class GradientsApart:
+class SavedGradients:
     """Sets the gradients of earlier batches aside, which a script accumulates, and adds them again.
 
     Nothing is copied: while a batch runs, its own gradients are new tensors. Those are made in
@@ -93,11 +90,15 @@ class GradientsApart:
                 leaf.grad = earlier.add_(new)
 
 
+# Steps whose graphs are looked through.
+_FIRST_STEPS = 16
+
+
 class OtherLeaves:
     """Finds the leaves that backward reaches and a model does not have.
 
-    Looking through a graph takes time, so an unsplit batch skips it where the graph has the size of
-    one that was looked through.
+    Looking through a graph takes time. A step of one micro-batch skips it after the first steps, if
+    none of them called backward more than once.
 
     Args:
         own: function that returns the leaves that the model has.
@@ -112,17 +113,19 @@ class OtherLeaves:
         self._is_split = False
         # By id; a dead reference shows that the id is another leaf's now.
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._sizes: set[int] = set()
-        # Each thread numbers its own nodes, and reentrant checkpoints on a GPU run in another one.
-        self._latest_nodes: dict[int, int] = {}
+        self._num_steps = 0
+        self._has_several_backwards = False
 
-    def begin_parts(self, num_parts: int) -> None:
-        """Begin to run the parts of a batch.
+    def begin_step(self, *, is_split: bool) -> None:
+        """Begin a step.
+
+        Args:
+            is_split: whether it has several micro-batches.
 
         Raises:
-            SettingError: it has several, and a leaf has a hook that may step an optimizer.
+            SettingError: it has, and a leaf has a hook that may step an optimizer.
         """
-        self._is_split = num_parts > 1
+        self._is_split = is_split
         if self._is_split:
             check_hooks(self._own())
             check_hooks(reference() for reference in self._known.values())
@@ -133,13 +136,14 @@ class OtherLeaves:
 
         Raises:
             SettingError: memory ran out in a backward whose graph was not looked through and has
-                leaves that are not known; or a leaf has a hook, see :meth:`begin_parts`.
+                leaves that are not known; or a leaf has a hook, see :meth:`begin_step`.
         """
         leaves = [reference() for reference in self._known.values()]
         self._known = {id(leaf): weakref.ref(leaf) for leaf in leaves if leaf is not None}
         for leaf in leaves:
             if leaf is not None:
                 reached(leaf)
+        num_backwards = 0
         # Also a function that was imported by its name calls the private one.
         name = "_engine_run_backward"
         if not hasattr(torch.autograd, name):
@@ -150,8 +154,16 @@ class OtherLeaves:
             # torch.autograd.grad accumulates nothing.
             if not options.get("accumulate_grad", True):
                 return run_backward(roots, *arguments, **options)
+            nonlocal num_backwards
+            num_backwards += 1
+            self._has_several_backwards |= num_backwards > 1
             nodes = _nodes_of(roots)
-            is_looked_through = self._has_new_size(nodes) or self._is_split or self._in_trials
+            is_looked_through = (
+                self._num_steps < _FIRST_STEPS
+                or self._has_several_backwards
+                or self._is_split
+                or self._in_trials
+            )
             new_leaves = self._new_leaves(nodes) if is_looked_through else []
             if self._is_split:
                 check_hooks(new_leaves)
@@ -165,7 +177,7 @@ class OtherLeaves:
                 if any(leaf.grad is not None for leaf in self._new_leaves(nodes)):
                     remedy = (
                         "memory ran out in a backward that reached a leaf which the module does not"
-                        " have and no earlier batch has used, so its gradient cannot be restored;"
+                        " have and the first steps did not use, so its gradient cannot be restored;"
                         " give one module with all that is trained"
                     )
                     # An error with a cause that is out of memory would be retried.
@@ -174,19 +186,7 @@ class OtherLeaves:
 
         with replaced(torch.autograd, **{name: run}):
             yield
-
-    def _has_new_size(self, nodes: Iterable[Any]) -> bool:
-        # Numbers of nodes are consecutive, so this counts those since the last backward.
-        numbers = [node._sequence_nr() for node in nodes if hasattr(node, "_sequence_nr")]
-        if not numbers:
-            return True
-        latest_node = max(numbers)
-        thread = threading.get_ident()
-        size = latest_node - self._latest_nodes.get(thread, 0)
-        self._latest_nodes[thread] = latest_node
-        is_new = size not in self._sizes
-        self._sizes.add(size)
-        return is_new
+        self._num_steps += 1
 
     def _new_leaves(self, nodes: Collection[Any]) -> list[torch.Tensor]:
         """Return the leaves of a graph that are neither known nor the model's; now they are."""
@@ -224,32 +224,3 @@ def _leaves(nodes: Collection[Any]) -> Iterator[torch.Tensor]:
             if next_node is not None and next_node not in visited:
                 visited.add(next_node)
                 unvisited.append(next_node)
-
-
-class SummedGradients:
-    """The gradients that the micro-batches of a step have summed.
-
-    Args:
-        model: model whose parameters have them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of what this rank holds of them."""
-        shards = [
-            local_part(parameter.grad)
-            for parameter in self._model.parameters()
-            if parameter.grad is not None
-        ]
-        if not shards:
-            return torch.zeros(())
-        return squared_norm(shards)
-
-    def multiply_by(self, scale: torch.Tensor) -> None:
-        """Multiply them, in place."""
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                # It is on the host where parameters are offloaded.
-                parameter.grad *= scale.to(parameter.grad.device)

@@ -67,7 +67,7 @@ class LoopSearch:
         planner = self._batches.planner
         # Of a step that was left out: a trial is none of training's steps.
         self._rate.restore()
-        reshard(self._step.step.parts.runner.model)
+        reshard(self._step.step.parts.model)
         ranks = distributed.data_parallel_size()
         rows_of_epoch = max(1, planner.epochs.num_rows // ranks)
         options = replace(options, maximum=min(options.maximum, rows_of_epoch))
@@ -105,9 +105,9 @@ class LoopSearch:
         parts = step.step.parts
         if scope.accumulates and step.keeps_gradients:
             # What is kept can be dropped once FSDP has run.
-            parts.learn_collectives(RowsOfStep(step, step.dataset.longest(1)))
+            parts.record_collectives_of(RowsOfStep(step, step.dataset.longest(1)))
         tried = TriedStep(
-            parts.runner,
+            parts,
             self._optimizer,
             self._try_rows,
             step.clip,

@@ -16,7 +16,7 @@ from adaptive_batch.data import AdaptiveBatches, PlannedRows, StepRows
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import NonfiniteLossError
 
-from .agreement import Question
+from .agreement import RankReport
 from .loop_events import LoopEvents, log_event
 from .loop_rate import LoopRate
 from .loop_search import LoopSearch
@@ -69,7 +69,7 @@ class LoopStep:
         self._events = LoopEvents(options.event, num_rows=len(step.dataset))
         if options.event is not None:
             batches.tell(options.event)
-        self._runner = step.step.parts.runner
+        self._runner = step.step.parts
         self._nonfinite = NonfiniteSteps(
             options.on_nonfinite_loss, self._runner, event=partial(log_event, options.event)
         )
@@ -96,12 +96,12 @@ class LoopStep:
         progress = self._batches.progress
         self._events.begins(progress)
         began = time.perf_counter()
-        question = Question(
+        report = RankReport(
             batch_size=batch_size,
             num_rows=len(planned.numbers),
             requested=planned.progress.batch,
         )
-        result = self._step.run(rows, question)
+        result = self._step.run(rows, report)
         batch = result.tokens if self._rate.counts_tokens else result.rows
         lr = self._rate.apply(progress, batch=batch)["lr"]
         self.learning_rate = lr

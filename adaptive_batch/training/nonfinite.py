@@ -11,8 +11,8 @@ from typing import Any
 from adaptive_batch.errors import NonfiniteLossError
 from adaptive_batch.schedules import Progress
 
+from .step import Step
 from .step_result import StepResult
-from .step_runner import StepRunner
 
 ON_NONFINITE_LOSS = ("warn", "stop", "skip")
 
@@ -41,7 +41,7 @@ class NonfiniteSteps:
     def __init__(
         self,
         policy: str,
-        runner: StepRunner,
+        runner: Step,
         *,
         event: Callable[..., object],
         is_taken: bool = False,

@@ -9,6 +9,7 @@ raises :class:`OutOfMemoryElsewhereError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -71,13 +72,17 @@ class OOMRetry:
         self._failures = 0
         self._error: str | None = None
 
+    def within(self, sizer: MicroBatchSizer) -> OOMRetry:
+        """Return what runs micro-batches of the same model within another limit than training's."""
+        return OOMRetry(sizer, memory=self.memory, sharding=self._sharding, is_of_training=False)
+
     @property
     def has_failed(self) -> bool:
         """Whether this rank has run out of memory in the current attempt."""
         return self._error is not None
 
     def forget_failure(self) -> None:
-        """Take it that the current attempt has not failed, where a failure is an answer."""
+        """Begin anew after a failure that is an answer, and not an error."""
         self._error = None
 
     def run(
@@ -128,11 +133,11 @@ class OOMRetry:
                 raise self.lost(error, "as an attempt was undone") from error
             self._shrink()
 
-    def expect(self, pieces: Sequence[MicroBatch]) -> None:
-        """Take it that what runs out of memory next is too large with the fullest of these."""
-        self.current = pieces[0]
-        if len(pieces) > 1:
-            self.current = self.sizer.limit_of_step.fullest(pieces)
+    def set_suspects(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Blame the fullest of these micro-batches for a failure before the first of them runs."""
+        self.current = micro_batches[0]
+        if len(micro_batches) > 1:
+            self.current = self.sizer.limit_of_step.fullest(micro_batches)
 
     def prepare(self, make: Callable[[], Result]) -> Result | None:
         """Return what a function makes before the first micro-batch runs; None where it ran out of
@@ -153,26 +158,30 @@ class OOMRetry:
 
     def run_in_turn(
         self,
-        pieces: Sequence[MicroBatch | None],
-        run: Callable[[int], object],
+        slots: Sequence[MicroBatch | None],
+        run: Callable[[MicroBatch | None, bool], object],
         *,
         drop: Callable[[], object],
         idle: MicroBatch,
         kinds: Sequence[Mapping[str, Any]],
+        context: Callable[..., AbstractContextManager[object]] | None = None,
     ) -> None:
         """Run micro-batches one after the other; after one that ran out of memory on a rank, only
         their collectives.
 
         Args:
-            pieces: micro-batches, as many on all ranks; None for a dummy of a rank that has fewer.
-            run: function that runs the micro-batch of that number.
+            slots: micro-batches, as many on all ranks; None for a dummy of a rank that has fewer.
+            run: ``run(micro_batch, is_last)`` runs one of them.
             drop: function that frees what a micro-batch has made.
-            idle: micro-batch that is named in errors where this rank has none.
+            idle: micro-batch that errors name where this rank has none.
             kinds: kind of each, as :meth:`Sharding.micro_batch` takes it.
+            context: function of a kind, whose context a micro-batch runs in; None for
+                :meth:`Sharding.micro_batch`.
         """
-        self.expect(list(filter(None, pieces)) or [idle])
+        context = context or self._sharding.micro_batch
+        self.set_suspects(list(filter(None, slots)) or [idle])
         fullest = self.current
-        for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
+        for number, (micro_batch, kind) in enumerate(zip(slots, kinds, strict=True)):
             # Ranks run it together, or not at all.
             is_together = self._sharding.reduces_in_backward and kind.get("is_last")
             if is_together and distributed.any_of_ranks(self.has_failed):
@@ -180,9 +189,10 @@ class OOMRetry:
             if self._error is not None:
                 self._sharding.run_dummy_collectives(**kind)
                 continue
-            self.current = piece or self.current
+            self.current = micro_batch or self.current
             try:
-                run(number)
+                with context(**kind):
+                    run(micro_batch, kind.get("is_last", True))
             except Exception as error:
                 if not self._can_finish(error, following=kinds[number + 1 :]):
                     raise

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .forward_passes import ForwardPasses
 from .row_loss import RowLoss
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
-from .step_runner import StepRunner
+
+if TYPE_CHECKING:
+    from .recipe_step import RecipeStep
 
 # The kind of micro-batch by which ranks know its collectives.
 REFERENCE = "reference"
@@ -44,7 +45,7 @@ class ReferencePass:
     buffers are as before afterwards.
 
     Args:
-        runner: runner that trains the model.
+        step: step that trains the model.
         loss: loss of its rows, which says how these become a batch.
         reference: what is computed of them.
 
@@ -52,15 +53,13 @@ class ReferencePass:
         sizer: see :class:`RowReference`.
     """
 
-    def __init__(self, runner: StepRunner, loss: RowLoss, reference: RowReference) -> None:
+    def __init__(self, step: RecipeStep, loss: RowLoss, reference: RowReference) -> None:
         self.sizer = reference.sizer
-        self._runner = runner
+        self._step = step
         self._loss = loss
         self._reference = reference
-        self._passes = ForwardPasses(
-            runner, reference.sizer, row_length=loss.row_length, evaluates=REFERENCE
-        )
-        self._snapshot = StepSnapshot(runner.model, runner.memory.device)
+        self._retry = step.retry.within(reference.sizer)
+        self._snapshot = StepSnapshot(step.model, step.memory.device)
 
     def of_rows(self, rows: Sequence[Any]) -> torch.Tensor:
         """Return the numbers of each row of a step, on the device: `[rows, numbers]`; ranks call it
@@ -75,24 +74,26 @@ class ReferencePass:
         """
         self.sizer.agree()
         restore = self._snapshot.take()
-        results = self._passes.run(
+        results = self._step.evaluate_rows(
             rows,
-            self._forward,
+            self._values,
+            retry=self._retry,
+            loss=self._loss,
             kind=self.sizer.layout.kind,
-            dummy_row=self._loss.dummy_row,
             doing="in the reference",
+            evaluates=REFERENCE,
             undo=restore,
         )
         restore()
         if not results:
-            return self.made_up(0)
+            return self.dummy_values(0)
         by_micro_batch = torch.cat([values for _, values in results])
-        positions = [position for piece, _ in results for position in piece.rows]
+        positions = [position for micro_batch, _ in results for position in micro_batch.rows]
         of_rows = torch.empty_like(by_micro_batch)
         of_rows[positions] = by_micro_batch
         return of_rows
 
-    def made_up(self, num_rows: int) -> torch.Tensor:
+    def dummy_values(self, num_rows: int) -> torch.Tensor:
         """Return numbers in the shape of :meth:`of_rows`, on the host, for rows whose loss does not
         count.
         """
@@ -101,14 +102,9 @@ class ReferencePass:
     def try_rows(self, rows: Sequence[Any]) -> None:
         """Run one micro-batch as :meth:`of_rows` does, and forget what it computed."""
         length = self.sizer.layout.padded(max(map(self._loss.row_length, rows)))
-        with self._runner.trial(evaluates=REFERENCE):
+        with torch.no_grad(), self._step.trial(evaluates=REFERENCE):
             self._values(rows, length)
 
-    def _forward(self, rows: Sequence[Any], length: int) -> torch.Tensor:
-        with self._runner.sharding.micro_batch(evaluates=REFERENCE):
-            return self._values(rows, length)
-
-    @torch.no_grad()
     def _values(self, rows: Sequence[Any], length: int) -> torch.Tensor:
         batch = self._loss.collate(rows, length)
         self._loss.to_device(batch)

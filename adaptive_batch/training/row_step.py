@@ -24,7 +24,7 @@ from adaptive_batch.data import (
 from adaptive_batch.errors import SettingError
 
 from .adaptive_step import AdaptiveStep
-from .agreement import Question
+from .agreement import RankReport
 from .batch_forms import FORMS
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
@@ -279,15 +279,15 @@ class RowStep:
             return nullcontext()
         return form.apart(form.lengths(batch))
 
-    def run(self, rows: Sequence[Row], question: Question) -> StepResult:
+    def run(self, rows: Sequence[Row], report: RankReport) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            question: see :meth:`PartRunner.run`.
+            report: see :meth:`PartStep.run`.
         """
         step_rows = RowsOfStep(self, rows)
-        results = self.step.parts.run(step_rows, question)
+        results = self.step.parts.run(step_rows, report)
         trained = list(filter(None, results))
         num_parts = len(trained)
         loss = 0.0
@@ -297,7 +297,7 @@ class RowStep:
             loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
             num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
-        run_tokens = sum(piece.run_tokens for piece in self.step.parts.pieces)
+        run_tokens = sum(piece.run_tokens for piece in self.step.pieces)
         ranks = distributed.world_size()
         if ranks > 1:
             own: list[Any] = [loss / ranks, num_labels, num_tokens, run_tokens]
@@ -306,11 +306,11 @@ class RowStep:
             )
             num_parts = self.step.num_pieces if num_labels else 0
             if not num_labels:
-                self.step.parts.runner.drop_gradients()
+                self.step.parts.drop_gradients()
         return StepResult(
             loss=loss,
             num_labels=num_labels,
-            rows=question.num_rows,
+            rows=report.num_rows,
             tokens=num_tokens,
             micro_batches=num_parts,
             padding_fraction=max(0.0, 1 - num_tokens / max(1, run_tokens)),
@@ -374,5 +374,5 @@ class RowStep:
                 headroom=headroom,
             )
         finally:
-            self.step.parts.runner.compilations.forget()
+            self.step.parts.compilations.forget()
             dataset.forget()

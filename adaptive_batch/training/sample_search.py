@@ -16,9 +16,10 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 
 from .bound_search import BoundSearch, ProbeOptions, SearchScope
+from .label_shares import LENGTHS_REMEDY
 from .model_checks import check_parameters, gradients_must_come
-from .part_runner import LENGTHS_REMEDY, PartRunner
-from .parts import Part, Splittable
+from .part_step import PartStep
+from .parts import Splittable
 from .trials import TriedStep, WorstRows
 
 log = logging.getLogger("adaptive_batch")
@@ -29,21 +30,17 @@ class SampleSearch:
     trials have left out.
 
     Args:
-        parts: runs the parts of a batch.
+        step: runs the parts of a batch.
         split_batch: function that makes a batch ready to be split.
-        forward_backward: function that runs a part.
     """
 
     def __init__(
         self,
-        parts: PartRunner,
+        step: PartStep,
         split_batch: Callable[[Any], Splittable],
-        forward_backward: Callable[[Part], Any],
     ) -> None:
-        self._parts = parts
-        self._runner = parts.runner
+        self._step = step
         self._split_batch = split_batch
-        self._forward_backward = forward_backward
         # Whether trials ran one part alone, without the gradients beside which a second part runs.
         self._tried_one_part = False
 
@@ -57,28 +54,28 @@ class SampleSearch:
         accumulates: bool,
     ) -> ProbeResult:
         """Find the most rows, and let the sizer take them; see :meth:`.AdaptiveStep.find_bound`."""
-        check_parameters(self._runner.model, optimizer)
+        check_parameters(self._step.model, optimizer)
         if not callable(sample):
             raise SettingError("sample", sample, "give a function of a number of rows")
         if batch_size is not None:
             check_whole("batch_size", batch_size)
         check_bool("accumulates", accumulates)
-        worst = WorstRows.of_sample(sample, self._split_batch, self._runner.memory.device)
-        if self._runner.sizer.limit_of_step.unit == "tokens" and not worst.length:
+        worst = WorstRows.of_sample(sample, self._split_batch, self._step.memory.device)
+        if self._step.sizer.limit_of_step.unit == "tokens" and not worst.length:
             raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
         tried = TriedStep(
-            self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
+            self._step, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
         scope = SearchScope(
             worst,
-            accumulates=accumulates or self._runner.sizer.may_split,
+            accumulates=accumulates or self._step.sizer.may_split,
             whole_step_rows=batch_size,
         )
         result = BoundSearch(tried, scope, options).run()
         if scope.splits_step(result):
             scope = replace(scope, accumulates=True)
             result = BoundSearch(tried, scope, options).run()
-        self._runner.sizer.found(result)
+        self._step.sizer.found(result)
         self._tried_one_part = not scope.accumulates
         return result
 
@@ -107,16 +104,16 @@ class SampleSearch:
             return rows.part(range(rows.num_rows)), rows.num_rows
 
         def run() -> None:
-            comes = gradients_must_come(self._runner.model, self._forward_backward)
+            comes = gradients_must_come(self._step.model, self._step.forward_backward)
             # Gradients that are not reduced are not the parameters' yet.
             with comes if is_last else nullcontext():
-                self._parts.try_part(whole, is_last=is_last)
+                self._step.try_part(whole, is_last=is_last)
 
         if not beside_gradients:
             run()
             return
-        gradients = self._runner.gradients_apart()
-        if self._runner.sizer.may_split:
+        gradients = self._step.save_gradients()
+        if self._step.sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
         run()

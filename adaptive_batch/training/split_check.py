@@ -24,7 +24,7 @@ from .gradient_passes import Comparison, GradientPasses, Parts, Sample, shares_o
 from .model_checks import gradient_hooks, some_names
 from .options import Terms
 from .parts import LabelCounter, Part, Splittable, arrays_in, has_shifted_labels
-from .step_runner import StepRunner
+from .step import Step
 
 log = logging.getLogger("adaptive_batch")
 
@@ -57,7 +57,7 @@ class SplitCheck:
     All ranks call it alike, and decide alike.
 
     Args:
-        runner: runs the parts of a batch.
+        step: runs the parts of a batch.
         forward_backward: function that runs a part, see :class:`.AdaptiveStep`.
         labels: counts the labels of a part.
         statistics: statistics of a batch.
@@ -72,7 +72,7 @@ class SplitCheck:
 
     def __init__(
         self,
-        runner: StepRunner,
+        step: Step,
         forward_backward: Callable[[Part], object],
         labels: LabelCounter,
         statistics: BatchStatistics,
@@ -80,12 +80,12 @@ class SplitCheck:
         terms: Terms,
         name: str,
     ) -> None:
-        self._runner = runner
+        self._step = step
         self._labels = labels
         self._terms = terms
         self._name = name
         self._passes = GradientPasses(
-            runner, forward_backward, labels, statistics, terms=terms, name=name
+            step, forward_backward, labels, statistics, terms=terms, name=name
         )
         self.counts_first_label = False
         self.keeps_columns = False
@@ -136,10 +136,10 @@ class SplitCheck:
         """
         if not self._begin_split(counts, cuts=rows.cuts):
             return
-        self._runner.begin_parts(num_parts)
+        self._step.check_hooks(num_parts)
         self._num_parts = num_parts
         self._lacks_gradient = False
-        with RandomState(self._runner.memory.device):
+        with RandomState(self._step.memory.device):
             batch = rows.to_check()
             if batch.num_rows:
                 try:
@@ -228,7 +228,7 @@ class SplitCheck:
             sample = sample.uncut()
             result = self._compared(sample, by_row=by_row) or result
         is_equal = result.difference <= tolerance
-        coefficient = _auxiliary_coefficient(self._runner.model)
+        coefficient = _auxiliary_coefficient(self._step.model)
         if noise > _MAX_NOISE or (result.has_other_draws and not is_equal):
             reason = "the loss draws random numbers that belong to no row"
             if noise > _MAX_NOISE:
@@ -277,12 +277,12 @@ class SplitCheck:
     def _tolerance(self, rows_per_part: int) -> float:
         """Return the difference that rounding may cause, on any rank."""
         of_parts = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
-        types = {parameter.dtype for parameter in self._runner.model.parameters()}
+        types = {parameter.dtype for parameter in self._step.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
         float32 = min(_TOLERANCE_FLOAT32, of_parts)
         tolerance = max(_TOLERANCES.get(dtype, float32) for dtype in types)
-        if self._runner.memory.device.type == "cuda" and _has_tf32(self._runner.model):
+        if self._step.memory.device.type == "cuda" and _has_tf32(self._step.model):
             tolerance = max(tolerance, _TOLERANCE_TF32)
         if tolerance > _TOLERANCE_FLOAT32 and rows_per_part == 1:
             tolerance = _TOLERANCE_ONE_ROW
@@ -303,7 +303,7 @@ class SplitCheck:
                 f"each part of a split batch writes {some_names(written, 'tensor')}, which a"
                 " whole batch writes once",
             )
-        hooked = gradient_hooks(self._runner.model)
+        hooked = gradient_hooks(self._step.model)
         if hooked:
             self._warn(
                 "hooks",

@@ -15,7 +15,7 @@ from adaptive_batch._util import count
 from adaptive_batch.memory import OptimizerInBackward
 
 from .parts import Splittable, counted_sample, length_in_sample
-from .step_runner import StepRunner
+from .step import Step
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TriedStep:
         held: frozen modules that the step runs beside the model.
     """
 
-    runner: StepRunner
+    runner: Step
     optimizer: Optimizer | OptimizerInBackward
     try_rows: Callable[..., None]
     clip: Callable[[], object] = lambda: None

@@ -26,7 +26,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding, local_part, whole_tensor
 from adaptive_batch.errors import TorchVersionError
-from adaptive_batch.training import MicroBatchRunner
+from adaptive_batch.training import RecipeStep
 
 ROWS = make_rows((9, 7, 8, 6))
 PHASES = ("forward", "backward")
@@ -40,7 +40,7 @@ def fail() -> None:
     raise Broken
 
 
-def run_of(model: Decoder, **options: Any) -> MicroBatchRunner:
+def run_of(model: Decoder, **options: Any) -> RecipeStep:
     return runner_of(model, MicroBatchLimit(2), **options)
 
 
@@ -48,7 +48,7 @@ def my_rows() -> list[dict[str, Any]]:
     return ROWS[2 * distributed.rank() :][:2]
 
 
-def fails_in(run: MicroBatchRunner, model: Decoder, phase: str, *, is_last: bool = True) -> None:
+def fails_in(run: RecipeStep, model: Decoder, phase: str, *, is_last: bool = True) -> None:
     """A micro-batch that fails half-way through the layers."""
     model.burden = {phase: fail}
     with pytest.raises(Broken):
@@ -154,7 +154,7 @@ def standing_in() -> dict[str, Any]:
     sharding = run.sharding
     run.try_rows(my_rows(), is_last=False)
     run.try_rows(my_rows())
-    run.evaluate(my_rows())
+    run.try_evaluation(my_rows())
     model.zero_grad(set_to_none=True)
     if distributed.rank() == 1:
         sharding.run_dummy_collectives(is_last=False)
@@ -165,7 +165,7 @@ def standing_in() -> dict[str, Any]:
         run.try_rows(my_rows(), is_last=False)
         kept = sum(1 for _ in sharding.kept_gradients())
         run.try_rows(my_rows())
-        run.evaluate(my_rows())
+        run.try_evaluation(my_rows())
     gradients = sum(parameter.grad is not None for parameter in model.parameters())
     sharding.reset()
     model.zero_grad(set_to_none=True)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import OptimizerInBackward
-from adaptive_batch.training import MicroBatchRunner
+from adaptive_batch.training import RecipeStep
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def own_forward(model: nn.Module) -> None:
         model(torch.ones(2, 4, dtype=torch.long))
 
 
-def collectives_of_a_step(model: Any, runner: MicroBatchRunner) -> int:
+def collectives_of_a_step(model: Any, runner: RecipeStep) -> int:
     runner.run(make_rows(ROWS))
     model.zero_grad()
     return len(runner.sharding._calls)
@@ -74,11 +74,11 @@ def collectives_of_a_step(model: Any, runner: MicroBatchRunner) -> int:
 def collectives_around(model: Any, between: str) -> tuple[int, int]:
     """Of a step before and after another forward."""
     accumulates = runner_of(model, MicroBatchLimit(8))
-    accumulates.learn_from_a_row()
+    accumulates.record_collectives_of_row()
     before = collectives_of_a_step(model, accumulates)
     if between == "a validation":
         model.eval()
-        accumulates.evaluate(make_rows(ROWS))
+        accumulates.try_evaluation(make_rows(ROWS))
         model.train()
     else:
         own_forward(model)

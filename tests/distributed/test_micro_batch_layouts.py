@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, MicroBatchTime, balance_by_tokens
-from adaptive_batch.training import MicroBatchRunner, pack_rows
+from adaptive_batch.training import RecipeStep, pack_rows
 
 CLOSE = 1e-12
 KINDS = ("padded", "grouped", "packed")
@@ -79,7 +79,7 @@ def packed(rows: Sequence[dict[str, Any]], form: object) -> tuple[dict[str, Any]
 
 def runner(
     model: Positioned, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any
-) -> MicroBatchRunner:
+) -> RecipeStep:
     run = runner_of(model, limit, mean_loss=partial(mean_loss, model), layout=layout, **options)
     run.loss = replace(run.loss, join=packed)
     return run
@@ -215,7 +215,7 @@ def everything_fails() -> list[tuple[float, int]]:
 
         run = runner_of(model, limit, mean_loss=loss, layout=MicroBatchLayout(kind="packed"))
         run.loss = replace(run.loss, join=packed)
-        run.learn_from_a_row()
+        run.record_collectives_of_row()
         rows = make_rows([3 + (5 * number) % 13 for number in range(16)])
         expected, *_ = by_hand(reference, rows)
         result = run.run(rows[rank::world_size])

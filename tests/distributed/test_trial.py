@@ -26,7 +26,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import device_memory, optimizer_state_tensors, storage_bytes
 from adaptive_batch.probe import BinarySearch, DryRun, Trial, run_search
-from adaptive_batch.training import MicroBatchRunner
+from adaptive_batch.training import RecipeStep
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ class Trained:
         model = Decoder(draws=True, checkpointing=checkpointing, dtype=torch.float32)
         torch.manual_seed(distributed.rank())
         self.model = divided(model, reshard_after_forward=reshards)
-        self.runner: MicroBatchRunner = runner_of(
+        self.runner: RecipeStep = runner_of(
             self.model, MicroBatchLimit(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -141,7 +141,7 @@ def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
 
 
 def evaluate(trained: Trained, size: int) -> None:
-    trained.runner.evaluate(rows(size), is_trial=True)
+    trained.runner.try_evaluation(rows(size))
 
 
 def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]:

@@ -36,6 +36,7 @@ from support.sharded_model import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch import distributed
+from adaptive_batch._util import replaced
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import RankLostError
@@ -46,8 +47,7 @@ from adaptive_batch.memory import (
     optimizer_state_tensors,
 )
 from adaptive_batch.probe import DryRun
-from adaptive_batch.training import StepResult
-from adaptive_batch.training.agreement import Division
+from adaptive_batch.training import RankReport
 
 RANKS = 2
 START = MicroBatchLimit(2)
@@ -156,21 +156,25 @@ class _Runner(SmallRunner):
 
     doing = "before"
 
-    def run_step(
-        self, attempt: Callable[[Division], StepResult], *arguments: Any, **options: Any
-    ) -> StepResult:
-        def noted(division: Division) -> StepResult:
-            self.doing = "between"
-            try:
-                return attempt(division)
-            finally:
-                self.doing = "before"
+    def run_step(self, weighting: Any, report: RankReport) -> Any:
+        run, end = self.retry.run, weighting.end
 
-        return super().run_step(noted, *arguments, **options)
+        def noted_run(attempt: Callable[[], Any], **options: Any) -> Any:
+            def noted() -> Any:
+                self.doing = "between"
+                try:
+                    return attempt()
+                finally:
+                    self.doing = "before"
 
-    def run_micro_batches(self, *arguments: Any, **options: Any) -> None:
-        super().run_micro_batches(*arguments, **options)
-        self.doing = "counting"
+            return run(noted, **options)
+
+        def noted_end() -> Any:
+            self.doing = "counting"
+            return end()
+
+        with replaced(self.retry, run=noted_run), replaced(weighting, end=noted_end):
+            return super().run_step(weighting, report)
 
     def clip(self) -> torch.Tensor | None:
         before, self.doing = self.doing, "clipping"

@@ -13,7 +13,7 @@ import torch
 from adaptive_batch.distributed.fsdp import _Recorded
 from adaptive_batch.probe import DryRun
 from adaptive_batch.torchtune import Trainer
-from adaptive_batch.training import BoundSearch, MicroBatchRunner
+from adaptive_batch.training import BoundSearch, RecipeStep
 
 
 def more_than_two_rows_on_rank_one() -> None:
@@ -70,13 +70,13 @@ def second_validation_on_rank_one() -> None:
 def clipping_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its fifth step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        _fail(MicroBatchRunner, "clip", from_call=5)
+        _fail(RecipeStep, "clip", from_call=5)
 
 
 def clipping_in_the_first_step_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its first step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        _fail(MicroBatchRunner, "clip", from_call=1)
+        _fail(RecipeStep, "clip", from_call=1)
 
 
 def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
@@ -85,9 +85,7 @@ def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
     """
     if os.environ["RANK"] == "1":
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-            _fail(
-                MicroBatchRunner, "clip", from_call=4
-            )  # the one of the probe's first step is another
+            _fail(RecipeStep, "clip", from_call=4)  # the one of the probe's first step is another
         whole_trial, whole_call, rows = DryRun.__call__, _Recorded.__call__, [0]
 
         def trial(self: DryRun, batch_size: int) -> Any:

@@ -12,13 +12,19 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, lengthened
+from adaptive_batch.data import (
+    MicroBatch,
+    MicroBatchLayout,
+    MicroBatchLimit,
+    lengthened,
+    micro_batches,
+)
 from adaptive_batch.memory import DeviceMemory, device_memory
 from adaptive_batch.training import (
     LimitChange,
-    MicroBatchRunner,
     MicroBatchSizer,
-    Question,
+    RankReport,
+    RecipeStep,
     RowLoss,
     StepResult,
     count_shifted_labels,
@@ -51,23 +57,28 @@ class HeldSizer(MicroBatchSizer):
         self._then(change)
 
 
-class SmallRunner(MicroBatchRunner):
+class SmallRunner(RecipeStep):
     """A runner whose limit does not depend on the batch size."""
 
     sizer: HeldSizer
 
     def run(
-        self, rows: Sequence[Any], question: Question | None = None, **options: Any
+        self, rows: Sequence[Any], report: RankReport | None = None, **options: Any
     ) -> StepResult:
         """Run the rows of a step; where noise can be measured, it is."""
         options.setdefault("measures_noise", self._measures_noise)
-        return super().run(rows, question or question_of(rows), **options)
+        return super().run(rows, report or report_of(rows), **options)
+
+    def divide(self, rows: Sequence[Any]) -> list[MicroBatch]:
+        """Divide rows as a step does."""
+        lengths = list(map(self.loss.row_length, rows))
+        return micro_batches(lengths, self.sizer.limit_of_step, self.sizer.layout)
 
 
-def question_of(rows: Sequence[Any]) -> Question:
+def report_of(rows: Sequence[Any]) -> RankReport:
     """Return what a rank that has these rows of a step says of it."""
     num_rows = sum(distributed.all_gather(len(rows)))
-    return Question(batch_size=max(1, len(rows)), num_rows=num_rows)
+    return RankReport(batch_size=max(1, len(rows)), num_rows=num_rows)
 
 
 def build_runner(

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.training import MicroBatchRunner, StepResult
+from adaptive_batch.training import RecipeStep, StepResult
 
 VOCABULARY, WIDTH, LAYERS = 53, 16, 2
 IGNORED = -100
@@ -145,7 +145,7 @@ def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], reduction: st
 
 def runner_of(
     model: Decoder, limit: MicroBatchLimit, *, syncs_every_micro_batch: bool = True, **options: Any
-) -> MicroBatchRunner:
+) -> RecipeStep:
     """Return what trains the model; a dummy row has three tokens."""
     options.setdefault("collate", collate)
     options.setdefault("mean_loss", lambda batch: token_losses(model, batch, "mean"))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.runners import HeldSizer, question_of
+from support.runners import HeldSizer, report_of
 from torchtune import training
 
 from adaptive_batch.__main__ import emulated_device
@@ -197,7 +197,7 @@ def train(run: StackRun) -> Outcome:
         torch.cuda.reset_peak_memory_stats()
         for lengths in steps:
             rows = [row_of(length) for length in lengths]
-            trainer.runner.run(rows, question_of(rows))
+            trainer.runner.run(rows, report_of(rows))
             trainer.step()
             done += 1
     except Exception as failure:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from support.paths import subprocess_environment
-from support.runners import HeldSizer, question_of
+from support.runners import HeldSizer, report_of
 from support.stack_runs import NoWeights
 
 from adaptive_batch.data import MicroBatchLimit
@@ -117,7 +117,7 @@ def on_cuda(
     trainer = Trainer(job, data, model, Sizers(sizer))
     for step in range(_STEPS):
         step_rows = made_up_rows(job, rows, tokens) * micro_batches
-        trainer.runner.run(step_rows, question_of(step_rows))
+        trainer.runner.run(step_rows, report_of(step_rows))
         trainer.step()
         if step == 0:
             torch.cuda.reset_peak_memory_stats()

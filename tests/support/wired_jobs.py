@@ -11,7 +11,7 @@ import torch
 import torchtune
 from omegaconf import DictConfig
 from support.fault_injection import RunsOutAt
-from support.runners import HeldSizer, question_of
+from support.runners import HeldSizer, report_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -88,7 +88,7 @@ class Wired:
         assert isinstance(sizer, HeldSizer)
         if limit is not None:
             sizer.current = MicroBatchLimit(limit)
-        return self.trainer.runner.run(rows, question_of(rows))
+        return self.trainer.runner.run(rows, report_of(rows))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {

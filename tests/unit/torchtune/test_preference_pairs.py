@@ -25,7 +25,7 @@ from support.exact_tasks import (
     pairs,
 )
 from support.fault_injection import RunsOutAt
-from support.runners import question_of
+from support.runners import report_of
 from support.wired_jobs import Wired, check_bounds, check_that_halves_are_run, largest_difference
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -267,7 +267,10 @@ def test_a_validation_runs_the_reference_within_its_own_micro_batches():
     within = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6))
     apart = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6), reference_limit=MicroBatchLimit(2))
     calls = reference_calls(apart)
-    losses = [wired.trainer.runner.evaluate(rows) for wired in (within, apart)]
+    losses = [
+        wired.trainer.runner.sum_losses(rows, 0, loss=wired.trainer.runner.loss)
+        for wired in (within, apart)
+    ]
     assert losses[0] == losses[1]
     # More than a micro-batch of the reference's own holds.
     assert [num_pairs for num_pairs, _ in calls] == [6]
@@ -331,7 +334,7 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     sizer.keep_below(MicroBatchLimit(2), ceiling=sizer.limit(1))
     limits = []
     for _ in range(80):
-        trainer.runner.run(rows, question_of(rows))
+        trainer.runner.run(rows, report_of(rows))
         limits.append(sizer.limit(1).amount)
     assert limits[0] == 2
     assert limits == sorted(limits)
@@ -388,7 +391,7 @@ def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
 
     of_training = peak(two_micro_batches)
     of_reference = peak(lambda: runner.reference.try_rows(rows[:4]))
-    of_step = peak(lambda: runner.run(rows, question_of(rows)))
+    of_step = peak(lambda: runner.run(rows, report_of(rows)))
     # What is kept of each pair are two numbers, and a few of the whole step.
     assert of_step <= max(of_training, of_reference) + 1024
     within = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))

@@ -29,7 +29,7 @@ from adaptive_batch.training import (
     SearchScope,
     find_max_batch_size,
 )
-from adaptive_batch.training.step_runner import StepRunner
+from adaptive_batch.training.step import Step
 from adaptive_batch.training.trials import TriedStep, WorstRows
 
 ROW = collate(make_rows((17,)))
@@ -112,7 +112,7 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
 
 def search_on(memory, has_order, headroom):
     training = Training()
-    runner = StepRunner(training.model, MicroBatchSizer(), memory=memory)
+    runner = Step(training.model, MicroBatchSizer(), memory=memory)
     tried = TriedStep(runner, training.optimizer, training.forward_backward)
     in_order = (lambda begin, num_rows: [0] * num_rows) if has_order else None
     rows = WorstRows(lambda size: [0] * size, 9, "one row", in_order)
@@ -156,7 +156,7 @@ def test_segments_that_expand_are_not_advised_where_pytorch_has_none(
 
 def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
     training = Training()
-    runner = StepRunner(training.model, MicroBatchSizer(), memory=CachingMemory())
+    runner = Step(training.model, MicroBatchSizer(), memory=CachingMemory())
     tried = TriedStep(runner, training.optimizer, training.forward_backward)
     rows = WorstRows(lambda size: [0] * size, 9, "one row", lambda begin, num_rows: [0] * num_rows)
     search = BoundSearch(tried, SearchScope(rows), ProbeOptions("1GiB"))

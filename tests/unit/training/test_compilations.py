@@ -11,6 +11,7 @@ from support.loops import train, training
 from support.sharded_model import Decoder, collate, make_rows, token_losses
 
 from adaptive_batch import AdaptiveStep, StepOptions
+from adaptive_batch.data import MicroBatch
 from adaptive_batch.training import MicroBatchSizer
 from adaptive_batch.training.compilations import (
     CompilationLog,
@@ -18,7 +19,6 @@ from adaptive_batch.training.compilations import (
     any_number_of_variants,
     describe_all,
 )
-from adaptive_batch.training.forward_passes import ForwardPasses
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_what_a_search_compiles_is_not_logged():
     made.loop.find_bound(device_memory="1GiB", maximum=4)
     assert any(graph.reason for graph in compilations.new())
     # Not by a step: what is fastest may have several shapes, which are compiled in training.
-    made.loop._step.step.parts.runner.compilations.log_new(events)
+    made.loop._step.step.parts.compilations.log_new(events)
     assert not events
 
 
@@ -172,7 +172,7 @@ def test_what_an_estimate_compiles_is_not_logged(owner):
         step = decoder_step(model, events)
         step.estimate(made.optimizer, lambda rows: collate(ROWS[:rows]), "1GiB", maximum=4)
     assert any(graph.reason for graph in compilations.new())
-    step.parts.runner.compilations.log_new(events)
+    step.parts.compilations.log_new(events)
     assert not events
 
 
@@ -223,7 +223,7 @@ def test_what_compiling_leaves_in_cycles_is_freed_before_backward_and_else_nothi
 
 @pytest.mark.usefixtures("_no_automatic_collection")
 def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_steps():
-    runner = decoder_step(compiled_decoder(), Events()).parts.runner
+    runner = decoder_step(compiled_decoder(), Events()).parts
     left = left_behind()
     run(compiled(dynamic=False), 3)
     assert left() is not None
@@ -235,14 +235,14 @@ def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_s
 
 @pytest.mark.usefixtures("_no_automatic_collection")
 def test_what_compiling_leaves_in_cycles_is_freed_in_passes_without_gradients():
-    runner = decoder_step(compiled_decoder(), Events()).parts.runner
+    runner = decoder_step(compiled_decoder(), Events()).parts
     is_freed = []
 
-    def forward(rows, length):
+    def forward(micro_batch):
         left = left_behind()
-        run(compiled(dynamic=False), length)
+        run(compiled(dynamic=False), micro_batch.length)
         is_freed.append(left() is None)
 
-    passes = ForwardPasses(runner, MicroBatchSizer(), row_length=len)
-    passes.run(["abc"], forward, kind="padded", dummy_row=None, doing="in a test")
+    retry = runner.retry.within(MicroBatchSizer())
+    runner.evaluate(lambda: [MicroBatch([0], 3)], forward, retry=retry, doing="in a test")
     assert is_freed == [True]

@@ -227,7 +227,7 @@ def test_what_was_undone_is_undone_before_anybody_is_told():
     retry = OOMRetry(sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity()))
 
     def attempt():
-        retry.expect([MicroBatch([0, 1, 2, 3], 8)])
+        retry.set_suspects([MicroBatch([0, 1, 2, 3], 8)])
         told.append(f"attempted {sizer.limit()}")
         if sizer.limit().amount > 2:
             raise MemoryError

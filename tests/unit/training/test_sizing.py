@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.fault_injection import collate
-from support.runners import build_runner, question_of
+from support.runners import build_runner, report_of
 from support.training_cases import CPU
 from torch import nn
 
@@ -18,8 +18,8 @@ from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.training import (
     ConfiguredSize,
     LimitChange,
-    MicroBatchRunner,
     MicroBatchSizer,
+    RecipeStep,
 )
 from adaptive_batch.training.lowered_limit import SmallerLimit
 
@@ -70,7 +70,7 @@ class Run:
         row_loss = build_runner(
             model, MicroBatchLimit(32), collate=collate, mean_loss=loss, memory=self.memory
         ).loss
-        self.runner = MicroBatchRunner(model, row_loss, self.sizer, memory=self.memory)
+        self.runner = RecipeStep(model, row_loss, self.sizer, memory=self.memory)
 
     @property
     def amount(self) -> int:
@@ -85,7 +85,7 @@ class Run:
         """Run so many steps; return the limit of each."""
         amounts = []
         for _ in range(number):
-            self.runner.run(ROWS, question_of(ROWS))
+            self.runner.run(ROWS, report_of(ROWS))
             self.model.zero_grad()
             amounts.append(self.amount)
         return amounts

@@ -1,0 +1,180 @@
+"""The weighting of scripts: each part of a batch has its share of the labels, so that the gradients
+of the parts add up to those of the batch. One part keeps the script's own bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatch, micro_batches, split_by_rows
+from adaptive_batch.errors import SettingError
+
+from .agreement import MicroBatchPlan
+from .batch_statistics import BatchStatistics, Statistics
+from .oom_retry import OutOfMemoryElsewhereError
+from .parts import LabelCounter, Part, Splittable
+from .split_check import SplitCheck
+from .step import Step
+
+LENGTHS_REMEDY = (
+    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or"
+    " micro_batch_size"
+)
+
+
+class LabelShares:
+    """The rows of a batch: makes its parts with their shares, and collects what the script's
+    function returns of them.
+
+    Args:
+        step: runs the parts.
+        forward_backward: function that runs forward and backward of a part.
+        rows: rows of this rank.
+        labels: counts the labels of a part.
+        statistics: statistics of a batch.
+        check: checks that a batch may be split.
+        counts_over_ranks: whether labels and statistics are those of all ranks.
+
+    Attributes:
+        plan: micro-batches of the attempt that ran last.
+    """
+
+    # What a rank without rows runs, as errors name it.
+    idle = MicroBatch([0], 1)
+    reduces_first = False
+
+    def __init__(
+        self,
+        step: Step,
+        forward_backward: Callable[[Part], Any],
+        rows: Splittable,
+        *,
+        labels: LabelCounter,
+        statistics: BatchStatistics,
+        check: SplitCheck,
+        counts_over_ranks: bool,
+    ) -> None:
+        self._step = step
+        self._forward_backward = forward_backward
+        self._rows = rows
+        self._labels = labels
+        self._statistics = statistics
+        self._check = check
+        self._counts_over_ranks = counts_over_ranks
+        self.plan = MicroBatchPlan([], 0)
+        self._parts: list[Part | None] = []
+        self._sums: Statistics = {}
+        self._results: list[Any] = []
+
+    @property
+    def _uncut_rows(self) -> Splittable:
+        return self._rows.uncut() if self._check.keeps_columns else self._rows
+
+    def divide(self) -> list[MicroBatch]:
+        """Divide the rows within the limit.
+
+        Raises:
+            SettingError: the limit is in tokens, and lengths of rows are not known.
+        """
+        rows = self._uncut_rows
+        sizer = self._step.sizer
+        limit = sizer.limit_of_step
+        if rows.knows_lengths or not sizer.layout.keeps_order(limit):
+            if rows.lengths is None:
+                raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
+            return micro_batches(rows.lengths, limit, sizer.layout)
+        width = rows.width
+        return [
+            MicroBatch(piece, width) for piece in split_by_rows(range(rows.num_rows), limit.amount)
+        ]
+
+    def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
+        """Make the parts with their shares and statistics, before the first backward.
+
+        Returns:
+            The plan; another one if the split check finds that parts keep all columns.
+
+        Raises:
+            SettingError: the loss of the batch is not the sum of its parts' shares.
+        """
+        self._results = []
+        keeps_columns = self._check.keeps_columns
+        self._parts = self._make_parts(plan)
+        if self._check.keeps_columns and not keeps_columns:
+            return self.begin(MicroBatchPlan.agreed(self.divide()))
+        self._sums = self._statistics.of_batch(self._uncut_rows, self._parts, plan)
+        self.plan = plan
+        return plan
+
+    def _make_parts(self, plan: MicroBatchPlan) -> list[Part | None]:
+        """Return the parts with their shares of the labels: 0 of one that has no label. None where
+        this rank has fewer than others.
+        """
+        rows = self._uncut_rows
+        own = plan.micro_batches
+
+        def make() -> list[Any]:
+            return [rows.part(micro_batch.rows) for micro_batch in own]
+
+        # Where this rank has no memory for them, it takes part in what ranks do together as one
+        # without rows.
+        batches = self._step.retry.prepare(make) or []
+        if plan.number == 1 and not self._counts_over_ranks:
+            return [Part(batch, rows.num_rows) for batch in batches] or [None]
+        counts = [
+            self._labels.candidates(batch, len(micro_batch.rows))
+            for batch, micro_batch in zip(batches, own, strict=False)
+        ]
+        if plan.number > 1:
+            self._check.check(rows, own, counts, num_parts=plan.number)
+        labels = [count[self._check.counts_first_label] for count in counts]
+        shares = self._shares(labels)
+        labelled = [number for number, share in enumerate(shares) if share]
+        parts: list[Part | None] = [None] * plan.number
+        for number, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            num_rows = len(own[number].rows)
+            if len(own) == 1 and not self._counts_over_ranks:
+                parts[number] = Part(batch, num_rows)
+            else:
+                # Without a share no loss is run, but statistics may count something else.
+                parts[number] = Part(
+                    batch,
+                    num_rows,
+                    share=share,
+                    is_first=number in labelled[:1],
+                    is_last=number in labelled[-1:],
+                )
+        return parts
+
+    def _shares(self, labels: Sequence[float]) -> list[float]:
+        total: float = sum(labels)
+        if self._counts_over_ranks:
+            # FSDP takes the mean over ranks.
+            total = sum(distributed.all_gather(total)) / distributed.world_size()
+        return [count / total if count else 0.0 for count in labels]
+
+    def backward(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
+        """Call the function with the next part, or with a dummy of share 0 if other ranks wait."""
+        # The last reference but the function's own, so that its memory is free when the next one
+        # runs.
+        part = self._parts.pop(0)
+        if part is not None and part.share:
+            self._results.append(self._forward_backward(part._replace(statistics=self._sums)))
+        elif self._step.sharding.needs_dummy(is_last=is_last):
+            dummy = Part(
+                self._uncut_rows.dummy(),
+                1,
+                share=0.0,
+                is_first=False,
+                is_last=is_last,
+                statistics=self._sums,
+            )
+            self._forward_backward(dummy)
+
+    def end(self) -> list[Any]:
+        """Return what the function returned of each part that has labels."""
+        if distributed.any_of_ranks(self._step.retry.has_failed):
+            raise OutOfMemoryElsewhereError
+        return self._results

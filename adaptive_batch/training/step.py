@@ -1,0 +1,401 @@
+"""Runs the micro-batches of one optimizer step: ranks agree on them, and all of them run again,
+smaller, where memory runs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from itertools import chain
+from typing import Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from adaptive_batch import distributed
+from adaptive_batch.data import MicroBatch
+from adaptive_batch.distributed import Sharding, sharding_of
+from adaptive_batch.errors import MEMORY_REMEDIES, RankLostError
+from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory
+
+from .agreement import MicroBatchPlan, RankReport, same_answers
+from .compilations import CompilationLog
+from .gradients import OtherLeaves, SavedGradients
+from .model_checks import optimizers_wait
+from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .sizing import MicroBatchSizer
+from .snapshot import StepSnapshot
+
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Weighting(Protocol[Result_co]):
+    """The rows of one step on this rank, and how the losses of their micro-batches add up.
+
+    Attributes:
+        idle: micro-batch that errors name where this rank has none.
+        reduces_first: whether the gradients of the first micro-batch are reduced over ranks as
+            well as those of the last.
+    """
+
+    idle: MicroBatch
+    reduces_first: bool
+
+    def divide(self) -> list[MicroBatch]:
+        """Divide the rows within the limit of the sizer."""
+
+    def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
+        """Begin an attempt, whose sums are 0; return the plan, or the one that replaces it."""
+
+    def backward(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
+        """Run forward and backward of a micro-batch; None is a dummy of weight 0, for a rank that
+        has fewer than others.
+
+        Args:
+            micro_batch: of the plan, in turn.
+            is_last: whether its gradients are reduced over ranks.
+        """
+
+    def end(self) -> Result_co:
+        """Finish the gradients once all micro-batches have run, and return what they add up to.
+
+        Raises:
+            OutOfMemoryElsewhereError: a rank ran out of memory.
+        """
+
+
+class Step:
+    """Runs forward and backward of the micro-batches of a step, and of others without gradients.
+
+    Its clients supply the rows and their losses.
+
+    Args:
+        model: model whose gradients are summed.
+        sizer: decides what a micro-batch may hold.
+        memory: memory of the model's device; None asks torch.
+        sharding: FSDP modules of the model; None for those that it has.
+        retries: whether a step that runs out of memory is run again.
+        remedies: end of the sentence that one row does not fit.
+
+    Attributes:
+        model, sizer, memory, sharding: as given.
+        retry: runs micro-batches.
+        compilations: counts and logs what is compiled again.
+        largest_size: tokens of the largest micro-batch that the allocator's cache has served since
+            it was emptied; rows where their lengths are not known.
+        is_trial: whether a trial runs now, and not training.
+        saved_gradients: gradients of earlier batches while a step runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sizer: MicroBatchSizer,
+        *,
+        memory: DeviceMemory | None = None,
+        sharding: Sharding | None = None,
+        retries: bool = True,
+        remedies: str = MEMORY_REMEDIES,
+    ) -> None:
+        self.model = model
+        self.sizer = sizer
+        self.memory = memory or device_memory(
+            next(model.parameters()).device, shared_by=distributed.local_world_size()
+        )
+        self.sharding = sharding or sharding_of(model)
+        self.retry = OOMRetry(
+            sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
+        )
+        self.largest_size = 0
+        self.compilations = CompilationLog(model)
+        self.is_trial = False
+        self.saved_gradients = SavedGradients({}, self.drop_gradients)
+        self._snapshot = StepSnapshot(model, self.memory.device)
+        self._other_leaves = OtherLeaves(self.own_leaves)
+
+    # --- training
+
+    def run_step(
+        self, weighting: Weighting[Result], report: RankReport
+    ) -> tuple[Result, MicroBatchPlan]:
+        """Run the micro-batches of a step until memory suffices for all of them; the gradients of
+        earlier batches are kept.
+
+        Args:
+            weighting: rows of this rank.
+            report: what this rank reports to the others.
+
+        Returns:
+            What the micro-batches add up to, and the plan that ranks agreed on first.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            GrowthFunctionError: a rule has answered differently on some rank.
+            RankLostError: out of memory on this rank where the others cannot be told.
+        """
+        first_plan = self._agree(weighting, report)
+        self.saved_gradients = saved = self.save_gradients()
+        self.sharding.begin_step()
+        restore = self._snapshot.take()
+        plans = [first_plan]
+
+        def attempt() -> Result:
+            # After a failure the limit is smaller, and there are more micro-batches.
+            plan = plans.pop() if plans else MicroBatchPlan.agreed(weighting.divide())
+            # Memory may run out before the first micro-batch.
+            self.retry.set_suspects(plan.micro_batches or [weighting.idle])
+            if self.sharding.is_sharded:
+                # A forward of the user's, as in a validation, leaves parameters gathered.
+                self.sharding.reset()
+            with optimizers_wait() if plan.number > 1 else nullcontext():
+                plan = weighting.begin(plan)
+                self._begin_micro_batches(plan)
+                is_last = [number == plan.number - 1 for number in range(plan.number)]
+                if weighting.reduces_first:
+                    is_last[0] = True
+                self.retry.run_in_turn(
+                    plan.slots,
+                    weighting.backward,
+                    drop=self.drop_gradients,
+                    idle=weighting.idle,
+                    kinds=[{"is_last": is_one} for is_one in is_last],
+                )
+                return weighting.end()
+
+        def undo() -> None:
+            saved.drop_new()
+            restore()
+            # The cache is emptied then.
+            self.largest_size = 0
+
+        try:
+            with self.compilations.without_garbage(), saved.with_others(self._other_leaves):
+                result = self.retry.run(attempt, undo=undo, doing="in a step")
+        except BaseException as error:
+            saved.put_back()
+            # A script may run the rows again after an error of its own.
+            if not isinstance(error, RankLostError):
+                restore()
+            raise
+        try:
+            self.sharding.reduce_gradients()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self.retry.lost(error, "as gradients were reduced") from error
+        saved.add_up()
+        return result, first_plan
+
+    def _agree(self, weighting: Weighting[object], report: RankReport) -> MicroBatchPlan:
+        """Agree with all ranks on a step before it runs, in one small collective; the former limit
+        is tried again if it is due, see :meth:`MicroBatchSizer.agree`.
+        """
+        self.sizer.begin_step(report.batch_size)
+        micro_batches = weighting.divide()
+        if not self.sizer.has_to_agree:
+            return MicroBatchPlan(micro_batches, len(micro_batches), report.ends)
+        numbers = [
+            int(report.ends),
+            report.requested,
+            -report.requested,
+            report.num_rows,
+            -report.num_rows,
+            len(micro_batches),
+        ]
+        agreed, limit_changes = self.sizer.agree(numbers)
+        any_ends, most_batch, least_batch, most_rows, least_rows, number = agreed
+        if most_batch != -least_batch or most_rows != -least_rows:
+            same_answers(
+                {
+                    "batch_size_schedule": report.requested,
+                    "the rows of the next step, which": report.num_rows,
+                }
+            )
+        ends = bool(any_ends)
+        if limit_changes:
+            return MicroBatchPlan.agreed(weighting.divide(), ends=ends)
+        return MicroBatchPlan(micro_batches, number, ends)
+
+    def _begin_micro_batches(self, plan: MicroBatchPlan) -> None:
+        assert len(plan.micro_batches) <= plan.number, (
+            f"{len(plan.micro_batches)} micro-batches on this rank of {plan.number} agreed on"
+        )
+        self.check_hooks(plan.number)
+        size = max((micro_batch.size for micro_batch in plan.micro_batches), default=0)
+        if size > self.largest_size:
+            self.largest_size = size
+            self.memory.make_room_for_larger()
+
+    def check_hooks(self, num_micro_batches: int) -> None:
+        """Refuse hooks that may step an optimizer in backward if a step has several micro-batches.
+
+        Raises:
+            SettingError: a parameter has one.
+        """
+        self._other_leaves.begin_step(is_split=num_micro_batches > 1)
+
+    # --- without gradients
+
+    def evaluate(
+        self,
+        divide: Callable[[], list[MicroBatch]],
+        forward: Callable[[MicroBatch | None], Result],
+        *,
+        retry: OOMRetry,
+        doing: str,
+        evaluates: bool | str = True,
+        idle: MicroBatch | None = None,
+        undo: Callable[[], object] = lambda: None,
+    ) -> list[tuple[MicroBatch | None, Result]]:
+        """Run a function on micro-batches that have a limit of their own, until memory suffices for
+        all of them. With several ranks all of them run the same number.
+
+        Args:
+            divide: function that divides the rows of this rank within that limit.
+            forward: function that runs a micro-batch without gradients; None is a dummy.
+            retry: runs them.
+            doing: end of a sentence, for a rank that is lost.
+            evaluates: kind of micro-batch by which ranks know its collectives, see
+                :meth:`Sharding.micro_batch`.
+            idle: micro-batch that errors name where this rank has none.
+            undo: function that takes back what a failed attempt has changed besides results.
+
+        Returns:
+            Each micro-batch with what the function returned.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told.
+        """
+
+        def attempt() -> list[tuple[MicroBatch | None, Result]]:
+            plan = MicroBatchPlan.agreed(divide())
+            return self.run_forward(plan, forward, retry=retry, evaluates=evaluates, idle=idle)
+
+        def undo_attempt() -> None:
+            self.sharding.reset()
+            undo()
+
+        with self.compilations.without_garbage():
+            return retry.run(attempt, undo=undo_attempt, doing=doing)
+
+    def run_forward(
+        self,
+        plan: MicroBatchPlan,
+        forward: Callable[[MicroBatch | None], Result],
+        *,
+        retry: OOMRetry,
+        evaluates: bool | str,
+        idle: MicroBatch | None = None,
+    ) -> list[tuple[MicroBatch | None, Result]]:
+        """Run the micro-batches of a plan once without gradients; the arguments are those of
+        :meth:`evaluate`.
+
+        Raises:
+            OutOfMemoryElsewhereError: a rank ran out of memory, and all of them have come here.
+        """
+        results: list[tuple[MicroBatch | None, Result]] = []
+
+        def run(micro_batch: MicroBatch | None, _: bool) -> None:
+            results.append((micro_batch, forward(micro_batch)))
+
+        retry.run_in_turn(
+            plan.slots,
+            run,
+            drop=self.sharding.reset,
+            idle=idle or MicroBatch([0], 1),
+            kinds=[{"evaluates": evaluates}] * plan.number,
+        )
+        if distributed.any_of_ranks(retry.has_failed):
+            raise OutOfMemoryElsewhereError
+        return results
+
+    # --- trials
+
+    @contextmanager
+    def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
+        """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its
+        end together.
+        """
+        micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
+        with micro_batch, self.compilations.without_garbage():
+            self.is_trial = True
+            try:
+                yield
+            finally:
+                self.is_trial = False
+
+    def record_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
+        """Run trials and undo them, so that a rank which runs out of memory even in the first
+        micro-batch of training can bring its collectives to their end.
+
+        Args:
+            run: function that runs a trial of each kind of micro-batch.
+            row: what they run, for errors.
+
+        Raises:
+            RankLostError: out of memory.
+        """
+        self.retry.set_suspects([row])
+        saved = self.save_gradients()
+        restore = self._snapshot.take()
+        try:
+            with saved.with_others(self._other_leaves):
+                run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self.retry.lost(error, "with a single row") from error
+        finally:
+            saved.put_back()
+            restore()
+
+    # --- gradients
+
+    @cached_property
+    def _parameters_of_modules(self) -> list[dict[str, nn.Parameter | None]]:
+        """The parameters of each module, as of the first step.
+
+        Each step looks at all gradients, and the way through the modules takes three times as long.
+        """
+        return [module._parameters for module in self.model.modules() if module._parameters]
+
+    def _parameters(self) -> Iterator[nn.Parameter | None]:
+        return chain.from_iterable(map(dict.values, self._parameters_of_modules))
+
+    def own_leaves(self) -> Iterator[torch.Tensor | None]:
+        """Yield the leaves of the model, the whole ones of sharded parameters too."""
+        return chain(self._parameters(), self.sharding.unsharded_parameters())
+
+    def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the gradients that are there, by parameter."""
+        return {
+            parameter: parameter.grad
+            for parameter in self._parameters()
+            if parameter is not None and parameter.grad is not None
+        }
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Return the gradients of parameters by their ids, of those outside of the model too."""
+        others = [
+            leaf for leaf, _ in self.saved_gradients.others() if isinstance(leaf, nn.Parameter)
+        ]
+        gradients = self._gradients()
+        gradients |= {leaf: leaf.grad for leaf in others if leaf.grad is not None}
+        return {id(parameter): gradient for parameter, gradient in gradients.items()}
+
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return bool(self._gradients())
+
+    def save_gradients(self) -> SavedGradients:
+        """Set the gradients of earlier batches aside, and leave none."""
+        return SavedGradients(self._gradients(), self.drop_gradients)
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient, so that a step of the optimizer changes nothing."""
+        self.sharding.reset()
+        for parameter in self.model.parameters():
+            parameter.grad = None
