@@ -235,7 +235,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> Iterator[None]:
-    """Context manager: enter `around` of each ``torch.autocast`` before the autocast itself."""
+    """Context manager: enter each ``torch.autocast`` inside of a context manager of its own."""
     import torch
 
     enter: Callable[[Any], Any] = torch.autocast.__enter__

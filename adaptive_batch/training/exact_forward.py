@@ -109,9 +109,9 @@ def without_autocast(device: torch.device) -> Iterator[Callable[[], bool]]:
     @contextmanager
     def disabled(autocast: Any) -> Iterator[None]:
         nonlocal is_used
-        is_used = is_used or autocast._enabled
-        with replaced(autocast, _enabled=False):
-            yield
+        yield
+        is_used = is_used or torch.is_autocast_enabled(autocast.device)
+        torch.set_autocast_enabled(autocast.device, False)
 
     with around_autocast(disabled), torch.autocast(device.type, enabled=False):
         yield lambda: is_used

@@ -304,5 +304,4 @@ def _gradient_version(parameter: nn.Parameter) -> tuple[int, int] | None:
     if gradient is None:
         return None
     # FSDP adds to the part of a gradient that this rank has.
-    local = getattr(gradient, "_local_tensor", gradient)
-    return id(local), local._version
+    return id(gradient), local_part(gradient)._version
