@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from adaptive_batch.errors import CheckpointError
 
-# What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
+# What activation checkpointing and torch.compile put into the path of a module.
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 _OURS = ("params", "param_names")
 # Of a group that state is loaded into, not of the saved one: the last three say how this machine
 # computes a step.
