@@ -352,15 +352,10 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What is the same for two tensors that are the same memory; also on a rank whose shards are
-    empty and lie at no address.
+    """Return a key that is equal for two tensors of the same memory. An empty shard has a storage
+    too.
     """
-    place = (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-    )
+    place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 

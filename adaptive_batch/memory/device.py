@@ -238,11 +238,9 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the distinct storages under some tensors; a shared one counts once."""
-    sizes: dict[int, int] = {}
-    for tensor in chain.from_iterable(map(plain_tensors, tensors)):
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+    plain = chain.from_iterable(map(plain_tensors, tensors))
+    storages = {tensor.untyped_storage() for tensor in plain}
+    return sum(storage.nbytes() for storage in storages)
 
 
 class CountedMemory:
