@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from adaptive_batch._util import LARGEST_NUMBER
 from adaptive_batch.errors import SettingError
@@ -155,10 +154,10 @@ class LearningRate:
     ``optimizer.step()`` returns, and so does what ``optimizer.state_dict()`` returns before that:
     whatever reads or multiplies a rate between two steps reads its own.
 
-    A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are
-    functions of the step. They are evaluated at the clock, which may be fractional; their
-    ``get_last_lr()`` returns the applied rates. Any other scheduler keeps its own count and is
-    refused: leave it out and step it after each step, and its rates are scaled.
+    A ``LambdaLR``, as every schedule of torchtune is, is a function of the step. It is evaluated at
+    the clock, which may be fractional; its ``get_last_lr()`` returns the applied rates. Any other
+    scheduler keeps its own count and is refused: leave it out and step it after each step, and its
+    rates are scaled.
 
     Args:
         optimizers: one, or several; the first is the one that `scheduler` was built around. With a
@@ -384,9 +383,9 @@ class LearningRate:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
 
-    def _schedule(self, scheduler: LRScheduler, clock: float) -> None:
+    def _schedule(self, scheduler: LambdaLR, clock: float) -> None:
         """Write the scheduled rates."""
-        current, factors = _evaluate(scheduler, clock)
+        factors = _factors(scheduler, clock)
         num_groups = len(self._first.param_groups)
         if num_groups != len(factors):
             remedy = (
@@ -401,8 +400,8 @@ class LearningRate:
             raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
         # Groups may have been added since the last step.
         self._remember_bases()
-        bases = current.base_lrs
-        for group, base, factor in zip(self._first.param_groups, bases, factors, strict=True):
+        groups = self._first.param_groups
+        for group, base, factor in zip(groups, scheduler.base_lrs, factors, strict=True):
             write_rate(group, float(base) * factor)
         for optimizer in self._optimizers[1:]:
             groups = optimizer.param_groups
@@ -532,11 +531,6 @@ def follows_clock(scheduler: Any) -> bool:
     """
     if scheduler is None:
         return True
-    if type(scheduler) is SequentialLR:
-        are_lambdas = all(
-            isinstance(part, LambdaLR) and follows_clock(part) for part in scheduler._schedulers
-        )
-        return are_lambdas and scheduler._milestones == sorted(scheduler._milestones)
     # A subclass with a get_lr() of its own may count.
     return isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
 
@@ -558,24 +552,13 @@ def schedule_of(scheduler: LRScheduler | None) -> Callable[[float], float]:
             kind = type(unwrapped).__name__
         raise SettingError("lr_scheduler", kind, remedy)
 
-    def first_factor(clock: float) -> float:
-        _, factors = _evaluate(unwrapped, clock)
-        return factors[0]
-
-    return first_factor
+    return lambda clock: _factors(unwrapped, clock)[0]
 
 
-def _evaluate(scheduler: LRScheduler, clock: float) -> tuple[LambdaLR, list[float]]:
-    """Return the part of a schedule that is in force, and its factor for each group's base rate."""
+def _factors(scheduler: LambdaLR, clock: float) -> list[float]:
+    """Return a schedule's factor for each group's base rate."""
     time = clock
     # torch calls the functions with whole numbers.
     if clock == int(clock):
         time = int(clock)
-    if isinstance(scheduler, SequentialLR):
-        index = bisect_right(scheduler._milestones, time)
-        # Each part but the first counts from the milestone where it begins.
-        if index:
-            time -= scheduler._milestones[index - 1]
-        scheduler = scheduler._schedulers[index]
-    assert isinstance(scheduler, LambdaLR)
-    return scheduler, [rule(time) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]
+    return [rule(time) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]

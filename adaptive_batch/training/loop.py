@@ -81,9 +81,9 @@ class AdaptiveLoop:
             of a step.
         micro_batch_tokens: padded tokens at once, ``auto`` for what `objective` of
             :meth:`find_bound` takes; not together with `micro_batch_size`.
-        lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such, built for steps of `batch_size`
-            rows; a batch that grows does not stretch it, see :class:`AdaptiveRate`. None for the
-            rate that the optimizer holds before :meth:`run`, whoever sets it.
+        lr_scheduler: a ``LambdaLR``, built for steps of `batch_size` rows; a batch that grows does
+            not stretch it, see :class:`AdaptiveRate`. None for the rate that the optimizer holds
+            before :meth:`run`, whoever sets it.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
         reference_batch_size: global batch that the optimizer's rates belong to: rows, or
             ``"8192tok"``; None for `batch_size` on all ranks.

@@ -34,8 +34,8 @@ class AdaptiveRate:
 
     Args:
         optimizer: one, or several; the first is the one that `lr_scheduler` was built around.
-        lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such: a function of the clock, which
-            nobody has to step. None for the rate that the optimizer holds, whoever sets it.
+        lr_scheduler: a ``LambdaLR``: a function of the clock, which nobody has to step. None for
+            the rate that the optimizer holds, whoever sets it.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
         reference_batch_size: global batch that the optimizer's rates were chosen for: rows, or
             ``"8192tok"``. None only where nothing is scaled.

@@ -44,10 +44,6 @@ SCHEDULERS = {
         lambda one, total: get_cosine_schedule_with_warmup(one, 3, total),
     ),
     "linear": (("lr_scheduler._component_=support.batch_rules.linear",), batch_rules.linear),
-    "SequentialLR": (
-        ("lr_scheduler._component_=support.batch_rules.sequence",),
-        batch_rules.sequence,
-    ),
     "LinearLR": (
         ("lr_scheduler._component_=support.batch_rules.linear_that_counts",),
         batch_rules.linear_that_counts,
@@ -56,7 +52,7 @@ SCHEDULERS = {
         ("lr_scheduler._component_=support.batch_rules.one_cycle",),
         batch_rules.one_cycle,
     ),
-    "SequentialLR that counts": (
+    "SequentialLR": (
         ("lr_scheduler._component_=support.batch_rules.sequence_that_counts",),
         batch_rules.sequence_that_counts,
     ),
@@ -65,15 +61,12 @@ EVERY = ("lr_clock=samples", "lr_clock=tokens", "lr_clock=steps")
 CASES = {
     "cosine": (*EVERY, MIXED),
     "linear": EVERY,
-    "SequentialLR": EVERY,
     "LinearLR": ("lr_clock=steps",),
     "OneCycleLR": ("lr_clock=steps",),
-    "SequentialLR that counts": ("lr_clock=steps",),
+    "SequentialLR": ("lr_clock=steps",),
 }
 TRACES = [(name, clock, ()) for name, clocks in CASES.items() for clock in clocks]
-TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]] + [
-    ("SequentialLR", "lr_clock=samples", CONSTANT)
-]
+TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]]
 
 
 def rates(finished):

@@ -95,17 +95,6 @@ def linear(optimizer, num_training_steps, last_epoch=-1):
     return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_training_steps), last_epoch)
 
 
-def sequence(optimizer, num_training_steps, last_epoch=-1):
-    """Up, down in a curve, and a tail."""
-    parts = [
-        LambdaLR(optimizer, lambda step: (step + 1) / 4),
-        LambdaLR(optimizer, lambda step: 1 / (1 + 0.3 * step)),
-        LambdaLR(optimizer, lambda step: 0.1 * 0.9**step),
-    ]
-    milestones = [3, num_training_steps - 4]
-    return SequentialLR(optimizer, parts, milestones, last_epoch=last_epoch)
-
-
 def linear_that_counts(optimizer, num_training_steps, last_epoch=-1):
     return LinearLR(optimizer, 1.0, 0.1, total_iters=num_training_steps, last_epoch=last_epoch)
 

@@ -76,11 +76,6 @@ FUNCTIONS_OF_THE_STEP = {
     "none": lambda one: None,
     "LambdaLR": lambda one: LambdaLR(one, cosine),
     "LambdaLR of objects": lambda one: LambdaLR(one, Callable()),
-    "SequentialLR of LambdaLRs": lambda one: SequentialLR(
-        one,
-        [LambdaLR(one, warm_up), LambdaLR(one, cosine), LambdaLR(one, halves)],
-        milestones=[3, 7],
-    ),
 }
 COUNTING = {
     "Floor": lambda one: Floor(one, cosine),
@@ -101,7 +96,7 @@ COUNTING = {
     "OneCycleLR": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=20),
     "ChainedScheduler": chained,
     "SequentialLR": lambda one: SequentialLR(
-        one, [LambdaLR(one, warm_up), torchs.CosineAnnealingLR(one, T_max=6)], milestones=[3]
+        one, [LambdaLR(one, warm_up), LambdaLR(one, cosine)], milestones=[3]
     ),
     "SequentialLR of three": lambda one: SequentialLR(
         one,
@@ -248,21 +243,10 @@ def test_the_rate_depends_on_the_clock_alone(clocks):
     assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
 
 
-@pytest.mark.parametrize(
-    ("clock", "factor"), [(2.5, 0.875), (3.0, 1.0), (6.75, cosine(3.75)), (7.5, 0.5**0.5)]
-)
-def test_a_sequence_of_lambdas_is_evaluated_between_steps(clock, factor):
-    one = optimizer(0.1)
-    build = FUNCTIONS_OF_THE_STEP["SequentialLR of LambdaLRs"]
-    assert LearningRate(one, build(one)).set(clock) == pytest.approx(0.1 * factor)
-
-
 def test_a_schedule_without_an_optimizer_is_what_multiplies_the_first_base_rate():
     one = optimizer(0.1, 0.3)
-    factor = schedule_of(FUNCTIONS_OF_THE_STEP["SequentialLR of LambdaLRs"](one))
-    assert [factor(clock) for clock in (2.5, 3.0, 6.75)] == pytest.approx(
-        [0.875, 1.0, cosine(3.75)]
-    )
+    factor = schedule_of(LambdaLR(one, cosine))
+    assert [factor(clock) for clock in (2.5, 3.0)] == [cosine(2.5), cosine(3)]
     assert schedule_of(Wrapped(LambdaLR(one, cosine)))(4) == cosine(4)
     for scheduler, name in (
         (None, "None"),
@@ -316,10 +300,9 @@ def test_every_optimizer_in_backward_has_the_same_rate(build):
         assert [rates(one) for one in several] == [[now]] * 3
 
 
-@pytest.mark.parametrize("name", ["LambdaLR", "SequentialLR of LambdaLRs"])
-def test_each_optimizer_keeps_its_own_base(name):
+def test_each_optimizer_keeps_its_own_base():
     one, other = optimizer(0.1, 0.3), optimizer(0.02)
-    rate = LearningRate([one, other], FUNCTIONS_OF_THE_STEP[name](one), rule="linear", reference=4)
+    rate = LearningRate([one, other], LambdaLR(one, cosine), rule="linear", reference=4)
     for clock, batch in enumerate((4, 16, 8, 8, 8)):
         now = rate.set(clock, batch=batch)
         assert rates(one)[1] == pytest.approx(3 * now)
@@ -525,7 +508,7 @@ def test_a_wrapped_optimizer_is_the_one_inside(wrap):
     assert rates(one) == [0.1 * cosine(4)]
 
 
-@pytest.mark.parametrize("name", ["LambdaLR", "LambdaLR of objects", "SequentialLR of LambdaLRs"])
+@pytest.mark.parametrize("name", ["LambdaLR", "LambdaLR of objects"])
 def test_whether_somebody_else_steps_the_scheduler_too_makes_no_difference(name):
     one, other = optimizer(0.1), optimizer(0.1)
     scheduler = FUNCTIONS_OF_THE_STEP[name](one)
