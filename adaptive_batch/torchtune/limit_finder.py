@@ -81,7 +81,7 @@ class LimitFinder:
                 kept_step_rows=planner.batch.step_rows if resumed.keeps_batch else None,
             )
             self._log_searches(results)
-            sizer.found(results[-1])
+            sizer.set_bound(results[-1])
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
             self._take_batch(results[-1], keeps_batch=resumed.keeps_batch)
@@ -90,7 +90,8 @@ class LimitFinder:
         sizer.count_out_of_memory(sum(result.num_out_of_memory for result in results))
         lost_limit = self._lost.limit(sizer.conditions())
         if lost_limit is not None:
-            limit = sizer.keep_below(lost_limit, ceiling=planner.limit)
+            sizer.start_below(lost_limit)
+            limit = planner.limit
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
@@ -147,7 +148,7 @@ class LimitFinder:
             result = self._bound_finder.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
-            sizer.found(result)
+            sizer.set_bound(result)
             runner.sizer.count_out_of_memory(result.num_out_of_memory)
             peak = result.peak_bytes()
             of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
@@ -275,7 +276,7 @@ class LimitFinder:
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
-        sizer.found_longer(result, limit, tried_rows=tried_rows, can_split=can_split)
+        sizer.set_bound_of_longer(result, batch_size, tried_rows=tried_rows, can_split=can_split)
         new_limit = self._planner.limit
         self._log.event(
             "limit",

@@ -216,7 +216,7 @@ class TrainingPreview:
             bound = "not known, so nothing is cut, and micro-batches are not known"
             if result is not None:
                 bound = str(result.max_batch_size)
-                sizer.assume(result)
+                sizer.set_bound(result, checks=False)
             lines.append(f"bound: {bound} ({source})")
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 batch_size = result.batch_size

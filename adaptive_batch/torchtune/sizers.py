@@ -76,7 +76,7 @@ def counted_by(
     """
 
     def count(change: LimitChange) -> None:
-        training.count_out_of_memory(change.out_of_memory)
+        training.count_out_of_memory(not change.grows)
         on_change(change, kind=kind)
 
     return count

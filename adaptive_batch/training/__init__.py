@@ -13,8 +13,8 @@ from .bound_search import (
 from .evaluation import Evaluator
 from .evaluation_parts import EvaluationParts
 from .full_batch_loss import FullBatchLoss
+from .limit_recovery import LimitChange, OOMPolicy
 from .loop import AdaptiveLoop
-from .lowered_limit import LimitChange, OOMPolicy
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .options import StepOptions, Terms

@@ -35,8 +35,8 @@ from adaptive_batch.probe import ProbeResult
 
 from .agreement import RankReport
 from .bound_search import ProbeOptions
+from .limit_recovery import LimitChange
 from .loop_events import log_event
-from .lowered_limit import LimitChange
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions, Terms
 from .part_step import PartStep

@@ -94,7 +94,7 @@ class LoopSearch:
                 result = self._search(scope, options)
         finally:
             self._step.dataset.forget()
-        self._step.sizer.found(result)
+        self._step.sizer.set_bound(result)
         self._accumulates = scope.accumulates
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)

@@ -21,7 +21,7 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
-from .lowered_limit import SmallerLimit, of_all_ranks
+from .limit_recovery import ShrinkRequest, gather_requests
 from .sizing import MicroBatchSizer
 
 Result = TypeVar("Result")
@@ -246,12 +246,12 @@ class OOMRetry:
     def _shrink(self) -> None:
         """Shrink what was too large on any rank."""
         self._failures += 1
-        request: SmallerLimit | None = None
+        request: ShrinkRequest | None = None
         if self._error is not None:
             request = self.sizer.after_out_of_memory(
                 self.current, self._error, failures=self._failures
             )
-        requests = of_all_ranks(request)
+        requests = gather_requests(request)
         for rank, rank_request in requests.items():
             if rank_request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)

@@ -75,7 +75,7 @@ class SampleSearch:
         if scope.splits_step(result):
             scope = replace(scope, accumulates=True)
             result = BoundSearch(tried, scope, options).run()
-        self._step.sizer.found(result)
+        self._step.sizer.set_bound(result)
         self._tried_one_part = not scope.accumulates
         return result
 

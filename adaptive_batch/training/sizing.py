@@ -1,14 +1,11 @@
-"""What one micro-batch may hold: configured or found, lowered if memory runs out, tried again.
-
-One object owns the largest batch that was found, the limit of a micro-batch and its layout.
-Whoever needs one of them is given the sizer.
-"""
+"""The size of a micro-batch: configured or found by a search, and lowered after memory ran out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from adaptive_batch import distributed
@@ -18,7 +15,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import NEWER_FIELDS, ProbeResult, Throughput
 
-from .lowered_limit import LimitChange, LoweredLimit, OOMPolicy, SmallerLimit
+from .limit_recovery import LimitChange, LimitRecovery, OOMPolicy, ShrinkRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +69,15 @@ class MicroBatchSizer:
     Args:
         micro_batch: configured size of a micro-batch.
         layout: layout of micro-batches.
-        memory: memory of the device; None where nothing runs.
+        memory: memory of the device; None if nothing runs.
         policy: when a lowered limit is tried again; None for :class:`OOMPolicy` as it is.
         on_change: function that is called with each change of the limit.
 
     Attributes:
         layout: layout of micro-batches.
-        max_batch_size: the most rows that were tried and fit; None where none were sought.
-        tried_length: tokens of the longest row that was tried, 1 where they are not known; 0 where
-            none was.
+        max_batch_size: the most rows that were tried and fit; None before a search.
+        tried_length: tokens of the longest row that was tried, 1 if they are not known; 0 before a
+            search.
         throughput: what is fastest, which ``auto`` takes; None for as much as fits.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
     """
@@ -102,33 +99,39 @@ class MicroBatchSizer:
         self.throughput: Throughput | None = None
         self.num_out_of_memory = 0
         self._batch_size = 1
-        self._lowered = LoweredLimit(policy or OOMPolicy(), memory)
+        self._new_recovery = partial(LimitRecovery, policy or OOMPolicy(), memory)
+        self._forget_limits()
+
+    def _forget_limits(self) -> None:
+        self._recovery = self._new_recovery()
+        # What rows allow that are longer than those of the search; never passed.
+        self._limit_of_longer: MicroBatchLimit | None = None
 
     # --- what may run at once ---------------------------------------------------------------------
 
     def begin_step(self, batch_size: int) -> None:
-        """Take it that a step begins of which so many rows run at once, see :meth:`limit`."""
+        """Start a step that runs `batch_size` rows, see :meth:`limit`."""
         self._batch_size = batch_size
 
     @property
     def limit_of_step(self) -> MicroBatchLimit:
-        """What a micro-batch of the step that began last may hold now."""
+        """Limit of a micro-batch of the step that started last."""
         return self.limit(self._batch_size)
 
     def limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return what a micro-batch may hold now, of a step that may not have begun.
+        """Return what a micro-batch may hold now.
 
         Args:
-            batch_size: rows that run at once where no size is configured and all of them fit.
+            batch_size: rows of the step, which run at once if they fit and no size is configured.
         """
-        usual = self._usual_limit(batch_size)
-        lowered = self._lowered.current
-        if lowered is not None and lowered.amount < usual.amount:
-            return lowered
-        return usual
+        return _smaller(self.full_limit(batch_size), self._recovery.lowered)
+
+    def full_limit(self, batch_size: int) -> MicroBatchLimit:
+        """Return :meth:`limit` as it was before memory ran out."""
+        return _smaller(self._usual_limit(batch_size), self._limit_of_longer)
 
     def _usual_limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return :meth:`limit` before memory ran out."""
+        """Return the limit that is configured or was found."""
         if self.throughput is not None:
             return self.throughput.limit
         rows = self._micro_batch.micro_batch_size
@@ -156,7 +159,7 @@ class MicroBatchSizer:
         return self._micro_batch.needs_search and not self.tried_length
 
     def use_layout(self, kind: str) -> None:
-        """Take the layout of a name, from the next step on."""
+        """Use the layout of this name, from the next step on."""
         self.layout = self.layout.of_kind(kind, time=self.layout.time)
 
     @contextmanager
@@ -171,19 +174,21 @@ class MicroBatchSizer:
 
     # --- searches ---------------------------------------------------------------------------------
 
-    def found(self, result: ProbeResult) -> None:
-        """Take what a search found; a limit that was lowered from another maximum is forgotten.
+    def set_bound(self, result: ProbeResult, *, checks: bool = True) -> None:
+        """Use what a search found; forget a limit that was lowered from another maximum.
+
+        Args:
+            result: result of the search.
+            checks: whether to refuse a configured size above what fits, which is never cut in
+                silence. False where nothing runs.
 
         Raises:
-            SettingError: a configured size is above what fits; it is never cut in silence.
+            SettingError: a configured size is above what fits.
         """
-        self._micro_batch.check(result, self.layout)
-        self.assume(result)
-
-    def assume(self, result: ProbeResult) -> None:
-        """Take what a search found, whatever is configured: for what is looked at, and not run."""
+        if checks:
+            self._micro_batch.check(result, self.layout)
         if result.max_batch_size != self.max_batch_size:
-            self._lowered.forget()
+            self._forget_limits()
         self.max_batch_size = result.max_batch_size
         self.tried_length = max(1, result.sequence_length)
         if self.throughput is not None:
@@ -195,27 +200,28 @@ class MicroBatchSizer:
         if result.throughput is not None:
             self._choose(result.throughput)
 
-    def found_longer(
-        self, result: ProbeResult, limit: MicroBatchLimit, *, tried_rows: int, can_split: bool
+    def set_bound_of_longer(
+        self, result: ProbeResult, batch_size: int, *, tried_rows: int, can_split: bool
     ) -> None:
-        """Take what a search found for rows that are longer than any that were tried.
+        """Use what a search found for rows that are longer than any that were tried.
 
         Args:
             result: result of the search.
-            limit: what a micro-batch may hold until now.
+            batch_size: rows of a step.
             tried_rows: the most rows that the search was allowed to try.
             can_split: whether a step may run as several micro-batches.
         """
         length = result.sequence_length
         fitting_rows = result.max_batch_size
+        limit = self.full_limit(batch_size)
         if not can_split:
             self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
         elif fitting_rows < tried_rows:
             amount = self.layout.amount(fitting_rows, length, unit=limit.unit)
-            self._lowered.hold(MicroBatchLimit(amount, limit.unit))
+            self._limit_of_longer = _smaller(limit, replace(limit, amount=amount))
         elif self._micro_batch.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
-            self._lowered.hold(self._lowered.ceiling or limit)
+            self._limit_of_longer = limit
         self.tried_length = length
 
     def _choose(self, fastest: Throughput) -> None:
@@ -226,27 +232,25 @@ class MicroBatchSizer:
 
     def after_out_of_memory(
         self, failed: MicroBatch, error: str, *, failures: int = 0
-    ) -> SmallerLimit:
+    ) -> ShrinkRequest:
         """Return the limit that this rank asks for after a micro-batch ran out of memory.
 
         Args:
             failed: micro-batch that did not fit.
             error: message of the device.
-            failures: failures of this step so far, this one included; 0 to halve without a look at
-                what is free now, as where the process ends.
+            failures: failures of this step so far, this one included; 0 where the process ends.
+                What is free now counts in the first alone: if the step fails again, it was wrong.
         """
-        return self._lowered.after_out_of_memory(
-            self.limit_of_step, failed, error, failures=failures
-        )
+        return self._recovery.request(self.limit_of_step, failed, error, halves=failures != 1)
 
     def after_attempt(self) -> None:
         """Count a step that ran to its end."""
-        self._lowered.after_attempt()
+        self._recovery.good_steps += 1
 
     @property
     def has_to_agree(self) -> bool:
-        """True if there are other ranks, or if the former limit is due to be tried again."""
-        return distributed.world_size() > 1 or self._lowered.growth() is not None
+        """Whether there are other ranks, or the former limit is due to be tried again."""
+        return distributed.world_size() > 1 or self._tries_former()
 
     def agree(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
         """Try the former limit again if it is time on all ranks; all of them call it.
@@ -257,29 +261,36 @@ class MicroBatchSizer:
         Returns:
             The largest of each number on any rank; and whether the limit has changed.
         """
-        any_stays, *largest = distributed.all_reduce_max(
-            [int(self._lowered.growth() is None), *numbers]
-        )
+        any_stays, *largest = distributed.all_reduce_max([int(not self._tries_former()), *numbers])
         if not any_stays:
-            self._on_change(self._lowered.grow())
+            before = self.limit_of_step
+            good_steps = self._recovery.good_steps
+            self._recovery.try_former()
+            self._on_change(LimitChange(before, self.limit_of_step, good_steps=good_steps))
         return largest, not any_stays
 
-    def lower(self, requests: Mapping[int, SmallerLimit]) -> None:
-        """Take the smallest of these limits, one for each rank that asks; none of them is None."""
-        change = LimitChange.to_smallest(requests, before=self.limit_of_step)
-        self.num_out_of_memory += change.out_of_memory
-        self._lowered.lower(change)
-        self._on_change(change)
-        now = self.limit_of_step
-        assert now.amount <= change.after.amount, (
-            f"lowered to {change.after}, and the limit is {now}"
-        )
+    def _tries_former(self) -> bool:
+        """Return whether the former limit allows more in this step, and is due to be tried."""
+        is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
+        return is_lowered and self._recovery.is_due()
 
-    def keep_below(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
-        """Begin with a limit below which an earlier attempt of the run ended, until the ceiling is
-        tried again; return the limit.
-        """
-        return self._lowered.begin_below(limit, ceiling=ceiling)
+    def lower(self, requests: Mapping[int, ShrinkRequest]) -> None:
+        """Take the smallest limit of these requests, by rank; none of them is of one row."""
+        before = self.limit_of_step
+        limits = {rank: request.limit for rank, request in requests.items() if request.limit}
+        rank = min(limits, key=lambda rank: limits[rank].amount)
+        limit = limits[rank]
+        rows, length, _, error = requests[rank]
+        ranks = tuple(requests) if distributed.world_size() > 1 else ()
+        self.num_out_of_memory += 1
+        self._recovery.lower(limit)
+        self._on_change(LimitChange(before, limit, rows, length, error, ranks))
+        now = self.limit_of_step
+        assert now.amount <= limit.amount, f"lowered to {limit}, and the limit is {now}"
+
+    def start_below(self, limit: MicroBatchLimit) -> None:
+        """Start with a limit at which an earlier attempt of the run ended."""
+        self._recovery.start_below(limit)
 
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""
@@ -298,11 +309,12 @@ class MicroBatchSizer:
             "throughput": self.throughput and asdict(self.throughput),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            **self._lowered.state_dict(),
+            "held": self._limit_of_longer and asdict(self._limit_of_longer),
+            **self._recovery.state_dict(),
         }
 
     def load_search(self, state: Mapping[str, Any]) -> None:
-        """Take the maximum batch size of a saved state, where none was found since."""
+        """Use the maximum batch size of a saved state if no search has found one since."""
         if self.max_batch_size is None and state["bound"] is not None:
             self.max_batch_size = state["bound"]
             self.tried_length = state["tried_length"]
@@ -319,13 +331,18 @@ class MicroBatchSizer:
             self._choose(from_json(Throughput, saved, optional=NEWER_FIELDS))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, after a maximum was found or without one.
+        """Resume from a saved state, after a search or without one.
 
-        A lowered limit is kept where it was lowered from the same maximum under the same settings,
-        and the former one is tried again from there.
+        A lowered limit is kept if it was lowered from the same maximum under the same settings, and
+        the former one is tried again from there.
         """
         self.num_out_of_memory = state["num_out_of_memory"]
-        self._lowered.forget()
+        self._forget_limits()
         if any(state[key] != value for key, value in self.conditions().items()):
             return
-        self._lowered.load_state_dict(state)
+        self._limit_of_longer = state["held"] and MicroBatchLimit(**state["held"])
+        self._recovery.load_state_dict(state)
+
+
+def _smaller(limit: MicroBatchLimit, other: MicroBatchLimit | None) -> MicroBatchLimit:
+    return limit if other is None or other.amount >= limit.amount else other

@@ -7,7 +7,7 @@ from support.ranks import run_on_ranks
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import ConfiguredSize, MicroBatchSizer, OOMPolicy
-from adaptive_batch.training.lowered_limit import SmallerLimit, of_all_ranks
+from adaptive_batch.training.limit_recovery import ShrinkRequest, gather_requests
 
 NUM_STEPS = 6
 
@@ -20,8 +20,8 @@ def limits_of_steps() -> list[int]:
     sizer = MicroBatchSizer(
         ConfiguredSize(micro_batch_size=32), policy=OOMPolicy(grow_after=2 + 2 * rank)
     )
-    request = SmallerLimit(32, 4, MicroBatchLimit(16), "no memory") if rank else None
-    sizer.lower(of_all_ranks(request))
+    request = ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory") if rank else None
+    sizer.lower(gather_requests(request))
     limits = []
     for step in range(NUM_STEPS):
         numbers, _ = sizer.agree([rank, step])

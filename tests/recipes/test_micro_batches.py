@@ -295,7 +295,7 @@ def test_in_mid_run_no_row_is_lost_or_repeated_and_nothing_is_logged_twice(small
     said, *_ = records(finished, "limit")
     assert said["message"].startswith("out of memory with 16 rows of ")
     assert (
-        "a micro-batch holds 8 rows from now on, not 16 rows (CUDA out of memory."
+        "lowered from 16 rows to 8 rows, and the step runs again (CUDA out of memory."
         in said["message"]
     )
 

@@ -334,7 +334,7 @@ def sweep(
             if not found.failed_in:
                 break
             differing = differences(found, undisturbed.like(way, found.capacities))
-            if [change.out_of_memory for change in found.changes] != [True] * len(found.failed_in):
+            if [change.grows for change in found.changes] != [False] * len(found.failed_in):
                 differing.append("changes")
             if any(rows != list(range(len(LENGTHS))) for rows in found.run_rows):
                 differing.append("rows")

@@ -34,7 +34,7 @@ IGNORED = -100
 
 
 class HeldSizer(MicroBatchSizer):
-    """A sizer whose limit is `current`, until it is lowered."""
+    """A sizer whose limit is as given, whatever the batch size, until it is lowered."""
 
     def __init__(
         self,
@@ -44,17 +44,26 @@ class HeldSizer(MicroBatchSizer):
         memory: DeviceMemory | None = None,
         on_change: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        super().__init__(layout=layout, memory=memory, on_change=self._take)
-        self.current = current
-        self._then = on_change
+        super().__init__(layout=layout, memory=memory, on_change=on_change)
+        self._full_limit = current
 
     def limit(self, batch_size: int = 0) -> MicroBatchLimit:
-        """Return the limit, whatever the batch size."""
-        return self.current
+        """Return the limit of now."""
+        return super().limit(batch_size)
 
-    def _take(self, change: LimitChange) -> None:
-        self.current = change.after
-        self._then(change)
+    def full_limit(self, batch_size: int = 0) -> MicroBatchLimit:
+        """Return the limit that was given last."""
+        return self._full_limit
+
+    @property
+    def current(self) -> MicroBatchLimit:
+        """The limit of now; one that is assigned replaces a lowered one."""
+        return self.limit()
+
+    @current.setter
+    def current(self, limit: MicroBatchLimit) -> None:
+        self._forget_limits()
+        self._full_limit = limit
 
 
 class SmallRunner(RecipeStep):

@@ -196,7 +196,7 @@ def test_a_maximum_counts_once_it_is_found():
     )
     first = train(batches, epochs=1)
     assert len(first[0][1]) == 9
-    sizer.found(ProbeResult(11, 11, (Trial(11, True),), (0.0,)))
+    sizer.set_bound(ProbeResult(11, 11, (Trial(11, True),), (0.0,)))
     second = train(batches, epochs=2)
     assert len(second[0][1]) == 11
     assert batches.batch_size == 11

@@ -331,7 +331,7 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     sizer = MicroBatchSizer(ConfiguredSize(micro_batch_size=8), policy=OOMPolicy(grow_after=1))
     sizers = Sizers(MicroBatchSizer(), sizer)
     trainer = Trainer(wired.job, wired.data, wired.model, sizers)
-    sizer.keep_below(MicroBatchLimit(2), ceiling=sizer.limit(1))
+    sizer.start_below(MicroBatchLimit(2))
     limits = []
     for _ in range(80):
         trainer.runner.run(rows, report_of(rows))

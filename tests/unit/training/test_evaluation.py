@@ -184,7 +184,7 @@ def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, a
     validated.too_large = lambda tokens: tokens.shape[0] > 2
     assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
     assert validated.evaluator.limit == after
-    assert [change.out_of_memory for change in validated.changes] == [True, True]
+    assert [change.grows for change in validated.changes] == [False, False]
     assert (validated.runner.sizer.limit(), validated.changes_in_training) == (
         MicroBatchLimit(8),
         [],

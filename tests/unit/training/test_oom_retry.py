@@ -178,8 +178,8 @@ def test_a_change_is_described_with_its_numbers():
     )
     assert (
         change.describe()
-        == "out of memory with 6 rows of 8 tokens at once: the step runs again, and a micro-batch"
-        " holds 24 padded tokens from now on, not 64 padded tokens (CUDA out of memory.)"
+        == "out of memory with 6 rows of 8 tokens at once: micro-batch limit lowered from 64 padded"
+        " tokens to 24 padded tokens, and the step runs again (CUDA out of memory.)"
     )
 
 

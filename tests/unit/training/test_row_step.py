@@ -304,7 +304,7 @@ def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_li
     other = training(model=Decoder(draws=True), **options)
     train(other, until=goes_well)
     state = other.loop.state_dict()
-    state["step"]["sizer"]["lowered"] = {"amount": most, "unit": "rows"}
+    state["step"]["sizer"] |= {"lowered": {"amount": most, "unit": "rows"}, "good_steps": 0}
     other.loop.load_state_dict(state)
     train(other, epochs=2)
     assert one.loop.num_out_of_memory == {4: 1, 2: 2}[most]

@@ -21,7 +21,7 @@ from adaptive_batch.training import (
     MicroBatchSizer,
     RecipeStep,
 )
-from adaptive_batch.training.lowered_limit import SmallerLimit
+from adaptive_batch.training.limit_recovery import ShrinkRequest
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
 SAID = (
@@ -46,18 +46,18 @@ class Squeezed(CountedMemory):
 class Run:
     """Steps of 32 rows of 4 tokens, on a device where a row takes `ROW` bytes."""
 
-    def __init__(self, *, bound: bool, says: bool = True) -> None:
+    def __init__(self, *, bound: bool, says: bool = True, rows: int = 32) -> None:
         torch.manual_seed(0)
         self.memory, self.changes = Squeezed(says=says), []
         self.model = model = nn.Embedding(8, 1)
         self.sizer = MicroBatchSizer(
-            ConfiguredSize(micro_batch_size="auto" if bound else 32),
+            ConfiguredSize(micro_batch_size="auto" if bound else rows),
             memory=self.memory,
             on_change=self.changes.append,
         )
         self.sizer.begin_step(32)
         if bound:
-            self.sizer.found(found(says=says))
+            self.sizer.set_bound(found(says=says))
 
         def loss(batch):
             rows = len(batch["tokens"])
@@ -79,7 +79,7 @@ class Run:
 
     def lower(self, amount: int, *, rows: int) -> None:
         """Take it that a micro-batch of so many rows ran out of memory, and hold less."""
-        self.sizer.lower({0: SmallerLimit(rows, 4, MicroBatchLimit(amount), SAID)})
+        self.sizer.lower({0: ShrinkRequest(rows, 4, MicroBatchLimit(amount), SAID)})
 
     def steps(self, number: int) -> list[int]:
         """Run so many steps; return the limit of each."""
@@ -115,7 +115,7 @@ def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit
     assert set(run.steps(50)) == {32}
     tried = [change.good_steps for change in run.changes if change.grows]
     assert tried[:3] == [5, 10, 20]
-    assert run.sizer.state_dict()["lowered"] is run.sizer.state_dict()["ceiling"] is None
+    assert run.sizer.state_dict()["lowered"] is None
     assert run.sizer.num_out_of_memory == len(tried) == 4
 
 
@@ -129,14 +129,15 @@ def test_memory_that_is_given_back_in_part_is_used_after_one_more_try():
 
 
 def test_after_a_restart_a_limit_is_tried_again_later_and_only_if_it_is_larger():
-    for ceiling in (4, 8):
-        run = Run(bound=False)
+    for rows in (4, 32):
+        run = Run(bound=False, rows=rows)
         run.memory.total = RESIDENT + 4 * ROW
-        run.sizer.keep_below(MicroBatchLimit(4), ceiling=MicroBatchLimit(ceiling))
+        run.sizer.start_below(MicroBatchLimit(4))
         assert run.steps(39) == [4] * 39
         assert not run.changes
         run.memory.total *= 100
-        assert run.steps(2)[-1] == (4 if ceiling == 4 else 32)
+        assert run.steps(2)[-1] == rows
+        assert len(run.changes) == (rows > 4)
 
 
 def test_where_no_device_says_what_is_free_it_is_halved_and_tried_again_later_and_later():
@@ -172,18 +173,26 @@ def test_what_longer_rows_allow_is_never_grown_over():
 
     def try_longer(fitting_rows):
         longer = replace(found(), max_batch_size=fitting_rows, trials=(), sequence_length=9)
-        run.sizer.found_longer(longer, run.sizer.limit(32), tried_rows=32, can_split=True)
+        run.sizer.set_bound_of_longer(longer, 32, tried_rows=32, can_split=True)
 
     run.lower(4, rows=32)
     try_longer(10)
-    assert (run.amount, run.sizer.state_dict()["ceiling"]["amount"]) == (4, 10)
+    assert run.amount == 4
     run.steps(60)
-    assert (run.amount, run.sizer.state_dict()["ceiling"]) == (10, None)
+    assert [(change.before.amount, change.after.amount) for change in run.changes] == [
+        (32, 4),
+        (4, 10),
+    ]
+    assert run.amount == 10
     try_longer(7)
-    assert (run.amount, run.sizer.state_dict()["ceiling"]) == (7, None)
+    assert run.amount == 7
+    assert set(run.steps(60)) == {7}
 
 
 def test_a_change_upwards_is_described():
     change = LimitChange(MicroBatchLimit(4), MicroBatchLimit(8), good_steps=5)
     assert change.grows
-    assert change.describe() == "5 steps have fit: a micro-batch may hold 8 rows again, not 4 rows"
+    assert (
+        change.describe()
+        == "no out of memory in 5 steps: micro-batch limit raised from 4 rows to 8 rows"
+    )

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import OOMPolicy
-from adaptive_batch.training.lowered_limit import smaller_limit
+from adaptive_batch.training.limit_recovery import smaller_limit
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 UNITS = st.sampled_from(["rows", "tokens"])
@@ -20,11 +20,6 @@ SHAPES = st.builds(
 )
 
 
-def halved(limit, rows, length):
-    row_amount = 1 if limit.unit == "rows" else length
-    return smaller_limit(limit, rows=rows, row_amount=row_amount, fits=None)
-
-
 def may_hold(capacity, rows, length):
     return (rows if capacity.unit == "rows" else rows * length) <= capacity.amount
 
@@ -34,7 +29,7 @@ def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_l
     lengths, capacity, shapes
 ):
     for piece in micro_batches(lengths, capacity, shapes):
-        lower = halved(capacity, len(piece.rows), piece.length)
+        lower = smaller_limit(capacity, piece, fits=None)
         if lower is None:
             assert len(piece.rows) == 1
             continue
@@ -51,7 +46,7 @@ def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
     limit, row = MicroBatchLimit(640, unit), 1 if unit == "rows" else 10
 
     def smaller(rows, fits):
-        lower = smaller_limit(limit, rows=rows, row_amount=row, fits=fits)
+        lower = smaller_limit(limit, MicroBatch([*range(rows)], 10), fits=fits)
         return lower and lower.amount / row
 
     assert smaller(32, None) == 16
