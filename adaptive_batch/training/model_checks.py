@@ -208,9 +208,7 @@ def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
     """
     for leaf in leaves:
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
-        # Of torch.distributed.optim._apply_optimizer_in_backward.
-        optimizers = getattr(leaf, "_in_backward_optimizers", ())
-        for hook in (*hooks.values(), *optimizers):
+        for hook in hooks.values():
             function = getattr(hook, "func", hook)
             if getattr(function, "__module__", "") == "torch.nn.parallel.distributed":
                 continue

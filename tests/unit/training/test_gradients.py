@@ -317,7 +317,7 @@ def test_optimizers_that_torch_applies_in_backward_are_refused():
     task = Task()
     _apply_optimizer_in_backward(torch.optim.SGD, task.encoder.parameters(), {"lr": 0.1})
     weights = [parameter.clone() for parameter in task.encoder.parameters()]
-    with pytest.raises(SettingError, match="register_post_accumulate_grad_hook='SGD'"):
+    with pytest.raises(SettingError, match=r"optimizer.step\(\)='SGD'"):
         AdaptiveStep(task.encoder, task, micro_batch_size=6)(task.batch)
     assert all(map(torch.equal, task.encoder.parameters(), weights))
 
