@@ -40,7 +40,7 @@ from .loop_events import log_event
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions, Terms
 from .part_step import PartStep
-from .parts import OwnSplit, Part, RowSplitter, SplitBatch, length_in_sample
+from .parts import CustomSplit, Part, RowSplitter, SplitBatch, length_in_sample
 from .sample_search import SampleSearch
 from .sizing import ConfiguredSize, MicroBatchSizer
 
@@ -134,10 +134,10 @@ class AdaptiveStep:
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
         self.model = model
-        self._split_batch: RowSplitter | OwnSplit = (
+        self._split_batch: RowSplitter | CustomSplit = (
             RowSplitter(trims=not is_compiled(model), size=size)
             if split is None
-            else OwnSplit(split)
+            else CustomSplit(split)
         )
         device = next(model.parameters()).device
         expand_segments_in_script(device)

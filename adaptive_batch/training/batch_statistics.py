@@ -15,7 +15,7 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 
 from .agreement import MicroBatchPlan
-from .parts import Part, Splittable, copy_containers
+from .parts import BatchSource, Part, copy_containers
 from .snapshot import StepSnapshot
 from .step import Step
 
@@ -76,7 +76,7 @@ class BatchStatistics:
         return dict(statistics)
 
     def of_batch(
-        self, rows: Splittable, parts: Sequence[Part | None], plan: MicroBatchPlan
+        self, rows: BatchSource, parts: Sequence[Part | None], plan: MicroBatchPlan
     ) -> Statistics:
         """Return the sums over the parts of a batch; empty where none are needed. A collective.
 

@@ -23,11 +23,11 @@ from .adaptive_step import log_change
 from .oom_retry import OOMRetry
 from .options import StepOptions
 from .parts import (
+    BatchSource,
+    CustomSplit,
     LabelCounter,
-    OwnSplit,
     RowSplitter,
     SplitBatch,
-    Splittable,
     arrays_in,
     copy_containers,
 )
@@ -88,8 +88,8 @@ class EvaluationParts:
         self.model = model
         self._fix = fix
         self._is_exact = is_exact
-        self._split: RowSplitter | OwnSplit = (
-            RowSplitter(trims=False, size=ConfiguredSize()) if split is None else OwnSplit(split)
+        self._split: RowSplitter | CustomSplit = (
+            RowSplitter(trims=False, size=ConfiguredSize()) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
         memory = options.memory or device_memory(next(model.parameters()).device)
@@ -137,10 +137,10 @@ class EvaluationParts:
             DoesNotFitError: one row alone ran out of memory, or the results of parts are not those
                 of the batch.
         """
-        rows: Splittable | None = None
+        rows: BatchSource | None = None
         kept = copy_containers(batch)
 
-        def split() -> Splittable:
+        def split() -> BatchSource:
             try:
                 split_rows = self._split(prepare(kept))
             except SettingError as error:
@@ -173,7 +173,7 @@ class EvaluationParts:
 
     def _run_parts(
         self,
-        rows: Splittable,
+        rows: BatchSource,
         forward: Callable[[Any], tuple[Any, ...]],
         trial: Callable[[Any], tuple[Any, ...]],
     ) -> tuple[tuple[Any, ...], list[float]]:
@@ -195,7 +195,7 @@ class EvaluationParts:
 
     def _run_each(
         self,
-        rows: Splittable,
+        rows: BatchSource,
         pieces: Sequence[Sequence[int]],
         run: Callable[[Any], tuple[Any, ...]],
     ) -> tuple[list[tuple[Any, ...]], list[_Counts]]:
@@ -225,7 +225,7 @@ class EvaluationParts:
 
     def _check(
         self,
-        rows: Splittable,
+        rows: BatchSource,
         piece: Sequence[int],
         whole: tuple[Any, ...],
         trial: Callable[[Any], tuple[Any, ...]],

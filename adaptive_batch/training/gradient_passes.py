@@ -24,7 +24,7 @@ from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
 from .exact_forward import exact_forward, without_autocast
 from .model_checks import is_batch_norm
 from .options import Terms
-from .parts import LabelCounter, Part, Splittable
+from .parts import BatchSource, LabelCounter, Part
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
 from .step import Step
@@ -50,7 +50,7 @@ class Sample:
         dummy: function that makes a row which runs with weight 0.
     """
 
-    batch: Splittable
+    batch: BatchSource
     parts: Parts
     dummy: Callable[[], Any]
 
@@ -131,7 +131,7 @@ class Pass:
         dummy: function that makes one.
     """
 
-    batch: Splittable
+    batch: BatchSource
     rows: Sequence[int]
     share: float
     dummy: Callable[[], Any]

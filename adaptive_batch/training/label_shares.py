@@ -14,7 +14,7 @@ from adaptive_batch.errors import SettingError
 from .agreement import MicroBatchPlan
 from .batch_statistics import BatchStatistics, Statistics
 from .oom_retry import OutOfMemoryElsewhereError
-from .parts import LabelCounter, Part, Splittable
+from .parts import BatchSource, LabelCounter, Part
 from .split_check import SplitCheck
 from .step import Step
 
@@ -49,7 +49,7 @@ class LabelShares:
         self,
         step: Step,
         forward_backward: Callable[[Part], Any],
-        rows: Splittable,
+        rows: BatchSource,
         *,
         labels: LabelCounter,
         statistics: BatchStatistics,
@@ -69,7 +69,7 @@ class LabelShares:
         self._results: list[Any] = []
 
     @property
-    def _uncut_rows(self) -> Splittable:
+    def _uncut_rows(self) -> BatchSource:
         return self._rows.uncut() if self._check.keeps_columns else self._rows
 
     def divide(self) -> list[MicroBatch]:

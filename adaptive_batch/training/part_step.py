@@ -15,7 +15,7 @@ from .batch_statistics import STATISTICS, BatchStatistics
 from .label_shares import LabelShares
 from .model_checks import has_batch_norm, is_compiled
 from .options import Terms
-from .parts import LabelCounter, Part, Splittable
+from .parts import BatchSource, LabelCounter, Part
 from .sizing import MicroBatchSizer
 from .split_check import SplitCheck
 from .step import Step
@@ -78,7 +78,7 @@ class PartStep(Step):
         )
         self._has_split = False
 
-    def run(self, rows: Splittable, report: RankReport) -> list[Any]:
+    def run(self, rows: BatchSource, report: RankReport) -> list[Any]:
         """Run a batch that is ready to be split; the rest as when called with a batch.
 
         Args:
@@ -122,7 +122,7 @@ class PartStep(Step):
 
     # --- trials
 
-    def record_collectives_of(self, rows: Splittable) -> None:
+    def record_collectives_of(self, rows: BatchSource) -> None:
         """Run once, so that even the first micro-batch can fail on one rank and come to its end."""
         if not self._records_collectives:
             return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
@@ -73,31 +73,59 @@ class Part(NamedTuple):
     statistics: Mapping[str, Any] = {}
 
 
-class Splittable(Protocol):
-    """A batch that can be split by rows."""
+class BatchSource:
+    """A batch that can be split by rows.
+
+    Attributes:
+        num_rows: rows of the batch.
+        part: function that returns the batch of some rows, given by ascending numbers.
+        lengths: tokens of each row; None if nothing shows them.
+        width: columns that rows are padded to; 0 if nothing shows them.
+        is_packed: whether several rows lie one after the other in one row.
+        cuts: whether parts may have fewer columns than the batch.
+        treatment: how each key is divided, for errors.
+    """
+
+    num_rows: int
+    part: Callable[[Sequence[int]], Any]
+    is_packed: bool = False
 
     @property
-    def num_rows(self) -> int: ...
+    def lengths(self) -> Sequence[int] | None:
+        return None
+
     @property
-    def lengths(self) -> Sequence[int] | None: ...
+    def knows_lengths(self) -> bool:
+        """Whether lengths are known without a look at the tensors."""
+        return False
+
     @property
-    def knows_lengths(self) -> bool: ...
+    def width(self) -> int:
+        return 0
+
     @property
-    def width(self) -> int: ...
+    def cuts(self) -> bool:
+        return False
+
     @property
-    def is_packed(self) -> bool: ...
-    @property
-    def cuts(self) -> bool: ...
-    @property
-    def treatment(self) -> str: ...
-    def part(self, rows: Sequence[int], /) -> Any: ...
-    def dummy(self) -> Any: ...
-    def to_check(self) -> Splittable: ...
-    def uncut(self) -> Splittable: ...
+    def treatment(self) -> str:
+        return ""
+
+    def dummy(self) -> Any:
+        """Return a part that runs with weight 0 if other ranks have more parts."""
+        return self.part([0])
+
+    def to_check(self) -> BatchSource:
+        """Return the batch as the check of a split divides it."""
+        return self
+
+    def uncut(self) -> BatchSource:
+        """Return the batch whose parts keep all columns."""
+        return self
 
 
 @dataclass(frozen=True)
-class SplitBatch:
+class SplitBatch(BatchSource):
     """How a batch is split, as a function given as ``split=`` returns it.
 
     Attributes:
@@ -109,9 +137,6 @@ class SplitBatch:
     num_rows: int
     part: Callable[[Sequence[int]], Any]
     lengths: Sequence[int] | None = None
-    is_packed: ClassVar[bool] = False
-    cuts: ClassVar[bool] = False
-    treatment: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         if self.lengths is not None and len(self.lengths) != self.num_rows:
@@ -121,28 +146,10 @@ class SplitBatch:
 
     @property
     def knows_lengths(self) -> bool:
-        """Whether lengths need not be worked out."""
         return self.lengths is not None
 
-    @property
-    def width(self) -> int:
-        """Columns that rows are padded to; 0 as nothing shows them."""
-        return 0
 
-    def dummy(self) -> Any:
-        """Return a part that runs with weight 0 where other ranks have more parts."""
-        return self.part([0])
-
-    def to_check(self) -> Splittable:
-        """Return the batch as the check of a split divides it."""
-        return self
-
-    def uncut(self) -> Splittable:
-        """Return the batch, as its parts are those of `part`."""
-        return self
-
-
-class OwnSplit:
+class CustomSplit:
     """A script's own function that splits a batch, whose results are looked at.
 
     Args:
@@ -201,7 +208,7 @@ class OwnSplit:
                 raise SettingError("split", split, remedy)
 
 
-class RowsOfBatch:
+class RowsOfBatch(BatchSource):
     """A batch whose tensors have the rows as their first dimension.
 
     The number of rows is the first dimension that most tensors share, arrays of NumPy among them.
@@ -232,8 +239,6 @@ class RowsOfBatch:
     Raises:
         SettingError: nothing shows the number of rows.
     """
-
-    knows_lengths = False
 
     def __init__(
         self,
@@ -381,10 +386,6 @@ class RowsOfBatch:
         if not self._is_table(labels):
             return self.part([0])
         return self.part([int((labels[:, 1:] != IGNORE_INDEX).sum(dim=1).argmax())])
-
-    def to_check(self) -> Splittable:
-        """Return the batch as the check of a split divides it."""
-        return self
 
     @property
     def cuts(self) -> bool:
@@ -639,7 +640,7 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def length_in_sample(
-    sample: Callable[[int], Any], split: Callable[[Any], Splittable], device: torch.device
+    sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
 ) -> int:
     """Return the tokens of the longest row of a sample of one, and leave random numbers as they
     were; 0 where nothing shows them.
@@ -654,7 +655,7 @@ def length_in_sample(
 
 
 def counted_sample(
-    sample: Callable[[int], Any], split: Callable[[Any], Splittable]
+    sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
 ) -> Callable[[int], Any]:
     """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
     earlier one had as many, or that has no more in it than one of fewer rows.

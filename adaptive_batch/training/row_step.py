@@ -29,7 +29,7 @@ from .batch_forms import FORMS
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions, Terms
-from .parts import Part, RowsOfBatch, Splittable
+from .parts import BatchSource, Part, RowsOfBatch
 from .step_result import StepResult
 from .throughput_search import kinds_to_choose_from
 
@@ -103,7 +103,7 @@ class RowLayouts:
         )
 
 
-class RowsOfStep:
+class RowsOfStep(BatchSource):
     """This rank's rows of a step, of which each part becomes a batch when it is asked for.
 
     Args:
@@ -112,17 +112,16 @@ class RowsOfStep:
     """
 
     knows_lengths = True
-    is_packed = False
-    width = 0
-    cuts = False
-    treatment = ""
 
     def __init__(self, step: RowStep, rows: Sequence[Row]) -> None:
         self._step = step
         self._rows = rows
         self.num_rows = len(rows)
-        # map() would end without a word where a script's function raises StopIteration.
-        self.lengths = [step.dataset.length(row) for row in rows]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        # map() would end without an error if a script's function raises StopIteration.
+        return [self._step.dataset.length(row) for row in self._rows]
 
     def part(self, rows: Sequence[int], /) -> Batch:
         return self._step.make_batch(list(map(self._rows.__getitem__, rows)))
@@ -130,7 +129,7 @@ class RowsOfStep:
     def dummy(self) -> Batch:
         return self._step.make_batch([self._step.labelled_row])
 
-    def to_check(self) -> Splittable:
+    def to_check(self) -> BatchSource:
         """Return the collated batch, as collating its parts apart may draw other random numbers, of
         masks for instance.
         """
@@ -143,9 +142,6 @@ class RowsOfStep:
         if collated.num_rows != self.num_rows:
             return self
         return collated
-
-    def uncut(self) -> Splittable:
-        return self
 
 
 class _LossStep(AdaptiveStep):

@@ -19,7 +19,7 @@ from .bound_search import BoundSearch, ProbeOptions, SearchScope
 from .label_shares import LENGTHS_REMEDY
 from .model_checks import check_parameters, gradients_must_come
 from .part_step import PartStep
-from .parts import Splittable
+from .parts import BatchSource
 from .trials import TriedStep, WorstRows
 
 log = logging.getLogger("adaptive_batch")
@@ -37,7 +37,7 @@ class SampleSearch:
     def __init__(
         self,
         step: PartStep,
-        split_batch: Callable[[Any], Splittable],
+        split_batch: Callable[[Any], BatchSource],
     ) -> None:
         self._step = step
         self._split_batch = split_batch

@@ -23,7 +23,7 @@ from .batch_statistics import BatchStatistics
 from .gradient_passes import Comparison, GradientPasses, Parts, Sample, shares_of
 from .model_checks import gradient_hooks, some_names
 from .options import Terms
-from .parts import LabelCounter, Part, Splittable, arrays_in, has_shifted_labels
+from .parts import BatchSource, LabelCounter, Part, arrays_in, has_shifted_labels
 from .step import Step
 
 log = logging.getLogger("adaptive_batch")
@@ -115,7 +115,7 @@ class SplitCheck:
 
     def check(
         self,
-        rows: Splittable,
+        rows: BatchSource,
         pieces: Sequence[MicroBatch],
         counts: Sequence[tuple[float, float]],
         *,
@@ -330,7 +330,7 @@ class SplitCheck:
                 " counts too"
             )
 
-    def _refuse_labels_shifted_twice(self, batch: Splittable) -> None:
+    def _refuse_labels_shifted_twice(self, batch: BatchSource) -> None:
         """Refuse labels that both collate and the loss shift."""
         rows = range(batch.num_rows)
         if distributed.any_of_ranks(bool(rows) and has_shifted_labels(batch.part(rows))):
@@ -356,7 +356,7 @@ class _Candidates:
 
     def __init__(
         self,
-        batch: Splittable,
+        batch: BatchSource,
         pieces: Sequence[MicroBatch],
         labels: LabelCounter,
         *,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from adaptive_batch._util import count
 from adaptive_batch.memory import OptimizerInBackward
 
-from .parts import Splittable, counted_sample, length_in_sample
+from .parts import BatchSource, counted_sample, length_in_sample
 from .step import Step
 
 
@@ -38,7 +38,7 @@ class WorstRows:
 
     @classmethod
     def of_sample(
-        cls, sample: Callable[[int], Any], split: Callable[[Any], Splittable], device: torch.device
+        cls, sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
     ) -> WorstRows:
         """Return the rows of a function that makes a batch of that many, as each trial makes its
         own.
