@@ -27,7 +27,7 @@ from .layouts import (
     split_by_rows,
 )
 from .lengths import count_rows, longest_rows, mean_rows, measure_rows
-from .order import ORDERS, row_order
+from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .requested_batch import Event, RequestedBatch
 from .step_planner import PlannedRows, StepPlanner
@@ -56,6 +56,7 @@ __all__ = [
     "ReadAhead",
     "RequestedBatch",
     "RowLength",
+    "RowOrder",
     "RowReader",
     "Sampling",
     "StepPlanner",

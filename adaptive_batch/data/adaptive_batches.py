@@ -127,7 +127,7 @@ class AdaptiveBatches(Sampler[list[int]]):
             counts_tokens=self._counts_tokens,
             divides_ahead=False,
             asks_rank_zero=True,
-            event=self._tell_all,
+            event=self.report,
             order=self._order,
         )
         self.planner.batch.begin()
@@ -146,7 +146,8 @@ class AdaptiveBatches(Sampler[list[int]]):
         """Tell a function of each decision about batches too: its kind, a message, and facts."""
         self._listeners.append(event)
 
-    def _tell_all(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+    def report(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+        """Log an event, and pass it to the functions of :meth:`tell`."""
         if prints and distributed.is_rank_zero():
             log.info("%s", message)
         for listener in self._listeners:

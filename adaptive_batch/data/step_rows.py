@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from adaptive_batch import distributed
+from adaptive_batch._util import count
 from adaptive_batch.schedules import Progress
 
 from .adaptive_batches import AdaptiveBatches
@@ -18,7 +19,8 @@ from .step_queue import RowReader
 
 
 class StepRows:
-    """Hands out this rank's rows of each step, and takes them back as they are run.
+    """Hands out this rank's rows of each step, and takes them back as they are run; reports where
+    training begins and where an epoch ends.
 
     Args:
         batches: decides which rows a step has; progress moves in it.
@@ -26,12 +28,14 @@ class StepRows:
     """
 
     def __init__(self, batches: AdaptiveBatches, dataset: DatasetAdapter) -> None:
+        self._batches = batches
         self._queue = batches.queue
         self._planner = batches.planner
         self._dataset = dataset
         self._reader = RowReader(dataset)
         # Those of each step that was handed out and is not done, the oldest first.
         self._waiting: list[list[Any]] = []
+        self._has_begun = False
 
     def steps(self) -> Iterator[list[Any]]:
         """Yield the rows of each step that is left of the current epoch; what was handed out before
@@ -47,7 +51,8 @@ class StepRows:
             yield rows
 
     def next_step(self, rows: Sequence[Any]) -> PlannedRows:
-        """Return the step that comes next, whose rows these must be.
+        """Return the step that comes next, whose rows these must be. Before the first one, report
+        where training starts or resumes.
 
         Raises:
             ValueError: they are those of another step.
@@ -65,6 +70,20 @@ class StepRows:
             raise ValueError(
                 "a step that was handed out before has not been run: run each step once, in order"
             )
+        if not self._has_begun:
+            self._has_begun = True
+            progress = self._queue.progress
+            num_rows = len(self._dataset)
+            begins = "resuming" if progress.steps else "starting"
+            self._batches.report(
+                "start",
+                f"{begins} with epoch {progress.epoch}, step {progress.steps};"
+                f" {count(num_rows, 'row')}",
+                resumed=bool(progress.steps),
+                rows=num_rows,
+                ranks=distributed.world_size(),
+                progress=progress.state_dict(),
+            )
         return self._queue.oldest
 
     def done(self, *, tokens: int) -> Progress:
@@ -77,9 +96,31 @@ class StepRows:
         self._waiting.pop(0)
         return self._queue.done(tokens=tokens, ends_epoch=False)
 
+    def end_epoch(self, progress: Progress) -> None:
+        """Go to the next epoch if no step of this one is left, and report the epoch.
+
+        Args:
+            progress: progress after the last step, as :meth:`done` returned it.
+        """
+        epochs = self._planner.epochs
+        if not epochs.is_over(progress):
+            return
+        reasons = epochs.left_out(progress)
+        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
+        self._batches.report(
+            "epoch",
+            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}",
+            epoch=progress.epoch,
+            used=progress.epoch_rows,
+            left_out=sum(reasons.values()),
+            reasons=reasons,
+        )
+        self._queue.end_epoch()
+
     def forget(self) -> None:
-        """Take it that training resumes elsewhere."""
+        """Forget the steps that were handed out: training resumes elsewhere."""
         self._waiting.clear()
+        self._has_begun = False
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, load_latest
 from adaptive_batch.training import (
     REFERENCE,
-    BoundSearch,
     Choices,
     Evaluation,
     ProbeOptions,
     SearchScope,
     WorstRows,
+    find_limit,
 )
 
 from .data import Data
@@ -147,30 +146,29 @@ class BoundFinder:
         """
         plan = self._settings.search_plan
         whole_step_rows = kept_step_rows or plan.whole_step_rows
+        can_split = not self._settings.optimizer_in_bwd
         scope = SearchScope(
             self.rows.of_length(length),
             # Fewer ranks than began the run have more rows of a step each.
             accumulates=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
-            whole_step_rows=whole_step_rows,
+            whole_step_rows=whole_step_rows if can_split else None,
             choices=self._choices(trainer),
         )
-        search = partial(
-            self.find, trainer, maximum=self.most_rows, rounds=plan.rounds, path=self.path
+        results = self.find(
+            trainer, scope, maximum=self.most_rows, rounds=plan.rounds, path=self.path
         )
-        result = search(scope)
-        if not scope.splits_step(result):
-            return [result]
-        if self._settings.optimizer_in_bwd:
+        fitting_rows = results[0].max_batch_size
+        if not (can_split or scope.accumulates) and (whole_step_rows or 0) > fitting_rows:
             is_configured = plan.whole_step_rows is not None
             whose = "batch_size" if is_configured else "the checkpoint's batch_size"
             raise SettingError(
                 "optimizer_in_bwd",
                 True,
-                f"{whose} {whole_step_rows} is above the {result.max_batch_size} rows that fit"
+                f"{whose} {whole_step_rows} is above the {fitting_rows} rows that fit"
                 " here, and cannot be split into micro-batches; take a smaller one or more memory,"
                 " or start again with optimizer_in_bwd=False",
             )
-        return [result, search(replace(scope, accumulates=True))]
+        return results
 
     def _choices(self, trainer: Trainer) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much as fits is
@@ -204,7 +202,9 @@ class BoundFinder:
         row = self._job.task.filled(row)
         length = self._job.task.length(row)
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
-        return self.find(trainer, SearchScope(rows, accumulates=accumulates), maximum=maximum)
+        scope = SearchScope(rows, accumulates=accumulates)
+        (result,) = self.find(trainer, scope, maximum=maximum)
+        return result
 
     def of_reference(self, trainer: Trainer, *, step_rows: int) -> ProbeResult:
         """Find the largest number of rows that fit at once in a reference that runs apart from
@@ -240,7 +240,7 @@ class BoundFinder:
         # What fragments the allocator's cache is training.
         rows = replace(worst, name=f"{worst.name}, even without gradients,", in_order=None)
         scope = SearchScope(rows, evaluation=evaluation)
-        result = self.find(trainer, scope, maximum=tried_rows, path=self.reference_path)
+        (result,) = self.find(trainer, scope, maximum=tried_rows, path=self.reference_path)
         if isinstance(size, int) and size > result.max_batch_size:
             fitting_rows = result.max_batch_size
             problem = rows_fit(fitting_rows)
@@ -261,7 +261,7 @@ class BoundFinder:
         maximum: int,
         rounds: bool = False,
         path: Path | None = None,
-    ) -> ProbeResult:
+    ) -> list[ProbeResult]:
         """Find how many rows fit at once, with the run's options, cache and time.
 
         Args:
@@ -270,6 +270,9 @@ class BoundFinder:
             maximum: most rows that are tried, see :meth:`rows_to_try`.
             rounds: whether the power of two at or below the bound is tried, too.
             path: file that keeps the result; None for none.
+
+        Returns:
+            The result of each search; the last one counts, see :func:`find_limit`.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -284,10 +287,13 @@ class BoundFinder:
             trial_seconds=probe.trial_seconds,
             memory_key="probe.device_memory",
         )
-        cache = ProbeCache(self._job, self._data, scope, options, path=path)
-        return BoundSearch(
-            trainer.tried(), scope, options, cache=cache, time_limit=self._time_limit
-        ).run()
+        return find_limit(
+            trainer.tried(),
+            scope,
+            options,
+            cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
+            time_limit=self._time_limit,
+        )
 
     def _time_limit(self, doing: str) -> AbstractContextManager[object]:
         """Return a context that ends all ranks where one does not end its trial in time."""

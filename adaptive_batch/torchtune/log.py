@@ -25,6 +25,7 @@ from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import (
+    PLACE_OF_STEP,
     AdaptiveRate,
     FullBatchLoss,
     LimitChange,
@@ -360,38 +361,25 @@ class TrainingLog:
         self._trained.add(result, step=progress.steps, seconds=seconds)
         label_tokens = float(result.label_tokens)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
-        metrics = {
-            "loss": result.loss,
-            **rates,
-            "tokens_per_second_per_gpu": (
-                trained_tokens / (seconds * distributed.data_parallel_size())
-            ),
-            "batch_size": result.rows,
-            "micro_batches": result.micro_batches,
-            "padding_fraction": result.padding_fraction,
-            "samples_seen": progress.samples,
-            "tokens_seen": progress.tokens,
-            "oom_count": num_out_of_memory,
-        }
-        metrics.update(result.metrics)
-        if result.grad_norm is not None:
-            metrics["grad_norm"] = float(result.grad_norm)
+        record = result.record(
+            progress,
+            numbers=numbers,
+            seconds=seconds,
+            rates=rates,
+            num_out_of_memory=num_out_of_memory,
+        )
+        record["tokens_per_second_per_gpu"] = trained_tokens / (
+            seconds * distributed.data_parallel_size()
+        )
         full = full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)
         if full is not None:
-            metrics["loss_per_full_batch"] = full
+            record["loss_per_full_batch"] = full
         if self._settings.measures_noise and progress.noise_scale is not None:
-            metrics["gradient_noise_scale"] = progress.noise_scale
-        metrics.update(self._metrics.memory())
-        self._record.step(
-            step=progress.steps,
-            epoch=progress.epoch,
-            position=progress.epoch_rows,
-            rows=numbers,
-            asked=progress.batch,
-            seconds=round(seconds, 6),
-            **metrics,
-        )
+            record["gradient_noise_scale"] = progress.noise_scale
+        record.update(self._metrics.memory())
+        self._record.step(**record)
         if progress.steps % self._metrics.every_n_steps == 0:
+            metrics = {key: record[key] for key in record if key not in PLACE_OF_STEP}
             self._metrics.log(metrics, step=progress.steps)
         self._bar.advance(f"{progress.epoch + 1}|{progress.steps}|Loss: {result.loss:.4f}")
 

@@ -99,7 +99,8 @@ class Validation:
         evaluate = partial(self._runner.try_evaluation, loss=loss, length=length)
         scope = SearchScope(rows, evaluation=Evaluation(evaluate, bound_finder.rows.probed()))
         maximum = bound_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
-        return bound_finder.find(trainer, scope, maximum=maximum)
+        (result,) = bound_finder.find(trainer, scope, maximum=maximum)
+        return result
 
     def run_where_due(self, step: int) -> None:
         """Every so many steps, log the loss on the rows that are not trained on."""

@@ -8,6 +8,7 @@ from .bound_search import (
     BoundSearch,
     ProbeOptions,
     SearchScope,
+    find_limit,
     find_max_batch_size,
 )
 from .evaluation import Evaluator
@@ -25,13 +26,14 @@ from .recipe_step import RecipeStep
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
 from .row_loss import RowLoss, count_shifted_labels
 from .sizing import ConfiguredSize, MicroBatchSizer
-from .step_result import StepResult
+from .step_result import PLACE_OF_STEP, StepResult
 from .throughput_search import Choices, kinds_to_choose_from
 from .trials import Evaluation, TriedStep, WorstRows
 
 __all__ = [
     "FORMS",
     "ON_NONFINITE_LOSS",
+    "PLACE_OF_STEP",
     "REFERENCE",
     "REFERENCE_VALUES",
     "SEARCHES",
@@ -67,6 +69,7 @@ __all__ = [
     "configured_size",
     "count_shifted_labels",
     "differences",
+    "find_limit",
     "find_max_batch_size",
     "has_batch_norm",
     "kinds_to_choose_from",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,23 +27,29 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch._util import check_state, check_whole, instance_of
-from adaptive_batch.data import MicroBatch, MicroBatchLayout
+from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
+from adaptive_batch.data import Event, MicroBatch, MicroBatchLayout
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
 from .agreement import RankReport
-from .bound_search import ProbeOptions
+from .bound_search import ProbeOptions, SearchScope, find_limit
+from .label_shares import LENGTHS_REMEDY
 from .limit_recovery import LimitChange
-from .loop_events import log_event
-from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
+from .model_checks import (
+    check_parameters,
+    check_ranks,
+    gradients_must_come,
+    is_compiled,
+    is_replicated,
+)
 from .options import StepOptions, Terms
 from .part_step import PartStep
 from .parts import CustomSplit, Part, RowSplitter, SplitBatch, length_in_sample
-from .sample_search import SampleSearch
 from .sizing import ConfiguredSize, MicroBatchSizer
+from .trials import TriedStep, WorstRows
 
 private = PrivateNames("memory estimates")
 
@@ -172,7 +179,8 @@ class AdaptiveStep:
             retries=options.on_out_of_memory == "shrink",
             remedies=REMEDIES,
         )
-        self._search = SampleSearch(self.parts, self._split_batch.split_sample)
+        # Whether the trials ran one part alone, without the gradients that a second part meets.
+        self._tried_one_part = False
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
@@ -232,7 +240,12 @@ class AdaptiveStep:
             return self.parts.run(rows, report)
         finally:
             # Also where the step has run out of memory for good.
-            self._search.see_split(self.num_pieces)
+            if self._tried_one_part and self.num_pieces > 1:
+                self._tried_one_part = False
+                log.warning(
+                    "a batch is split, and what fits was tried without the gradients of other"
+                    " parts: give find_bound batch_size="
+                )
 
     # --- what fits
 
@@ -269,9 +282,54 @@ class AdaptiveStep:
             SettingError: an argument cannot be used, or a configured size is above what fits.
         """
         options = ProbeOptions(device_memory, headroom, maximum)
-        return self._search.find(
-            optimizer, sample, options, batch_size=batch_size, accumulates=accumulates
+        check_parameters(self.model, optimizer)
+        if not callable(sample):
+            raise SettingError("sample", sample, "give a function of a number of rows")
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
+        check_bool("accumulates", accumulates)
+        rows = WorstRows.of_sample(sample, self._split_batch.split_sample, self.memory.device)
+        if self.sizer.limit_of_step.unit == "tokens" and not rows.length:
+            raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
+        scope = SearchScope(
+            rows, accumulates=accumulates or self.sizer.may_split, whole_step_rows=batch_size
         )
+        try_sample = partial(self._try_sample, beside_gradients=accumulates)
+        results = find_limit(TriedStep(self.parts, optimizer, try_sample), scope, options)
+        self.sizer.set_bound(results[-1])
+        self._tried_one_part = not scope.accumulates and len(results) == 1
+        return results[-1]
+
+    def _try_sample(
+        self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True
+    ) -> None:
+        """Run forward and backward of a batch at once, as a trial.
+
+        Args:
+            make_batch: function that makes the batch.
+            beside_gradients: whether the gradients of earlier batches are there.
+            is_last: whether gradients are reduced.
+        """
+
+        def whole() -> tuple[Any, int]:
+            rows = self._split_batch.split_sample(make_batch())
+            return rows.part(range(rows.num_rows)), rows.num_rows
+
+        def run() -> None:
+            comes = gradients_must_come(self.model, self.parts.forward_backward)
+            # Gradients that are not reduced are not the parameters' yet.
+            with comes if is_last else nullcontext():
+                self.parts.try_part(whole, is_last=is_last)
+
+        if not beside_gradients:
+            run()
+            return
+        gradients = self.parts.save_gradients()
+        if self.sizer.may_split:
+            # From its second part on a batch has gradients of its own beside the earlier ones.
+            gradients.fill_new()
+        run()
+        gradients.add_up()
 
     def estimate(
         self,
@@ -384,3 +442,13 @@ def log_change(
         log.log(logging.INFO if change.grows else logging.WARNING, "%s", text)
     if event is not None:
         event(kind, text, prints=False, **change.facts())
+
+
+def log_event(
+    event: Event | None, kind: str, message: str, *, prints: bool = True, **facts: Any
+) -> None:
+    """Log an event on rank zero, unless `prints` is False, and report it."""
+    if prints and distributed.is_rank_zero():
+        log.warning("%s", message)
+    if event is not None:
+        event(kind, message, prints=False, **facts)

@@ -136,13 +136,6 @@ class SearchScope:
     evaluation: Evaluation | None = None
     choices: Choices | None = None
 
-    def splits_step(self, result: ProbeResult) -> bool:
-        """Return whether a step that was tried as one micro-batch turns out to be several: a search
-        follows beside the gradients that its later ones meet, and counts.
-        """
-        rows = self.whole_step_rows or 0
-        return rows > result.max_batch_size and not self.accumulates
-
 
 class SearchCache(Protocol):
     """What earlier searches have shown."""
@@ -456,6 +449,38 @@ class BoundSearch:
         )
 
 
+def find_limit(
+    tried: TriedStep,
+    scope: SearchScope,
+    options: ProbeOptions,
+    *,
+    cache_of: Callable[[SearchScope], SearchCache | None] = lambda scope: None,
+    time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
+) -> list[ProbeResult]:
+    """Find how many rows fit. If a step that was tried as one micro-batch has to be several, search
+    again with the gradients in memory that the later ones meet.
+
+    Args:
+        tried: step that trials run.
+        scope: what the search looks for.
+        options: how it goes about it.
+        cache_of: function that returns the cache of a search; None for no cache.
+        time_limit: see :class:`BoundSearch`.
+
+    Returns:
+        The result of each search; the last one counts.
+
+    Raises:
+        DoesNotFitError: one row does not fit.
+    """
+    search = BoundSearch(tried, scope, options, cache=cache_of(scope), time_limit=time_limit)
+    result = search.run()
+    if scope.accumulates or (scope.whole_step_rows or 0) <= result.max_batch_size:
+        return [result]
+    scope = replace(scope, accumulates=True)
+    return [result, *find_limit(tried, scope, options, cache_of=cache_of, time_limit=time_limit)]
+
+
 def find_max_batch_size(
     model: nn.Module,
     optimizer: Optimizer,
@@ -515,4 +540,5 @@ def find_max_batch_size(
 
     tried = TriedStep(runner, optimizer, try_sample)
     rows = WorstRows.of_sample(sample, RowsOfBatch, runner.memory.device)
-    return BoundSearch(tried, SearchScope(rows, accumulates=accumulates), options).run()
+    (result,) = find_limit(tried, SearchScope(rows, accumulates=accumulates), options)
+    return result

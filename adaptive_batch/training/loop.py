@@ -13,8 +13,10 @@ grow, micro-batches, the learning rate.
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,30 +24,36 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adaptive_batch._util import check_built_alike, check_state, check_whole, instance_of
+from adaptive_batch import distributed
+from adaptive_batch._util import check_built_alike, check_state, instance_of
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
     MicroBatchLimit,
     RowLength,
     Sampling,
+    StepRows,
+    mean_rows,
 )
+from adaptive_batch.distributed import reshard
+from adaptive_batch.errors import NonfiniteLossError
+from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.schedules import Clock, Progress, Schedule
+from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesaw, rate_rule
 
-from .bound_search import ProbeOptions
-from .loop_rate import LoopRate
-from .loop_search import LoopSearch
-from .loop_step import LoopStep
-from .model_checks import check_parameters
+from .adaptive_step import log_event
+from .agreement import RankReport
+from .bound_search import ProbeOptions, SearchScope
+from .model_checks import check_gradients_are_clear, check_parameters
+from .nonfinite import NonfiniteSteps
 from .options import StepOptions
+from .rate import AdaptiveRate
 from .row_step import RowStep
 from .step_result import StepResult
+from .trials import WorstRows
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
-
-log = logging.getLogger("adaptive_batch")
 
 
 class AdaptiveLoop:
@@ -90,6 +98,9 @@ class AdaptiveLoop:
         sampling: order of rows, steps that hold tokens, and whether rules may pass the bound.
         options: how a step runs.
 
+    Attributes:
+        learning_rate: rate of the last step, of the optimizer's first group; None before it.
+
     Raises:
         SettingError: an argument cannot be used.
     """
@@ -117,12 +128,16 @@ class AdaptiveLoop:
     ) -> None:
         sampling = instance_of(Sampling, "sampling", sampling)
         options = instance_of(StepOptions, "options", options)
-        first_batch_size = _first_batch_size(batch_size)
         check_parameters(model, optimizer)
+        # One row stands for the maximum until it is found.
+        rows_of_step: Any = 1 if batch_size == "max" else batch_size
         if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
             micro_batch_tokens = "auto"
-        self._optimizer = optimizer
+        clock = Clock.from_config(options.lr_clock)
         rows = DatasetAdapter(dataset, row_length)
+        self._model = model
+        self._optimizer = optimizer
+        self._event = options.event
         self._step = RowStep(
             model,
             rows,
@@ -135,35 +150,47 @@ class AdaptiveLoop:
         )
         self._batches = AdaptiveBatches(
             rows,
-            first_batch_size,
-            row_length=rows.length if Clock.from_config(options.lr_clock).counts_tokens else None,
+            rows_of_step,
+            row_length=rows.length if clock.counts_tokens else None,
             maximum=self._step.sizer,
             batch_increase_function=batch_increase_function,
             batch_size_schedule=batch_size_schedule,
             sampling=sampling,
         )
-        self._rate = LoopRate(
+        if isinstance(batch_size_schedule, Seesaw):
+            self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
+        if options.event is not None:
+            self._batches.tell(options.event)
+        self._rows = StepRows(self._batches, rows)
+        lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
+        reference: Reference | int | str | None = reference_batch_size
+        if reference is None and batch_size != "max":
+            ranks = distributed.data_parallel_size()
+            reference = self._batches.planner.batching.global_batch(ranks)
+        self._rate = AdaptiveRate(
             optimizer,
             lr_scheduler,
-            self._batches,
             lr_scaling=lr_scaling,
-            reference_batch_size=reference_batch_size,
-            is_sought=batch_size == "max",
-            options=options,
+            reference_batch_size=reference,
+            lr_clock=clock,
+            scale_with_batch=options.scale_with_batch,
         )
-        self._search = LoopSearch(
-            self._step, optimizer, self._batches, self._rate, seeks_batch_size=batch_size == "max"
+        self.learning_rate: float | None = None
+        self._nonfinite = NonfiniteSteps(
+            options.on_nonfinite_loss, self._step.parts, event=partial(log_event, options.event)
         )
-        self._loop_step = LoopStep(
-            model,
-            optimizer,
-            step=self._step,
-            search=self._search,
-            batches=self._batches,
-            rate=self._rate,
-            options=options,
-        )
-        self._built_with = {"batch_size": batch_size, **self._rate.built_with}
+        self._built_with = {
+            "batch_size": batch_size,
+            "reference_batch_size": reference_batch_size,
+            "lr_scaling": lr_scaling,
+            "lr_clock": str(clock),
+            "scale_with_batch": dict(options.scale_with_batch or {}),
+        }
+        self._awaits_optimizer = self._sees_steps = False
+        # Some of torchao's optimizers have no hooks, nor has accelerate's wrapper of one.
+        with suppress(AttributeError):
+            optimizer.register_step_post_hook(self._note_optimizer_step)
+            self._sees_steps = True
 
     # --- what fits
 
@@ -192,14 +219,41 @@ class AdaptiveLoop:
             DoesNotFitError: one row does not fit.
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
+        planner = self._batches.planner
+        ranks = distributed.data_parallel_size()
         options = ProbeOptions(
             device_memory,
             headroom,
-            maximum,
+            min(maximum, max(1, planner.epochs.num_rows // ranks)),
             round_to_power_of_two=round_to_power_of_two,
             objective=objective,
         )
-        return self._search.find(options)
+        step_rows = timed_rows = self._batches.rows_on_largest_rank(self.batch_size)
+        # A step that was left out has left its rate.
+        self._rate.restore()
+        reshard(self._model)
+        # Reading a row of some datasets draws random numbers.
+        with RandomState(self._step.step.memory.device):
+            if planner.batching.batch_tokens:
+                timed_rows = mean_rows(planner.batching.batch_tokens, self._step.dataset.lengths)
+            scope = SearchScope(
+                WorstRows.of_dataset(
+                    self._step.dataset, planner.epochs.order(self.progress.at_epoch_start())
+                ),
+                # On fewer ranks than training began with, even a batch that is cut to the bound
+                # has more rows than that.
+                accumulates=(
+                    planner.batching.grow_beyond_maximum
+                    or self._step.sizer.may_split
+                    or planner.ranks > ranks
+                ),
+                whole_step_rows=step_rows,
+                choices=self._step.find_choices(objective, timed_rows=timed_rows),
+            )
+            result = self._step.find_limit(self._optimizer, scope, options)
+        if self._built_with["batch_size"] == "max" and not self.progress.steps:
+            planner.begin_with(result.batch_size)
+        return result
 
     def estimate(
         self,
@@ -255,23 +309,17 @@ class AdaptiveLoop:
         return self._step.sizer.num_out_of_memory
 
     @property
-    def learning_rate(self) -> float | None:
-        """The rate of the last step, of the optimizer's first group; None before :meth:`run`."""
-        return self._loop_step.learning_rate
-
-    @property
     def is_trial(self) -> bool:
         """Whether what runs now is a trial, and not training."""
         return self._step.step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Hand out this rank's rows of each step that is left of the epoch, also ahead of `run`."""
-        self._search.find_if_due()
-        yield from self._loop_step.steps()
+        self._find_batch_size()
+        yield from self._rows.steps()
 
     def __len__(self) -> int:
         """Return the steps that are left of the current epoch, as the rules answer now."""
-        self._search.find_if_due()
         return self.num_steps(self.progress.epoch + 1)
 
     def __bool__(self) -> bool:
@@ -280,6 +328,7 @@ class AdaptiveLoop:
 
     def num_steps(self, epochs: int) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
+        self._find_batch_size()
         return self._batches.planner.num_steps(self.progress, epochs)
 
     def run(self, rows: Sequence[Any]) -> StepResult:
@@ -300,11 +349,51 @@ class AdaptiveLoop:
             RankLostError: out of memory on this rank where the others cannot be told; end the
                 process, so that they end too.
             SettingError: the step has more rows than the bound, which was tried for steps of one
-                micro-batch; or the loss or its labels are none, or it is another loss when it is
-                split.
+                micro-batch; or the loss or its labels cannot be used, or the sum over the
+                micro-batches is another loss.
             ValueError: other rows than were handed out, or gradients are there.
         """
-        return self._loop_step.run(rows)
+        step = self._step
+        planned = self._rows.next_step(rows)
+        report = RankReport(
+            batch_size=self._batches.rows_on_largest_rank(planned.progress.batch),
+            num_rows=len(planned.numbers),
+            requested=planned.progress.batch,
+        )
+        reshard(self._model)
+        if step.parts.has_gradients():
+            check_gradients_are_clear(self._model, self._optimizer)
+        began = time.perf_counter()
+        result = step.run(rows, report)
+        batch = result.tokens if self._rate.counts_tokens else result.rows
+        rates = self._rate.apply(self.progress, batch=batch)
+        self.learning_rate = rates["lr"]
+        try:
+            self._nonfinite.drops(result, planned.progress, lr=rates["lr"])
+        except NonfiniteLossError:
+            self._rate.restore()
+            raise
+        self._awaits_optimizer = self._sees_steps
+        progress = self._rows.done(tokens=result.tokens)
+        if self._event is not None:
+            record = result.record(
+                progress,
+                numbers=planned.numbers,
+                seconds=time.perf_counter() - began,
+                rates=rates,
+                num_out_of_memory=self.num_out_of_memory,
+            )
+            self._event("step", "", **record)
+        self._rows.end_epoch(progress)
+        return result
+
+    def _find_batch_size(self) -> None:
+        """Search for the batch that training begins with, if it is ``"max"`` and not known."""
+        if self._built_with["batch_size"] == "max" and self.max_batch_size is None:
+            self.find_bound()
+
+    def _note_optimizer_step(self, *_: Any) -> None:
+        self._awaits_optimizer = False
 
     # --- resuming
 
@@ -318,7 +407,18 @@ class AdaptiveLoop:
             ValueError: the gradients of the last step wait for ``optimizer.step()``, which a run
                 that resumes would not take.
         """
-        return {**self._loop_step.state_dict(), "built_with": self._built_with}
+        # A step that a GradScaler skips has no gradients any more.
+        if self._awaits_optimizer and self._step.parts.has_gradients():
+            raise ValueError(
+                "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
+                " here would lose that step; save after optimizer.step()"
+            )
+        return {
+            "batches": self._batches.state_dict(),
+            "step": self._step.state_dict(),
+            "rate": self._rate.state_dict(),
+            "built_with": self._built_with,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a loop that was built as the saved one was, before
@@ -336,16 +436,10 @@ class AdaptiveLoop:
         check_built_alike(
             self._built_with, state["built_with"], what="loop", sets_batch="set loop.batch_size"
         )
-        self._loop_step.load_state_dict(state)
-
-
-def _first_batch_size(batch_size: int | str) -> int:
-    """Return the batch that training begins with; one row stands for the maximum until it is found.
-
-    Raises:
-        SettingError: it is neither a whole number nor max.
-    """
-    if batch_size == "max":
-        return 1
-    remedy = "give a whole number, 1 or more, or max for the most that fit"
-    return check_whole("batch_size", batch_size, remedy=remedy)
+        self._batches.load_state_dict(state["batches"])
+        self._rows.forget()
+        self._step.load_state_dict(state["step"])
+        self._rate.load_state_dict(state["rate"])
+        if state["rate"]["reference"]:
+            # The ranks that training began with may have been more.
+            self._rate.refer_to(Reference(**state["rate"]["reference"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -22,85 +23,29 @@ from adaptive_batch.data import (
     move_to_device,
 )
 from adaptive_batch.errors import SettingError
+from adaptive_batch.probe import OBJECTIVES, ProbeResult
 
 from .adaptive_step import AdaptiveStep
 from .agreement import RankReport
 from .batch_forms import FORMS
+from .bound_search import ProbeOptions, SearchScope, find_limit
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions, Terms
 from .parts import BatchSource, Part, RowsOfBatch
 from .step_result import StepResult
-from .throughput_search import kinds_to_choose_from
+from .throughput_search import Choices, kinds_to_choose_from
+from .trials import TriedStep
 
 private = PrivateNames("memory estimates")
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import FakeDevice, MemoryEstimate
 
+log = logging.getLogger("adaptive_batch")
+
 Row = Any
 Batch = Any
-
-
-class RowLayouts:
-    """Knows which layouts train the model alike, of which a search may choose the fastest.
-
-    Args:
-        model: model on its device.
-        dataset: rows.
-        collate: function that makes one padded batch of a list of rows, on the host.
-        token_loss: function that returns the sum of the losses of a batch of one row.
-        configured: kind that is configured; None for what is found fastest.
-
-    Raises:
-        SettingError: packed rows are configured, and would not train the model as padded ones do.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        dataset: DatasetAdapter,
-        collate: Callable[[list[Row]], Batch],
-        token_loss: Callable[[Batch], torch.Tensor],
-        *,
-        configured: str | None,
-    ) -> None:
-        self._model = model
-        self._dataset = dataset
-        self._collate = collate
-        self._token_loss = token_loss
-        self._configured = configured
-        if configured is not None and not LAYOUT_KINDS[configured].pads:
-            reason = self._why_unfit(configured)
-            if reason:
-                raise SettingError("micro_batch_layout", configured, f"{reason}; or give grouped")
-
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds that a search may choose. Ranks ask together."""
-        return kinds_to_choose_from(self._why_unfit, configured=self._configured)
-
-    def _why_unfit(self, kind: str) -> str:
-        """Return why rows of a layout that does not pad would not train the model as padded ones
-        do; empty where they would. Ranks ask together.
-        """
-        # A row of one token has no label.
-        rows = self._dataset.longest(min(2, len(self._dataset)))
-        for row in rows:
-            if not (
-                isinstance(row, Mapping)
-                and "labels" in row
-                and row.keys() & {"tokens", "input_ids"}
-            ):
-                return "rows are no mappings with `labels` and `tokens` or `input_ids`"
-
-        form = FORMS[kind]
-        return form.why_unfit(
-            self._model,
-            self._token_loss,
-            rows,
-            collate=lambda rows, length: self._collate([dict(row) for row in rows]),
-            pack=partial(form.join, ignore_index=IGNORE_INDEX),
-        )
 
 
 class RowsOfStep(BatchSource):
@@ -155,7 +100,8 @@ class _LossStep(AdaptiveStep):
 
 
 class RowStep:
-    """Forward and backward of the rows of one step, through :class:`AdaptiveStep`.
+    """Forward and backward of the rows of one step, through :class:`AdaptiveStep`; and the search
+    for how many of the longest rows fit.
 
     Args:
         model: model on its device.
@@ -169,14 +115,13 @@ class RowStep:
 
     Attributes:
         dataset: as given.
-        keeps_gradients: whether ranks keep unsharded gradients until the last micro-batch.
         step: runs the rows.
+        parts: runs the micro-batches of `step`.
         sizer: decides what a micro-batch may hold.
-        layouts: layouts that micro-batches may have.
-        chooses_fastest: whether a search chooses the fastest of them.
 
     Raises:
-        SettingError: an argument cannot be used.
+        SettingError: an argument cannot be used, or packed rows are configured and would not train
+            the model as padded ones do.
     """
 
     def __init__(
@@ -195,12 +140,10 @@ class RowStep:
             if not callable(function):
                 raise SettingError(key, function, "give a function")
         self.dataset = dataset
-        self.keeps_gradients = (
-            distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
-        )
         self._model = model
         self._collate = collate
         self._mean_loss = mean_loss
+        self._options = options
         self._to_device = options.to_device or self._move
         self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
 
@@ -224,20 +167,17 @@ class RowStep:
                 event=options.event,
             ),
         )
+        self.parts = self.step.parts
         self.sizer = self.step.sizer
-        self.chooses_fastest = micro_batch_tokens == "auto"
-        if options.micro_batch_layout is not None:
-            self.sizer.use_layout(options.micro_batch_layout)
-        self.layouts = RowLayouts(
-            model,
-            dataset,
-            collate,
-            self._token_loss,
-            configured=options.micro_batch_layout,
-        )
-
-    def _move(self, batch: Batch) -> Batch:
-        return move_to_device(batch, self.step.memory.device)
+        self._chooses_fastest = micro_batch_tokens == "auto"
+        # Whether trials ran one micro-batch alone, without the gradients that a second one meets.
+        self._tried_alone = True
+        layout = options.micro_batch_layout
+        if layout is not None:
+            self.sizer.use_layout(layout)
+            reason = "" if LAYOUT_KINDS[layout].pads else self._why_unfit(layout)
+            if reason:
+                raise SettingError("micro_batch_layout", layout, f"{reason}; or give grouped")
 
     # --- a step
 
@@ -250,13 +190,16 @@ class RowStep:
             return form.join(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
+    def _move(self, batch: Batch) -> Batch:
+        return move_to_device(batch, self.step.memory.device)
+
     def _token_loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of a batch of one row."""
-        num_labels = self.step.parts.num_labels(batch, 1)
+        num_labels = self.parts.num_labels(batch, 1)
         return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
 
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, float] | None:
-        num_labels = self.step.parts.num_labels(part.batch, part.num_rows)
+        num_labels = self.parts.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
             # The mean over no label is no number.
             return None
@@ -281,9 +224,22 @@ class RowStep:
         Args:
             rows: rows of this rank; none where other ranks have some.
             report: see :meth:`PartStep.run`.
+
+        Raises:
+            SettingError: the bound was found for steps of one micro-batch, and this one has more
+                rows.
         """
+        bound = self.sizer.max_batch_size
+        may_split = self.sizer.may_split or not self._tried_alone
+        if bound is not None and report.batch_size > bound and not may_split:
+            remedy = (
+                f"{bound} rows fit at once where no gradients are there yet, and from a step's"
+                " second micro-batch on there are; call find_bound again, which sees this batch,"
+                f" or give {bound} or less"
+            )
+            raise SettingError("batch_size", report.batch_size, remedy)
         step_rows = RowsOfStep(self, rows)
-        results = self.step.parts.run(step_rows, report)
+        results = self.parts.run(step_rows, report)
         trained = list(filter(None, results))
         num_parts = len(trained)
         loss = 0.0
@@ -302,7 +258,12 @@ class RowStep:
             )
             num_parts = self.step.num_pieces if num_labels else 0
             if not num_labels:
-                self.step.parts.drop_gradients()
+                self.parts.drop_gradients()
+        if not num_labels:
+            log.warning(
+                "a step of %d rows has no labels, so nothing is learned from it; check num_labels",
+                report.num_rows,
+            )
         return StepResult(
             loss=loss,
             num_labels=num_labels,
@@ -323,7 +284,7 @@ class RowStep:
         """The first row that has a label, for a rank that has no row of a step."""
         for number in range(len(self.dataset)):
             row = self.dataset[number]
-            if self.step.parts.num_labels(self.make_batch([row]), 1):
+            if self.parts.num_labels(self.make_batch([row]), 1):
                 return row
         raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
 
@@ -370,5 +331,93 @@ class RowStep:
                 headroom=headroom,
             )
         finally:
-            self.step.parts.compilations.forget()
+            self.parts.compilations.forget()
             dataset.forget()
+
+    # --- what fits
+
+    def find_choices(self, objective: str, *, timed_rows: int) -> Choices | None:
+        """Return the micro-batches that a search times; None where it takes the largest, or where a
+        saved state has chosen. Ranks call it together.
+
+        Args:
+            objective: name of :data:`.OBJECTIVES`.
+            timed_rows: rows of a step on one device.
+        """
+        is_timed = self._chooses_fastest and OBJECTIVES[objective].needs_times
+        if not is_timed or self.sizer.throughput is not None:
+            return None
+        return Choices(self._compare_layouts(), "tokens", timed_rows, objective)
+
+    def find_limit(
+        self, optimizer: Optimizer, scope: SearchScope, options: ProbeOptions
+    ) -> ProbeResult:
+        """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
+        keep_gradients = None
+        if distributed.world_size() > 1 and not self._options.sync_gradients_every_micro_batch:
+            keep_gradients = partial(self._try_rows, is_last=False)
+            # The gradients that are kept can be dropped once FSDP has run.
+            self.parts.record_collectives_of(RowsOfStep(self, self.dataset.longest(1)))
+        tried = TriedStep(
+            self.parts,
+            optimizer,
+            self._try_rows,
+            self.clip,
+            row_length=self.dataset.length,
+            keep_gradients=keep_gradients,
+        )
+        try:
+            results = find_limit(tried, scope, options)
+        finally:
+            self.dataset.forget()
+        self.sizer.set_bound(results[-1])
+        self._tried_alone = not scope.accumulates and len(results) == 1
+        return results[-1]
+
+    def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
+        self.parts.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
+
+    def _compare_layouts(self) -> tuple[str, ...]:
+        """Run a few rows in each layout; return the kinds that train the model alike, of which a
+        search may choose. Ranks call it together.
+        """
+        return kinds_to_choose_from(self._why_unfit, configured=self._options.micro_batch_layout)
+
+    def _why_unfit(self, kind: str) -> str:
+        """Return why a layout that does not pad would not train the model as padded rows do; empty
+        where it would. Ranks call it together.
+        """
+        # A row of one token has no label.
+        rows = self.dataset.longest(min(2, len(self.dataset)))
+        for row in rows:
+            if not (
+                isinstance(row, Mapping)
+                and "labels" in row
+                and row.keys() & {"tokens", "input_ids"}
+            ):
+                return "rows are no mappings with `labels` and `tokens` or `input_ids`"
+
+        form = FORMS[kind]
+        return form.why_unfit(
+            self._model,
+            self._token_loss,
+            rows,
+            collate=lambda rows, length: self._collate([dict(row) for row in rows]),
+            pack=partial(form.join, ignore_index=IGNORE_INDEX),
+        )
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what fits, as plain values."""
+        return {**self.step.state_dict(), "bound_accumulates": not self._tried_alone}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; what was found since counts more."""
+        has_found = self.sizer.max_batch_size is not None
+        self.step.load_state_dict(state)
+        if has_found:
+            return
+        self._tried_alone = not state["bound_accumulates"]
+        if state["sizer"]["throughput"] and self._chooses_fastest:
+            self.sizer.load_throughput(state["sizer"], kinds=self._compare_layouts())

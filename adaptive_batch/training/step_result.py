@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from adaptive_batch.schedules import NoiseSample
+from adaptive_batch.schedules import NoiseSample, Progress
+
+PLACE_OF_STEP = ("step", "epoch", "position", "rows", "asked", "seconds")
 
 
 class StepResult(NamedTuple):
@@ -47,6 +49,46 @@ class StepResult(NamedTuple):
     def label_tokens(self) -> torch.Tensor:
         """The same number as a scalar tensor."""
         return torch.as_tensor(self.num_labels)
+
+    def record(
+        self,
+        progress: Progress,
+        *,
+        numbers: Sequence[int],
+        seconds: float,
+        rates: Mapping[str, float],
+        num_out_of_memory: int,
+    ) -> dict[str, Any]:
+        """Return the record of the step in a run log; waits for the norm. Keys that are not in
+        :data:`PLACE_OF_STEP` are metrics.
+
+        Args:
+            progress: what training has consumed after the step.
+            numbers: numbers of the step's rows.
+            seconds: duration of the step.
+            rates: learning rate of the step as ``lr``, and what else followed the batch.
+            num_out_of_memory: out-of-memory errors so far.
+        """
+        record = {
+            "step": progress.steps,
+            "epoch": progress.epoch,
+            "position": progress.epoch_rows,
+            "rows": numbers,
+            "asked": progress.batch,
+            "seconds": round(seconds, 6),
+            "loss": self.loss,
+            **rates,
+            "batch_size": self.rows,
+            "micro_batches": self.micro_batches,
+            "padding_fraction": self.padding_fraction,
+            "samples_seen": progress.samples,
+            "tokens_seen": progress.tokens,
+            "oom_count": num_out_of_memory,
+            **self.metrics,
+        }
+        if self.grad_norm is not None:
+            record["grad_norm"] = float(self.grad_norm)
+        return record
 
     @property
     def is_finite(self) -> bool:

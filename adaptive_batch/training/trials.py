@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch._util import count
+from adaptive_batch.data import DatasetAdapter, RowOrder
 from adaptive_batch.memory import OptimizerInBackward
 
 from .parts import BatchSource, counted_sample, length_in_sample
@@ -52,6 +53,22 @@ class WorstRows:
         name = f"one row of {count(length, 'token')}" if length else "one row"
         counted = counted_sample(sample, split)
         return cls(lambda size: partial(counted, size), length, name)
+
+    @classmethod
+    def of_dataset(cls, dataset: DatasetAdapter, order: RowOrder) -> WorstRows:
+        """Return the longest rows of a dataset.
+
+        Args:
+            dataset: rows, and their lengths.
+            order: numbers of the rows in the order of training.
+        """
+        (longest,) = dataset.longest(1)
+
+        def in_order(begin: int, num_rows: int) -> list[Any]:
+            places = torch.arange(begin, begin + num_rows) % len(order)
+            return [dataset[row] for row in order[places].tolist()]
+
+        return cls(dataset.longest, dataset.length(longest), dataset.describe(longest), in_order)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from adaptive_batch.training import (
     BoundSearch,
     MicroBatchSizer,
     ProbeOptions,
+    RowsOfBatch,
     SearchScope,
+    find_limit,
     find_max_batch_size,
 )
 from adaptive_batch.training.step import Step
@@ -108,6 +110,29 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
         or search == "predict"
     )
     assert f"max_batch_size: {expected}" in result.table()
+
+
+@pytest.mark.parametrize("step_rows", [None, 10, 11])
+def test_a_step_that_has_to_be_split_is_searched_again_with_gradients_in_memory(step_rows):
+    budget = peaks_by_hand()[9]
+    training = Training()
+    step = Step(training.model, MicroBatchSizer())
+
+    def try_sample(make_batch):
+        with step.trial():
+            training.forward_backward(make_batch())
+
+    rows = WorstRows.of_sample(sample, RowsOfBatch, torch.device("cpu"))
+    results = find_limit(
+        TriedStep(step, training.optimizer, try_sample),
+        SearchScope(rows, whole_step_rows=step_rows),
+        ProbeOptions(budget, 0.0, MAXIMUM),
+    )
+    expected = [10]
+    if step_rows == 11:
+        expected += [sum(peak <= budget for peak in peaks_by_hand(accumulates=True))]
+        assert 0 < expected[-1] < 10
+    assert [result.max_batch_size for result in results] == expected
 
 
 def search_on(memory, has_order, headroom):
