@@ -136,6 +136,8 @@ def _emulate(options: argparse.Namespace) -> int:
             return install_cuda_build()
         if options.device is None or not program:
             raise EmulationError("give --device NAME and, after --, the program")
+        # A shell starts jobs in the background so that they and their children ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return emulate(
             program,
             emulated_device(options.device, options.architecture),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,20 @@ def test_a_limit_of_time_ends_the_program_and_its_record_is_there(tmp_path):
     assert done.returncode == 0
     assert report["ended_by_time_limit"]
     assert report["processes"][0]["steps"] > 2
+
+
+def test_ctrl_c_ends_a_program_that_a_shell_started_in_the_background(tmp_path):
+    (tmp_path / "train.py").write_text("import time; print(1, flush=True); time.sleep(60)")
+    command = [*EMULATE, "--device", "h100", "--", sys.executable, "train.py"]
+    program = subprocess.Popen(
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    )
+    program.stdout.readline()
+    program.send_signal(signal.SIGINT)
+    assert program.wait(timeout=50) == 130
 
 
 WRITES = """
