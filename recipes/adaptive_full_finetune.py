@@ -58,7 +58,7 @@ from adaptive_batch.torchtune import (
     show_details,
     without_effect,
 )
-from adaptive_batch.training import RankReport, StepResult
+from adaptive_batch.training import RankReport
 
 log = logging.getLogger("adaptive_batch")
 
@@ -278,7 +278,16 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self._prepare(step, rows)
             size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
             rates = self.rate.apply(step.progress, batch=size)
-            result = self._forward_backward(step, rows)
+            report = RankReport(
+                batch_size=self.planner.batch.batch_size,
+                num_rows=len(step.numbers),
+                requested=step.progress.batch,
+                ends=self.preemption.requested,
+            )
+            # Forward and backward of all micro-batches; the gradients are clipped.
+            result = self.trainer.runner.run(
+                rows, report, measures_noise=self.tally.measures_noise(step)
+            )
             if not self.tally.drops(step, result, lr=rates["lr"]):
                 self.trainer.step()
             # The scaled rate is of this step alone.
@@ -307,18 +316,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.limit_finder.try_longer(rows)
         if self.watch:
             self.watch.beat(f"step {step.progress.steps + 1}")
-
-    def _forward_backward(self, step: PlannedRows, rows: list[Any]) -> StepResult:
-        """Run forward and backward of the micro-batches of a step, again where memory runs out;
-        leave in the gradients the mean over its labels, on all ranks, clipped.
-        """
-        report = RankReport(
-            batch_size=self.planner.batch.batch_size,
-            num_rows=len(step.numbers),
-            requested=step.progress.batch,
-            ends=self.preemption.requested,
-        )
-        return self.trainer.runner.run(rows, report, measures_noise=self.tally.measures_noise(step))
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)

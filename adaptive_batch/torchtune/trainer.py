@@ -129,7 +129,7 @@ class Trainer:
         return RowLoss(
             collate=data.collator.to_length,
             to_device=to_device,
-            mean_loss=self.mean_loss,
+            mean_loss=partial(task.mean_loss, self),
             count_labels=task.count_labels,
             row_length=task.length,
             num_real_tokens=data.dataset.num_real_tokens,
@@ -253,10 +253,6 @@ class Trainer:
             for parameter in self.model.parameters()
             if parameter.requires_grad
         )
-
-    def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the mean loss of a batch, see :meth:`Task.mean_loss`."""
-        return self._job.task.mean_loss(self, batch)
 
     def reference_logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
         """Return the reference's logits, without gradients."""

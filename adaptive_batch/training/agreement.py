@@ -17,7 +17,7 @@ class MicroBatchPlan(NamedTuple):
 
     Attributes:
         micro_batches: micro-batches of this rank.
-        number: micro-batches on the rank that has most.
+        number: micro-batches on the rank that has most; all ranks run as many.
         ends: whether any rank was asked to end before the step.
     """
 

@@ -156,11 +156,6 @@ class EvaluationParts:
             rows = split()
         undo = snapshot()
 
-        def attempt() -> tuple[tuple[Any, ...], list[float]]:
-            if rows is None:
-                return forward(batch), [1.0]
-            return self._run_parts(rows, forward, trial)
-
         def undo_attempt() -> None:
             nonlocal rows, undo
             undo()
@@ -169,7 +164,13 @@ class EvaluationParts:
                 undo = snapshot()
                 self._retry.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
 
-        return self._retry.run(attempt, undo=undo_attempt, doing="in an evaluation")
+        for attempt in self._retry.attempts(undo=undo_attempt, doing="in an evaluation"):
+            with attempt:
+                if rows is None:
+                    results = forward(batch), [1.0]
+                else:
+                    results = self._run_parts(rows, forward, trial)
+        return results
 
     def _run_parts(
         self,

@@ -99,11 +99,13 @@ class LabelShares:
         Raises:
             SettingError: the loss of the batch is not the sum of its parts' shares.
         """
+        # Those of a failed attempt are freed first.
+        self._parts = []
         self._results = []
         keeps_columns = self._check.keeps_columns
         self._parts = self._make_parts(plan)
         if self._check.keeps_columns and not keeps_columns:
-            return self.begin(MicroBatchPlan.agreed(self.divide()))
+            return self.begin(MicroBatchPlan.agreed(self.divide(), ends=plan.ends))
         self._sums = self._statistics.of_batch(self._uncut_rows, self._parts, plan)
         self.plan = plan
         return plan

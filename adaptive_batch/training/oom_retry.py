@@ -8,8 +8,8 @@ raises :class:`OutOfMemoryElsewhereError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +48,7 @@ class OOMRetry:
         current: micro-batch that is being run; after a run the fullest of them.
         retries: as given.
         is_packed: whether a micro-batch of one row has several packed into it.
+        num_failures: attempts that failed, of what runs now.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class OOMRetry:
         self.is_packed = False
         self._sharding = sharding
         self._is_of_training = is_of_training
-        # Failures of the step that is run now.
-        self._failures = 0
+        self.num_failures = 0
         self._error: str | None = None
+        self._has_succeeded = False
 
     def within(self, sizer: MicroBatchSizer) -> OOMRetry:
         """Return what runs micro-batches of the same model within another limit than training's."""
@@ -85,18 +86,19 @@ class OOMRetry:
         """Begin anew after a failure that is an answer, and not an error."""
         self._error = None
 
-    def run(
-        self,
-        attempt: Callable[[], Result],
-        *,
-        undo: Callable[[], object],
-        doing: str,
-    ) -> Result:
-        """Call `attempt` until it does not run out of memory, each time within a smaller limit.
+    def attempts(
+        self, *, undo: Callable[[], object], doing: str
+    ) -> Iterator[AbstractContextManager[None]]:
+        """Yield contexts until what runs in one of them does not run out of memory, each time
+        within a smaller limit::
+
+            for attempt in retry.attempts(undo=undo, doing="in a step"):
+                with attempt:
+                    ...
+
+        With several ranks, micro-batches run by :meth:`run_in_turn` there.
 
         Args:
-            attempt: function that runs micro-batches within the sizer's limit; with several ranks,
-                by :meth:`run_in_turn`.
             undo: function that takes back what a failed attempt has done.
             doing: end of a sentence, for a rank that is lost.
 
@@ -104,26 +106,14 @@ class OOMRetry:
             DoesNotFitError: a micro-batch of one row ran out of memory.
             RankLostError: this rank ran out of memory where the others cannot be told.
         """
-        self._failures = 0
+        self.num_failures = 0
         while True:
             self._error = None
-            try:
-                result = attempt()
-            except OutOfMemoryElsewhereError:
-                pass
-            except Exception as error:
-                if isinstance(error, RankLostError) or not is_out_of_memory(error):
-                    raise
-                if distributed.world_size() > 1:
-                    raise self.lost(error, doing) from error
-                if not self.retries:
-                    raise
-                self._error = _message(error)
-            else:
+            self._has_succeeded = False
+            yield self._attempt(doing)
+            if self._has_succeeded:
                 self.sizer.after_attempt()
-                return result
-            # The except block has been left: until then the error kept the failed forward's tensors
-            # alive.
+                return
             try:
                 undo()
                 recover(self.memory)
@@ -132,6 +122,23 @@ class OOMRetry:
                     raise
                 raise self.lost(error, "as an attempt was undone") from error
             self._shrink()
+
+    @contextmanager
+    def _attempt(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+            self._has_succeeded = True
+        except OutOfMemoryElsewhereError:
+            pass
+        except Exception as error:
+            if isinstance(error, RankLostError) or not is_out_of_memory(error):
+                raise
+            if distributed.world_size() > 1:
+                raise self.lost(error, doing) from error
+            if not self.retries:
+                raise
+            # The text alone: the error keeps the tensors of the failed forward alive.
+            self._error = _message(error)
 
     def set_suspects(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Blame the fullest of these micro-batches for a failure before the first of them runs."""
@@ -245,11 +252,11 @@ class OOMRetry:
 
     def _shrink(self) -> None:
         """Shrink what was too large on any rank."""
-        self._failures += 1
+        self.num_failures += 1
         request: ShrinkRequest | None = None
         if self._error is not None:
             request = self.sizer.after_out_of_memory(
-                self.current, self._error, failures=self._failures
+                self.current, self._error, failures=self.num_failures
             )
         requests = gather_requests(request)
         for rank, rank_request in requests.items():

@@ -98,7 +98,7 @@ class PartStep(Step):
             counts_over_ranks=self._counts_over_ranks,
         )
         try:
-            results, _ = self.run_step(weighting, report)
+            results = self.run_step(weighting, report)
         finally:
             self.plan = weighting.plan
         self.compilations.log_new(self._event)

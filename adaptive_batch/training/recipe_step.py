@@ -106,8 +106,7 @@ class RecipeStep(Step):
             measures_noise=measures_noise,
             clip=self.clip,
         )
-        result, plan = self.run_step(weighting, report)
-        return result._replace(ends=plan.ends)
+        return self.run_step(weighting, report)
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""

@@ -117,9 +117,7 @@ class Step:
 
     # --- training
 
-    def run_step(
-        self, weighting: Weighting[Result], report: RankReport
-    ) -> tuple[Result, MicroBatchPlan]:
+    def run_step(self, weighting: Weighting[Result], report: RankReport) -> Result:
         """Run the micro-batches of a step until memory suffices for all of them; the gradients of
         earlier batches are kept.
 
@@ -128,41 +126,17 @@ class Step:
             report: what this rank reports to the others.
 
         Returns:
-            What the micro-batches add up to, and the plan that ranks agreed on first.
+            What the micro-batches add up to.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             GrowthFunctionError: a rule has answered differently on some rank.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        first_plan = self._agree(weighting, report)
+        plan = self._agree(weighting, report)
         self.saved_gradients = saved = self.save_gradients()
         self.sharding.begin_step()
         restore = self._snapshot.take()
-        plans = [first_plan]
-
-        def attempt() -> Result:
-            # After a failure the limit is smaller, and there are more micro-batches.
-            plan = plans.pop() if plans else MicroBatchPlan.agreed(weighting.divide())
-            # Memory may run out before the first micro-batch.
-            self.retry.set_suspects(plan.micro_batches or [weighting.idle])
-            if self.sharding.is_sharded:
-                # A forward of the user's, as in a validation, leaves parameters gathered.
-                self.sharding.reset()
-            with optimizers_wait() if plan.number > 1 else nullcontext():
-                plan = weighting.begin(plan)
-                self._begin_micro_batches(plan)
-                is_last = [number == plan.number - 1 for number in range(plan.number)]
-                if weighting.reduces_first:
-                    is_last[0] = True
-                self.retry.run_in_turn(
-                    plan.slots,
-                    weighting.backward,
-                    drop=self.drop_gradients,
-                    idle=weighting.idle,
-                    kinds=[{"is_last": is_one} for is_one in is_last],
-                )
-                return weighting.end()
 
         def undo() -> None:
             saved.drop_new()
@@ -172,7 +146,11 @@ class Step:
 
         try:
             with self.compilations.without_garbage(), saved.with_others(self._other_leaves):
-                result = self.retry.run(attempt, undo=undo, doing="in a step")
+                for attempt in self.retry.attempts(undo=undo, doing="in a step"):
+                    with attempt:
+                        if self.retry.num_failures:
+                            plan = MicroBatchPlan.agreed(weighting.divide(), ends=plan.ends)
+                        result = self._run_plan(weighting, plan)
         except BaseException as error:
             saved.put_back()
             # A script may run the rows again after an error of its own.
@@ -186,7 +164,33 @@ class Step:
                 raise
             raise self.retry.lost(error, "as gradients were reduced") from error
         saved.add_up()
-        return result, first_plan
+        return result
+
+    def _run_plan(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
+        """Run the micro-batches of a plan once."""
+        # Memory may run out before the first micro-batch.
+        self.retry.set_suspects(plan.micro_batches or [weighting.idle])
+        if self.sharding.is_sharded:
+            # A forward of the user's, as in a validation, leaves parameters gathered.
+            self.sharding.reset()
+        with optimizers_wait() if plan.number > 1 else nullcontext():
+            plan = weighting.begin(plan)
+            self.check_hooks(plan.number)
+            size = max((micro_batch.size for micro_batch in plan.micro_batches), default=0)
+            if size > self.largest_size:
+                self.largest_size = size
+                self.memory.make_room_for_larger()
+            is_last = [number == plan.number - 1 for number in range(plan.number)]
+            if weighting.reduces_first:
+                is_last[0] = True
+            self.retry.run_in_turn(
+                plan.slots,
+                weighting.backward,
+                drop=self.drop_gradients,
+                idle=weighting.idle,
+                kinds=[{"is_last": is_one} for is_one in is_last],
+            )
+            return weighting.end()
 
     def _agree(self, weighting: Weighting[object], report: RankReport) -> MicroBatchPlan:
         """Agree with all ranks on a step before it runs, in one small collective; the former limit
@@ -217,16 +221,6 @@ class Step:
         if limit_changes:
             return MicroBatchPlan.agreed(weighting.divide(), ends=ends)
         return MicroBatchPlan(micro_batches, number, ends)
-
-    def _begin_micro_batches(self, plan: MicroBatchPlan) -> None:
-        assert len(plan.micro_batches) <= plan.number, (
-            f"{len(plan.micro_batches)} micro-batches on this rank of {plan.number} agreed on"
-        )
-        self.check_hooks(plan.number)
-        size = max((micro_batch.size for micro_batch in plan.micro_batches), default=0)
-        if size > self.largest_size:
-            self.largest_size = size
-            self.memory.make_room_for_larger()
 
     def check_hooks(self, num_micro_batches: int) -> None:
         """Refuse hooks that may step an optimizer in backward if a step has several micro-batches.
@@ -270,16 +264,18 @@ class Step:
             RankLostError: out of memory on this rank where the others cannot be told.
         """
 
-        def attempt() -> list[tuple[MicroBatch | None, Result]]:
-            plan = MicroBatchPlan.agreed(divide())
-            return self.run_forward(plan, forward, retry=retry, evaluates=evaluates, idle=idle)
-
         def undo_attempt() -> None:
             self.sharding.reset()
             undo()
 
         with self.compilations.without_garbage():
-            return retry.run(attempt, undo=undo_attempt, doing=doing)
+            for attempt in retry.attempts(undo=undo_attempt, doing=doing):
+                with attempt:
+                    plan = MicroBatchPlan.agreed(divide())
+                    results = self.run_forward(
+                        plan, forward, retry=retry, evaluates=evaluates, idle=idle
+                    )
+        return results
 
     def run_forward(
         self,

@@ -112,31 +112,28 @@ class SumThenDivide:
         """Add the gradients of a micro-batch; of a dummy one, with weight 0, if there is none or it
         has no label.
         """
-        if not self._run_rows(micro_batch) and distributed.world_size() > 1:
+        loss = self._loss
+        layout = self._step.sizer.layout
+        labels = None
+        if micro_batch is not None:
+            rows = [self._rows[number] for number in micro_batch.rows]
+            with loss.collated(rows, layout, micro_batch.length) as batch:
+                has_tokens = "tokens" in batch
+                run_tokens = batch["tokens"].numel() if has_tokens else micro_batch.run_tokens
+                self._run_tokens += run_tokens
+                labels = loss.count_labels(batch)
+                if labels:
+                    if self._reference_values is not None:
+                        batch[REFERENCE_VALUES] = self._reference_values[micro_batch.rows]
+                    self._backward(batch, labels)
+        if not labels and distributed.world_size() > 1:
             # The mean of no label would be 0/0, and 0 times that is no zero.
-            with self._loss.collated([self._loss.some_row()], self._step.sizer.layout) as batch:
+            with loss.collated([loss.some_row()], layout) as batch:
                 if self._reference_values is not None:
                     batch[REFERENCE_VALUES] = torch.zeros(1, self._reference_values.shape[1])
                 self._backward(batch, None)
         if self.reduces_first and is_last and self._small is None:
             self._small = self._small_batch()
-
-    def _run_rows(self, micro_batch: MicroBatch | None) -> bool:
-        """Add the gradients of a micro-batch; return whether it has labels."""
-        if micro_batch is None:
-            return False
-        loss = self._loss
-        rows = [self._rows[number] for number in micro_batch.rows]
-        with loss.collated(rows, self._step.sizer.layout, micro_batch.length) as batch:
-            has_tokens = "tokens" in batch
-            self._run_tokens += batch["tokens"].numel() if has_tokens else micro_batch.run_tokens
-            labels = loss.count_labels(batch)
-            if not labels:
-                return False
-            if self._reference_values is not None:
-                batch[REFERENCE_VALUES] = self._reference_values[micro_batch.rows]
-            self._backward(batch, labels)
-        return True
 
     def _backward(self, batch: Batch, labels: torch.Tensor | None) -> None:
         """Add the gradients of a batch of so many labels; None for one of weight 0."""

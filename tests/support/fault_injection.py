@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -92,27 +93,28 @@ class RunsOutAt(TorchDispatchMode):
         super().__init__()
         self._operations = iter(operations)
         self._on_attempt = on_attempt
-        self._run = OOMRetry.run
+        self._attempts = OOMRetry.attempts
         self._left = 0
         self._in_forward = False
         self.failed_in: list[str] = []
 
     def __enter__(self) -> Any:
-        def run(retry: OOMRetry, attempt: Callable[[], Any], **arguments: Any) -> Any:
-            def heard() -> Any:
-                self._begin()
-                result = attempt()
-                self._begin()
-                return result
+        def attempts(retry: OOMRetry, **arguments: Any) -> Iterator[Any]:
+            return map(self._heard, self._attempts(retry, **arguments))
 
-            return self._run(retry, heard, **arguments)
-
-        OOMRetry.run = run  # type: ignore[method-assign]
+        OOMRetry.attempts = attempts  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        OOMRetry.run = self._run  # type: ignore[method-assign]
+        OOMRetry.attempts = self._attempts  # type: ignore[method-assign]
         super().__exit__(*error)
+
+    @contextmanager
+    def _heard(self, attempt: Any) -> Iterator[None]:
+        with attempt:
+            self._begin()
+            yield
+            self._begin()
 
     def _begin(self) -> None:
         """Count operations from here."""

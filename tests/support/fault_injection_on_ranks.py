@@ -12,7 +12,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,24 +157,21 @@ class _Runner(SmallRunner):
     doing = "before"
 
     def run_step(self, weighting: Any, report: RankReport) -> Any:
-        run, end = self.retry.run, weighting.end
-
-        def noted_run(attempt: Callable[[], Any], **options: Any) -> Any:
-            def noted() -> Any:
-                self.doing = "between"
-                try:
-                    return attempt()
-                finally:
-                    self.doing = "before"
-
-            return run(noted, **options)
+        end = weighting.end
 
         def noted_end() -> Any:
             self.doing = "counting"
             return end()
 
-        with replaced(self.retry, run=noted_run), replaced(weighting, end=noted_end):
+        with replaced(weighting, end=noted_end):
             return super().run_step(weighting, report)
+
+    def _run_plan(self, weighting: Any, plan: Any) -> Any:
+        self.doing = "between"
+        try:
+            return super()._run_plan(weighting, plan)
+        finally:
+            self.doing = "before"
 
     def clip(self) -> torch.Tensor | None:
         before, self.doing = self.doing, "clipping"

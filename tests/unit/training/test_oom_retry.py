@@ -226,12 +226,10 @@ def test_what_was_undone_is_undone_before_anybody_is_told():
     sizer = HeldSizer(MicroBatchLimit(4), on_change=lambda change: told.append("changed"))
     retry = OOMRetry(sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity()))
 
-    def attempt():
-        retry.set_suspects([MicroBatch([0, 1, 2, 3], 8)])
-        told.append(f"attempted {sizer.limit()}")
-        if sizer.limit().amount > 2:
-            raise MemoryError
-        return "done"
-
-    assert retry.run(attempt, undo=lambda: told.append("undone"), doing="in a test") == "done"
+    for attempt in retry.attempts(undo=lambda: told.append("undone"), doing="in a test"):
+        with attempt:
+            retry.set_suspects([MicroBatch([0, 1, 2, 3], 8)])
+            told.append(f"attempted {sizer.limit()}")
+            if sizer.limit().amount > 2:
+                raise MemoryError
     assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]
