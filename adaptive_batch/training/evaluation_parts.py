@@ -15,12 +15,11 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from adaptive_batch.data import NO_LIMIT, MicroBatch, split_by_rows
-from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import RandomState, device_memory
 
 from .adaptive_step import log_change
-from .oom_retry import OOMRetry
+from .agreement import MicroBatchPlan
 from .options import StepOptions
 from .parts import (
     BatchSource,
@@ -32,6 +31,7 @@ from .parts import (
     copy_containers,
 )
 from .sizing import ConfiguredSize, MicroBatchSizer
+from .step import Step
 
 log = logging.getLogger("adaptive_batch")
 
@@ -92,22 +92,21 @@ class EvaluationParts:
             RowSplitter(trims=False, size=ConfiguredSize()) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
-        memory = options.memory or device_memory(next(model.parameters()).device)
         self.sizer = MicroBatchSizer(
-            memory=memory,
+            memory=options.memory or device_memory(next(model.parameters()).device),
             policy=options.oom_policy,
             on_change=partial(
                 log_change, options.event, kind="validation_limit", prefix="evaluation: "
             ),
         )
-        self._retry = OOMRetry(
+        self._step = Step(
+            model,
             self.sizer,
-            memory=memory,
-            sharding=sharding_of(model),
+            memory=options.memory,
             retries=options.on_out_of_memory == "shrink",
             remedies="shorten the rows, or keep fewer predictions on the device",
-            is_of_training=False,
         )
+        self._retry = self._step.retry
         # Weights that no check has excluded, the likeliest first.
         self._weights = [0, 1, _ROWS, _SUM] if is_shifted else [1, 0, _ROWS, _SUM]
         if is_sum:
@@ -179,7 +178,6 @@ class EvaluationParts:
         trial: Callable[[Any], tuple[Any, ...]],
     ) -> tuple[tuple[Any, ...], list[float]]:
         pieces = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
-        self._retry.set_suspects([MicroBatch(piece, rows.width) for piece in pieces])
         results, counts = self._run_each(rows, pieces, forward)
         if len(pieces) == 1:
             return results[0], [1.0]
@@ -200,14 +198,19 @@ class EvaluationParts:
         pieces: Sequence[Sequence[int]],
         run: Callable[[Any], tuple[Any, ...]],
     ) -> tuple[list[tuple[Any, ...]], list[_Counts]]:
-        results = []
         counts = []
-        for piece in pieces:
-            part = rows.part(piece)
+
+        def run_part(micro_batch: MicroBatch | None) -> tuple[Any, ...]:
+            assert micro_batch is not None, "evaluation in parts runs on one rank"
+            part = rows.part(micro_batch.rows)
+            num_rows = len(micro_batch.rows)
             # Before a function pops its labels.
-            counts.append((*self._labels.candidates(part, len(piece)), len(piece)))
-            results.append(run(part))
-        return results, counts
+            counts.append((*self._labels.candidates(part, num_rows), num_rows))
+            return run(part)
+
+        plan = MicroBatchPlan([MicroBatch([*piece], rows.width) for piece in pieces], len(pieces))
+        results = self._step.run_forward(plan, run_part, retry=self._retry, evaluates=True)
+        return [result for _, result in results], counts
 
     def _losses(
         self, results: Sequence[tuple[Any, ...]], counts: Sequence[_Counts]

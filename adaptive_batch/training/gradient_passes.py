@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -18,15 +18,13 @@ from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import RandomState, is_out_of_memory, recover
+from adaptive_batch.memory import RandomState
 
 from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
 from .exact_forward import exact_forward, without_autocast
 from .model_checks import is_batch_norm
 from .options import Terms
 from .parts import BatchSource, LabelCounter, Part
-from .sizing import MicroBatchSizer
-from .snapshot import StepSnapshot
 from .step import Step
 
 # Numbers that the gradient of a parameter is projected to, and its entries that are projected.
@@ -176,8 +174,6 @@ class GradientPasses:
         self._statistics = statistics
         self._terms = terms
         self._name = name
-        self._retry = step.retry.within(MicroBatchSizer())
-        self._snapshot = StepSnapshot(step.model, step.memory.device)
         self.keeps_autocast = False
         self._has_other_draws = False
         self.written: set[str] = set()
@@ -321,45 +317,18 @@ class GradientPasses:
         self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
     ) -> bool:
         """Run passes and undo what they change; return whether memory sufficed on all ranks."""
-        drop = self._step.saved_gradients.drop_new
-        restore = self._snapshot.take()
-        fullest = MicroBatch(list(passes[0].rows) or [0], 0)
-        has_failed = False
-
-        numbers = iter(range(len(passes)))
-
-        def run_undone(_: MicroBatch | None, is_last: bool) -> None:
-            try:
-                run(next(numbers))
-            finally:
-                restore()
-
+        rows = MicroBatch(list(passes[0].rows) or [0], 0)
         try:
-            self._retry.run_in_turn(
-                [fullest] * len(passes),
-                run_undone,
-                drop=drop,
-                idle=fullest,
-                kinds=[{"evaluates": evaluates}] * len(passes),
-                context=self._step.trial,
+            return self._step.run_trials(
+                [partial(run, number) for number in range(len(passes))],
+                rows,
+                evaluates=evaluates,
+                doing="in the check of a split",
             )
         except AdaptiveBatchError:
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise self._failure(passes[0], error) from error
-            if distributed.world_size() > 1:
-                raise self._retry.lost(error, "in the check of a split") from error
-            has_failed = True
-        finally:
-            drop()
-        if has_failed:
-            # Outside of the except block, which keeps the failed forward's tensors alive.
-            recover(self._step.memory)
-        if distributed.any_of_ranks(has_failed or self._retry.has_failed):
-            self._retry.forget_failure()
-            return False
-        return True
+            raise self._failure(passes[0], error) from error
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Return by name what changes as a buffer or a frozen parameter is written; a BatchNorm's

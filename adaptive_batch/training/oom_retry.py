@@ -82,10 +82,6 @@ class OOMRetry:
         """Whether this rank has run out of memory in the current attempt."""
         return self._error is not None
 
-    def forget_failure(self) -> None:
-        """Begin anew after a failure that is an answer, and not an error."""
-        self._error = None
-
     def attempts(
         self, *, undo: Callable[[], object], doing: str
     ) -> Iterator[AbstractContextManager[None]]:

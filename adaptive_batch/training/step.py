@@ -4,7 +4,7 @@ smaller, where memory runs out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
@@ -16,8 +16,8 @@ from torch import nn
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import Sharding, sharding_of
-from adaptive_batch.errors import MEMORY_REMEDIES, RankLostError
-from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory
+from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, RankLostError
+from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory, recover
 
 from .agreement import MicroBatchPlan, RankReport, same_answers
 from .compilations import CompilationLog
@@ -347,6 +347,60 @@ class Step:
         finally:
             saved.put_back()
             restore()
+
+    def run_trials(
+        self,
+        trials: Sequence[Callable[[], object]],
+        rows: MicroBatch,
+        *,
+        evaluates: bool | str,
+        doing: str,
+    ) -> bool:
+        """Run trials within a step and undo each of them; return whether memory sufficed for all of
+        them on all ranks, which run the same number.
+
+        Args:
+            trials: functions that run a micro-batch.
+            rows: the largest of their micro-batches, for errors.
+            evaluates: see :meth:`trial`.
+            doing: end of a sentence, for a rank that is lost.
+
+        Raises:
+            RankLostError: out of memory on this rank where the others cannot be told.
+        """
+        retry = self.retry.within(MicroBatchSizer())
+        drop = self.saved_gradients.drop_new
+        restore = self._snapshot.take()
+        left = iter(trials)
+        has_failed = False
+
+        def run(_: MicroBatch | None, is_last: bool) -> None:
+            try:
+                next(left)()
+            finally:
+                restore()
+
+        try:
+            retry.run_in_turn(
+                [rows] * len(trials),
+                run,
+                drop=drop,
+                idle=rows,
+                kinds=[{"evaluates": evaluates}] * len(trials),
+                context=self.trial,
+            )
+        except Exception as error:
+            if isinstance(error, AdaptiveBatchError) or not is_out_of_memory(error):
+                raise
+            if distributed.world_size() > 1:
+                raise retry.lost(error, doing) from error
+            has_failed = True
+        finally:
+            drop()
+        if has_failed:
+            # Outside of the except block, which keeps the failed forward's tensors alive.
+            recover(self.memory)
+        return not distributed.any_of_ranks(has_failed or retry.has_failed)
 
     # --- gradients
 
