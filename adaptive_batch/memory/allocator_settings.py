@@ -107,12 +107,10 @@ def check_segments(device: torch.device) -> None:
     if device.type != "cuda" or os.environ.get(ALLOCATOR_VARIABLES[0]) != _EXPANDABLE:
         return
     _set_expandable(True)
-    # A stream of its own has no cached block that would serve the request without the driver.
-    own_stream = None
-    if torch.cuda.memory_reserved(device):
-        own_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # A new stream has no cached block that would serve the request without the driver.
+    new_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     try:
-        with torch.cuda.stream(own_stream):
+        with torch.cuda.stream(new_stream):
             torch.empty(1, device=device)
     except torch.OutOfMemoryError:
         # The driver knows what they are.
@@ -121,8 +119,7 @@ def check_segments(device: torch.device) -> None:
         _set_expandable(False)
         reason, _, _ = str(error).partition("\n")
         log.info("%s: no expandable segments (%s); the allocator does without them", device, reason)
-    if own_stream is not None:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def _set_expandable(expands: bool) -> None:
