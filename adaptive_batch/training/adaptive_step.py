@@ -107,6 +107,8 @@ class AdaptiveStep:
         sizer: decides what a part may hold.
         parts: runs the parts of a batch.
         terms: names of the caller's API, for errors.
+        tried_one_part: whether the trials of a search ran one part alone, without the gradients
+            that a second part meets.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -179,8 +181,7 @@ class AdaptiveStep:
             retries=options.on_out_of_memory == "shrink",
             remedies=REMEDIES,
         )
-        # Whether the trials ran one part alone, without the gradients that a second part meets.
-        self._tried_one_part = False
+        self.tried_one_part = False
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
@@ -240,8 +241,8 @@ class AdaptiveStep:
             return self.parts.run(rows, report)
         finally:
             # Also where the step has run out of memory for good.
-            if self._tried_one_part and self.num_pieces > 1:
-                self._tried_one_part = False
+            if self.tried_one_part and self.num_pieces > 1:
+                self.tried_one_part = False
                 log.warning(
                     "a batch is split, and what fits was tried without the gradients of other"
                     " parts: give find_bound batch_size="
@@ -295,9 +296,13 @@ class AdaptiveStep:
             rows, accumulates=accumulates or self.sizer.may_split, whole_step_rows=batch_size
         )
         try_sample = partial(self._try_sample, beside_gradients=accumulates)
-        results = find_limit(TriedStep(self.parts, optimizer, try_sample), scope, options)
+        return self.search(TriedStep(self.parts, optimizer, try_sample), scope, options)
+
+    def search(self, tried: TriedStep, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
+        """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
+        results = find_limit(tried, scope, options)
         self.sizer.set_bound(results[-1])
-        self._tried_one_part = not scope.accumulates and len(results) == 1
+        self.tried_one_part = not scope.accumulates and len(results) == 1
         return results[-1]
 
     def _try_sample(

@@ -1,14 +1,13 @@
-"""What a training loop of one's own needs, put together: the largest batch that fits, steps that
-grow, micro-batches, the learning rate.
+"""A training loop of the public objects: batches that grow, steps that fit, and the learning rate.
 
-    loop = AdaptiveLoop(
-        model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size="max"
-    )
-    for epoch in range(loop.progress.epoch, epochs):
-        for step_rows in loop:
-            result = loop.run(step_rows)
-            optimizer.step()
-            optimizer.zero_grad()
+loop = AdaptiveLoop(
+    model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size="max"
+)
+for epoch in range(loop.progress.epoch, epochs):
+    for step_rows in loop:
+        result = loop.run(step_rows)
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ if TYPE_CHECKING:
 
 
 class AdaptiveLoop:
-    """The rows of each step, and the gradients of their mean loss; the loop around them, and the
-    optimizer's step, are the user's.
+    """Yields the rows of each step, computes the gradients of their mean loss, and sets the
+    learning rate. The script iterates and steps the optimizer.
 
-    Iterating hands out what is left of the current epoch, each row once, step by step; :meth:`run`
-    leaves the gradients of a step and sets its learning rate. Several ranks, which must hold a
-    model that `fully_shard` has divided, build and call it alike; each is handed its own rows.
+    Iterating yields the remaining steps of the current epoch, each row once. :meth:`run` leaves the
+    gradients of a step and sets its learning rate. Several ranks build and call the loop alike,
+    around a model that `fully_shard` has divided; each gets its own rows.
 
-    It is :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate` put together.
-    Arguments that are keys of the configuration mean what docs/configuration.md says of them.
+    The loop composes :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate`.
+    Arguments that are keys of the configuration have the meaning of docs/configuration.md.
 
     Args:
         model: model on its device; its modules are those that it has in the first step.
@@ -229,7 +228,7 @@ class AdaptiveLoop:
             objective=objective,
         )
         step_rows = timed_rows = self._batches.rows_on_largest_rank(self.batch_size)
-        # A step that was left out has left its rate.
+        # A step that the script left out leaves its scaled rate in the optimizer.
         self._rate.restore()
         reshard(self._model)
         # Reading a row of some datasets draws random numbers.
@@ -240,8 +239,8 @@ class AdaptiveLoop:
                 WorstRows.of_dataset(
                     self._step.dataset, planner.epochs.order(self.progress.at_epoch_start())
                 ),
-                # On fewer ranks than training began with, even a batch that is cut to the bound
-                # has more rows than that.
+                # On fewer ranks than training began with, a batch that is cut to the bound has more
+                # rows than the bound.
                 accumulates=(
                     planner.batching.grow_beyond_maximum
                     or self._step.sizer.may_split
@@ -250,7 +249,7 @@ class AdaptiveLoop:
                 whole_step_rows=step_rows,
                 choices=self._step.find_choices(objective, timed_rows=timed_rows),
             )
-            result = self._step.find_limit(self._optimizer, scope, options)
+            result = self._step.search(self._optimizer, scope, options)
         if self._built_with["batch_size"] == "max" and not self.progress.steps:
             planner.begin_with(result.batch_size)
         return result
@@ -290,12 +289,12 @@ class AdaptiveLoop:
 
     @property
     def progress(self) -> Progress:
-        """What training has consumed; it moves in :meth:`run`."""
+        """Progress of training, after the last step that :meth:`run` ran."""
         return self._batches.progress
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """Limit of one micro-batch now; lowered if memory runs out, and tried again later."""
+        """Current limit of a micro-batch. An OOM lowers it, and later steps try the former one."""
         return self._step.sizer.limit(self._batches.rows_on_largest_rank(self.batch_size))
 
     @property
@@ -310,16 +309,18 @@ class AdaptiveLoop:
 
     @property
     def is_trial(self) -> bool:
-        """Whether what runs now is a trial, and not training."""
+        """Whether a trial runs now, and not training."""
         return self._step.step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Hand out this rank's rows of each step that is left of the epoch, also ahead of `run`."""
+        """Yield this rank's rows of each remaining step of the epoch. Steps may be taken ahead of
+        :meth:`run`.
+        """
         self._find_batch_size()
         yield from self._rows.steps()
 
     def __len__(self) -> int:
-        """Return the steps that are left of the current epoch, as the rules answer now."""
+        """Return the remaining steps of the current epoch, as the rules answer now."""
         return self.num_steps(self.progress.epoch + 1)
 
     def __bool__(self) -> bool:
@@ -327,20 +328,22 @@ class AdaptiveLoop:
         return True
 
     def num_steps(self, epochs: int) -> int:
-        """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
+        """Return the remaining optimizer steps until `epochs` epochs are done, as the rules answer
+        now.
+        """
         self._find_batch_size()
         return self._batches.planner.num_steps(self.progress, epochs)
 
     def run(self, rows: Sequence[Any]) -> StepResult:
-        """Leave in the gradients the mean over the labels of a step, clipped, and set the learning
-        rate of ``optimizer.step()``.
+        """Compute the gradients of the mean loss over the labels of a step, clip them, and set the
+        learning rate of ``optimizer.step()``.
 
-        A step that runs out of memory is run again with a smaller limit. Gradients must be clear
-        before. The step counts as done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to
-        follow. Where it raises, the same rows can be run again.
+        A step that runs out of memory runs again with a smaller limit. Gradients must be clear
+        before the call. The step counts as done; call ``optimizer.step()`` and
+        ``optimizer.zero_grad()`` next. After an error the same rows can be run again.
 
         Args:
-            rows: rows of the step that was handed out first of those that have not been run.
+            rows: rows of the oldest step that was yielded and has not been run.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -398,16 +401,16 @@ class AdaptiveLoop:
     # --- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is, as plain values, the same on all ranks; to be taken after
-        ``optimizer.step()``.
+        """Return the progress and all state of the loop as plain values, the same on all ranks.
+        Call it after ``optimizer.step()``.
 
-        Weights, the optimizer's state and that of random numbers are the user's to save.
+        The script saves the weights, the optimizer's state and the random states.
 
         Raises:
-            ValueError: the gradients of the last step wait for ``optimizer.step()``, which a run
-                that resumes would not take.
+            ValueError: the gradients of the last step wait for ``optimizer.step()``; a resumed run
+                would lose that step.
         """
-        # A step that a GradScaler skips has no gradients any more.
+        # A step that a GradScaler skips leaves no gradients.
         if self._awaits_optimizer and self._step.parts.has_gradients():
             raise ValueError(
                 "the gradients of the last run() wait for optimizer.step(), and a run that resumes"

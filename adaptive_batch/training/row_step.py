@@ -1,4 +1,4 @@
-"""Rows of a dataset as a step: collated or packed, trained, and counted over all ranks."""
+"""A step over rows of a dataset: rows are collated or packed, trained, and counted over ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from adaptive_batch.probe import OBJECTIVES, ProbeResult
 from .adaptive_step import AdaptiveStep
 from .agreement import RankReport
 from .batch_forms import FORMS
-from .bound_search import ProbeOptions, SearchScope, find_limit
+from .bound_search import ProbeOptions, SearchScope
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions, Terms
@@ -170,8 +170,6 @@ class RowStep:
         self.parts = self.step.parts
         self.sizer = self.step.sizer
         self._chooses_fastest = micro_batch_tokens == "auto"
-        # Whether trials ran one micro-batch alone, without the gradients that a second one meets.
-        self._tried_alone = True
         layout = options.micro_batch_layout
         if layout is not None:
             self.sizer.use_layout(layout)
@@ -182,8 +180,8 @@ class RowStep:
     # --- a step
 
     def make_batch(self, rows: Sequence[Row]) -> Batch:
-        """Return one batch of rows, on the host. A step may be run again, so rows that collating
-        changes are copies.
+        """Return one batch of rows, on the host. Collating gets copies of the rows, as a step may
+        run again.
         """
         form = FORMS.get(self.sizer.layout.kind)
         if form is not None:
@@ -201,7 +199,7 @@ class RowStep:
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, float] | None:
         num_labels = self.parts.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
-            # The mean over no label is no number.
+            # The mean over 0 labels is NaN.
             return None
         with self._rows_apart(part.batch):
             loss = check_loss(self._mean_loss(self._to_device(part.batch)))
@@ -219,7 +217,8 @@ class RowStep:
         return form.apart(form.lengths(batch))
 
     def run(self, rows: Sequence[Row], report: RankReport) -> StepResult:
-        """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
+        """Compute the gradients of the mean loss over the labels of a step on all ranks, and clip
+        them.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
@@ -230,8 +229,8 @@ class RowStep:
                 rows.
         """
         bound = self.sizer.max_batch_size
-        may_split = self.sizer.may_split or not self._tried_alone
-        if bound is not None and report.batch_size > bound and not may_split:
+        must_not_split = self.step.tried_one_part and not self.sizer.may_split
+        if bound is not None and report.batch_size > bound and must_not_split:
             remedy = (
                 f"{bound} rows fit at once where no gradients are there yet, and from a step's"
                 " second micro-batch on there are; call find_bound again, which sees this batch,"
@@ -349,10 +348,10 @@ class RowStep:
             return None
         return Choices(self._compare_layouts(), "tokens", timed_rows, objective)
 
-    def find_limit(
+    def search(
         self, optimizer: Optimizer, scope: SearchScope, options: ProbeOptions
     ) -> ProbeResult:
-        """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
+        """Find how many rows fit, and run no more at once; see :meth:`AdaptiveStep.search`."""
         keep_gradients = None
         if distributed.world_size() > 1 and not self._options.sync_gradients_every_micro_batch:
             keep_gradients = partial(self._try_rows, is_last=False)
@@ -367,12 +366,9 @@ class RowStep:
             keep_gradients=keep_gradients,
         )
         try:
-            results = find_limit(tried, scope, options)
+            return self.step.search(tried, scope, options)
         finally:
             self.dataset.forget()
-        self.sizer.set_bound(results[-1])
-        self._tried_alone = not scope.accumulates and len(results) == 1
-        return results[-1]
 
     def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
         self.parts.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
@@ -410,7 +406,7 @@ class RowStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what fits, as plain values."""
-        return {**self.step.state_dict(), "bound_accumulates": not self._tried_alone}
+        return {**self.step.state_dict(), "bound_accumulates": not self.step.tried_one_part}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; what was found since counts more."""
@@ -418,6 +414,6 @@ class RowStep:
         self.step.load_state_dict(state)
         if has_found:
             return
-        self._tried_alone = not state["bound_accumulates"]
+        self.step.tried_one_part = not state["bound_accumulates"]
         if state["sizer"]["throughput"] and self._chooses_fastest:
             self.sizer.load_throughput(state["sizer"], kinds=self._compare_layouts())
