@@ -99,6 +99,11 @@ class Comparison:
         return norm
 
     @property
+    def is_measured(self) -> bool:
+        """Return whether there is a finite gradient, so that differences mean something."""
+        return 0 < self.norm < math.inf
+
+    @property
     def difference(self) -> float:
         """Return the norm of whole - sum of parts, as a share of `norm`; infinite if a part's
         gradient is not finite.

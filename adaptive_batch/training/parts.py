@@ -173,37 +173,31 @@ class CustomSplit:
             some_rows = rows.part(list(numbers))
             # One part alone, or the check before the first split, has them all.
             if len(numbers) == rows.num_rows:
-                self._compare(some_rows, batch, rows.num_rows)
+                self._check_all_rows(some_rows, batch, rows.num_rows)
             return some_rows
 
         return replace(rows, part=part)
 
     split_sample = __call__
 
-    def _compare(self, all_rows: Any, batch: Any, num_rows: int) -> None:
-        """Refuse a part of all rows whose tensors have not the rows of the batch's."""
-        if isinstance(all_rows, torch.Tensor) and isinstance(batch, torch.Tensor):
-            all_rows = {"a tensor": all_rows}
-            batch = {"a tensor": batch}
-        if not isinstance(all_rows, Mapping) or not isinstance(batch, Mapping):
-            return
-        for key in all_rows.keys() & batch.keys():
-            tensors = (batch[key], all_rows[key])
+    def _check_all_rows(self, all_rows: Any, batch: Any, num_rows: int) -> None:
+        """Refuse a part of all rows whose tensors have fewer or more rows than the batch's."""
+        tensors = {"a tensor": (batch, all_rows)}
+        if isinstance(all_rows, Mapping) and isinstance(batch, Mapping):
+            tensors = {key: (batch[key], all_rows[key]) for key in all_rows.keys() & batch.keys()}
+        for key, pair in tensors.items():
             # Not items of another form, nor rows that are columns.
             have_rows_first = (
                 isinstance(tensor, torch.Tensor)
                 and tensor.dim()
                 and tensor.shape[1:2] != (num_rows,)
-                for tensor in tensors
+                for tensor in pair
             )
-            if not all(have_rows_first):
-                continue
-            due, has = map(len, tensors)
-            if has != due:
+            if all(have_rows_first) and len(pair[0]) != len(pair[1]):
                 split = f"SplitBatch of {count(num_rows, 'row')}"
                 remedy = (
-                    f"the part of all of them has {key} of first dimension {has}, and the batch of"
-                    f" {due}; give num_rows and part of the whole batch"
+                    f"the part of all of them has {key} of first dimension {len(pair[1])}, and the"
+                    f" batch of {len(pair[0])}; give num_rows and part of the whole batch"
                 )
                 raise SettingError("split", split, remedy)
 
@@ -351,14 +345,12 @@ class RowsOfBatch(BatchSource):
         """
         if len(rows) == self.num_rows:
             return copy_containers(self._batch)
-        width = None
         used_width = None
         if self._trims and self.lengths is not None:
-            width = self.width
             used_width = max(self.lengths[row] for row in rows)
             if self._row_lengths is not None:
                 longest = max(self._row_lengths[row] for row in rows)
-                used_width = min(width, max(used_width, longest))
+                used_width = min(self.width, max(used_width, longest))
         if rows[-1] - rows[0] + 1 == len(rows):
             rows = range(rows[0], rows[-1] + 1)
 
@@ -373,7 +365,8 @@ class RowsOfBatch(BatchSource):
                 )
                 raise SettingError("batch", type(self._batch).__name__, remedy)
             some_rows = _select(value, rows)
-            if width is not None and self._is_table(value) and value.shape[1] == width:
+            is_cut = used_width is not None and self._is_table(value)
+            if is_cut and value.shape[1] == self.width:
                 # Models call view() on their labels, which needs rows that lie side by side.
                 return some_rows[:, :used_width].contiguous()
             return some_rows
@@ -716,18 +709,13 @@ class LabelCounter:
         """Return the labels of a batch."""
         if self._num_labels is not None:
             return label_count(self._num_labels(batch))
-        if not _has_labels(batch):
+        labels = batch.get("labels") if isinstance(batch, _MAPPING) else None
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
             return num_rows
-        labels = batch["labels"]
         # A column of labels is one label for each row.
         if labels.dim() == 2 and labels.shape[1] > 1 and not counts_first:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).count_nonzero())
-
-
-def _has_labels(batch: Any) -> bool:
-    labels = batch.get("labels") if isinstance(batch, _MAPPING) else None
-    return isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dim() > 0
 
 
 def has_shifted_labels(batch: Any) -> bool:

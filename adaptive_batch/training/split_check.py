@@ -179,47 +179,44 @@ class SplitCheck:
             self._warn("memory", "two rows do not fit in memory at once, so the split is unchecked")
         elif is_emulated():
             self._warn("emulated", "gradients are not real here, so the split is unchecked")
-        elif not 0 < result.norm < math.inf:
+        elif not result.is_measured:
             self._lacks_gradient = True
             self._warn("gradient", "rows have no finite gradient, so the split is not checked yet")
+        elif result.difference <= tolerance:
+            self._learn_first_label(sample, tolerance)
         else:
-            result = self._with_likelier_labels(sample, result)
-            if result.difference <= tolerance:
-                self._learn_first_label(sample, tolerance)
-            else:
-                self._diagnose(sample, result, tolerance, can_keep_columns=can_keep_columns)
+            self._explain(sample, result, tolerance, can_keep_columns=can_keep_columns)
 
-    def _with_likelier_labels(
-        self, sample: Sample, result: Comparison, *, by_row: bool = False
-    ) -> Comparison:
-        """Switch whether first labels count if that is not known and the other answer fits better;
-        return the comparison that fits better.
+    def _compared(self, sample: Sample, *, by_row: bool = False) -> Comparison | None:
+        """Return the comparison of a sample with its parts; None if a rank ran out of memory.
+
+        As long as it is not known whether first labels count, the answer that fits better is used
+        from then on.
         """
-        if self._knows_first_label:
+        counts_first = self.counts_first_label
+        result = self._passes.compare(sample, counts_first=counts_first, by_row=by_row)
+        if result is None or not result.is_measured or self._knows_first_label:
             return result
-        counts_first = not self.counts_first_label
-        has_other_shares = sample.shares(self._labels, counts_first=counts_first) != result.shares
-        if not distributed.any_of_ranks(has_other_shares):
+        other_shares = sample.shares(self._labels, counts_first=not counts_first)
+        if not distributed.any_of_ranks(other_shares != result.shares):
             return result
-        other = self._passes.compare(sample, counts_first=counts_first, by_row=by_row)
+        other = self._passes.compare(sample, counts_first=not counts_first, by_row=by_row)
         if other is None or other.difference >= result.difference / 2:
             return result
-        self.counts_first_label = counts_first
+        self.counts_first_label = not counts_first
         return other
 
-    def _diagnose(
+    def _explain(
         self, sample: Sample, result: Comparison, tolerance: float, *, can_keep_columns: bool
     ) -> None:
-        """Find out whether random numbers, noise, padding, an auxiliary loss or gradients that the
-        function changes explain a difference.
+        """Log what explains a difference: random numbers, noise, padding or an auxiliary loss.
 
         Raises:
-            SettingError: the difference is not one of those that are trained.
+            SettingError: nothing of these explains it.
         """
         by_row = result.has_other_draws
         if by_row:
             result = self._compared(sample, by_row=True) or result
-            result = self._with_likelier_labels(sample, result, by_row=True)
         noise = self._passes.noise(sample, has_labels=any(result.shares), by_row=by_row)
         tolerance = max(tolerance, 2 * noise)
         difference_of_cut = 0.0
@@ -228,58 +225,109 @@ class SplitCheck:
             sample = sample.uncut()
             result = self._compared(sample, by_row=by_row) or result
         is_equal = result.difference <= tolerance
+        difference = _percent(result.difference)
         coefficient = _auxiliary_coefficient(self._step.model)
         if noise > _MAX_NOISE or (result.has_other_draws and not is_equal):
             reason = "the loss draws random numbers that belong to no row"
             if noise > _MAX_NOISE:
                 reason = f"two runs of the same rows differ by {_percent(noise)}"
             self._warn("noise", f"a batch and its parts cannot be compared, since {reason}")
-        elif is_equal and not difference_of_cut:
-            self._learn_first_label(sample, tolerance)
-        elif is_equal and can_keep_columns:
-            self.keeps_columns = True
-            self._warn(
-                "columns",
-                f"the gradient depends on padding (it differs by {_percent(difference_of_cut)}"
-                " without), so parts of a batch keep all columns",
-            )
+        elif is_equal and (can_keep_columns or not difference_of_cut):
+            if difference_of_cut:
+                self.keeps_columns = True
+                self._warn(
+                    "columns",
+                    f"the gradient depends on padding (it differs by {_percent(difference_of_cut)}"
+                    " without), so parts of a batch keep all columns",
+                )
             self._learn_first_label(sample, tolerance)
         elif not is_equal and result.difference <= 2 * coefficient:
             self._warn(
                 "auxiliary loss",
-                f"gradients of a batch and of its parts differ by {_percent(result.difference)},"
-                " since each part has an auxiliary loss of its own, with coefficient"
-                f" {coefficient:g}",
+                f"gradients of a batch and of its parts differ by {difference}, since each part has"
+                f" an auxiliary loss of its own, with coefficient {coefficient:g}",
             )
         else:
-            apart = self._compared(sample, by_row=by_row, accumulates=False) or result
-            changes_gradients = not is_equal and apart.difference <= tolerance
             measured = (
                 f"gradients of {count(len(sample.rows), 'row')} and of their two parts differ by"
-                f" {_percent(result.difference)} (noise {_percent(noise)}"
+                f" {difference} (noise {_percent(noise)}"
             )
             if difference_of_cut:
                 measured += f", {_percent(difference_of_cut)} if the parts leave padding out"
-            remedy = _remedy(
-                self._terms,
-                sample,
-                result,
-                tolerance,
-                coefficient=coefficient,
-                changes_gradients=changes_gradients,
+            remedy = (
+                "the model sees padding, of which a part has less; mask it, or pad all rows to one"
+                " length"
             )
+            if not is_equal:
+                remedy = self._remedy(sample, result, tolerance, coefficient, by_row=by_row)
             problem = f"{measured}), so a split would train something else; {remedy}"
             raise SettingError(self._terms.function, self._name, problem)
 
-    def _compared(self, sample: Sample, **options: bool) -> Comparison | None:
-        return self._passes.compare(sample, counts_first=self.counts_first_label, **options)
+    def _remedy(
+        self,
+        sample: Sample,
+        result: Comparison,
+        tolerance: float,
+        coefficient: float,
+        *,
+        by_row: bool,
+    ) -> str:
+        """Return what helps a loss that does not decompose, as its gradients show.
+
+        Args:
+            sample: rows that were compared.
+            result: their comparison.
+            tolerance: difference that rounding may cause.
+            coefficient: coefficient of the model's auxiliary loss; 0 without one.
+            by_row: whether each row draws its random numbers with a seed of its own.
+        """
+        terms = self._terms
+        separate = self._passes.compare(
+            sample, counts_first=self.counts_first_label, by_row=by_row, accumulates=False
+        )
+        if separate is not None and separate.difference <= tolerance:
+            return (
+                "it changes gradients that earlier parts left, by zero_grad, clipping or an"
+                " assignment; do that once, outside of it"
+            )
+        shares, rest = result.fitted_shares()
+        given = " and ".join(f"{share:.3g}" for share in result.shares)
+        fitted = " and ".join(f"{share:.3g}" for share in shares)
+        if rest > tolerance or fitted == given:
+            remedy = "a loss that compares rows, such as a contrastive one"
+            if coefficient:
+                remedy += f" or an auxiliary loss with coefficient {coefficient:g}"
+            remedy += (
+                ', must stay whole: set on_out_of_memory="raise", without micro_batch_size and'
+                " micro_batch_tokens;"
+            )
+            if 0 in result.shares and any(result.shares):
+                remedy += (
+                    f" if rows without labels add to the loss, give {terms.num_labels}, a function"
+                    " that counts them;"
+                )
+            treatment = sample.batch.treatment and f" ({sample.batch.treatment})"
+            return (
+                f"{remedy}{terms.totals} if rows{treatment} are not those of the batch,"
+                f" {terms.split}"
+            )
+        if all(abs(share - 1) < _SAME_SHARE for share in shares):
+            return f"the loss is a sum over rows, not a mean: {terms.sum}"
+        weighted = f"the parts have the shares {given}, but {fitted} would fit"
+        remedy = terms.share
+        if abs(sum(shares) - 1) < _SAME_SHARE:
+            remedy = (
+                f"give {terms.num_labels}, a function that returns what the mean of a batch is"
+                " over, such as the sum of its class weights"
+            )
+        return f"{weighted}; {remedy};{terms.totals}".rstrip(";")
 
     def _tolerance(self, rows_per_part: int) -> float:
         """Return the difference that rounding may cause, on any rank."""
-        of_parts = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
         types = {parameter.dtype for parameter in self._step.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
+        of_parts = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
         float32 = min(_TOLERANCE_FLOAT32, of_parts)
         tolerance = max(_TOLERANCES.get(dtype, float32) for dtype in types)
         if self._step.memory.device.type == "cuda" and _has_tf32(self._step.model):
@@ -322,16 +370,14 @@ class SplitCheck:
         self._knows_first_label = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
         if not self._knows_first_label:
             return
-        if not self.counts_first_label:
-            self._refuse_labels_shifted_twice(sample.batch)
-        elif distributed.is_rank_zero():
-            log.info(
-                "labels are shifted already where they reach the model, so the first of each row"
-                " counts too"
-            )
-
-    def _refuse_labels_shifted_twice(self, batch: BatchSource) -> None:
-        """Refuse labels that both collate and the loss shift."""
+        if self.counts_first_label:
+            if distributed.is_rank_zero():
+                log.info(
+                    "labels are shifted already where they reach the model, so the first of each"
+                    " row counts too"
+                )
+            return
+        batch = sample.batch
         rows = range(batch.num_rows)
         if distributed.any_of_ranks(bool(rows) and has_shifted_labels(batch.part(rows))):
             remedy = (
@@ -351,7 +397,7 @@ class _Candidates:
         batch: the batch.
         pieces: parts that it is split into.
         labels: counts the labels of a row.
-        number: number of the split, by which other values and other of equal rows are taken.
+        number: number of the split, by which other values and other rows among equals are chosen.
     """
 
     def __init__(
@@ -394,7 +440,11 @@ class _Candidates:
         if distributed.maximum(self._batch.num_rows) <= 2:
             return
         # The last value first; each power of two moves on to the one before.
-        by_value = _rotated(values, -self._number.bit_length())
+        moves = self._number.bit_length()
+        by_value = {
+            row: each[-moves % len(each) :] + each[: -moves % len(each)]
+            for row, each in values.items()
+        }
         lowest, highest = self._extremes(by_value)
         yield lowest, highest
         # A loss may decompose over parts that differ in a value, and not over parts that share it.
@@ -413,64 +463,6 @@ class _Candidates:
         return sorted(rows[: self._size]), sorted(rows[self._size :][-self._size :])
 
 
-def _remedy(
-    terms: Terms,
-    sample: Sample,
-    result: Comparison,
-    tolerance: float,
-    *,
-    coefficient: float,
-    changes_gradients: bool,
-) -> str:
-    """Return what helps a loss that does not decompose, as its gradients show.
-
-    Args:
-        terms: names of the caller's API.
-        sample: rows that were compared.
-        result: their comparison.
-        tolerance: difference that rounding may cause.
-        coefficient: of the model's auxiliary loss; 0 without one.
-        changes_gradients: whether the difference comes of gradients that are there before a part.
-    """
-    if result.difference <= tolerance:
-        return (
-            "the model sees padding, of which a part has less; mask it, or pad all rows to one"
-            " length"
-        )
-    if changes_gradients:
-        return (
-            "it changes gradients that earlier parts left, by zero_grad, clipping or an"
-            " assignment; do that once, outside of it"
-        )
-    shares, rest = result.fitted_shares()
-    given = " and ".join(f"{share:.3g}" for share in result.shares)
-    fitted = " and ".join(f"{share:.3g}" for share in shares)
-    if rest > tolerance or fitted == given:
-        rows = f" ({sample.batch.treatment})" if sample.batch.treatment else ""
-        experts = f" or an auxiliary loss with coefficient {coefficient:g}" if coefficient else ""
-        without_labels = ""
-        if 0 in result.shares and any(result.shares):
-            without_labels = (
-                f" if rows without labels add to the loss, give {terms.num_labels}, a function that"
-                " counts them;"
-            )
-        return (
-            f"a loss that compares rows, such as a contrastive one{experts}, must stay whole: set"
-            ' on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens;'
-            f"{without_labels}{terms.totals} if rows{rows} are not those of the batch,"
-            f" {terms.split}"
-        )
-    if all(abs(share - 1) < _SAME_SHARE for share in shares):
-        return f"the loss is a sum over rows, not a mean: {terms.sum}"
-    weighted = f"the parts have the shares {given}, but {fitted} would fit"
-    if abs(sum(shares) - 1) < _SAME_SHARE:
-        return (
-            f"{weighted}; give {terms.num_labels}, a function that returns what the mean of a"
-            f" batch is over, such as the sum of its class weights;{terms.totals}"
-        ).rstrip(";")
-    return f"{weighted}; {terms.share};{terms.totals}".rstrip(";")
-
-
 def _values(row: Any) -> list[float]:
     """Return the sums of a row's tensors: floating-point tensors, integer tensors, single floats,
     such as a weight, and last single integers, such as a class.
@@ -482,13 +474,6 @@ def _values(row: Any) -> list[float]:
     ]
     tensors.sort(key=lambda each: (each.numel() <= 1, not each.is_floating_point()))
     return [float(each.sum(dtype=torch.float64)) for each in tensors]
-
-
-def _rotated(values: Mapping[int, list[float]], first: int) -> dict[int, list[float]]:
-    """Return the values of each row from one of them on, and then the others."""
-    return {
-        row: each[first % len(each) :] + each[: first % len(each)] for row, each in values.items()
-    }
 
 
 def _auxiliary_coefficient(model: nn.Module) -> float:

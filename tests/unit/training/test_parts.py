@@ -294,6 +294,16 @@ TREATMENTS = {
         "in[0], in[1].y divided; scale, name, sizes kept whole",
     ),
     "a tensor": (IDS, 4, "the batch divided"),
+    "rows of one length": (
+        [{"x": torch.ones(5), "y": torch.ones(5)} for _ in range(4)],
+        4,
+        "the batch divided",
+    ),
+    "tables beside a table of another length": (
+        [torch.ones(4, 3), torch.ones(4, 3), torch.ones(2, 3)],
+        4,
+        "[0], [1] divided; [2] kept whole",
+    ),
 }  # fmt: skip
 
 
