@@ -29,7 +29,8 @@ TIER = {
     for name in names.split(", ")
 }
 BELOW_ALL = {"errors", "_util", "_torch", "config_files"}
-OUTSIDE = sys.stdlib_module_names | {"torch"}
+# PyTorch's wheel holds both.
+OUTSIDE = sys.stdlib_module_names | {"torch", "functorch"}
 # Imported where it is used.
 OPTIONAL = {
     "report": {"matplotlib", "jinja2"},

@@ -6,9 +6,9 @@ forward saves. No kernel is generated. A call of a graph allocates by one rule:
 
 * An operator that Inductor generates no kernel for (a matrix product, attention, a scatter) writes
   its results to memory.
-* All others are fused. One writes its result to memory where the graph returns it, where an
-  operator of the first kind reads it, where it is a reduction, or where it reads many tensors.
-  Otherwise the kernels that read its result compute it.
+* All others are fused. One writes its result to memory where it is a reduction, where the graph
+  returns it, or where an operator of the first kind reads it. Otherwise the kernels that read its
+  result compute it.
 * Nothing is written over. Kernels that Inductor may fuse free what they read once the last of them
   is done.
 
@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
@@ -43,11 +42,6 @@ if TYPE_CHECKING:
 # What is added to the peak that is counted. Without it 0.25% too little was allocated, and 0.3%
 # reserved, in the worst of 40 whole models (benchmarks/cuda_stack.py --recount --only compiled).
 MARGIN = 0.03
-
-# torch/_inductor/config.py: realize_reads_threshold, realize_acc_reads_threshold. A value with
-# several readers is written to memory above the first, any value above the second.
-_MANY_READS = 4
-_MOST_READS = 8
 
 _REDUCTIONS = {
     *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax"),
@@ -77,8 +71,8 @@ def check_compiler() -> str | None:
     """
     # torchtune's variable.
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
-    config = private("torch._inductor.config", "triton")
-    if config.triton.cudagraphs or backend == "cudagraphs":
+    config: Any = torch.compile(nn.Identity())
+    if config.get_compiler_config()["triton.cudagraphs"] or backend == "cudagraphs":
         raise SettingError("compile", True, _CUDA_GRAPHS)
     return None if backend == "inductor" else f"TORCH_COMPILE_BACKEND={backend} is not inductor"
 
@@ -95,7 +89,7 @@ class CompiledParts:
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
-        self._made: list[Callable[..., Any]] = []
+        self._has_compiled = False
         self._is_bare = False
         self.left_out: list[str] = []
 
@@ -149,10 +143,7 @@ class CompiledParts:
                 if hasattr(forward, "_torchdynamo_orig_callable") and not _is_wrapper(module):
                     reason = "its forward is compiled, not the module; give module.compile()"
                     self._leave_out(type(module).__name__, reason)
-            if self._made:
-                # Of the hooks that name modules for the estimate.
-                restored.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)`")
+            if self._has_compiled:
                 # Each size that was tried is a variant of the same code, of which training may have
                 # a few before it continues without the compiler.
                 restored.callback(torch.compiler.reset)
@@ -164,16 +155,13 @@ class CompiledParts:
             return
         for name, function in vars(loss).items():
             original = getattr(function, "_torchdynamo_orig_callable", None)
-            if original in self._made:
-                setattr(loss, name, original)
-            elif original is not None:
+            if original is not None:
                 setattr(loss, name, self.compiled(original, f"{type(loss).__name__}.{name}"))
         for name, module in list(loss.named_children()):
             if not _is_wrapper(module):
                 continue
             part: Any = module._orig_mod
-            if part.forward not in self._made:
-                part.forward = self.compiled(part.forward, f"{type(loss).__name__}.{name}")
+            part.forward = self.compiled(part.forward, f"{type(loss).__name__}.{name}")
             setattr(loss, name, part)
 
     def compiled(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -201,8 +189,7 @@ class CompiledParts:
                     self._leave_out(name, f"it is not one graph ({reason})")
             return function(*args, **kwargs)
 
-        call.is_compiled = True  # type: ignore[attr-defined]
-        self._made.append(call)
+        self._has_compiled = True
         return call
 
     def _leave_out(self, name: str, reason: str) -> None:
@@ -215,18 +202,22 @@ class CompiledParts:
         """Inside, nothing is in place that Dynamo would refuse, or make part of a graph."""
         with ExitStack() as contexts:
             contexts.enter_context(replaced(self, _is_bare=True))
-            contexts.enter_context(_no_function_modes())
+            contexts.enter_context(private.no_torch_functions())
             contexts.enter_context(real_functions())
             contexts.enter_context(private.disable_current_modes())
             contexts.enter_context(torch.compiler.set_stance("default"))
             limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
-            config = private("torch._dynamo.config", "patch", *limits)
+            config: Any = torch.compiler.config
             contexts.enter_context(config.patch(limits))
             contexts.enter_context(self._device.mode)
             yield
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        backends = private("torch._dynamo.backends.common", "aot_autograd")
+        # Importing it takes a while.
+        from functorch.compile import (  # type: ignore[import-untyped]
+            aot_module_simplified,
+        )
+
         inductor = private("torch._inductor.compile_fx", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
@@ -234,40 +225,43 @@ class CompiledParts:
             for part in graph.modules():
                 if isinstance(part, fx.GraphModule):
                     _give_attention(part, kernels)
-        compile_graph = backends.aot_autograd(
+        compiled: Callable[..., Any] = aot_module_simplified(
+            graph,
+            inputs,
             fw_compiler=self._call,
             bw_compiler=self._call,
             partition_fn=_partitioned,
             decompositions=inductor.select_decomp_table(),
         )
-        compiled: Callable[..., Any] = compile_graph(graph, inputs)
         return compiled
 
     def _call(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         _check_operators(graph.graph)
-        memory = GraphMemory(graph.graph)
+        compiled = CompiledGraph(graph)
         self._device.margin = MARGIN
 
         def call(args: list[Any]) -> list[Any]:
             with self._device.counted() if self._is_bare else nullcontext():
-                return memory.allocate(args)
+                results: list[Any] = compiled.boxed_run(args)
+                # It would refer to the results as long as the graph exists.
+                compiled.env.clear()
+                return results
 
         # Arguments are freed inside.
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
 
-def _partitioned(*args: Any, **kwargs: Any) -> Any:
+def _partitioned(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Divide a graph of forward and backward as Inductor does."""
+    # Once backward runs, it is too late for the eager program.
+    _check_operators(joint.graph)
     inductor = private("torch._inductor.compile_fx", "partition_fn")
-    guards = private("torch._guards", "TracingContext")
     virtualized = private("torch._inductor.virtualized", "V")
     # Passes that replace random numbers make fake tensors, which have to be of the graph's mode.
-    with virtualized.V.set_fake_mode(guards.TracingContext.get().fake_mode):
-        forward, backward = inductor.partition_fn(*args, **kwargs)
-    # Once backward runs, it is too late for the eager program.
-    _check_operators(backward.graph)
-    return forward, backward
+    argument, *_ = joint.graph.nodes
+    with virtualized.V.set_fake_mode(argument.meta["val"].fake_mode):
+        return inductor.partition_fn(joint, *args, **kwargs)
 
 
 def _check_operators(graph: fx.Graph) -> None:
@@ -285,7 +279,7 @@ def _give_attention(graph: fx.GraphModule, kernels: CudaKernels) -> None:
     """Let a graph call the attention that CUDA takes."""
     for node in graph.graph.nodes:
         if node.target is nn.functional.scaled_dot_product_attention:
-            node.target = kernels.attention_operator
+            node.target = kernels.attention
         elif node.target is torch.ops.adaptive_batch.packed_attention.default:
             _check_packed_rows(node, kernels)
     graph.recompile()
@@ -314,215 +308,123 @@ def _is_wrapper(module: nn.Module) -> bool:
     """Return whether a module is what ``torch.compile`` returned for another; what only forwards
     attributes to such a one is not.
     """
-    return "_orig_mod" in module._modules
+    return "_orig_mod" in dict(module.named_children())
 
 
-class GraphMemory:
-    """At most what a graph of operators allocates when Inductor has compiled it.
+class CompiledGraph(fx.Interpreter):
+    """Allocates at most what a graph of operators does once Inductor has compiled it.
 
     Args:
-        graph: ATen operators, with fake tensors as ``meta["val"]``.
+        module: ATen operators, with fake tensors as ``meta["val"]``.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        *self._nodes, self._output = graph.nodes
-        self._arguments = [node for node in self._nodes if node.op == "placeholder"]
-        # The node whose memory a node's result lies in.
-        self._roots: dict[fx.Node, fx.Node] = {}
-        self._users: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph.nodes:
-            operands = [self._roots[operand] for operand in node.all_input_nodes]
-            self._roots[node] = operands[0] if _is_view(node) else node
-            for operand in () if _is_view(node) else operands:
-                self._users.setdefault(operand, []).append(node)
-        # The memory that each node reads: that of a fused operand's operands.
-        self._reads: dict[fx.Node, set[fx.Node]] = {}
-        self._written = set(self._arguments)
-        last_readers: dict[fx.Node, fx.Node] = {}
-        self._kernels: list[fx.Node] = []
-        for node in graph.nodes:
-            self._reads[node] = self._memory_read_by(node)
-            is_kernel = _has_several_results(node)
-            if self._roots[node] is node and self._is_written(node):
-                self._written.add(node)
-                is_kernel = not _takes_result(node)
-                last_readers[node] = node if is_kernel else node.all_input_nodes[0]
-            if is_kernel:
-                self._kernels.append(node)
-            if is_kernel or node is self._output:
-                last_readers.update(dict.fromkeys(self._reads[node], node))
-        places = {node: place for place, node in enumerate(graph.nodes)}
-        for kernel, last in self._fused_with().items():
-            for memory in (*self._reads[kernel], *_results_of(kernel)):
-                ends = (last_readers.get(memory, kernel), last)
-                last_readers[memory] = max(ends, key=places.__getitem__)
-        self._freed_after: dict[fx.Node, list[fx.Node]] = {}
-        for memory, reader in last_readers.items():
-            self._freed_after.setdefault(reader, []).append(memory)
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._kernels = _fuse(module.graph)
+        super().__init__(module)
 
-    def _fused_with(self) -> dict[fx.Node, fx.Node]:
-        """Return the last kernel that Inductor may fuse each kernel with: loops of one size that
-        share memory, of which none needs what an unfused operator makes of another's result.
-        """
-        last: dict[fx.Node, fx.Node] = {}
-        makers: dict[fx.Node, fx.Node] = {}
-        touched: dict[fx.Node, set[fx.Node]] = {}
-        # All kernels before each one, and those before it with an unfused operator between.
-        earlier: dict[fx.Node, set[fx.Node]] = {}
-        apart: dict[fx.Node, set[fx.Node]] = {}
-        for kernel in self._kernels:
-            earlier[kernel] = set()
-            apart[kernel] = set()
-            for maker in {makers[memory] for memory in self._reads[kernel] if memory in makers}:
-                earlier[kernel] |= {maker, *earlier[maker]}
-                apart[kernel] |= apart[maker] if _is_fused(maker) else earlier[maker]
-            makers.update(dict.fromkeys(_results_of(kernel), kernel))
-            if not _is_fused(kernel):
-                continue
-            size = _loop_size(kernel)
-            others = {
-                other
-                for other in touched
-                if other not in apart[kernel] and _loop_size(other) == size
-            }
-            shared = touched[kernel] = {*self._reads[kernel], *_results_of(kernel)}
-            while near := {other for other in others if touched[other] & shared}:
-                shared = shared.union(*(touched[other] for other in near))
-                last.update(dict.fromkeys(near, kernel))
-                others -= near
-        return last
-
-    def _memory_read_by(self, node: fx.Node) -> set[fx.Node]:
-        reads: set[fx.Node] = set()
-        for operand in () if _takes_result(node) else node.all_input_nodes:
-            root = self._roots[operand]
-            reads |= {root} if root in self._written else self._reads[root]
-        return reads
-
-    def _is_written(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or _has_several_results(node):
-            return False
-        users = self._users.get(node, [])
-        if not _is_fused(node) or _is_reduction(node) or not all(map(_is_fused, users)):
-            return True
-        num_reads = len(self._reads[node])
-        return num_reads > _MOST_READS or (len(users) > 1 and num_reads > _MANY_READS)
-
-    def allocate(self, args: list[Any]) -> list[Any]:
-        """Allocate and free what a call does, and return its results.
-
-        Args:
-            args: of the graph; the list is emptied.
-        """
-        memory: dict[fx.Node, Any] = dict(zip(self._arguments, args, strict=True))
-        args.clear()
-        for node in self._kernels:
-            if not _is_fused(node):
-                results = self._run(node, memory)
-            elif _has_several_results(node):
-                results = list(map(_empty_like, node.meta["val"]))
-            else:
-                results = _empty_like(node.meta["val"])
-            if _has_several_results(node):
-                memory.update({user: results[user.args[1]] for user in node.users})
-            else:
-                memory[node] = results
-            del results
-            for operand in self._freed_after.get(node, ()):
-                memory.pop(operand, None)
-        results = self._output.args[0]
-        assert isinstance(results, list | tuple)
-        return [self._tensor(result, memory) for result in results]
-
-    def _run(self, node: fx.Node, memory: dict[fx.Node, Any]) -> Any:
-        """Run an operator that is not fused, so that what it needs is counted as elsewhere."""
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda operand: self._tensor(operand, memory)
-        )
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
-
-    def _tensor(self, node: Any, memory: dict[fx.Node, Any]) -> Any:
-        """Return the result of a node, which may be a view of another's."""
-        if not isinstance(node, fx.Node):
-            return node
-        tensor = memory.get(self._roots[node])
-        value = node.meta["val"]
-        is_whole = node is self._roots[node] and node.op == "placeholder"
-        if is_whole or not isinstance(value, torch.Tensor):
-            return tensor
-        if tensor is None:
-            # A number that is a tensor, which a kernel has in its code.
-            return _empty_like(value)
-        if tensor.dtype != value.dtype:
-            tensor = tensor.view(value.dtype)
-        layout = (value.shape, value.stride(), value.storage_offset())
-        if (tensor.shape, tensor.stride(), tensor.storage_offset()) == layout:
-            return tensor
+    def run_node(self, n: fx.Node) -> Any:
+        """Allocate the results of a generated kernel; run any other node."""
+        # Kernels have constants in their code.
+        if n in self._kernels or n.op == "get_attr":
+            return private.tree_map_only(torch.Tensor, _empty_like, n.meta["val"])
+        result = super().run_node(n)
         # To autograd, results of Inductor's code are no views, which hooks of FSDP warn about.
-        return tensor.as_strided(*layout).data
+        return result.data if _is_view(n) and isinstance(result, torch.Tensor) else result
 
 
-def _empty_like(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
+def _empty_like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
-def _has_several_results(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), tuple | list)
+def _fuse(graph: fx.Graph) -> set[fx.Node]:
+    """Remove the operators whose results are not written to memory. Each operator that reads them
+    reads their operands instead.
+
+    Returns:
+        The fused operators that are left: one for each kernel.
+    """
+    written: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_computed_by_readers = _is_fused(node) or _is_view(node)
+        is_read = any(user in written and not _is_fused(user) for user in node.users)
+        if is_read or _name(node) in _REDUCTIONS or not is_computed_by_readers:
+            written.add(node)
+    # Elements that a kernel loops over.
+    sizes: dict[fx.Node, int] = {}
+    # Nodes in order, as graphs alike have to allocate alike.
+    memory_of: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in graph.nodes:
+        reads: dict[fx.Node, None] = {}
+        for operand in node.all_input_nodes:
+            reads.update(memory_of[operand])
+        memory_of[node] = {node: None} if node in written else reads
+        if node in written and _is_fused(node):
+            looped = node.all_input_nodes[0] if _name(node) in _REDUCTIONS else node
+            sizes[node] = _num_elements(looped.meta["val"])
+            node.args = (list(reads),)
+            node.kwargs = {}
+    for node in reversed(graph.nodes):
+        if node not in written:
+            graph.erase_node(node)
+    _keep_until_fused(graph, sizes)
+    return set(sizes)
 
 
-def _takes_result(node: fx.Node) -> bool:
-    """Return whether a node is one of another's results."""
-    return node.target is operator.getitem and not _is_view(node)
+def _keep_until_fused(graph: fx.Graph, sizes: Mapping[fx.Node, int]) -> None:
+    """Keep what a kernel touches until the last kernel is done that Inductor may fuse it with:
+    loops of one size that share memory, of which none needs what another operator makes of a
+    result of the other.
+
+    Args:
+        sizes: of the loops of the graph's kernels.
+    """
+    memory: dict[fx.Node, fx.Node] = {}
+    earlier: dict[fx.Node, set[fx.Node]] = {}
+    # The earlier nodes with another operator between.
+    apart: dict[fx.Node, set[fx.Node]] = {}
+    touched: dict[fx.Node, set[fx.Node]] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        operands = node.all_input_nodes
+        is_part = node.target is operator.getitem or _is_view(node)
+        memory[node] = memory[operands[0]] if is_part else node
+        earlier[node] = set(operands).union(*map(earlier.__getitem__, operands))
+        is_other = not is_part and node not in sizes
+        apart[node] = earlier[node] if is_other else set().union(*map(apart.__getitem__, operands))
+        if node not in sizes:
+            continue
+        others = {
+            other for other in touched if other not in apart[node] and sizes[other] == sizes[node]
+        }
+        shared = touched[node] = {node, *map(memory.__getitem__, operands)}
+        while near := {other for other in others if touched[other] & shared}:
+            shared = shared.union(*map(touched.__getitem__, near))
+            last.update(dict.fromkeys(near, node))
+            others -= near
+    for kernel, later in last.items():
+        later.args = ([*later.all_input_nodes, kernel, *touched[kernel]],)
 
 
-def _results_of(kernel: fx.Node) -> list[fx.Node]:
-    return list(kernel.users) if _has_several_results(kernel) else [kernel]
-
-
-def _loop_size(kernel: fx.Node) -> int:
-    """Return how many elements a fused kernel computes or, in a reduction, reads."""
-    node = kernel.all_input_nodes[0] if _is_reduction(kernel) else _results_of(kernel)[0]
-    value = node.meta["val"]
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+def _num_elements(values: Any) -> int:
+    first = values[0] if isinstance(values, tuple | list) else values
+    return first.numel() if isinstance(first, torch.Tensor) else 0
 
 
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         # A part of what is divided, as by split.
         return _is_view(node.all_input_nodes[0])
-    if not isinstance(node.target, private.OpOverload):
-        return False
-    return _name(node) == "_unsafe_view" or any(
-        argument.alias_info is not None and not argument.alias_info.is_write
-        for argument in node.target._schema.arguments
-    )
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return _name(node) in _REDUCTIONS
+    return _name(node) == "_unsafe_view" or bool(getattr(node.target, "is_view", False))
 
 
 def _is_fused(node: fx.Node) -> bool:
     """Return whether Inductor generates the kernel of a node."""
-    if not isinstance(node.target, private.OpOverload):
-        return False
-    return torch.Tag.pointwise in node.target.tags or _name(node) in _POINTWISE | _REDUCTIONS
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_pointwise or _name(node) in _POINTWISE | _REDUCTIONS
 
 
 def _name(node: fx.Node) -> str:
     """Return an operator's name, without its namespace and overload."""
     if not isinstance(node.target, private.OpOverload):
         return ""
-    name: str = node.target._schema.name
-    return name.partition("::")[2]
-
-
-@contextmanager
-def _no_function_modes() -> Iterator[None]:
-    with ExitStack() as restored:
-        while private.num_torch_function_modes():
-            restored.callback(private.push_torch_function_mode, private.pop_torch_function_mode())
-        yield
+    return str(node.target.name()).partition("::")[2].partition(".")[0]

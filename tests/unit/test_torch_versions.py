@@ -91,7 +91,6 @@ MAY_STOP = {
     "torch.utils._python_dispatch.TorchDispatchMode": {*COUNTING, "recipes"},
     "torch._subclasses.fake_tensor.FakeTensor": COUNTING,
     "torch._subclasses.fake_tensor.FakeTensorMode": {"estimate"},
-    "torch._C._current_autograd_node": {"estimate"},
     "torch._C._current_graph_task_id": COUNTING,
     "torch._C._storage_Use_Count": COUNTING,
     "torch.utils._python_dispatch._disable_current_modes": {*COUNTING, "step_with_statistics"},

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, estimate_memory
-from adaptive_batch.estimate.compiled_parts import MARGIN, GraphMemory
+from adaptive_batch.estimate.compiled_parts import MARGIN, CompiledGraph
 from adaptive_batch.torchtune import estimate_devices
 from adaptive_batch.training import rows_apart
 
@@ -88,13 +88,13 @@ def test_parts_of_what_is_divided_have_no_memory_of_their_own(device):
 def graphs(monkeypatch):
     """The graphs that are compiled in a test."""
     graphs = []
-    init = GraphMemory.__init__
+    init = CompiledGraph.__init__
 
-    def recorded(memory, *arguments, **keywords):
-        init(memory, *arguments, **keywords)
-        graphs.append(memory)
+    def recorded(graph, *arguments, **keywords):
+        init(graph, *arguments, **keywords)
+        graphs.append(graph)
 
-    monkeypatch.setattr(GraphMemory, "__init__", recorded)
+    monkeypatch.setattr(CompiledGraph, "__init__", recorded)
     return graphs
 
 
@@ -200,7 +200,7 @@ def test_attention_that_is_checkpointed_inside_a_part_is_that_of_cuda(graphs):
     with device.counting():
         compiled(*(torch.empty(shape, dtype=torch.float16, requires_grad=True) for _ in range(3)))
     assert parts.left_out == []
-    assert attention in {node.target for graph in graphs for node in graph._kernels}
+    assert attention in {node.target for graph in graphs for node in graph.graph.nodes}
 
 
 def test_an_error_of_the_function_is_not_taken_for_one_of_the_compiler(device):
@@ -376,7 +376,10 @@ def test_layers_alike_share_a_graph_at_each_size_that_is_tried(graphs):
     model = scripts_model(compiles={})
     assert estimate_of(model).lengths[0].check is not None
     arguments = [
-        tuple((node.name, node.meta["val"].shape) for node in graph._arguments) for graph in graphs
+        tuple(
+            (node.name, node.meta["val"].shape) for node in graph.graph.find_nodes(op="placeholder")
+        )
+        for graph in graphs
     ]
     assert len(arguments) == len(set(arguments)) >= 6
 
