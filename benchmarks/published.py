@@ -752,18 +752,15 @@ def on_fsdp2(row: Published) -> Compared:
 
 
 def forward_backward_bytes(length: LengthEstimate, rows: int, *, ranks: int, width: int) -> float:
-    """Most that forward and backward can hold on one of some ranks: its share of what is sharded,
-    and all activations.
+    """Most that forward and backward can hold on one of some ranks: its share of what is resident,
+    and all else.
     """
     gathered = (
         length.resident.parameters / 10 if ranks > 1 else 0
     )  # two layers, or embedding and output layer
-    peaks = []
-    for line in length.breakdowns:
-        kinds = line.at(rows, length.resident)
-        others = kinds["activations"] + kinds["backward temporaries"]
-        peaks.append(width * (sum(kinds.values()) - others) / ranks + others + gathered)
-    return max(peaks)
+    resident = length.resident.total
+    others = length.curve.peak_bytes(rows) - resident
+    return width * resident / ranks + others + gathered
 
 
 def compared(

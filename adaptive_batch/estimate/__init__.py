@@ -13,7 +13,7 @@ from .fake_step import (
     needs_values,
     runs_in_optimizer,
 )
-from .length import CurveCheck, LengthEstimate, MemoryBreakdown
+from .length import CurveCheck, LengthEstimate
 from .of_model import estimate_memory, estimate_step
 from .result import Change, Fit, MemoryEstimate, Target, ranked, read_estimate
 
@@ -32,7 +32,6 @@ __all__ = [
     "FakeStep",
     "Fit",
     "LengthEstimate",
-    "MemoryBreakdown",
     "MemoryEstimate",
     "Resident",
     "Target",

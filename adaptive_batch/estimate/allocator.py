@@ -14,7 +14,6 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -35,15 +34,12 @@ _PAGE = 2 * MIB
 _LEAST_LARGE = 10 * MIB
 # Where addresses start to fall.
 _TOP = 2**47
-# Of free blocks of one size the oldest segment's is taken, and there the lowest; in 2.12 the oldest
-# block; before, the lowest.
-_OLDEST_SEGMENT = torch.__version__ >= "2.13"
-_OLDEST_BLOCK = "2.12" <= torch.__version__ < "2.13"
+# Of free blocks of one size the oldest segment's is taken, and there the lowest; before 2.13 the
+# lowest (2.12 takes the oldest block, which is not simulated).
+_OLDEST_SEGMENT_FIRST = torch.__version__ >= "2.13"
 _HARMLESS = re.compile(
     "expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_"
 )
-# Orders differ by more than addresses do.
-_new_order = count(_TOP, _TOP).__next__
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class _Pool:
     """Blocks of one kind and stream that are not in use.
 
     Attributes:
-        free: by size, order and address.
+        free: in the order in which they are taken.
         unmapped: those of expandable segments that are not mapped, by address.
     """
 
@@ -89,18 +85,18 @@ class _Pool:
         # What is requested from the driver is a multiple of it.
         self.granule = _PAGE if is_small else 20 * MIB
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
-        self.free: list[tuple[int, int, Block]] = []
+        self.free: list[tuple[int, int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
         if block.is_mapped:
-            insort(self.free, (block.size, block.order + block.address, block))
+            insort(self.free, (*block.rank, block))
         else:
             insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
         if block.is_mapped:
-            del self.free[bisect_left(self.free, (block.size, block.order + block.address))]
+            del self.free[bisect_left(self.free, block.rank)]
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
@@ -112,7 +108,6 @@ class Block:
     pool: _Pool
     # Address of its segment.
     segment: int
-    order: int
     address: int
     size: int
     is_mapped: bool = True
@@ -120,6 +115,11 @@ class Block:
     requested: int = 0
     previous: Block | None = None
     next: Block | None = None
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Place among free blocks; the driver gives memory at falling addresses."""
+        return self.size, -self.segment if _OLDEST_SEGMENT_FIRST else 0, self.address
 
     @property
     def is_whole_segment(self) -> bool:
@@ -133,13 +133,8 @@ class Block:
         return self.size + self.next.size
 
     def split(self, size: int) -> Block:
-        """Keep the first `size` bytes, and return the rest, which is a new block to PyTorch."""
-        order = self.order
-        if _OLDEST_BLOCK:
-            order = _new_order()
-        rest = Block(
-            self.pool, self.segment, order, self.address + size, self.size - size, self.is_mapped
-        )
+        """Keep the first `size` bytes, and return the rest."""
+        rest = Block(self.pool, self.segment, self.address + size, self.size - size, self.is_mapped)
         rest.previous = self
         rest.next = self.next
         self.next = rest
@@ -158,7 +153,6 @@ class Block:
         previous = self.previous
         if previous is not None and self._merges_with(previous):
             self.pool.remove(previous)
-            previous.order = self.order
             previous._absorb(self)
             block = previous
         self.pool.add(block)
@@ -227,10 +221,7 @@ class CachingAllocator:
         pool = self._pools.get((stream, is_small)) or self._new_pool(stream, is_small=is_small)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block.size - size >= pool.least_remainder:
-            rest = block.split(size)
-            # To PyTorch the first part is the new block.
-            block.order, rest.order = rest.order, block.order
-            pool.add(rest)
+            pool.add(block.split(size))
         block.is_allocated = True
         block.requested = nbytes
         self.allocated_bytes += block.size
@@ -250,7 +241,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give back every segment without a block in use; of expandable ones every such granule."""
         for pool in self._pools.values():
-            for _, _, block in list(pool.free):
+            for *_, block in list(pool.free):
                 if self._is_expandable:
                     self._unmap(block)
                 elif block.is_whole_segment:
@@ -306,9 +297,9 @@ class CachingAllocator:
         if at == len(free):
             return None
         if self._is_expandable:
-            while at + 1 < len(free) and free[at + 1][2].room < free[at][2].room:
+            while at + 1 < len(free) and free[at + 1][-1].room < free[at][-1].room:
                 at += 1
-        return free.pop(at)[2]
+        return free.pop(at)[-1]
 
     def _new_block(self, pool: _Pool, size: int) -> Block:
         segment_bytes = pool.granule
@@ -348,10 +339,7 @@ class CachingAllocator:
 
     def _new_segment(self, pool: _Pool, size: int, *, is_mapped: bool = True) -> Block:
         self._lowest -= size
-        order = 0
-        if _OLDEST_SEGMENT or _OLDEST_BLOCK:
-            order = _new_order()
-        block = Block(pool, self._lowest, order, self._lowest, size, is_mapped)
+        block = Block(pool, self._lowest, self._lowest, size, is_mapped)
         self._heads[self._lowest] = block
         return block
 
@@ -408,7 +396,6 @@ class CachingAllocator:
         if begin > start:
             remainder = block
             block = block.split(begin - start)
-            remainder.order, block.order = block.order, remainder.order
             pool.add(remainder)
         if end - begin < block.size:
             pool.add(block.split(end - begin))

@@ -13,13 +13,12 @@ import torch
 
 from adaptive_batch._util import format_bytes
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import MemoryCurve
+from adaptive_batch.memory import MemoryCurve, Trace
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .fake_step import FEW, MORE, FakeStep, Run
-from .length import CurveCheck, LengthEstimate, MemoryBreakdown
+from .length import CurveCheck, LengthEstimate
 from .result import Fit, Target
-from .tracker import StepTrace
 
 # Rows of two steps, tried in turn until both run the same operations.
 # What compiled graphs run can depend on the sizes, the less the more rows there are.
@@ -46,8 +45,7 @@ def estimate_length(
         maximum: number of rows above which a batch is of no interest.
         forward_backward: forward and backward of a number of rows; None for the step's own.
         is_checked: compare the curve with a trace of the most rows that fit, and trace each bound,
-            up to a batch that is large on the host; name the modules that made the peak. Otherwise
-            all follows from two sizes.
+            up to a batch that is large on the host. Otherwise all follows from two sizes.
         allocator: settings of the devices' caching allocator; None for a device without one, where
             reserved memory equals allocated memory.
 
@@ -55,12 +53,12 @@ def estimate_length(
         SettingError: no two sizes ran the same operations.
     """
     run = forward_backward or step.forward_backward
-    (few_rows, few), (more_rows, more) = traces_alike(step, run)
-    curve = MemoryCurve.from_traces((few_rows, few.trace), (more_rows, more.trace))
+    few, more = traces_alike(step, run)
+    curve = MemoryCurve.from_traces(few, more)
     length = LengthEstimate(
         tokens,
         step.resident,
-        _breakdowns(curve, (few_rows, few), (more_rows, more)),
+        curve,
         math.ceil(_one_row_bytes(step, run, curve, targets) * (1 + step.margin)),
         step.optimizer_peak_bytes,
         margin=step.margin,
@@ -77,8 +75,10 @@ def estimate_length(
     if is_checked:
         collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
         largest_bound = max(fit.max_batch_size for fit in fits)
-        checked_rows = max(more_rows + 1, min(largest_bound, collated_rows))
-        length = _checked(step, run, length, curve, checked_rows)
+        checked_rows = max(more[0] + 1, min(largest_bound, collated_rows))
+        counted_bytes = max(step.trace(checked_rows, forward_backward=run).live_bytes)
+        check = CurveCheck(checked_rows, counted_bytes, curve.peak_bytes(checked_rows))
+        length = replace(length, check=check)
         checked_fits = []
         for target, expected in zip(targets, fits, strict=True):
             checked_fit = fit(target, expected)
@@ -92,26 +92,9 @@ def estimate_length(
                 checked_fit = fit(target, checked_fit)
             checked_fits.append(checked_fit)
         fits = tuple(checked_fits)
-    return length, tuple(explained(length, fit) for fit in fits)
-
-
-def _breakdowns(
-    curve: MemoryCurve, few: tuple[int, StepTrace], more: tuple[int, StepTrace]
-) -> tuple[MemoryBreakdown, ...]:
-    """Divide each line of the curve into activations, gradients and the rest."""
-    few_rows, few_trace = few
-    more_rows, more_trace = more
-    breakdowns = []
-    for line in curve.lines:
-        few_bytes = few_trace.forward_bytes[line.operation]
-        more_bytes = more_trace.forward_bytes[line.operation]
-        bytes_per_row = (more_bytes - few_bytes) / (more_rows - few_rows)
-        activations = (few_bytes - few_rows * bytes_per_row, bytes_per_row)
-        gradients = more_trace.gradient_bytes(line.operation)
-        breakdowns.append(
-            MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients)
-        )
-    return tuple(breakdowns)
+    return length, tuple(
+        explained(length, fit, step.composition(max(1, fit.max_batch_size), run)) for fit in fits
+    )
 
 
 def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequence[Target]) -> int:
@@ -119,40 +102,25 @@ def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequen
     fewest_fitting = min(curve.max_rows(target.budget_bytes) or 0 for target in targets)
     if fewest_fitting >= FEW:
         return curve.peak_bytes(1)
-    return max(step.trace(1, forward_backward=run).trace.live_bytes)
-
-
-def _checked(
-    step: FakeStep, run: Run, length: LengthEstimate, curve: MemoryCurve, rows: int
-) -> LengthEstimate:
-    """Compare the curve with a trace of `rows`, and name what made the peaks."""
-    operations = {line.operation for line in curve.lines}
-    trace = step.trace(rows, forward_backward=run, explain=operations)
-    check = CurveCheck(rows, max(trace.trace.live_bytes), curve.peak_bytes(rows))
-    sites = {operation: live.describe() for operation, live in trace.explained.items()}
-    named = tuple(
-        replace(breakdown, site=sites.get(line.operation, ""))
-        for breakdown, line in zip(length.breakdowns, curve.lines, strict=True)
-    )
-    return replace(length, breakdowns=named, check=check)
+    return max(step.trace(1, forward_backward=run).live_bytes)
 
 
 def traces_alike(
     step: FakeStep, run: Run | None = None
-) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
+) -> tuple[tuple[int, Trace], tuple[int, Trace]]:
     """Trace two sizes that run the same operations, the smaller first.
 
     Raises:
         SettingError: no two did.
     """
-    traces: dict[int, StepTrace] = {}
+    traces: dict[int, Trace] = {}
     for few, many in _PAIRS:
         for size in (few, many):
             if size not in traces:
                 traces[size] = step.trace(size, forward_backward=run)
         low = traces[few]
         high = traces[many]
-        if low.trace.program == high.trace.program:
+        if low.program == high.program:
             return (few, low), (many, high)
     remedy = (
         "each number of rows runs other operations, so no peak follows from another; probe it on a"
@@ -171,15 +139,13 @@ def counted_fit(length: LengthEstimate, budget_bytes: int, *, maximum: int) -> F
     return Fit(length.sequence_length, rows, rows, peak, peak, too_large)
 
 
-def explained(length: LengthEstimate, fit: Fit) -> Fit:
+def explained(length: LengthEstimate, fit: Fit, composition: dict[str, int]) -> Fit:
     """Return a fit of this length with what its peak is made of."""
-    rows = max(1, fit.max_batch_size)
     return replace(
         fit,
-        bytes_per_row=float(length.curve.highest(max(2, rows)).bytes_per_row),
-        composition={name: round(size) for name, size in length.composition(rows).items()},
+        bytes_per_row=float(length.curve.highest(max(2, fit.max_batch_size)).bytes_per_row),
+        composition=composition,
         optimizer_bytes=length.optimizer_peak_bytes or 0,
-        site=length.breakdowns[length.curve.highest(rows).operation].site,
     )
 
 

@@ -32,15 +32,9 @@ Shapes = list[tuple[int, ...]]
 
 _CUDA: Any = torch.backends.cuda
 
-# Attention of [rows, heads, tokens, head_dim]. What is kept for backward beside operands and
-# output, in float32: the logarithms of the sums.
-_KEPT: dict[str, Callable[[Tensor], Shapes]] = {
-    "flash": lambda query: [query.shape[:3]],
-    "efficient": lambda query: [(*query.shape[:2], round_up(query.shape[2], 32))],
-    "cudnn": lambda query: [query.shape[:3]],
-}
-# What backward takes while it runs, in float32: sums of the gradient, and a gradient of the query,
-# padded to the kernel's blocks. Flash attention's are padded for each of the packed rows.
+# Attention of [rows, heads, tokens, head_dim]. What its backward takes while it runs, in float32:
+# sums of the gradient, and a gradient of the query, padded to the kernel's blocks. Flash attention
+# pads each of the packed rows.
 _BUFFERS: dict[str, Callable[[Tensor, int], Shapes]] = {
     "flash": lambda query, rows: [
         (query.shape[1], _padded(query, rows), width)
@@ -51,6 +45,10 @@ _BUFFERS: dict[str, Callable[[Tensor, int], Shapes]] = {
         (*query.shape[:2], round_up(query.shape[2], 64), round_up(query.shape[3], 64)),
     ],
     "cudnn": lambda query, _: [(*query.shape[:3], query.shape[3] + 1)],
+}
+_FORWARDS = {
+    "efficient": aten._scaled_dot_product_efficient_attention,
+    "cudnn": aten._scaled_dot_product_cudnn_attention,
 }
 _BACKWARDS = {
     "flash": aten._scaled_dot_product_flash_attention_backward.default,
@@ -107,7 +105,7 @@ class CudaKernels:
     def __init__(self, compute_capability: tuple[int, int] | None = None) -> None:
         self.capability = compute_capability or (8, 0)
         self._functions: dict[str, Callable[..., Any]] = {
-            "scaled_dot_product_attention": self._attention,
+            "scaled_dot_product_attention": self.attention,
             "estimated_attention": self._packed_attention,
             "rms_norm": partial(_norm, 1),
             "layer_norm": partial(_norm, 2),
@@ -135,7 +133,7 @@ class CudaKernels:
                 stack.enter_context(replaced(module, **fakes))
             yield
 
-    def _attention(
+    def attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -146,7 +144,6 @@ class CudaKernels:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-        as_operator: bool = False,
     ) -> Tensor:
         """native/transformers/attention.cpp: ``scaled_dot_product_attention``."""
         head_dim = query.shape[-1]
@@ -156,7 +153,7 @@ class CudaKernels:
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty(mask.shape, dtype=query.dtype)
         if kernel == "math":
-            return _math_attention(query, key, value, mask, *options)
+            return _math_attention(query, key, value, mask, dropout_p, is_causal, enable_gqa)
         if kernel == "flash" and head_dim % 8:
             query, key, value = (
                 functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value)
@@ -165,22 +162,14 @@ class CudaKernels:
             if mask.shape[-1] % 8:
                 mask = functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
             mask = mask.expand(*query.shape[:3], key.shape[-2])
-        if as_operator:
-            tensors = (query, key, value)
-            if kernel == "flash":
-                results = aten._scaled_dot_product_flash_attention(*tensors, dropout_p, is_causal)
-            else:
-                operator = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
-                kept = torch.is_grad_enabled()
-                results = operator(*tensors, mask, kept, dropout_p, is_causal)
-            output: Tensor = results[0]
+        tensors = (query, key, value)
+        if kernel == "flash":
+            results = aten._scaled_dot_product_flash_attention(*tensors, dropout_p, is_causal)
         else:
-            output = _run(_Attention, kernel, query, key, value, mask)
+            keeps_sums = torch.is_grad_enabled()
+            results = _FORWARDS[kernel](*tensors, mask, keeps_sums, dropout_p, is_causal)
+        output: Tensor = results[0]
         return output[..., :head_dim] if output.shape[-1] != head_dim else output
-
-    def attention_operator(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention by the operator that CUDA takes, for a graph of operators."""
-        return self._attention(*args, **kwargs, as_operator=True)
 
     def _packed_attention(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
@@ -189,7 +178,9 @@ class CudaKernels:
             return None
         if ends is None:
             ends = torch.empty(len(lengths) + 1, dtype=torch.int32)
-        return _run(_Attention, "flash", query, key, value, None, len(lengths)), ends
+        flat = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        output, _ = memory.packed_attention(*flat, ends, None)
+        return output.transpose(0, 1)[None], ends
 
     def takes_packed_rows(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether one kernel attends to rows of several lengths, laid end to end in ``[1,
@@ -269,6 +260,7 @@ class CudaKernels:
     def operators(self) -> dict[Any, Callable[..., Any]]:
         """Return what runs in the place of operators; others allocate their results alone."""
         instead: dict[Any, Callable[..., Any]] = {
+            aten._safe_softmax.default: _safe_softmax,
             aten._softmax_backward_data.default: _softmax_backward,
             aten.embedding_dense_backward.default: _embedding_backward,
             torch.ops.adaptive_batch.packed_attention_backward.default: _packed_backward,
@@ -336,36 +328,6 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     if compute_capability >= (9, 0):
         return 32 * 1024 * 1024
     return (2 * 4096 + 8 * 16) * 1024
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernel: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        rows: int = 0,
-    ) -> Tensor:
-        if kernel != "efficient" and query.shape[3] == value.shape[3]:
-            output = torch.empty_like(query)
-        else:
-            batch, heads, tokens, _ = query.shape
-            output = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
-        kept = map(_floats, _KEPT[kernel](query) if any(ctx.needs_input_grad) else ())
-        ctx.save_for_backward(query, key, value, output, mask, *kept)
-        ctx.kernel = kernel
-        ctx.rows = rows
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, output, *_ = ctx.saved_tensors
-        tensors = (gradient, query, key, value, output)
-        gradients = _attention_backward(ctx.kernel, *tensors, rows=ctx.rows)
-        return (None, *gradients[:3], None, None)
 
 
 def _attention_backward(
@@ -490,21 +452,11 @@ def _embedding_backward(
     return result
 
 
-class _SafeSoftmax(torch.autograd.Function):
-    """native/transformers/attention.cpp: ``_safe_softmax``."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        weights = scores.softmax(-1)
-        torch.empty_like(scores, dtype=torch.bool)
-        ctx.save_for_backward(weights)
-        return weights
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (weights,) = ctx.saved_tensors
-        result: Tensor = aten._softmax_backward_data(gradient, weights, -1, weights.dtype)
-        return result
+def _safe_softmax(scores: Tensor, *args: Any) -> Tensor:
+    """native/transformers/attention.cpp: rows that see no token are looked for in a mask."""
+    result = scores.softmax(*args)
+    torch.empty_like(scores, dtype=torch.bool)
+    return result
 
 
 def _math_attention(
@@ -529,7 +481,7 @@ def _math_attention(
     weights = scaled.matmul(key.transpose(-2, -1) * 1.0)
     if mask is not None:
         weights.add_(mask)
-    weights = _dropout(_run(_SafeSoftmax, weights), dropout)
+    weights = _dropout(aten._safe_softmax(weights, -1), dropout)
     return weights.matmul(value).to(dtype)
 
 

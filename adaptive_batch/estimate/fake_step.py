@@ -9,12 +9,12 @@ import gc
 import re
 import traceback
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +28,7 @@ from adaptive_batch._util import replaced
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import (
     OptimizerInBackward,
+    Trace,
     optimizer_state_tensors,
     optimizers_of,
     storage_bytes,
@@ -35,7 +36,7 @@ from adaptive_batch.memory import (
 
 from .cuda_operators import CudaKernels, Workspaces
 from .step_log import Phase, joined
-from .tracker import AttributedTracker, ModuleNames, StepTrace
+from .tracker import LoggingTracker
 
 private = PrivateNames("memory estimates")
 
@@ -89,6 +90,14 @@ class Resident:
         return self.parameters + self.buffers + self.optimizer + self.gradients
 
 
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own parameters and buffers."""
+    return {
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    }
+
+
 class FakeDevice:
     """A device whose tensors have no memory, so that any model fits on it.
 
@@ -99,16 +108,15 @@ class FakeDevice:
     def __init__(self, kernels: CudaKernels | None = None) -> None:
         self.mode = private.FakeTensorMode()
         self.kernels = kernels
-        self._counter: AttributedTracker | None = None
-        self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
+        self._counter: LoggingTracker | None = None
         # Of a batch that the step itself copies to the device, by what it calls for it.
         self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
-        # Tensors of the model in the order in which they are made; empty if a script moves them.
+        # Of the model, in the order in which they are made; empty if a script moves them.
         self.made: list[torch.Tensor] = []
-        # What is allocated before, to fill buffers, and the buffers that it has filled.
-        self.filling = array("q")
-        self._filled: WeakSet[torch.UntypedStorage] = WeakSet()
+        # What is allocated before, to fill buffers.
+        self.filling: list[Phase] = []
+        self._filled_models: list[nn.Module] = []
         # What is counted may be this share below the peak.
         self.margin = 0.0
 
@@ -121,31 +129,26 @@ class FakeDevice:
             fill: makes real buffers of the model, as a device does when it loads it.
         """
         if fill is not None:
-            counter = AttributedTracker()
-            counter.add(())
+            self._filled_models.append(model)
+            counter = LoggingTracker()
             with counter:
                 fill()
-            num_earlier = sum(entry > 0 for entry in self.filling)
-            # Before the buffers are freed, which stay on a device.
-            self.filling.extend(e if e > 0 else e - num_earlier for e in counter.log)
-        filled = [name for name, buffer in model.named_buffers() if fill and not buffer.is_meta]
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(parameter, []).append((module, name))
-        with self.mode:
-            model._apply(self._on_host_device)  # type: ignore[no-untyped-call]
+            self.filling.append(counter.phase(self.filled()))
         # Tied weights stay tied.
-        for (owner, own_name), *tied_places in places.values():
-            for module, name in tied_places:
-                module._parameters[name] = owner._parameters[own_name]
-        for name in filled:
-            self._filled.add(model.get_buffer(name).untyped_storage())
+        fakes: dict[torch.Tensor, torch.Tensor] = {}
+        for module in model.modules():
+            for name, tensor in own_tensors(module).items():
+                if tensor not in fakes:
+                    fakes[tensor] = self._on_host_device(tensor)
+                    if isinstance(tensor, nn.Parameter):
+                        fakes[tensor] = nn.Parameter(fakes[tensor], tensor.requires_grad)
+                setattr(module, name, fakes[tensor])
 
-    def is_filled(self, tensor: torch.Tensor) -> bool:
-        """Return whether :attr:`filling` has allocated the tensor."""
-        return tensor.untyped_storage() in self._filled
+    def filled(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+        """Yield the buffers that :attr:`filling` has allocated, by name."""
+        models = self._filled_models
+        for number, buffer in enumerate(chain.from_iterable(model.buffers() for model in models)):
+            yield ("filled", number), buffer
 
     def batch(self, batch: dict[str, Any], *, is_moved: bool = True) -> None:
         """Make the tensors of a batch fake, in place, and count them.
@@ -157,13 +160,17 @@ class FakeDevice:
         """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if is_moved or tensor.device.type != "cpu":
-                return self._fake(tensor)
-            # The counter would see it made.
-            with private.disable_current_modes():
-                on_host = self._on_host_device(tensor)
-            self.not_moved.add(on_host.untyped_storage())
-            return on_host
+            result = tensor
+            if not isinstance(tensor, private.FakeTensor):
+                # The counter would see it made.
+                with private.disable_current_modes():
+                    result = self._on_host_device(tensor)
+            storage = result.untyped_storage()
+            if not is_moved and tensor.device.type == "cpu":
+                self.not_moved.add(storage)
+            elif self._counter:
+                self._counter._see(storage)
+            return result
 
         batch.update(private.tree_map_only(torch.Tensor, fake, dict(batch)))
 
@@ -199,7 +206,7 @@ class FakeDevice:
             with private.disable_current_modes(), self.mode, compiled_parts:
                 result = step(*args, **kwargs)
             if self._counter:
-                self._counter.see(optimizer_state_tensors([optimizer]))
+                self._counter.add(optimizer_state_tensors([optimizer]))
             return result
 
         optimizer.step = uncounted  # type: ignore[method-assign]
@@ -236,33 +243,15 @@ class FakeDevice:
         converted: torch.Tensor = self.mode.from_tensor(tensor, static_shapes=True)
         return converted
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = tensor
-        if not isinstance(tensor, private.FakeTensor):
-            fake = self._on_host_device(tensor)
-        if self._counter:
-            self._counter._see(fake.untyped_storage())
-        return fake
-
     @contextmanager
-    def counting(
-        self,
-        *,
-        explain: Collection[int] = (),
-        names: ModuleNames | None = None,
-    ) -> Iterator[AttributedTracker]:
-        """Context manager: new tensors are fake, and counted; for the arguments see
-        :class:`AttributedTracker`.
-        """
+    def counting(self) -> Iterator[LoggingTracker]:
+        """Context manager: new tensors are fake, and counted."""
         kernels = self.kernels
-        counter = AttributedTracker(
+        counter = LoggingTracker(
             instead=kernels.operators() if kernels else {},
             workspaces=Workspaces(kernels) if kernels else None,
-            on_host=self._on_host,
             not_moved=self.not_moved,
             streams=self._streams,
-            explain=explain,
-            names=names,
         )
         self._counter = counter
         try:
@@ -278,8 +267,6 @@ class FakeDevice:
                 contexts.enter_context(counter)
                 if kernels:
                     contexts.enter_context(kernels.in_place())
-                if names:
-                    contexts.enter_context(names.following())
                 yield counter
         finally:
             self._counter = None
@@ -365,25 +352,16 @@ class FakeStep:
                 optimizer.zero_grad(set_to_none=True)
             self._steps.append(counter.phase(self._named()))
 
-    def trace(
-        self, rows: int, *, forward_backward: Run | None = None, explain: Collection[int] = ()
-    ) -> StepTrace:
+    def trace(self, rows: int, *, forward_backward: Run | None = None) -> Trace:
         """Return what forward and backward of one micro-batch of that many rows hold.
 
         Args:
             forward_backward: instead of the constructor's, for rows of another length.
-            explain: operations at which all live bytes are attributed to modules.
         """
-        self._prepare()
         run = forward_backward or self.forward_backward
-        names = ModuleNames(self.model) if explain else None
-        with self._device.counting(explain=explain, names=names) as counter:
-            counter.add_named(self._named())
-            run(rows)
-            phase = counter.phase(self._named())
-            step_trace = counter.step_trace(self.model)
+        phase, trace = self._traced(rows, run)
         self._phases.setdefault((run, False), {})[rows] = phase
-        return step_trace
+        return trace
 
     def is_traced(self, rows: int, *, forward_backward: Run | None = None) -> bool:
         """Return whether a micro-batch of that many rows was traced."""
@@ -413,7 +391,7 @@ class FakeStep:
         run = forward_backward or self.forward_backward
         phase = self._at(rows, run)
         # Each phase, and whether training runs it for the first time.
-        phases = [(self.loading, True)]
+        phases = [(phase, True) for phase in (*self._device.filling, self.loading)]
         for number in range(num_steps):
             is_first_step = number == 0
             if self.accumulates:
@@ -423,8 +401,23 @@ class FakeStep:
                 phases.append((self._at(rows, run, is_first=True), True))
             else:
                 phases.append((phase, is_first_step))
-            phases.append((self._optimizer_step(number), False))
+            # There are none where the optimizer runs in backward.
+            if self._steps:
+                phases.append((self._steps[min(number, len(self._steps) - 1)], False))
         return joined(phases)
+
+    def composition(self, rows: int, forward_backward: Run) -> dict[str, int]:
+        """Return the bytes by kind at the peak of a micro-batch of that many rows."""
+        held = self._at(rows, forward_backward).held_at_peak()
+        resident = self.resident
+        return {
+            "parameters": resident.parameters,
+            "buffers": resident.buffers,
+            "optimizer state": resident.optimizer,
+            "gradients": resident.gradients + held["gradients"],
+            "activations": held["activations"],
+            "backward temporaries": held["backward temporaries"],
+        }
 
     @property
     def margin(self) -> float:
@@ -433,27 +426,12 @@ class FakeStep:
 
     @property
     def loading(self) -> Phase:
-        """What loading the model allocates and frees."""
-        tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))
-        if not self._sharding.is_sharded:
-            tensors = (*self._device.made, *_as_moved(self.model))
+        """What loading the model allocates."""
         with self._device.counting() as counter:
-            counter.add(tensor for tensor in tensors if not self._device.is_filled(tensor))
-            phase = counter.phase(_named(model=self.model))
-        num_earlier = sum(entry > 0 for entry in self._device.filling)
-        after = {name: number + num_earlier for name, number in phase.after.items()}
-        return Phase(self._device.filling + phase.log, (), after)
-
-    def _optimizer_step(self, number: int) -> Phase:
-        """Return the optimizer's step and the release of its gradients; an empty phase where it
-        runs in backward.
-
-        Args:
-            number: index of the step in training.
-        """
-        if not self._steps:
-            return Phase(array("q"), (), {})
-        return self._steps[min(number, len(self._steps) - 1)]
+            counter.add_named(self._device.filled())
+            counter.add(self._device.made)
+            counter.add(tensor for _, tensor in _named(self.model))
+            return counter.phase(_named(self.model))
 
     def _at(self, rows: int, run: Run, *, is_first: bool = False) -> Phase:
         """Return a micro-batch: any, or the first one of training."""
@@ -464,16 +442,16 @@ class FakeStep:
         if rows >= FEW:
             for size in (FEW, MORE):
                 if len(phases) < 2 and size not in phases:
-                    phases[size] = self._traced(size, run, is_first=is_first)
+                    phases[size], _ = self._traced(size, run, is_first=is_first)
             nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
             for near, far in pairwise(nearest_sizes):
                 if phases[near].is_like(phases[far]):
                     return phases[near].between(phases[far], Fraction(rows - near, far - near))
-        phases[rows] = self._traced(rows, run, is_first=is_first)
+        phases[rows], _ = self._traced(rows, run, is_first=is_first)
         return phases[rows]
 
-    def _traced(self, rows: int, run: Run, *, is_first: bool = False) -> Phase:
-        """Run one micro-batch, and return its log.
+    def _traced(self, rows: int, run: Run, *, is_first: bool = False) -> tuple[Phase, Trace]:
+        """Run one micro-batch, and return its log and what was alive after each operation.
 
         Args:
             is_first: whether it makes the gradients, or the states where the optimizer is in
@@ -489,10 +467,10 @@ class FakeStep:
         with self._device.counting() as counter:
             counter.add_named(self._named())
             run(rows)
-            return counter.phase(self._named())
+            return counter.phase(self._named()), counter.trace()
 
     def _named(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-        yield from _named(model=self.model)
+        yield from _named(self.model)
         for number, parameter in enumerate(self.model.parameters()):
             if parameter.grad is not None:
                 yield ("gradient", number), parameter.grad
@@ -521,17 +499,9 @@ class FakeStep:
                     parameter.grad = torch.zeros_like(parameter)
 
 
-def _named(*, model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+def _named(model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
         yield ("model", number), tensor
-
-
-def _as_moved(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters and buffers in the order in which ``model.to(device)`` moves them."""
-    for child in module.children():
-        yield from _as_moved(child)
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
 
 
 class DevicesAsHost(TorchFunctionMode):

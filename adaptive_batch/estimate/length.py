@@ -1,46 +1,14 @@
-"""The memory of a training step with rows of one length: the curve of its peak, and its parts."""
+"""The memory of a training step with rows of one length, on any device."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from adaptive_batch._util import count, format_bytes
-from adaptive_batch.memory import Line, MemoryCurve
+from adaptive_batch.memory import MemoryCurve
 
 from .fake_step import Resident
-
-
-@dataclass(frozen=True)
-class MemoryBreakdown:
-    """One line of a memory curve, and what its bytes are.
-
-    Attributes:
-        activations: made by forward and kept for backward: fixed bytes, and bytes per row.
-        gradients: bytes of parameters' gradients that this step has made by then.
-        site: the operation of the line and the largest transient allocations there; empty if they
-            were not looked up.
-    """
-
-    fixed_bytes: Fraction
-    bytes_per_row: Fraction
-    activations: tuple[float, float]
-    gradients: int
-    site: str = ""
-
-    def at(self, rows: int, resident: Resident) -> dict[str, float]:
-        """Bytes by kind at that many rows."""
-        total = math.ceil(self.fixed_bytes + self.bytes_per_row * rows)
-        activations = self.activations[0] + self.activations[1] * rows
-        return {
-            "parameters": resident.parameters,
-            "buffers": resident.buffers,
-            "optimizer state": resident.optimizer,
-            "gradients": resident.gradients + self.gradients,
-            "activations": activations,
-            "backward temporaries": max(0.0, total - resident.total - activations - self.gradients),
-        }
 
 
 @dataclass(frozen=True)
@@ -81,7 +49,7 @@ class LengthEstimate:
 
     Attributes:
         resident: before a forward.
-        breakdowns: one for each line of the curve of forward and backward.
+        traced_curve: peak of forward and backward by rows, through two traced sizes.
         one_row_bytes: the peak of a single row, which often runs other operations.
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
             backward.
@@ -91,7 +59,7 @@ class LengthEstimate:
 
     sequence_length: int
     resident: Resident
-    breakdowns: tuple[MemoryBreakdown, ...]
+    traced_curve: MemoryCurve
     one_row_bytes: int
     optimizer_peak_bytes: int | None
     check: CurveCheck | None = None
@@ -99,18 +67,21 @@ class LengthEstimate:
 
     @property
     def curve(self) -> MemoryCurve:
-        """Peak of forward and backward with the margin, by rows; operations are the places of the
-        breakdowns.
+        """Peak of forward and backward by rows, with the margin.
 
         Where the check is off, the curve is scaled to the peak that was counted.
         """
         scale = 1 + Fraction(self.margin)
         if self.check is not None and self.check.is_off:
             scale *= Fraction(self.check.counted_bytes, self.check.expected_bytes)
-        lines = [
-            Line(breakdown.fixed_bytes * scale, breakdown.bytes_per_row * scale, place)
-            for place, breakdown in enumerate(self.breakdowns)
-        ]
+        lines = (
+            replace(
+                line,
+                fixed_bytes=line.fixed_bytes * scale,
+                bytes_per_row=line.bytes_per_row * scale,
+            )
+            for line in self.traced_curve.lines
+        )
         return MemoryCurve(tuple(lines))
 
     def max_rows(self, budget_bytes: int) -> int | None:
@@ -152,7 +123,3 @@ class LengthEstimate:
             if peak > budget_bytes:
                 return f"{name} ({format_bytes(peak)} at the peak)"
         return None
-
-    def composition(self, rows: int) -> dict[str, float]:
-        """Return bytes by kind at the peak of that many rows."""
-        return self.breakdowns[self.curve.highest(rows).operation].at(rows, self.resident)

@@ -29,7 +29,7 @@ from .bounds import estimate_length
 from .compiled_parts import CompiledParts
 from .cuda_operators import left_out
 from .devices import alike, parse_devices
-from .fake_step import FakeDevice, FakeStep, needs_values, runs_in_optimizer
+from .fake_step import FakeDevice, FakeStep, needs_values, own_tensors, runs_in_optimizer
 from .result import Fit, MemoryEstimate
 
 private = PrivateNames("memory estimates")
@@ -240,17 +240,7 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
     Raises:
         SettingError: the optimizer's step reads an attribute that cannot be copied.
     """
-    modules = [
-        (
-            module,
-            module.training,
-            {
-                **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
-                **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
-            },
-        )
-        for module in model.modules()
-    ]
+    modules = [(module, module.training, own_tensors(module)) for module in model.modules()]
     real = dict(model.named_parameters(remove_duplicate=False))
     try:
         device.move(model)

@@ -29,8 +29,6 @@ class Fit:
         bytes_per_row: what one row more adds to the peak.
         composition: bytes by kind at the peak of forward and backward.
         optimizer_bytes: peak of clipping and the optimizer's step.
-        site: the operation there with the largest transient allocations; empty if they were not
-            looked up.
     """
 
     sequence_length: int
@@ -42,7 +40,6 @@ class Fit:
     bytes_per_row: float = 0.0
     composition: dict[str, int] = field(default_factory=dict)
     optimizer_bytes: int = 0
-    site: str = ""
 
     def explain(self) -> str:
         """Return what the peak is made of, and where in the step it is."""
@@ -54,8 +51,6 @@ class Fit:
         rows = count(max(1, self.max_batch_size), "row")
         of_length = _of_length(self.sequence_length)
         lines = [f"peak of {rows}{of_length}: {format_bytes(total)}: {shares}"]
-        if self.site:
-            lines.append(f"  reached in {self.site}")
         if self.optimizer_bytes > total:
             size = format_bytes(self.optimizer_bytes)
             lines.append(f"  the optimizer's step holds more: {size}, whatever the batch")

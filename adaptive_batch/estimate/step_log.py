@@ -9,7 +9,8 @@ one. A negative entry n frees the allocation that is numbered ``~n``.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -17,6 +18,8 @@ import torch
 
 # An entry that allocates is stream x STREAM + bytes.
 STREAM = 2**48
+# Of a tensor's storage: the tensor's kind and number, and the storage's place in it.
+Name = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class Phase:
         after: what is left for other phases, and its number.
         once: positions in the log, and bytes, of what is allocated there when training does it
             first, and kept.
+        activations: numbers of the allocations that forward made.
     """
 
     log: array[int]
-    before: tuple[Hashable, ...]
-    after: Mapping[Hashable, int]
+    before: tuple[Name, ...]
+    after: Mapping[Name, int]
     once: tuple[tuple[int, int], ...] = ()
+    activations: frozenset[int] = frozenset()
 
     def is_like(self, other: Phase) -> bool:
         """Whether another differs in sizes alone."""
@@ -56,6 +61,32 @@ class Phase:
         log.frombytes(torch.where(differences == 0, entries, sizes).numpy().tobytes())
         return replace(self, log=log)
 
+    def held_at_peak(self) -> Counter[str]:
+        """Return the bytes of this phase's own allocations at its peak, by kind."""
+        sizes = [0] * len(self.before)
+        live = peak = end = 0
+        for position, entry in enumerate(self.log, 1):
+            if entry > 0:
+                sizes.append(entry % STREAM)
+                live += sizes[-1]
+            else:
+                live -= sizes[~entry]
+            if live > peak:
+                peak = live
+                end = position
+        gradients = {number for name, number in self.after.items() if name[0] == "gradient"}
+        freed = {~entry for entry in self.log[:end] if entry <= 0}
+        num_allocations = len(self.before) + end - len(freed)
+        held: Counter[str] = Counter()
+        for number in set(range(num_allocations)) - freed:
+            kind = "backward temporaries"
+            if number in self.activations:
+                kind = "activations"
+            elif number in gradients:
+                kind = "gradients"
+            held[kind] += sizes[number]
+        return held
+
 
 def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     """Return the log of phases that follow each other.
@@ -65,7 +96,7 @@ def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     """
     log = array("q")
     num_allocations = 0
-    alive: dict[Hashable, int] = {}
+    alive: dict[Name, int] = {}
     for phase, is_first in phases:
         # A parameter that no row uses has no gradient, which the optimizer's step would free.
         numbers = [alive.pop(name, -1) for name in phase.before]

@@ -73,18 +73,20 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         size = storage.nbytes()
-        counted = self._sizes.get(key)
-        if counted is None:
+        if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
-            counted = 0
         # It is new, or was resized in place.
-        if size != counted or not counted:
-            self._sizes[key] = size
-            self.live_bytes += size - counted
+        if size != self._sizes.get(key):
+            self._resize(key, size)
+
+    def _resize(self, key: int, size: int) -> None:
+        """A storage has other memory than before: 0 bytes if it is freed."""
+        self.live_bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key)
-        del self._storages[key]
+        self._resize(key, 0)
+        del self._sizes[key], self._storages[key]
         self._gathered.pop(key, None)
 
     def _see_gathered(self, tensors: Iterable[torch.Tensor]) -> None:

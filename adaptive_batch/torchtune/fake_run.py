@@ -218,7 +218,7 @@ class FakeRun:
         assert reference is not None, "the reference runs within training's micro-batches"
         step = self._fake_step(rows, accumulates=False, keeps_gradients=False)
         few, more = traces_alike(step, lambda size: reference.try_rows(rows(size)))
-        return MemoryCurve.from_traces((few[0], few[1].trace), (more[0], more[1].trace))
+        return MemoryCurve.from_traces(few, more)
 
     def _fake_step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool) -> FakeStep:
         trainer = self.trainer
@@ -314,7 +314,7 @@ def expected_curve(
             if run.job.cfg.compile:
                 # Variants of fake rows must not use up the compiler's limit for those of real ones.
                 torch.compiler.reset()
-    return MemoryCurve.from_traces((few[0], few[1].trace), (more[0], more[1].trace))
+    return MemoryCurve.from_traces(few, more)
 
 
 @contextmanager

@@ -98,8 +98,7 @@ def test_of_blocks_of_one_size_the_oldest_segments_is_taken_or_the_lowest(
     monkeypatch, oldest_first, taken
 ):
     """Addresses fall, so the two differ."""
-    monkeypatch.setattr(module, "_OLDEST_SEGMENT", oldest_first)
-    monkeypatch.setattr(module, "_OLDEST_BLOCK", False)
+    monkeypatch.setattr(module, "_OLDEST_SEGMENT_FIRST", oldest_first)
     device = allocator()
     blocks = [device.malloc(40 * MIB) for _ in range(3)]
     addresses = [block.address for block in blocks]

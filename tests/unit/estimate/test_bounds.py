@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from adaptive_batch.estimate import (
     AllocatorSettings,
     LengthEstimate,
-    MemoryBreakdown,
     counted_fit,
 )
 from adaptive_batch.estimate.bounds import ReplayedBounds
 from adaptive_batch.estimate.fake_step import Resident
+from adaptive_batch.memory import Line, MemoryCurve
 
 MIB = 2**20
 RESIDENT = Resident(parameters=64 * MIB, buffers=0, optimizer=0, gradients=0)
 
 
 def length_of(per_row, fixed=64 * MIB):
-    line = MemoryBreakdown(Fraction(fixed), Fraction(per_row), (0.0, float(per_row)), 0)
-    return LengthEstimate(512, RESIDENT, (line,), fixed + per_row, None)
+    curve = MemoryCurve((Line(Fraction(fixed), Fraction(per_row), 0),))
+    return LengthEstimate(512, RESIDENT, curve, fixed + per_row, None)
 
 
 def step_log(rows, each, *, steps=3):

@@ -72,12 +72,10 @@ def test_attention_inside_of_multi_head_attention_is_replaced_and_left_as_it_was
     real = functional.scaled_dot_product_attention
     with FakeTensorMode():
         module, rows = nn.MultiheadAttention(64, 4, batch_first=True), torch.empty(2, 16, 64)
-        assert not any(
-            "_Attention" in name
-            for name in names_of(module(rows, rows, rows, need_weights=False)[0])
-        )
+        of_cuda = "ScaledDotProductEfficientAttentionBackward0"
+        assert of_cuda not in names_of(module(rows, rows, rows, need_weights=False)[0])
         with CudaKernels((8, 0)).in_place():
-            assert "_AttentionBackward" in names_of(module(rows, rows, rows, need_weights=False)[0])
+            assert of_cuda in names_of(module(rows, rows, rows, need_weights=False)[0])
     assert functional.scaled_dot_product_attention is real
 
 
@@ -121,7 +119,9 @@ def test_attention_keeps_sums_and_its_backward_takes_a_gradient_in_float32(
         before = len(counter.log)
         output.backward(torch.empty_like(output))
         backward = [size for size in counter.log[before:] if size > 0]
-    assert forward == [8 * 512 * 64 * dtype.itemsize, kept["sums"]]
+    # What is left is the seed of dropout.
+    assert forward[:2] == [8 * 512 * 64 * dtype.itemsize, kept["sums"]]
+    assert sum(forward[2:]) <= 24
     assert taken["gradient"] in backward
 
 

@@ -62,17 +62,17 @@ CASES = [
 def test_a_fake_step_holds_what_a_real_one_holds_after_each_operation(case):
     step = fake_step(**case)
     traces = {rows: step.trace(rows) for rows in (1, 2, 3, 9)}
-    curve = MemoryCurve.from_traces((2, traces[2].trace), (3, traces[3].trace))
+    curve = MemoryCurve.from_traces((2, traces[2]), (3, traces[3]))
     with rehearsal(**case) as trial:
         assert step.resident.total == trial.resident_bytes
         assert step.optimizer_peak_bytes == trial.optimizer_peak_bytes
         assert (step.optimizer_peak_bytes is None) == case.get("in_backward", False)
         for rows, fake in traces.items():
             real = trial(rows)
-            assert max(fake.trace.live_bytes) == real.peak_bytes
+            assert max(fake.live_bytes) == real.peak_bytes
             if case.get("in_backward"):  # a rehearsal puts each parameter back in its hook
                 continue
-            assert list(fake.trace.live_bytes) == list(real.trace.live_bytes)
+            assert list(fake.live_bytes) == list(real.trace.live_bytes)
         assert curve.peak_bytes(37) == trial(37).peak_bytes
 
 
@@ -115,7 +115,7 @@ def test_a_model_of_many_gigabytes_takes_no_memory():
     before = _resident_pages()
     words = 2**24  # 4 GiB of embeddings, and 8 of states
     step = fake_step(words=words)
-    peak = max(step.trace(64).trace.live_bytes)
+    peak = max(step.trace(64).live_bytes)
     assert step.resident.parameters > 4 * 2**30
     assert peak > 64 * LENGTH * words * 4
     assert _resident_pages() - before < 2**28
@@ -152,11 +152,9 @@ def test_rows_of_another_length_are_traced_by_code_of_their_own():
     device = FakeDevice()
     step = fake_step(model=model, device=device)
     other = max(
-        step.trace(
-            3, forward_backward=partial(run, model, device.batch, length=40)
-        ).trace.live_bytes
+        step.trace(3, forward_backward=partial(run, model, device.batch, length=40)).live_bytes
     )
-    plain = max(step.trace(3).trace.live_bytes)
+    plain = max(step.trace(3).live_bytes)
     with rehearsal() as trial:
         assert plain == trial(3).peak_bytes
         trial._forward_backward = partial(run, trial._model, lambda batch: None, length=40)
@@ -282,21 +280,14 @@ def test_of_an_optimizer_that_a_device_compiles_what_stays_is_counted():
     assert sum(entry for entry in phase.log) == storage_bytes(states)
 
 
-def test_what_is_loaded_is_in_the_order_in_which_a_model_is_moved_to_a_device():
-    moved = []
-    model = Decoder()
-    model._apply(lambda tensor: moved.append(tensor.nbytes) or tensor)
-    # A parameter and a buffer beside the layers come last.
-    assert moved[-2:] == [model.scale.nbytes, model.seen.nbytes]
-    assert list(fake_step(model=model).loading.log) == moved
-
-
 def test_what_fills_buffers_is_allocated_before_a_model_is_there_and_buffers_stay():
     model = nn.Linear(4, 4, device="meta")
     device = FakeDevice()
     device.move(model, fill=lambda: model.register_buffer("table", torch.zeros(50) + 1))
-    assert list(device.filling) == [200, 200, ~0]
-    assert device.is_filled(model.table)
+    (phase,) = device.filling
+    assert list(phase.log) == [200, 200, ~0]
+    assert phase.after == {("filled", 0, 0): 1}
+    assert [buffer is model.table for _, buffer in device.filled()] == [True]
 
 
 def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
@@ -305,4 +296,4 @@ def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
         model = Decoder()
     twin = copy.deepcopy(model)
     one, other = fake_step(model=model, device=device), fake_step(model=twin, device=FakeDevice())
-    assert one.trace(2).trace == other.trace(2).trace
+    assert one.trace(2) == other.trace(2)

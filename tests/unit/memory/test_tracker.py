@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive_batch.estimate.tracker import AttributedTracker
+from adaptive_batch.estimate.tracker import LoggingTracker
 from adaptive_batch.memory import MemoryTracker
 
 
@@ -53,7 +53,7 @@ def sums(function, *, fake=False):
     """Run it backward under a tracker, and return which sums were in place."""
     with FakeTensorMode() if fake else torch.enable_grad():
         x = torch.linspace(-1, 1, 1024).reshape(32, 32).requires_grad_()
-        with InPlace() as noted, AttributedTracker():
+        with InPlace() as noted, LoggingTracker():
             function(x.clone()).sum().backward()
     return noted.sums
 

@@ -18,13 +18,12 @@ from adaptive_batch.estimate import (
     Change,
     CurveCheck,
     LengthEstimate,
-    MemoryBreakdown,
     MemoryEstimate,
     Target,
     read_estimate,
 )
 from adaptive_batch.estimate.fake_step import Resident
-from adaptive_batch.memory import GIB
+from adaptive_batch.memory import GIB, Line, MemoryCurve
 from adaptive_batch.report import write_estimate_picture, write_report
 from adaptive_batch.report.drawing import to_svg
 from adaptive_batch.report.estimate_figures import estimate_figures
@@ -39,24 +38,18 @@ def length_of(
     tokens=512,
     one_row=None,
     optimizer=3.0,
-    resident=(1.0, 0.001, 2.0, 0.0),
-    of_gradients=0.5,
+    resident=(1.0, 0.001, 2.0, 0.125),
 ):
-    """A plan whose lines are (fixed, a row) in GiB, of which a row's activations are four
-    fifths.
-    """
+    """A plan whose lines are (fixed, a row) in GiB."""
     parts = Resident(*(int(part * GIB) for part in resident))
-    breakdowns = tuple(
-        MemoryBreakdown(
-            Fraction(int(fixed * GIB)),
-            Fraction(int(each * GIB)),
-            (0.0, 0.8 * each * GIB),
-            int(of_gradients * GIB) if number == 0 else 0,
+    curve = MemoryCurve(
+        tuple(
+            Line(Fraction(int(fixed * GIB)), Fraction(int(each * GIB)), number)
+            for number, (fixed, each) in enumerate(lines)
         )
-        for number, (fixed, each) in enumerate(lines)
     )
     length = LengthEstimate(
-        tokens, parts, breakdowns, 0, None if optimizer is None else int(optimizer * GIB)
+        tokens, parts, curve, 0, None if optimizer is None else int(optimizer * GIB)
     )
     return replace(
         length, one_row_bytes=length.curve.peak_bytes(1) if one_row is None else int(one_row * GIB)
@@ -143,7 +136,7 @@ def test_where_nothing_fits_the_first_row_is_shown():
 
 
 def test_a_kind_that_is_not_there_is_not_shown():
-    (figure,) = estimate_figures(plan_with(length_of((4.0, 0.5), (3.2, 1.0), of_gradients=0.0)))
+    (figure,) = estimate_figures(plan_with(length_of((4.0, 0.5), resident=(1.0, 0.001, 2.0, 0.0))))
     kinds = ["parameters", "buffers", "optimizer state", "activations", "backward temporaries"]
     assert list(bars(drawn(figure))) == kinds
     assert (
@@ -207,7 +200,7 @@ def test_a_plan_that_cannot_be_read_is_none(tmp_path, content):
 
 
 @pytest.mark.parametrize("value", [None, [], float("nan"), float("inf")])
-@pytest.mark.parametrize("key", ["sequence_length", "allocated_bytes", "composition", "site"])
+@pytest.mark.parametrize("key", ["sequence_length", "allocated_bytes", "composition"])
 def test_a_plan_with_a_value_that_is_none_is_refused_as_a_whole(tmp_path, key, value):
     full_plan().save(tmp_path / "estimate.json")
     saved = json.loads((tmp_path / "estimate.json").read_text())
