@@ -311,7 +311,7 @@ class BenchOfTask(Bench):
         step = run.trainer.tried()
         self.memory = run.job.memory
         self.model = run.trainer.model
-        self._runner = run.trainer.runner
+        self._runner = run.trainer.engine
         self._optimizer = step.optimizer
         self._held = step.held
         self._row = run.data.dataset[0]

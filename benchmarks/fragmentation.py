@@ -245,7 +245,7 @@ def run_case(
             if distributed.is_initialized():
                 step.model.set_requires_gradient_sync(number == len(pieces))  # type: ignore[operator]
             batch = batch_of([lengths[row] for row in piece.rows])
-            step.parts.run_alone(Part(batch, len(piece.rows), share=1 / len(pieces)))
+            step.engine.run_alone(Part(batch, len(piece.rows), share=1 / len(pieces)))
 
     memory = []
     for _, lengths in zip(range(steps), case.lengths(), strict=False):

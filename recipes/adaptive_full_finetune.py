@@ -243,7 +243,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
         # Searches have compiled for trials, and what they compiled is forgotten.
-        self.trainer.runner.compilations.forget()
+        self.trainer.engine.compilations.forget()
         self.profiler.start()
         first_epoch = self.queue.progress.epoch
         epochs = self.settings.epochs
@@ -285,7 +285,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 ends=self.preemption.requested,
             )
             # Forward and backward of all micro-batches; the gradients are clipped.
-            result = self.trainer.runner.run(
+            result = self.trainer.engine.run(
                 rows, report, measures_noise=self.tally.measures_noise(step)
             )
             if not self.tally.drops(step, result, lr=rates["lr"]):
@@ -305,7 +305,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             if self.validation:
                 self.validation.run_where_due(progress.steps)
             self.profiler.end_step()
-            self.trainer.runner.compilations.log_new(self.log.event)
+            self.trainer.engine.compilations.log_new(self.log.event)
             self.saver.save_where_due(self.trainer, ends=result.ends)
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:

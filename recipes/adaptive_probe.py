@@ -87,7 +87,7 @@ def probe(
         raise refused
     if len(results) > 1:
         say(summary(results))
-    if trainer.runner.reference is not None:
+    if trainer.engine.reference is not None:
         step_rows = results[-1].batch_size * settings.gradient_accumulation_steps
         of_reference = bound_finder.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")

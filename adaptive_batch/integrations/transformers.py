@@ -163,7 +163,7 @@ class AdaptiveTrainer(Trainer):
             losses: list[torch.Tensor] = step(prepared)
         metrics.log()
         # Alike on all ranks: only a split is looked at.
-        if step.num_pieces > 1:
+        if step.num_micro_batches > 1:
             self._reduction.agree()
         if self._growth is not None:
             self._growth.set_rate(self.optimizer)

@@ -176,7 +176,7 @@ class BoundFinder:
         """
         settings = self._settings
         plan = settings.search_plan
-        sizer = trainer.runner.sizer
+        sizer = trainer.engine.sizer
         if not plan.chooses_fastest or sizer.throughput is not None:
             return None
         # A step that changes its size may have as many rows as fit.
@@ -220,7 +220,7 @@ class BoundFinder:
         """
         settings = self._settings
         size = settings.reference_micro_batch_size
-        reference = trainer.runner.reference
+        reference = trainer.engine.reference
         assert reference is not None, "the reference runs within training's micro-batches"
         usable_rows = step_rows
         if settings.grows or settings.batch_tokens:

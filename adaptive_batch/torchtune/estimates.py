@@ -367,7 +367,7 @@ class _Step:
     @property
     def has_reference_apart(self) -> bool:
         """Whether the reference runs in micro-batches of its own."""
-        return self.run.trainer.runner.reference is not None
+        return self.run.trainer.engine.reference is not None
 
     def reference_rows(self, length: int | str, targets: Sequence[Target]) -> tuple[int, ...]:
         """Return the rows of one length that fit at once in the reference, for each device."""

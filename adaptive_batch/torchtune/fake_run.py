@@ -214,7 +214,7 @@ class FakeRun:
         """Return the peak of the reference alone, which runs apart from training, by the rows at
         once: what training has between two steps is there, too. :meth:`step` comes first.
         """
-        reference = self.trainer.runner.reference
+        reference = self.trainer.engine.reference
         assert reference is not None, "the reference runs within training's micro-batches"
         step = self._fake_step(rows, accumulates=False, keeps_gradients=False)
         few, more = traces_alike(step, lambda size: reference.try_rows(rows(size)))
@@ -230,15 +230,15 @@ class FakeRun:
             step=tried.step,
             accumulates=accumulates,
             device=self.device,
-            sharding=trainer.runner.sharding,
+            sharding=trainer.engine.sharding,
             keep_gradients=(
-                (lambda: trainer.runner.keep_gradients(rows(1))) if keeps_gradients else None
+                (lambda: trainer.engine.keep_gradients(rows(1))) if keeps_gradients else None
             ),
         )
 
     def forward_backward(self, rows: Rows) -> Callable[[int], object]:
         """Return forward and backward of that many rows, as training runs them."""
-        return lambda size: self.trainer.runner.try_rows(rows(size))
+        return lambda size: self.trainer.engine.try_rows(rows(size))
 
     def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
         """Return the model that trains and, where the task needs one, the second."""

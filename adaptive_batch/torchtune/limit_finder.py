@@ -65,7 +65,7 @@ class LimitFinder:
                 not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        sizer = self._trainer.runner.sizer
+        sizer = self._trainer.engine.sizer
         planner = self._planner
         saved = resumed.state_of("limits")
         self._log_notes()
@@ -123,7 +123,7 @@ class LimitFinder:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
         saved_maximum = self._planner.batch.saved_maximum
-        max_batch_size = self._trainer.runner.sizer.max_batch_size
+        max_batch_size = self._trainer.engine.sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and max_batch_size and saved_maximum > max_batch_size:
             raise SettingError(
@@ -138,8 +138,8 @@ class LimitFinder:
         """Find how many rows fit at once in a reference that runs apart from training, where that
         is asked for or training's were searched for, too.
         """
-        runner = self._trainer.runner
-        reference = runner.reference
+        engine = self._trainer.engine
+        reference = engine.reference
         settings = self._settings
         if reference is None:
             return
@@ -149,7 +149,7 @@ class LimitFinder:
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
             sizer.set_bound(result)
-            runner.sizer.count_out_of_memory(result.num_out_of_memory)
+            engine.sizer.count_out_of_memory(result.num_out_of_memory)
             peak = result.peak_bytes()
             of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
             self._log.event(
@@ -245,7 +245,7 @@ class LimitFinder:
             DoesNotFitError: not even this one.
             SettingError: fewer, and with the optimizer in backward a step cannot be split.
         """
-        sizer = self._trainer.runner.sizer
+        sizer = self._trainer.engine.sizer
         settings = self._settings
         batch_size = self._planner.batch.batch_size
         row = max(rows, key=self._job.task.length)
@@ -298,7 +298,7 @@ class LimitFinder:
             return
         limit = self._planner.limit
         rows = self._planner.batch.step_rows
-        layout = self._trainer.runner.sizer.layout
+        layout = self._trainer.engine.sizer.layout
         fitting_rows = layout.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
             self._log.event(

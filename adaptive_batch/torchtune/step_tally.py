@@ -87,7 +87,7 @@ class StepTally:
         self._log = log
         nonfinite = NonfiniteSteps(
             settings.on_nonfinite_loss,
-            trainer.runner,
+            trainer.engine,
             event=log.event,
             is_taken=settings.optimizer_in_bwd,
             remedy=remedy,

@@ -38,7 +38,7 @@ log = logging.getLogger("adaptive_batch")
 
 
 class Trainer:
-    """Model, loss and optimizer, and the runner of their micro-batches.
+    """Model, loss and optimizer, and the engine of their micro-batches.
 
     Args:
         job, data: of the run.
@@ -82,7 +82,7 @@ class Trainer:
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
-        self.runner = RecipeStep(
+        self.engine = RecipeStep(
             model,
             self._row_loss(to_device or partial(utils.batch_to_device, device=job.device)),
             sizers.training,
@@ -123,7 +123,7 @@ class Trainer:
         return RowReference(partial(task.reference_values, self), task.num_reference_values, sizer)
 
     def _row_loss(self, to_device: Callable[[dict[str, Any]], object]) -> RowLoss:
-        """Return what the runner needs to know of rows and their loss."""
+        """Return what the engine needs to know of rows and their loss."""
         task = self._job.task
         data = self._data
         return RowLoss(
@@ -194,7 +194,7 @@ class Trainer:
         form = FORMS[kind]
 
         def token_loss(batch: dict[str, Any]) -> torch.Tensor:
-            self.runner.loss.to_device(batch)
+            self.engine.loss.to_device(batch)
             return task.token_loss(self, batch)
 
         def pack(sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -287,7 +287,7 @@ class Trainer:
         shrinks = self._job.settings.on_out_of_memory == "shrink"
         # A compiled model would be compiled for one row more.
         if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:
-            self.runner.record_collectives_of_row()
+            self.engine.record_collectives_of_row()
 
     def step(self) -> None:
         """Step and clear the gradients.
@@ -318,16 +318,16 @@ class Trainer:
 
     def tried(self) -> TriedStep:
         """Return the step that a search tries."""
-        runner = self.runner
+        engine = self.engine
         keeps_gradients = (
             distributed.world_size() > 1 and not self._job.settings.sync_gradients_every_micro_batch
         )
         return TriedStep(
-            runner,
+            engine,
             self.in_backward or self.optimizer,
-            runner.try_rows,
-            runner.clip,
-            row_length=runner.loss.row_length,
-            keep_gradients=runner.keep_gradients if keeps_gradients else None,
+            engine.try_rows,
+            engine.clip,
+            row_length=engine.loss.row_length,
+            keep_gradients=engine.keep_gradients if keeps_gradients else None,
             held=() if self._reference.second is None else (self._reference.second,),
         )

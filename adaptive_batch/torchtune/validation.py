@@ -61,14 +61,14 @@ class Validation:
         self._job = job
         self._data = data
         self._log = log
-        self._runner = trainer.runner
+        self._engine = trainer.engine
         self.num_rows = validation.rows_of(
             len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
         )
         size = ConfiguredSize(micro_batch_size=validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
             result = self._find(trainer, bound_finder)
-            self._runner.sizer.count_out_of_memory(result.num_out_of_memory)
+            self._engine.sizer.count_out_of_memory(result.num_out_of_memory)
             tokens = data.layout_val.run_tokens([result.sequence_length] * result.max_batch_size)
             size = ConfiguredSize(micro_batch_tokens=tokens)
             log.event(
@@ -85,18 +85,18 @@ class Validation:
             size,
             layout=data.layout_val,
             memory=job.memory,
-            on_change=counted_by(self._runner.sizer, log.limit_change, kind="validation_limit"),
+            on_change=counted_by(self._engine.sizer, log.limit_change, kind="validation_limit"),
         )
-        loss = replace(data.loss_val(self._runner.loss), dummy_row=lambda: data.dataset_val[0])
-        self._evaluator = Evaluator(self._runner, loss, sizer)
+        loss = replace(data.loss_val(self._engine.loss), dummy_row=lambda: data.dataset_val[0])
+        self._evaluator = Evaluator(self._engine, loss, sizer)
 
     def _find(self, trainer: Trainer, bound_finder: BoundFinder) -> ProbeResult:
         """Find the largest number of the longest rows that fit, without gradients."""
         data = self._data
         rows = bound_finder.rows.of_validation()
         length = data.layout_val.padded(rows.length)
-        loss = data.loss_val(self._runner.loss)
-        evaluate = partial(self._runner.try_evaluation, loss=loss, length=length)
+        loss = data.loss_val(self._engine.loss)
+        evaluate = partial(self._engine.try_evaluation, loss=loss, length=length)
         scope = SearchScope(rows, evaluation=Evaluation(evaluate, bound_finder.rows.probed()))
         maximum = bound_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
         (result,) = bound_finder.find(trainer, scope, maximum=maximum)

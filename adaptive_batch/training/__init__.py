@@ -19,7 +19,7 @@ from .loop import AdaptiveLoop
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .options import StepOptions, Terms
-from .packing import pack_rows, rows_apart
+from .packing import isolated_rows, pack_rows
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .recipe_step import RecipeStep
@@ -72,9 +72,9 @@ __all__ = [
     "find_limit",
     "find_max_batch_size",
     "has_batch_norm",
+    "isolated_rows",
     "kinds_to_choose_from",
     "norm_to_clip",
     "pack_rows",
-    "rows_apart",
     "same_answers",
 ]

@@ -167,7 +167,7 @@ class AdaptiveStep:
             syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
         )
         check_ranks(model, self.sharding)
-        self.parts = PartStep(
+        self.engine = PartStep(
             model,
             forward_backward,
             self.sizer,
@@ -199,7 +199,7 @@ class AdaptiveStep:
     @property
     def is_trial(self) -> bool:
         """Whether what runs now is a trial or a check of a split, and not training."""
-        return self.parts.is_trial
+        return self.engine.is_trial
 
     @property
     def max_batch_size(self) -> int | None:
@@ -207,14 +207,14 @@ class AdaptiveStep:
         return self.sizer.max_batch_size
 
     @property
-    def pieces(self) -> list[MicroBatch]:
-        """Rows of each part of the last batch, on this rank."""
-        return self.parts.plan.micro_batches
+    def micro_batches(self) -> list[MicroBatch]:
+        """Rows of each micro-batch of the last batch, on this rank."""
+        return self.engine.plan.micro_batches
 
     @property
-    def num_pieces(self) -> int:
-        """Parts of the last batch, on the rank that has most."""
-        return self.parts.plan.number
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the last batch, on the rank that has most."""
+        return self.engine.plan.number
 
     # --- a step
 
@@ -238,10 +238,10 @@ class AdaptiveStep:
         rows = self._split_batch(batch)
         report = RankReport(batch_size=distributed.maximum(rows.num_rows))
         try:
-            return self.parts.run(rows, report)
+            return self.engine.run(rows, report)
         finally:
             # Also where the step has run out of memory for good.
-            if self.tried_one_part and self.num_pieces > 1:
+            if self.tried_one_part and self.num_micro_batches > 1:
                 self.tried_one_part = False
                 log.warning(
                     "a batch is split, and what fits was tried without the gradients of other"
@@ -296,7 +296,7 @@ class AdaptiveStep:
             rows, accumulates=accumulates or self.sizer.may_split, whole_step_rows=batch_size
         )
         try_sample = partial(self._try_sample, beside_gradients=accumulates)
-        return self.search(TriedStep(self.parts, optimizer, try_sample), scope, options)
+        return self.search(TriedStep(self.engine, optimizer, try_sample), scope, options)
 
     def search(self, tried: TriedStep, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
         """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
@@ -321,15 +321,15 @@ class AdaptiveStep:
             return rows.part(range(rows.num_rows)), rows.num_rows
 
         def run() -> None:
-            comes = gradients_must_come(self.model, self.parts.forward_backward)
+            comes = gradients_must_come(self.model, self.engine.forward_backward)
             # Gradients that are not reduced are not the parameters' yet.
             with comes if is_last else nullcontext():
-                self.parts.try_part(whole, is_last=is_last)
+                self.engine.try_part(whole, is_last=is_last)
 
         if not beside_gradients:
             run()
             return
-        gradients = self.parts.save_gradients()
+        gradients = self.engine.save_gradients()
         if self.sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
@@ -379,7 +379,7 @@ class AdaptiveStep:
             # A script has to copy what a sample has on the CPU to a model on another device.
             fake.batch(made, is_moved=device.type == "cpu")
             with DevicesAsHost(fake):
-                self.parts.run_alone(Part(made["batch"], num_rows, is_trial=True))
+                self.engine.run_alone(Part(made["batch"], num_rows, is_trial=True))
 
         try:
             return estimate_step(
@@ -395,7 +395,7 @@ class AdaptiveStep:
                 headroom=headroom,
             )
         finally:
-            self.parts.compilations.forget()
+            self.engine.compilations.forget()
 
     # --- state
 

@@ -180,12 +180,12 @@ class BoundSearch:
         self._cache = cache
         self._time_limit = time_limit
         self._strategy = strategy
-        self._memory = tried.runner.memory
+        self._memory = tried.engine.memory
         self._maximum = distributed.minimum(options.maximum)
-        self._fewest = fewest_rows(tried.runner.model)
+        self._fewest = fewest_rows(tried.engine.model)
         # The cache is given back here.
         self._budget = self.budget_bytes()
-        tried.runner.largest_size = 0
+        tried.engine.largest_size = 0
         self._dry_run = self._new_dry_run()
 
     def budget_bytes(self) -> int:
@@ -194,7 +194,7 @@ class BoundSearch:
         Raises:
             SettingError: more is asked for than the device has.
         """
-        model = self._tried.runner.model
+        model = self._tried.engine.model
         states = optimizer_state_tensors(optimizers_of(self._tried.optimizer))
         changing = [*model.parameters(), *model.buffers(), *states]
         held = [
@@ -242,7 +242,7 @@ class BoundSearch:
         if tried.keep_gradients:
             keeps = partial(tried.keep_gradients, stepped.first(fewest))
         return DryRun(
-            model=tried.runner.model,
+            model=tried.engine.model,
             optimizer=tried.optimizer,
             forward_backward=lambda size: tried.try_rows(stepped.first(size)),
             step=tried.step,
@@ -251,9 +251,9 @@ class BoundSearch:
             budget_bytes=self._budget,
             fewest=fewest,
             row=stepped.name if fewest == 1 else f"{fewest} rows, which BatchNorm needs,",
-            sharding=tried.runner.sharding,
+            sharding=tried.engine.sharding,
             keep_gradients=keeps,
-            remedies=tried.runner.retry.remedies,
+            remedies=tried.engine.retry.remedies,
             steps=self._varying_steps if self._fragments else None,
             held=tried.held,
             leaves_cache=self._leaves_cache,
@@ -296,7 +296,7 @@ class BoundSearch:
             format_bytes(self._budget),
             self.left_free,
         )
-        others = OtherLeaves(self._tried.runner.own_leaves, in_trials=True)
+        others = OtherLeaves(self._tried.engine.own_leaves, in_trials=True)
         gradients = SavedGradients({}, lambda: None)
         try:
             # Reading a row of some datasets draws random numbers.
@@ -309,7 +309,7 @@ class BoundSearch:
                 result = self._search(min(budgets), resident_bytes)
                 # Counting sees each operation as it is called.
                 is_counted = self._memory.granularity_bytes == 1
-                if is_counted and is_compiled(self._tried.runner.model):
+                if is_counted and is_compiled(self._tried.engine.model):
                     result = replace(result, counts_eager=True)
                 choices = self._scope.choices
                 if choices and result.max_batch_size and result.throughput is None:
@@ -318,18 +318,18 @@ class BoundSearch:
                     fastest = self._fastest(choices, result.max_batch_size, seconds=seconds)
                     result = replace(result, throughput=fastest)
         finally:
-            if is_compiled(self._tried.runner.model):
+            if is_compiled(self._tried.engine.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
-            self._tried.runner.compilations.forget()
-        runner = self._tried.runner
+            self._tried.engine.compilations.forget()
+        engine = self._tried.engine
         if self._leaves_cache:
             largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
-            runner.largest_size = largest.size
+            engine.largest_size = largest.size
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
             raise DoesNotFitError(
-                f"{self._scope.rows.name} does not fit in {budget}; {runner.retry.remedies}"
+                f"{self._scope.rows.name} does not fit in {budget}; {engine.retry.remedies}"
             )
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
@@ -347,7 +347,7 @@ class BoundSearch:
         self, choices: Choices, max_batch_size: int, *, seconds: float
     ) -> Throughput | None:
         """Find the fastest micro-batches within what fits, in about so many seconds."""
-        compiles = is_compiled(self._tried.runner.model)
+        compiles = is_compiled(self._tried.engine.model)
         with any_number_of_variants() if compiles else nullcontext():
             search = ThroughputSearch(
                 self._tried, self._dry_run, choices, self._scope.rows, max_batch_size
@@ -359,7 +359,7 @@ class BoundSearch:
         earlier = None
         if self._cache is not None:
             earlier = distributed.from_rank_zero(partial(self._cache.known, budget))
-        if self._scope.evaluation and not self._tried.runner.sharding.knows(
+        if self._scope.evaluation and not self._tried.engine.sharding.knows(
             evaluates=self._scope.evaluation.kind
         ):
             # From it a rank that fails knows what the others wait for.
@@ -414,8 +414,8 @@ class BoundSearch:
         tried = self._tried
         rows = self._scope.rows
         assert rows.in_order is not None
-        layout = tried.runner.sizer.layout
-        unit = tried.runner.sizer.limit_of_step.unit
+        layout = tried.engine.sizer.layout
+        unit = tried.engine.sizer.limit_of_step.unit
         limit = MicroBatchLimit(layout.amount(size, rows.length, unit=unit), unit)
         per_step = 2 if self._scope.accumulates else 1
         longest = partial(tried.try_rows, rows.first(size))
@@ -530,15 +530,15 @@ def find_max_batch_size(
     check_bool("accumulates", accumulates)
     reshard(model)
     expand_segments_in_script(next(model.parameters()).device)
-    runner = Step(model, MicroBatchSizer())
+    engine = Step(model, MicroBatchSizer())
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
         # Gradients that are not reduced are not the parameters' yet.
         comes = gradients_must_come(model, forward_backward) if is_last else nullcontext()
-        with comes, runner.trial(is_last=is_last):
+        with comes, engine.trial(is_last=is_last):
             forward_backward(make_batch())
 
-    tried = TriedStep(runner, optimizer, try_sample)
-    rows = WorstRows.of_sample(sample, RowsOfBatch, runner.memory.device)
+    tried = TriedStep(engine, optimizer, try_sample)
+    rows = WorstRows.of_sample(sample, RowsOfBatch, engine.memory.device)
     (result,) = find_limit(tried, SearchScope(rows, accumulates=accumulates), options)
     return result

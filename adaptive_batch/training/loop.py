@@ -176,7 +176,7 @@ class AdaptiveLoop:
         )
         self.learning_rate: float | None = None
         self._nonfinite = NonfiniteSteps(
-            options.on_nonfinite_loss, self._step.parts, event=partial(log_event, options.event)
+            options.on_nonfinite_loss, self._step.engine, event=partial(log_event, options.event)
         )
         self._built_with = {
             "batch_size": batch_size,
@@ -364,7 +364,7 @@ class AdaptiveLoop:
             requested=planned.progress.batch,
         )
         reshard(self._model)
-        if step.parts.has_gradients():
+        if step.engine.has_gradients():
             check_gradients_are_clear(self._model, self._optimizer)
         began = time.perf_counter()
         result = step.run(rows, report)
@@ -411,7 +411,7 @@ class AdaptiveLoop:
                 would lose that step.
         """
         # A step that a GradScaler skips leaves no gradients.
-        if self._awaits_optimizer and self._step.parts.has_gradients():
+        if self._awaits_optimizer and self._step.engine.has_gradients():
             raise ValueError(
                 "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
                 " here would lose that step; save after optimizer.step()"

@@ -29,9 +29,9 @@ class NonfiniteSteps:
 
     Args:
         policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the
-            norm of the gradients too, where the runner measures it, and drop the gradients;
+            norm of the gradients too, where the step measures it, and drop the gradients;
             ``stop`` raises.
-        runner: runner of the steps, whose gradients are dropped.
+        step: runs the steps, whose gradients are dropped.
         event: takes each step that is not finite: a kind, a message and facts by name; of several
             in a row, the first and each hundredth are printed.
         is_taken: the optimizer in backward has taken a step by then.
@@ -41,14 +41,14 @@ class NonfiniteSteps:
     def __init__(
         self,
         policy: str,
-        runner: Step,
+        step: Step,
         *,
         event: Callable[..., object],
         is_taken: bool = False,
         remedy: Callable[[], str] | None = None,
     ) -> None:
         self._policy = policy
-        self._runner = runner
+        self._step = step
         self._event = event
         self._remedy = remedy
         self._is_taken = is_taken
@@ -74,7 +74,7 @@ class NonfiniteSteps:
         facts = {
             "epoch": progress.epoch,
             "batch": progress.batch,
-            "micro_batch": self._runner.sizer.limit_of_step,
+            "micro_batch": self._step.sizer.limit_of_step,
         }
         for name, now in facts.items():
             previous = self._facts.get(name, now)
@@ -111,7 +111,7 @@ class NonfiniteSteps:
         )
         if self._policy == "warn":
             return False
-        self._runner.drop_gradients()
+        self._step.drop_gradients()
         if self._policy == "stop":
             state = " before this step is taken"
             if self._is_taken:

@@ -233,7 +233,7 @@ def _operator_takes(
 
 
 @contextmanager
-def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
+def isolated_rows(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is causal attention of each row of
     a sequence alone. Compiled code calls one operator for that, whose graph does not depend on
     the rows.

@@ -16,7 +16,7 @@ from adaptive_batch._util import replaced
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .model_checks import evaluation_mode
-from .packing import Batch, Row, not_causal, rows_apart, tokens_key
+from .packing import Batch, Row, isolated_rows, not_causal, tokens_key
 
 
 class WatchedAttention:
@@ -141,12 +141,12 @@ def why_not_packed(
             if not watched.calls:
                 return _unseen_attention(model)
             alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short_rows)
-            with rows_apart(lengths):
+            with isolated_rows(lengths):
                 packed = float(token_loss(pack(short_rows)))
-            with rows_apart(lengths[::-1]):
+            with isolated_rows(lengths[::-1]):
                 reversed_order = float(token_loss(pack(short_rows[::-1])))
             # As one row, in which the second row sees the first.
-            with rows_apart([sum(lengths)]) as attention:
+            with isolated_rows([sum(lengths)]) as attention:
                 mixed = float(token_loss(pack(short_rows)))
     except (TypeError, ValueError) as error:
         return f"it does not run on packed rows: {error}"

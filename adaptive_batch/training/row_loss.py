@@ -69,7 +69,7 @@ class RowLoss:
             return
         form = FORMS[layout.kind]
         batch, lengths = self.join(rows, form)
-        with form.apart(lengths):
+        with form.isolate(lengths):
             yield batch
 
     def loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

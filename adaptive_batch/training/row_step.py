@@ -167,7 +167,7 @@ class RowStep:
                 event=options.event,
             ),
         )
-        self.parts = self.step.parts
+        self.engine = self.step.engine
         self.sizer = self.step.sizer
         self._chooses_fastest = micro_batch_tokens == "auto"
         layout = options.micro_batch_layout
@@ -193,15 +193,15 @@ class RowStep:
 
     def _token_loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of a batch of one row."""
-        num_labels = self.parts.num_labels(batch, 1)
+        num_labels = self.engine.num_labels(batch, 1)
         return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
 
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, float] | None:
-        num_labels = self.parts.num_labels(part.batch, part.num_rows)
+        num_labels = self.engine.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
             # The mean over 0 labels is NaN.
             return None
-        with self._rows_apart(part.batch):
+        with self._isolate_rows(part.batch):
             loss = check_loss(self._mean_loss(self._to_device(part.batch)))
             weighted = loss
             if part.share != 1.0:
@@ -209,12 +209,12 @@ class RowStep:
             weighted.backward()  # type: ignore[no-untyped-call]
         return weighted.detach(), num_labels
 
-    def _rows_apart(self, batch: Batch) -> AbstractContextManager[object]:
+    def _isolate_rows(self, batch: Batch) -> AbstractContextManager[object]:
         """Keep packed rows from seeing each other, in backward too."""
         form = FORMS.get(self.sizer.layout.kind)
         if form is None:
             return nullcontext()
-        return form.apart(form.lengths(batch))
+        return form.isolate(form.lengths(batch))
 
     def run(self, rows: Sequence[Row], report: RankReport) -> StepResult:
         """Compute the gradients of the mean loss over the labels of a step on all ranks, and clip
@@ -238,7 +238,7 @@ class RowStep:
             )
             raise SettingError("batch_size", report.batch_size, remedy)
         step_rows = RowsOfStep(self, rows)
-        results = self.parts.run(step_rows, report)
+        results = self.engine.run(step_rows, report)
         trained = list(filter(None, results))
         num_parts = len(trained)
         loss = 0.0
@@ -248,16 +248,16 @@ class RowStep:
             loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
             num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
-        run_tokens = sum(piece.run_tokens for piece in self.step.pieces)
+        run_tokens = sum(each.run_tokens for each in self.step.micro_batches)
         ranks = distributed.world_size()
         if ranks > 1:
             own: list[Any] = [loss / ranks, num_labels, num_tokens, run_tokens]
             loss, num_labels, num_tokens, run_tokens = (
                 sum(values) for values in zip(*distributed.all_gather(own), strict=True)
             )
-            num_parts = self.step.num_pieces if num_labels else 0
+            num_parts = self.step.num_micro_batches if num_labels else 0
             if not num_labels:
-                self.parts.drop_gradients()
+                self.engine.drop_gradients()
         if not num_labels:
             log.warning(
                 "a step of %d rows has no labels, so nothing is learned from it; check num_labels",
@@ -283,7 +283,7 @@ class RowStep:
         """The first row that has a label, for a rank that has no row of a step."""
         for number in range(len(self.dataset)):
             row = self.dataset[number]
-            if self.parts.num_labels(self.make_batch([row]), 1):
+            if self.engine.num_labels(self.make_batch([row]), 1):
                 return row
         raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
 
@@ -309,10 +309,10 @@ class RowStep:
             # Rows are collated on the host.
             with private.disable_current_modes():
                 batch = self.make_batch([rows[number % len(rows)] for number in range(num_rows)])
-                apart = self._rows_apart(batch)
+                isolated = self._isolate_rows(batch)
             made = {"batch": batch}
             device.batch(made)
-            with apart:
+            with isolated:
                 loss = check_loss(self._mean_loss(made["batch"]))
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -330,7 +330,7 @@ class RowStep:
                 headroom=headroom,
             )
         finally:
-            self.parts.compilations.forget()
+            self.engine.compilations.forget()
             dataset.forget()
 
     # --- what fits
@@ -356,9 +356,9 @@ class RowStep:
         if distributed.world_size() > 1 and not self._options.sync_gradients_every_micro_batch:
             keep_gradients = partial(self._try_rows, is_last=False)
             # The gradients that are kept can be dropped once FSDP has run.
-            self.parts.record_collectives_of(RowsOfStep(self, self.dataset.longest(1)))
+            self.engine.record_collectives_of(RowsOfStep(self, self.dataset.longest(1)))
         tried = TriedStep(
-            self.parts,
+            self.engine,
             optimizer,
             self._try_rows,
             self.clip,
@@ -371,7 +371,7 @@ class RowStep:
             self.dataset.forget()
 
     def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        self.parts.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
+        self.engine.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
 
     def _compare_layouts(self) -> tuple[str, ...]:
         """Run a few rows in each layout; return the kinds that train the model alike, of which a

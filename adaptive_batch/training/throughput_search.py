@@ -102,7 +102,7 @@ class ThroughputSearch:
         self._dry_run = dry_run
         self._choices = choices
         self._in_order = worst.in_order
-        self._layout = tried.runner.sizer.layout
+        self._layout = tried.engine.sizer.layout
         self._longest = self._layout.padded(worst.length)
         self._step_rows = choices.timed_rows or max_batch_size
         self._steps = [
@@ -120,7 +120,7 @@ class ThroughputSearch:
         where each layout is compiled again for each shape.
         """
         layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
-        if is_compiled(self._tried.runner.model):
+        if is_compiled(self._tried.engine.model):
             layouts = [layout for layout in layouts if self._settles(layout)]
             log.info("before micro-batches are timed: %s", describe_all(self._compiled))
         if not layouts:
@@ -178,7 +178,7 @@ class ThroughputSearch:
         """
         layout = self._layout.of_kind(fastest.kind, time=fastest.time)
         longest_rows = layout.rows_within(fastest.limit, self._longest)
-        with self._tried.runner.sizer.trying(layout):
+        with self._tried.engine.sizer.trying(layout):
             trial = self._dry_run(longest_rows)
         if not trial.fits:
             self._capacity[fastest.kind] = longest_rows // 2
@@ -198,7 +198,7 @@ class ThroughputSearch:
             is_warm = True
             pieces = [piece for limit in sizes for piece in micro_batches(lengths, limit, layout)]
             for piece in pieces:
-                with self._tried.runner.sizer.trying(layout):
+                with self._tried.engine.sizer.trying(layout):
                     micro_batch = partial(self._tried.try_rows, [rows[row] for row in piece.rows])
                     if self._dry_run.time([micro_batch]) is None:
                         # What is too large the search finds again.
@@ -229,7 +229,7 @@ class ThroughputSearch:
         timings = []
         for of_layout, layout in pieces:
             last = len(of_layout)
-            with self._tried.runner.sizer.trying(layout):
+            with self._tried.engine.sizer.trying(layout):
                 seconds = self._dry_run.time(
                     [
                         partial(

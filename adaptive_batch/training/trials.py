@@ -99,7 +99,7 @@ class TriedStep:
     """The step of training that trials run, through the code that training runs.
 
     Attributes:
-        runner: runs its micro-batches.
+        engine: runs its micro-batches.
         optimizer: optimizer of the model's parameters, or the optimizers in backward.
         try_rows: function that runs forward and backward of some rows at once, in the form of
             :class:`WorstRows`; ``is_last=False`` where gradients are not reduced.
@@ -110,7 +110,7 @@ class TriedStep:
         held: frozen modules that the step runs beside the model.
     """
 
-    runner: Step
+    engine: Step
     optimizer: Optimizer | OptimizerInBackward
     try_rows: Callable[..., None]
     clip: Callable[[], object] = lambda: None

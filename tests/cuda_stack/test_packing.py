@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_batch.training import pack_rows, rows_apart
+from adaptive_batch.training import isolated_rows, pack_rows
 
 pytestmark = pytest.mark.cuda_stack
 
@@ -69,7 +69,7 @@ def step(model, lengths, device=CUDA):
     batch = {key: value.to(device) for key, value in pack_rows(rows, ignore_index=-100).items()}
     labels = batch.pop("labels")
     model.zero_grad()
-    with rows_apart(lengths) as packed:
+    with isolated_rows(lengths) as packed:
         functional.cross_entropy(model(**batch)[0, :-1].float(), labels[0, 1:]).backward()
     return packed.calls
 
@@ -113,7 +113,7 @@ def test_attention_is_one_kernel_of_rows_of_several_lengths_in_backward_too(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_the_kernel_does_not_take_is_attended_row_by_row(dtype):
     query = torch.randn(1, 4, 10, 20, device=CUDA, dtype=dtype)  # heads of no multiple of 8
-    with profile(activities=[ProfilerActivity.CPU]) as profiled, rows_apart([7, 3]):
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, isolated_rows([7, 3]):
         out = functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     ran = {event.key: event.count for event in profiled.key_averages()}
     assert out.shape == query.shape
@@ -145,7 +145,7 @@ def test_in_backward_a_row_takes_as_much_as_128_tokens_of_one_layers_float32_que
             torch.zeros(1, 8, 4096, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
             for _ in range(3)
         ]
-        with rows_apart(lengths):
+        with isolated_rows(lengths):
             out = functional.scaled_dot_product_attention(*heads, is_causal=True)
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -160,8 +160,8 @@ def test_ends_of_rows_are_on_the_device_of_each_layer():
     program = """
 import torch
 from torch.nn import functional
-from adaptive_batch.training import rows_apart
-with rows_apart([3, 5]) as packed:
+from adaptive_batch.training import isolated_rows
+with isolated_rows([3, 5]) as packed:
     for number in range(2):
         heads = torch.zeros(3, 1, 2, 8, 64, dtype=torch.float16, device=f"cuda:{number}")
         functional.scaled_dot_product_attention(*heads, is_causal=True)

@@ -107,7 +107,7 @@ def differences(strategy: str, accumulates: int) -> dict[str, float]:
         own_losses, own_weights = trained(strategy, limit, callback, accumulates)
         assert callback.step is not None
         assert len(own_losses) == len(losses) == 8
-        assert callback.step.num_pieces == (2 if limit else 1)
+        assert callback.step.num_micro_batches == (2 if limit else 1)
         found[f"loss, {name}"] = max(
             abs(ours - plain) / plain for ours, plain in zip(own_losses, losses, strict=True)
         )

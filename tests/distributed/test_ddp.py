@@ -490,7 +490,7 @@ def in_framework(framework: str) -> float:
             inputs, targets = (tensor.float() for tensor in batch_of(step, 8))
             if in_parts:
                 step_of((inputs, targets))
-                assert step_of.num_pieces == 4
+                assert step_of.num_micro_batches == 4
             else:
                 backward(mse_loss(model(inputs), targets))
             optimizer.step()

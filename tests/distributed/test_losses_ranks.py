@@ -62,7 +62,7 @@ def of_the_global_batch(name: str, how: str) -> tuple[float, list[int]]:
         **case.step_arguments(page),
     )
     losses = step(own_rows(batch))
-    return relative_error(gradients_of(page), expected), [len(losses), step.num_pieces]
+    return relative_error(gradients_of(page), expected), [len(losses), step.num_micro_batches]
 
 
 @pytest.mark.parametrize("name", CASES)

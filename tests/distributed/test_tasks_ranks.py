@@ -55,7 +55,7 @@ def of_each_limit(
     wired = job_on(kind, rows, limit=limits[0])
     steps = []
     for limit in limits:
-        wired.trainer.runner.sizer.current = limit
+        wired.trainer.engine.sizer.current = limit
         result = wired.run(rows[start:end])
         gradients = {name: whole(gradient) for name, gradient in wired.gradients().items()}
         steps.append((result.micro_batches, gradients))

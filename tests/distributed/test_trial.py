@@ -56,25 +56,25 @@ class Trained:
         model = Decoder(draws=True, checkpointing=checkpointing, dtype=torch.float32)
         torch.manual_seed(distributed.rank())
         self.model = divided(model, reshard_after_forward=reshards)
-        self.runner: RecipeStep = runner_of(
+        self.engine: RecipeStep = runner_of(
             self.model, MicroBatchLimit(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.runner.run(rows(3))
+        self.engine.run(rows(3))
         self.optimizer.step()
 
     def rehearsal(self, budget_bytes: int = PLENTY) -> DryRun:
         return DryRun(
             model=self.model,
             optimizer=self.optimizer,
-            forward_backward=lambda size: self.runner.try_rows(rows(size)),
-            step=lambda: (self.runner.clip(), self.optimizer.step()),
+            forward_backward=lambda size: self.engine.try_rows(rows(size)),
+            step=lambda: (self.engine.clip(), self.optimizer.step()),
             accumulates=True,
             memory=device_memory(CPU),
             budget_bytes=budget_bytes,
-            sharding=self.runner.sharding,
+            sharding=self.engine.sharding,
             keep_gradients=(
-                None if self.sync else lambda: self.runner.try_rows(rows(1), is_last=False)
+                None if self.sync else lambda: self.engine.try_rows(rows(1), is_last=False)
             ),
         )
 
@@ -141,7 +141,7 @@ def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
 
 
 def evaluate(trained: Trained, size: int) -> None:
-    trained.runner.try_evaluation(rows(size))
+    trained.engine.try_evaluation(rows(size))
 
 
 def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]:

@@ -195,7 +195,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.rows_run: list[list[int]] = []
         self._in_forward = self._in_trial = False
-        self.runner = runner_of(
+        self.engine = runner_of(
             self.model,
             START,
             kind=_Runner,
@@ -206,7 +206,7 @@ class Training:
             measures_noise=way.measures_noise,
             on_change=lambda change: self.rows_run.append([]),
         )
-        self.sharding = self.runner.sharding
+        self.sharding = self.engine.sharding
         self._is_fresh = not warm  # the optimizer has no state yet
         if warm:
             self.step(0)
@@ -224,13 +224,13 @@ class Training:
             return "collective"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
-        return "forward" if self._in_forward else self.runner.doing
+        return "forward" if self._in_forward else self.engine.doing
 
     @property
     def can_be_told(self) -> bool:
         """A failure here is expected to be replayed."""
         return self.sharding.can_finish and (
-            self._in_trial if self.way.trials else self.runner.doing == "between"
+            self._in_trial if self.way.trials else self.engine.doing == "between"
         )
 
     def restore(self) -> None:
@@ -241,17 +241,17 @@ class Training:
         for name, buffer in self._buffers.items():
             setattr(self.model, name, buffer.clone())
         self._random.restore()
-        self.runner.sizer.current = START
+        self.engine.sizer.current = START
 
     def step(self, number: int, fault: RunsOut | None = None) -> tuple[Any, ...]:
         """One step of the optimizer."""
         self.rows_run = [[]]
         rows = make_rows(LENGTHS[distributed.rank()], seed=10 * number + distributed.rank())
         if fault is None:
-            result = self.runner.run(rows)
+            result = self.engine.run(rows)
         else:
             with fault:
-                result = self.runner.run(rows)
+                result = self.engine.run(rows)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return plain(result), sorted(self.rows_run[-1])
@@ -259,7 +259,7 @@ class Training:
     def two_steps(self, fault: RunsOut | None, capacity: MicroBatchLimit = START) -> dict[str, Any]:
         """From the start: a step that may fail and one more; all that they leave."""
         self.restore()
-        self.runner.sizer.current = capacity
+        self.engine.sizer.current = capacity
         steps = [self.step(1, fault), self.step(2)]
         state = training_state(self.model, self.optimizer)
         return {**state, "steps": steps}
@@ -268,7 +268,7 @@ class Training:
         """What a rehearsal runs."""
         self._in_trial = True
         try:
-            self.runner.try_rows(make_rows(LENGTHS[0][:rows]))
+            self.engine.try_rows(make_rows(LENGTHS[0][:rows]))
         finally:
             self._in_trial = False
 
@@ -278,7 +278,7 @@ class Training:
             model=self.model,
             optimizer=self.optimizer,
             forward_backward=self.trial,
-            step=lambda: (self.runner.clip(), self.optimizer.step()),
+            step=lambda: (self.engine.clip(), self.optimizer.step()),
             accumulates=True,
             memory=device_memory(torch.device("cpu")),
             budget_bytes=2**40,
@@ -286,7 +286,7 @@ class Training:
             keep_gradients=(
                 None
                 if self.way.syncs_every_micro_batch
-                else lambda: self.runner.try_rows(make_rows(LENGTHS[0][:1]), is_last=False)
+                else lambda: self.engine.try_rows(make_rows(LENGTHS[0][:1]), is_last=False)
             ),
         )
 
@@ -348,7 +348,7 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
             lambda phases: notes.write(phases=phases),
         )
         found = training.two_steps(fault)
-        capacity = training.runner.sizer.limit()
+        capacity = training.engine.sizer.limit()
         if not any(place.operations):
             notes.write(seen=fault.seen)
         if capacity.amount not in undisturbed:

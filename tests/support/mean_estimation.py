@@ -98,7 +98,7 @@ class _Sampler:
     ) -> None:
         self._model = model
         syncs = options.pop("syncs_every_micro_batch", True)
-        self.runner = build_runner(
+        self.engine = build_runner(
             model,
             limit,
             collate=_collate,
@@ -113,7 +113,7 @@ class _Sampler:
             sharding=Sharding(model, syncs_every_micro_batch=syncs),
             **options,
         )
-        self.runner.loss = replace(self.runner.loss, join=_pack)
+        self.engine.loss = replace(self.engine.loss, join=_pack)
 
     def _mean_loss(self, batch: Row) -> torch.Tensor:
         has_label = batch["labels"][:, 1:] != IGNORED
@@ -127,7 +127,7 @@ class _Sampler:
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._model.zero_grad()
         mine = balance_by_rows(len(rows), ranks)[rank]
-        sample = self.runner.run([rows[position] for position in mine]).noise
+        sample = self.engine.run([rows[position] for position in mine]).noise
         assert sample is not None
         return sample
 

@@ -158,9 +158,9 @@ def noise_scale() -> None:
 
 
 def packed_rows() -> None:
-    from adaptive_batch.training import rows_apart
+    from adaptive_batch.training import isolated_rows
 
-    with rows_apart([2, 3]):
+    with isolated_rows([2, 3]):
         rows = torch.randn(1, 1, 5, 8)
         functional.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
 

@@ -197,7 +197,7 @@ def train(run: StackRun) -> Outcome:
         torch.cuda.reset_peak_memory_stats()
         for lengths in steps:
             rows = [row_of(length) for length in lengths]
-            trainer.runner.run(rows, report_of(rows))
+            trainer.engine.run(rows, report_of(rows))
             trainer.step()
             done += 1
     except Exception as failure:

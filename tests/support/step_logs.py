@@ -117,7 +117,7 @@ def on_cuda(
     trainer = Trainer(job, data, model, Sizers(sizer))
     for step in range(_STEPS):
         step_rows = made_up_rows(job, rows, tokens) * micro_batches
-        trainer.runner.run(step_rows, report_of(step_rows))
+        trainer.engine.run(step_rows, report_of(step_rows))
         trainer.step()
         if step == 0:
             torch.cuda.reset_peak_memory_stats()

@@ -84,11 +84,11 @@ class Wired:
     def run(self, rows: Sequence[Any], limit: int | None = None) -> StepResult:
         """Leave the gradients of a step of these rows, so many at once."""
         self.model.zero_grad()
-        sizer = self.trainer.runner.sizer
+        sizer = self.trainer.engine.sizer
         assert isinstance(sizer, HeldSizer)
         if limit is not None:
             sizer.current = MicroBatchLimit(limit)
-        return self.trainer.runner.run(rows, report_of(rows))
+        return self.trainer.engine.run(rows, report_of(rows))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {
@@ -110,7 +110,7 @@ def check_bounds(wired: Wired, row: Any, largest: Sequence[int]) -> None:
     rows and not one more; a trial leaves no trace, in a second model neither.
     """
     before = {name: tensor.clone() for name, tensor in wired.trainer.models.state_dict().items()}
-    runner = wired.trainer.runner
+    runner = wired.trainer.engine
     optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
 
     def dry_run(budget_bytes: int) -> DryRun:

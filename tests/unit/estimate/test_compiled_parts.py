@@ -19,7 +19,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, estimate_memory
 from adaptive_batch.estimate.compiled_parts import MARGIN, CompiledGraph
 from adaptive_batch.torchtune import estimate_devices
-from adaptive_batch.training import rows_apart
+from adaptive_batch.training import isolated_rows
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ def test_attention_of_packed_rows_is_in_the_graph_where_one_kernel_takes_them(
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True).exp()
 
     compiled = parts.compiled(attend, "Attention")
-    with device.counting(), rows_apart([100, 156]):
+    with device.counting(), isolated_rows([100, 156]):
         heads = [torch.empty(1, 4, 256, 64, dtype=torch.float16) for _ in range(3)]
         assert compiled(*heads).shape == (1, 4, 256, 64)
     reason = (

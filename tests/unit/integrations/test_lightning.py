@@ -255,7 +255,7 @@ def test_a_loss_that_is_declared_a_sum_is_added_up_as_it_is(tmp_path, accumulate
     ours = Sums()
     callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size=3, loss_reduction="sum"))
     own_trainer, own_weights = trained(ours, tmp_path, [callback], **arguments)
-    assert callback.step.num_pieces == 1
+    assert callback.step.num_micro_batches == 1
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert (own_weights - weights).abs().max() < 1e-5
     assert own_trainer.logged_metrics["mean"] == pytest.approx(trainer.logged_metrics["mean"])

@@ -137,7 +137,7 @@ def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_
     arguments = {"gradient_accumulation_steps": accumulates}
     _, plain, weights = trained(Trainer, tmp_path, **arguments)
     trainer, ours, own = trained(AdaptiveTrainer, tmp_path, fails_above(2), **arguments)
-    assert trainer.adaptive_step.num_pieces == 6
+    assert trainer.adaptive_step.num_micro_batches == 6
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
 
@@ -228,7 +228,7 @@ def test_a_ctc_model_adds_its_rows_up_as_its_configuration_says(tmp_path):
         trainer, ours, own = trained(
             AdaptiveTrainer, tmp_path, speech(), adaptive=adaptive, **given
         )
-        assert trainer.adaptive_step.num_pieces == 6 // size
+        assert trainer.adaptive_step.num_micro_batches == 6 // size
         assert ours == pytest.approx(plain, rel=1e-5)
         assert (own - weights).abs().max() < 1e-4
 
@@ -260,7 +260,7 @@ def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduct
     _, plain, weights = trained(Trainer, tmp_path, model(), **given)
     adaptive = AdaptiveArguments(micro_batch_size=2, loss_reduction=reduction)
     trainer, ours, own = trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
-    assert trainer.adaptive_step.num_pieces > 1
+    assert trainer.adaptive_step.num_micro_batches > 1
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
     other = {"sum": "auto", "mean": "sum", "auto": "sum"}[reduction]
@@ -289,7 +289,7 @@ def test_a_class_weighted_mean_is_exact_with_the_weights_of_its_labels(tmp_path)
     given = {"collator": collate_with_classes}
     _, plain, weights = trained(WeighsClasses, tmp_path, ClassifiesRows(), **given)
     trainer, ours, own = trained(WeighsClassesInParts, tmp_path, ClassifiesRows(), **given)
-    assert trainer.adaptive_step.num_pieces == 3
+    assert trainer.adaptive_step.num_micro_batches == 3
     assert ours == pytest.approx(plain, rel=5e-6)
     assert (own - weights).abs().max() < 1e-4
 
@@ -347,22 +347,22 @@ class Derived(TakesNoMoreInParts):
 
 def test_a_trainer_takes_adaptive_whatever_its_bases_take(tmp_path):
     trainer, *_ = trained(TakesNoMoreInParts, tmp_path, max_steps=1)
-    assert trainer.adaptive_step.num_pieces == 2
+    assert trainer.adaptive_step.num_micro_batches == 2
     adaptive = AdaptiveArguments(micro_batch_size=2)
     trainer, *_ = trained(TakesNoMoreInParts, tmp_path, adaptive=adaptive, max_steps=1)
-    assert trainer.adaptive_step.num_pieces == 3
+    assert trainer.adaptive_step.num_micro_batches == 3
     trainer, *_ = trained(Derived, tmp_path, adaptive=1, max_steps=1)
-    assert trainer.adaptive_step.num_pieces == 3
+    assert trainer.adaptive_step.num_micro_batches == 3
     with pytest.raises(SettingError, match=r"adaptive=2: give AdaptiveArguments"):
         trained(TakesNoMoreInParts, tmp_path, adaptive=2)
 
 
 def test_other_arguments_are_taken_in_the_next_run(tmp_path):
     trainer, _, _ = trained(AdaptiveTrainer, tmp_path)
-    assert trainer.adaptive_step.num_pieces == 1
+    assert trainer.adaptive_step.num_micro_batches == 1
     trainer.adaptive = AdaptiveArguments(micro_batch_size=2)
     trainer.train()
-    assert trainer.adaptive_step.num_pieces == 3
+    assert trainer.adaptive_step.num_micro_batches == 3
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_what_a_loss_logs_is_that_of_the_batch(tmp_path, adaptive, limit, num_pa
     given = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
     plain, _, _ = trained(LogsInItsLoss, tmp_path, **given)
     ours, _, _ = trained(LogsInParts, tmp_path, fails_above(limit), adaptive=adaptive, **given)
-    assert ours.adaptive_step.num_pieces == num_parts
+    assert ours.adaptive_step.num_micro_batches == num_parts
     history = plain.state.log_history[:-1]
     assert len(ours.state.log_history[:-1]) == len(history)
     for entry, own in zip(history, ours.state.log_history, strict=False):
@@ -596,7 +596,7 @@ def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, adaptive, pa
     }
     _, plain, weights = trained(Prefers, tmp_path, **given)
     trainer, ours, own = trained(PrefersInParts, tmp_path, adaptive=adaptive, **given)
-    assert trainer.adaptive_step.num_pieces == parts
+    assert trainer.adaptive_step.num_micro_batches == parts
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
 
@@ -722,7 +722,7 @@ def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_
     trainer, ours, own, own_scales, parts = scaled(
         AdaptiveTrainer, tmp_path, fails_above(2), **given
     )
-    assert trainer.adaptive_step.num_pieces == 6
+    assert trainer.adaptive_step.num_micro_batches == 6
     assert own_scales == scales
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
@@ -873,13 +873,13 @@ def test_a_sampler_of_the_trainers_own_draws_the_rows_of_batches_that_do_not_gro
     assert ours == plain
     assert torch.equal(own, weights)
     trainer, *_ = trained(Reversed, tmp_path, adaptive=AdaptiveArguments(micro_batch_size=4))
-    assert trainer.adaptive_step.num_pieces == 2
+    assert trainer.adaptive_step.num_micro_batches == 2
 
 
 def test_a_batch_that_grows_beyond_what_fits_is_split(tmp_path):
     _, losses, weights = grown(tmp_path)
     trainer, own, own_weights = grown(tmp_path, model=fails_above(4))
-    assert trainer.adaptive_step.num_pieces > 1
+    assert trainer.adaptive_step.num_micro_batches > 1
     assert own == pytest.approx(losses, rel=2e-6)
     assert (own_weights - weights).abs().max() < 1e-5
 

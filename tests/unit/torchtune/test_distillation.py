@@ -67,7 +67,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
     limits += [MicroBatchLimit(drawn.randrange(1, len(rows))) for _ in range(5)]
     limits += [MicroBatchLimit(drawn.randrange(40, 200), "tokens") for _ in range(5)]
     for limit in limits:
-        wired.trainer.runner.sizer.current = limit
+        wired.trainer.engine.sizer.current = limit
         result = wired.run(drawn.sample(rows, len(rows)))
         assert (result.micro_batches > 1) == (limit != limits[0])
         assert layout != "packed" or result.padding_fraction == 0

@@ -83,7 +83,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
         limit = MicroBatchLimit(drawn.randrange(60, 400), "tokens")
         if drawn.random() < 0.5:
             limit = MicroBatchLimit(drawn.randrange(1, len(rows)))
-        wired.trainer.runner.sizer.current = limit
+        wired.trainer.engine.sizer.current = limit
         split = wired.run(shuffled)
         assert split.micro_batches > 1
         assert largest_difference(expected, wired.gradients()) < EXACT
@@ -255,7 +255,7 @@ def test_what_the_reference_computes_apart_has_the_bits_of_torchtune(kind, lengt
         row[f"{name}_labels"] = [-100, *range(2, 1 + length)]
     rows = [row, row]
     wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(2))
-    values = wired.trainer.runner.reference.of_rows(rows)
+    values = wired.trainer.engine.reference.of_rows(rows)
     tokens, labels = padded_collate_dpo(rows)
     with torch.no_grad():
         logits = wired.trainer.reference_logits(tokens=tokens)
@@ -268,7 +268,7 @@ def test_a_validation_runs_the_reference_within_its_own_micro_batches():
     apart = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6), reference_limit=MicroBatchLimit(2))
     calls = reference_calls(apart)
     losses = [
-        wired.trainer.runner.sum_losses(rows, 0, loss=wired.trainer.runner.loss)
+        wired.trainer.engine.sum_losses(rows, 0, loss=wired.trainer.engine.loss)
         for wired in (within, apart)
     ]
     assert losses[0] == losses[1]
@@ -292,14 +292,14 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
             limit=MicroBatchLimit(4),
             reference_limit=MicroBatchLimit(len(rows)),
         )
-        reference = faulted.trainer.runner.reference
+        reference = faulted.trainer.engine.reference
         with mode:
             after = faulted.run(rows)
         if not mode.failed_in:
             break
         failures += 1
         assert reference.sizer.limit(1).amount < len(rows)
-        assert faulted.trainer.runner.sizer.limit() == MicroBatchLimit(4)
+        assert faulted.trainer.engine.sizer.limit() == MicroBatchLimit(4)
         assert after.loss == pytest.approx(result.loss, rel=EXACT)
         assert largest_difference(expected.gradients(), faulted.gradients()) < EXACT
         adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
@@ -334,7 +334,7 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     sizer.start_below(MicroBatchLimit(2))
     limits = []
     for _ in range(80):
-        trainer.runner.run(rows, report_of(rows))
+        trainer.engine.run(rows, report_of(rows))
         limits.append(sizer.limit(1).amount)
     assert limits[0] == 2
     assert limits == sorted(limits)
@@ -345,7 +345,7 @@ def test_a_lowered_limit_of_the_reference_grows_back():
 def test_the_bound_of_the_reference_is_that_of_brute_force(kind):
     (row,) = [pair((24, 30), torch.Generator())]
     wired = job_on_pairs(kind, [row], limit=MicroBatchLimit(1), reference_limit=MicroBatchLimit(1))
-    runner = wired.trainer.runner
+    runner = wired.trainer.engine
     optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
     worst = WorstRows(lambda size: [row] * size, 60, "one row")
 
@@ -375,7 +375,7 @@ def test_the_bound_of_the_reference_is_that_of_brute_force(kind):
 def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
     rows = [pair((24, 30), torch.Generator())] * 8
     wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(4))
-    runner = wired.trainer.runner
+    runner = wired.trainer.engine
     runner.memory = memory = CountedMemory(torch.device("cpu"))
     resident = list(wired.trainer.models.parameters())
 
@@ -400,7 +400,7 @@ def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
         iter(list(within.trainer.models.parameters())), budget_bytes=2**40
     ) as usage:
         for _ in range(2):
-            within.trainer.runner.try_rows(rows[:2])
+            within.trainer.engine.try_rows(rows[:2])
     # The reference's logits are not there beside what the policy keeps for its backward.
     assert of_training < usage.peak_bytes
 

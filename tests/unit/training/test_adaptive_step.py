@@ -591,7 +591,7 @@ def test_rows_that_are_not_packed_are_none(batch):
     model = nn.Embedding(53, 4)
     step = AdaptiveStep(model, words(model), micro_batch_size=2)
     step(batch)
-    assert step.num_pieces == -(-len(batch["tokens"]) // 2)
+    assert step.num_micro_batches == -(-len(batch["tokens"]) // 2)
 
 
 def test_packed_rows_are_split_by_a_function_of_the_script():
@@ -614,7 +614,7 @@ def test_packed_rows_are_split_by_a_function_of_the_script():
         num_labels=lambda batch: batch["tokens"].numel(),
     )
     step(batch)
-    assert step.num_pieces == 2
+    assert step.num_micro_batches == 2
 
 
 def test_a_search_counts_no_rows_of_packed_ones():

@@ -153,7 +153,7 @@ def test_what_a_search_compiles_is_not_logged():
     made.loop.find_bound(device_memory="1GiB", maximum=4)
     assert any(graph.reason for graph in compilations.new())
     # Not by a step: what is fastest may have several shapes, which are compiled in training.
-    made.loop._step.step.parts.compilations.log_new(events)
+    made.loop._step.step.engine.compilations.log_new(events)
     assert not events
 
 
@@ -172,7 +172,7 @@ def test_what_an_estimate_compiles_is_not_logged(owner):
         step = decoder_step(model, events)
         step.estimate(made.optimizer, lambda rows: collate(ROWS[:rows]), "1GiB", maximum=4)
     assert any(graph.reason for graph in compilations.new())
-    step.parts.compilations.log_new(events)
+    step.engine.compilations.log_new(events)
     assert not events
 
 

@@ -31,7 +31,7 @@ class Validated:
         self.model.layer.norm.eval()
         self.shapes_run, self.changes, self.changes_in_training = [], [], []
         self.too_large = lambda tokens: False
-        self.runner = build_runner(
+        self.engine = build_runner(
             self.model,
             MicroBatchLimit(8),
             collate=collate,
@@ -40,7 +40,7 @@ class Validated:
             **settings,
         )
         self.evaluator = Evaluator(
-            self.runner, self.runner.loss, HeldSizer(capacity, on_change=self.changes.append)
+            self.engine, self.engine.loss, HeldSizer(capacity, on_change=self.changes.append)
         )
 
     def mean_loss(self, batch):
@@ -185,7 +185,7 @@ def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, a
     assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
     assert validated.evaluator.limit == after
     assert [change.grows for change in validated.changes] == [False, False]
-    assert (validated.runner.sizer.limit(), validated.changes_in_training) == (
+    assert (validated.engine.sizer.limit(), validated.changes_in_training) == (
         MicroBatchLimit(8),
         [],
     )

@@ -82,7 +82,7 @@ class Step:
         self.shapes_run = []
         self.changes = []
         settings.setdefault("on_change", self.changes.append)
-        self.runner = build_runner(
+        self.engine = build_runner(
             self.model, capacity, collate=collate, mean_loss=self.mean_loss, **settings
         )
 
@@ -115,9 +115,9 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointin
         module.register_forward_hook(see)
     for operation in range(1, 2000, 11):
         fault = RunsOutAt(operation)
-        step.runner.sizer.current = FOUR
+        step.engine.sizer.current = FOUR
         with fault:
-            step.runner.run(step_rows(0))
+            step.engine.run(step_rows(0))
         step.model.zero_grad()
         alive.clear()
         if not fault.failed_in:
@@ -131,14 +131,14 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointin
 def test_the_largest_micro_batch_is_retried_until_it_fits_and_limit_stays_lowered():
     step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape[0] > 3
-    assert step.runner.run(step_rows(0)).micro_batches == 4
+    assert step.engine.run(step_rows(0)).micro_batches == 4
     assert [(change.before.amount, change.after.amount) for change in step.changes] == [
         (8, 4),
         (4, 2),
     ]
-    assert step.runner.sizer.limit() == MicroBatchLimit(2)
+    assert step.engine.sizer.limit() == MicroBatchLimit(2)
     step.model.zero_grad()
-    assert step.runner.run(step_rows(1)).micro_batches == 4
+    assert step.engine.run(step_rows(1)).micro_batches == 4
     assert len(step.changes) == 2
 
 
@@ -152,7 +152,7 @@ def rows(*lengths):
 def test_by_tokens_limit_becomes_half_of_the_group_that_failed():
     step = Step(capacity=MicroBatchLimit(40, "tokens"))
     step.too_large = lambda tokens: tokens.shape == (6, 3)
-    step.runner.run(rows(20, 20, *[3] * 6))
+    step.engine.run(rows(20, 20, *[3] * 6))
     (change,) = step.changes
     assert (change.rows, change.length, change.after) == (6, 3, MicroBatchLimit(9, "tokens"))
     assert step.shapes_run == [(2, 20), (6, 3), (1, 20), (1, 20), (3, 3), (3, 3)]
@@ -163,7 +163,7 @@ def test_padding_counts_in_the_group_that_failed():
         capacity=MicroBatchLimit(64, "tokens"), layout=MicroBatchLayout(pad_to_multiple_of=16)
     )
     step.too_large = lambda tokens: tokens.numel() > 32
-    step.runner.run(rows(3, 4, 5, 6))
+    step.engine.run(rows(3, 4, 5, 6))
     assert step.changes[0].after == MicroBatchLimit(32, "tokens")
     assert step.shapes_run == [(4, 16), (2, 16), (2, 16)]
 
@@ -188,7 +188,7 @@ def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(c
     step = Step(capacity=capacity)
     step.too_large = lambda tokens: tokens.shape[1] >= 9
     with pytest.raises(DoesNotFitError) as caught:
-        step.runner.run(step_rows(0))
+        step.engine.run(step_rows(0))
     alone = "one row of 9 tokens ran out of memory on cpu, alone in its micro-batch"
     assert str(caught.value) == f"{alone}: {SAID}; {MEMORY_REMEDIES}"
     assert step.shapes_run[-1] == (1, 9)
@@ -208,17 +208,17 @@ def test_another_error_is_raised_as_it_is_and_nothing_is_retried():
 
     step.too_large = fail
     with pytest.raises(RuntimeError) as caught:
-        step.runner.run(step_rows(0))
+        step.engine.run(step_rows(0))
     assert caught.value is error
-    assert (len(step.shapes_run), step.changes, step.runner.sizer.limit()) == (2, [], FOUR)
+    assert (len(step.shapes_run), step.changes, step.engine.sizer.limit()) == (2, [], FOUR)
 
 
 def test_without_retries_the_error_comes_through():
     step = Step(retries=False)
     step.too_large = lambda tokens: True
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        step.runner.run(step_rows(0))
-    assert (len(step.shapes_run), step.changes, step.runner.sizer.limit()) == (1, [], FOUR)
+        step.engine.run(step_rows(0))
+    assert (len(step.shapes_run), step.changes, step.engine.sizer.limit()) == (1, [], FOUR)
 
 
 def test_what_was_undone_is_undone_before_anybody_is_told():

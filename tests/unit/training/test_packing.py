@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 
-from adaptive_batch.training import pack_rows, rows_apart
+from adaptive_batch.training import isolated_rows, pack_rows
 
 MODELS = {
     "llama3_2": lambda: torchtune_model(llama3_2),
@@ -40,7 +40,7 @@ def loss_and_gradients(model, batch, lengths=None):
         loss = loss_of(model, batch)
         loss.backward()
     else:
-        with rows_apart(lengths):
+        with isolated_rows(lengths):
             loss = loss_of(model, batch)
             loss.backward()
     return loss.detach(), {name: one.grad for name, one in model.named_parameters()}
@@ -101,7 +101,7 @@ CAUSAL_MASKS = {
 def test_attention_is_that_of_each_row_whatever_causal_mask_is_given(lengths, grouped, scale, kind):
     query, key, value = attended(lengths, heads=4, key_heads=2 if grouped else 4)
     mask = CAUSAL_MASKS[kind](lengths)
-    with rows_apart(lengths) as packed:
+    with isolated_rows(lengths) as packed:
         out = functional.scaled_dot_product_attention(
             query,
             key,
@@ -129,7 +129,7 @@ def test_what_is_not_finite_in_one_row_stays_there(lengths, data):
         first = sum(lengths[:bad])
         plant = torch.zeros(1, 1, sum(lengths), 1, dtype=torch.float64)
         plant[:, :, first : first + lengths[bad]] = planted
-        with rows_apart(lengths):
+        with isolated_rows(lengths):
             out = functional.scaled_dot_product_attention(
                 *(one + plant for one in tensors), is_causal=True
             )
@@ -167,7 +167,7 @@ def test_a_transformers_model_makes_no_mask_of_tokens_by_tokens():
         pack_rows(random_rows(lengths, name="input_ids"), ignore_index=IGNORED),
     )
     masks = []
-    with rows_apart(lengths) as packed:
+    with isolated_rows(lengths) as packed:
         take = packed._attend
         packed._attend = lambda *args, **how: (
             masks.append(how.get("attn_mask")) or take(*args, **how)
@@ -181,7 +181,7 @@ def test_a_transformers_model_makes_no_mask_of_tokens_by_tokens():
 
 def test_attention_is_pytorchs_again_outside_even_after_an_error():
     before = functional.scaled_dot_product_attention
-    with pytest.raises(ValueError, match="packed"), rows_apart([3]):
+    with pytest.raises(ValueError, match="packed"), isolated_rows([3]):
         functional.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 8)] * 3)
     assert functional.scaled_dot_product_attention is before
 
@@ -189,7 +189,7 @@ def test_attention_is_pytorchs_again_outside_even_after_an_error():
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 6, 8), (3, 5, 8)])
 def test_attention_of_another_shape_is_refused(shape):
     with (
-        rows_apart([2, 3]),
+        isolated_rows([2, 3]),
         pytest.raises(ValueError, match=r"cannot keep packed rows of 5 tokens in all apart"),
     ):
         functional.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
@@ -206,7 +206,7 @@ def test_attention_of_another_shape_is_refused(shape):
     ids=["none", "a window", "a bias", "all"],
 )
 def test_a_mask_whose_meaning_would_be_lost_is_refused(mask, difference):
-    with rows_apart([5, 7]), pytest.raises(ValueError, match=f"^attention {difference}"):
+    with isolated_rows([5, 7]), pytest.raises(ValueError, match=f"^attention {difference}"):
         functional.scaled_dot_product_attention(*attended([5, 7]), mask)
 
 
@@ -217,7 +217,7 @@ def test_dropout_drops_within_rows(given, named):
     lengths = [4, 7]
     query, key, _ = attended(lengths)
     value = torch.eye(11, dtype=torch.float64).expand(1, 3, 11, 11)
-    with rows_apart(lengths):
+    with isolated_rows(lengths):
         weights = functional.scaled_dot_product_attention(query, key, value, *given, **named)
     assert torch.equal(
         weights, weights * torch.block_diag(torch.ones(4, 4), torch.ones(7, 7)).tril()

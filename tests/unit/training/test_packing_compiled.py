@@ -23,7 +23,7 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
-from adaptive_batch.training import pack_rows, rows_apart
+from adaptive_batch.training import isolated_rows, pack_rows
 
 PACKS = [[9, 30, 1, 17, 2], [40, 20], [5, 5, 5, 5, 5, 5, 5, 5], [12], [33, 1, 1], [64, 64]]
 # Dynamo's part and AOTAutograd's, without the time that Inductor takes for its kernels.
@@ -56,7 +56,7 @@ def compile_layers(model, backend=QUICK):
 
 def trained(model, batch, lengths):
     model.zero_grad()
-    with rows_apart(lengths):
+    with isolated_rows(lengths):
         loss = loss_of(model, batch)
         loss.backward()
     return loss.detach(), {name: one.grad for name, one in model.named_parameters()}
@@ -139,7 +139,7 @@ def test_attention_that_the_operator_does_not_take_parts_the_graph_and_stays_rig
     tensors = heads(12)
     if sizes:
         tensors[2] = tensors[2][..., : sizes["value"]]
-    with rows_apart([5, 7]):
+    with isolated_rows([5, 7]):
         expected = module(*tensors)
         module.compile(backend=QUICK)
         torch.testing.assert_close(module(*tensors), expected)
@@ -149,14 +149,17 @@ def test_attention_that_the_operator_does_not_take_parts_the_graph_and_stays_rig
 def test_a_mask_that_is_not_causal_is_refused_as_it_is_without_a_compiler():
     module = Attention(attn_mask=torch.ones(12, 12, dtype=torch.bool))
     module.compile(backend=QUICK)
-    with rows_apart([5, 7]), pytest.raises(ValueError, match="lets token 0 of a row see 5 tokens"):
+    with (
+        isolated_rows([5, 7]),
+        pytest.raises(ValueError, match="lets token 0 of a row see 5 tokens"),
+    ):
         module(*heads(12))
 
 
 def test_heads_of_keys_that_several_share_are_attended_to_alike():
     module = Attention(is_causal=True, enable_gqa=True)
     tensors = heads(12, key_heads=1)
-    with rows_apart([5, 7]):
+    with isolated_rows([5, 7]):
         expected = module(*tensors)
         module.compile(backend=QUICK)
         torch.testing.assert_close(module(*tensors), expected)
@@ -166,7 +169,7 @@ def test_heads_of_keys_that_several_share_are_attended_to_alike():
 def test_autocast_is_left_to_eager_code_and_casts_as_there():
     module = Attention(is_causal=True)
     tensors = heads(12, dtype=torch.float32)
-    with rows_apart([5, 7]), torch.autocast("cpu", torch.bfloat16):
+    with isolated_rows([5, 7]), torch.autocast("cpu", torch.bfloat16):
         expected = module(*tensors)
         module.compile(backend=QUICK)
         attended = module(*tensors)

@@ -70,7 +70,7 @@ class Run:
         row_loss = build_runner(
             model, MicroBatchLimit(32), collate=collate, mean_loss=loss, memory=self.memory
         ).loss
-        self.runner = RecipeStep(model, row_loss, self.sizer, memory=self.memory)
+        self.engine = RecipeStep(model, row_loss, self.sizer, memory=self.memory)
 
     @property
     def amount(self) -> int:
@@ -85,7 +85,7 @@ class Run:
         """Run so many steps; return the limit of each."""
         amounts = []
         for _ in range(number):
-            self.runner.run(ROWS, report_of(ROWS))
+            self.engine.run(ROWS, report_of(ROWS))
             self.model.zero_grad()
             amounts.append(self.amount)
         return amounts
