@@ -223,7 +223,7 @@ def test_what_compiling_leaves_in_cycles_is_freed_before_backward_and_else_nothi
 
 @pytest.mark.usefixtures("_no_automatic_collection")
 def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_steps():
-    runner = decoder_step(compiled_decoder(), Events()).parts
+    runner = decoder_step(compiled_decoder(), Events()).engine
     left = left_behind()
     run(compiled(dynamic=False), 3)
     assert left() is not None
@@ -235,7 +235,7 @@ def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_s
 
 @pytest.mark.usefixtures("_no_automatic_collection")
 def test_what_compiling_leaves_in_cycles_is_freed_in_passes_without_gradients():
-    runner = decoder_step(compiled_decoder(), Events()).parts
+    runner = decoder_step(compiled_decoder(), Events()).engine
     is_freed = []
 
     def forward(micro_batch):
