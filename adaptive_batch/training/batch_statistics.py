@@ -110,7 +110,7 @@ class BatchStatistics:
         if self._over_ranks:
             return self._sum_over_ranks(of_parts)
         # A rank without rows runs dummies alone, whose loss has weight 0.
-        return sum_of(of_parts or [statistics for _, statistics in results[:1]])
+        return sum_of(of_parts) or next((each for _, each in results if each), {})
 
     def _sum_over_ranks(self, of_parts: Sequence[Statistics]) -> Statistics:
         device = self._step.memory.device

@@ -39,7 +39,7 @@ class Evaluator:
         self._step = step
         self._loss = loss
         self._sizer = sizer
-        self._retry = step.retry.within(sizer)
+        self._retry = step.retry.with_sizer(sizer)
 
     @property
     def limit(self) -> MicroBatchLimit:
@@ -75,7 +75,7 @@ class Evaluator:
                     kind=kind,
                     doing="in validation",
                 )
-                # Of a chunk first, as the sums of all rows so far have other bits.
+                # Sum each chunk first: one running sum would round differently.
                 loss_sum += sum(loss for _, (loss, _) in results)
                 label_tokens += sum(labels for _, (_, labels) in results)
                 chunk = self._read(unread)

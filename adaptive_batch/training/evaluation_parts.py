@@ -20,6 +20,7 @@ from adaptive_batch.memory import RandomState, device_memory
 
 from .adaptive_step import log_change
 from .agreement import MicroBatchPlan
+from .oom_retry import OOMRetry
 from .options import StepOptions
 from .parts import (
     BatchSource,
@@ -92,8 +93,9 @@ class EvaluationParts:
             RowSplitter(trims=False, size=ConfiguredSize()) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
+        memory = options.memory or device_memory(next(model.parameters()).device)
         self.sizer = MicroBatchSizer(
-            memory=options.memory or device_memory(next(model.parameters()).device),
+            memory=memory,
             policy=options.oom_policy,
             on_change=partial(
                 log_change, options.event, kind="validation_limit", prefix="evaluation: "
@@ -102,7 +104,7 @@ class EvaluationParts:
         self._step = Step(
             model,
             self.sizer,
-            memory=options.memory,
+            memory=memory,
             retries=options.on_out_of_memory == "shrink",
             remedies="shorten the rows, or keep fewer predictions on the device",
         )
@@ -178,7 +180,7 @@ class EvaluationParts:
         trial: Callable[[Any], tuple[Any, ...]],
     ) -> tuple[tuple[Any, ...], list[float]]:
         pieces = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
-        results, counts = self._run_each(rows, pieces, forward)
+        results, counts = self._run_each(rows, pieces, forward, retry=self._retry)
         if len(pieces) == 1:
             return results[0], [1.0]
         self._num_splits += 1
@@ -197,6 +199,8 @@ class EvaluationParts:
         rows: BatchSource,
         pieces: Sequence[Sequence[int]],
         run: Callable[[Any], tuple[Any, ...]],
+        *,
+        retry: OOMRetry,
     ) -> tuple[list[tuple[Any, ...]], list[_Counts]]:
         counts = []
 
@@ -209,7 +213,7 @@ class EvaluationParts:
             return run(part)
 
         plan = MicroBatchPlan([MicroBatch([*piece], rows.width) for piece in pieces], len(pieces))
-        results = self._step.run_forward(plan, run_part, retry=self._retry, evaluates=True)
+        results = self._step.run_forward(plan, run_part, retry=retry, evaluates=True)
         return [result for _, result in results], counts
 
     def _losses(
@@ -244,7 +248,10 @@ class EvaluationParts:
             return
         random_state = RandomState(self._retry.memory.device)
         middle = len(piece) // 2
-        results, counts = self._run_each(rows, [piece[:middle], piece[middle:]], trial)
+        # Its own retry, so that a failure is blamed on the parts and not on their halves.
+        retry = self._retry.with_sizer(self.sizer)
+        halves = [piece[:middle], piece[middle:]]
+        results, counts = self._run_each(rows, halves, trial, retry=retry)
         if random_state.changed():
             random_state.restore()
             self._warn("it draws random numbers")

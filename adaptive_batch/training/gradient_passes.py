@@ -18,7 +18,7 @@ from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import RandomState
+from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
 from .exact_forward import exact_forward, without_autocast
@@ -322,18 +322,21 @@ class GradientPasses:
         self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
     ) -> bool:
         """Run passes and undo what they change; return whether memory sufficed on all ranks."""
-        rows = MicroBatch(list(passes[0].rows) or [0], 0)
-        try:
-            return self._step.run_trials(
-                [partial(run, number) for number in range(len(passes))],
-                rows,
-                evaluates=evaluates,
-                doing="in the check of a split",
-            )
-        except AdaptiveBatchError:
-            raise
-        except Exception as error:
-            raise self._failure(passes[0], error) from error
+
+        def run_named(number: int) -> None:
+            try:
+                run(number)
+            except Exception as error:
+                if isinstance(error, AdaptiveBatchError) or is_out_of_memory(error):
+                    raise
+                raise self._failure(passes[0], error) from error
+
+        return self._step.run_trials(
+            [partial(run_named, number) for number in range(len(passes))],
+            MicroBatch(list(passes[0].rows) or [0], 0),
+            evaluates=evaluates,
+            doing="in the check of a split",
+        )
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Return by name what changes as a buffer or a frozen parameter is written; a BatchNorm's

@@ -4,6 +4,7 @@ they were.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -90,15 +91,11 @@ class SavedGradients:
                 leaf.grad = earlier.add_(new)
 
 
-# Steps whose graphs are looked through.
-_FIRST_STEPS = 16
-
-
 class OtherLeaves:
     """Finds the leaves that backward reaches and a model does not have.
 
-    Looking through a graph takes time. A step of one micro-batch skips it after the first steps, if
-    none of them called backward more than once.
+    Looking through a graph takes time. A step of one micro-batch skips it if the graph has the size
+    of an earlier one.
 
     Args:
         own: function that returns the leaves that the model has.
@@ -113,8 +110,9 @@ class OtherLeaves:
         self._is_split = False
         # By id; a dead reference shows that the id is another leaf's now.
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._num_steps = 0
-        self._has_several_backwards = False
+        self._sizes: set[int] = set()
+        # Each thread numbers its own nodes, and reentrant checkpoints on a GPU run in another one.
+        self._latest_nodes: dict[int, int] = {}
 
     def begin_step(self, *, is_split: bool) -> None:
         """Begin a step.
@@ -143,7 +141,6 @@ class OtherLeaves:
         for leaf in leaves:
             if leaf is not None:
                 reached(leaf)
-        num_backwards = 0
         # Also a function that was imported by its name calls the private one.
         name = "_engine_run_backward"
         if not hasattr(torch.autograd, name):
@@ -154,16 +151,8 @@ class OtherLeaves:
             # torch.autograd.grad accumulates nothing.
             if not options.get("accumulate_grad", True):
                 return run_backward(roots, *arguments, **options)
-            nonlocal num_backwards
-            num_backwards += 1
-            self._has_several_backwards |= num_backwards > 1
             nodes = _nodes_of(roots)
-            is_looked_through = (
-                self._num_steps < _FIRST_STEPS
-                or self._has_several_backwards
-                or self._is_split
-                or self._in_trials
-            )
+            is_looked_through = self._has_new_size(nodes) or self._is_split or self._in_trials
             new_leaves = self._new_leaves(nodes) if is_looked_through else []
             if self._is_split:
                 check_hooks(new_leaves)
@@ -177,7 +166,7 @@ class OtherLeaves:
                 if any(leaf.grad is not None for leaf in self._new_leaves(nodes)):
                     remedy = (
                         "memory ran out in a backward that reached a leaf which the module does not"
-                        " have and the first steps did not use, so its gradient cannot be restored;"
+                        " have and no earlier batch has used, so its gradient cannot be restored;"
                         " give one module with all that is trained"
                     )
                     # An error with a cause that is out of memory would be retried.
@@ -186,7 +175,19 @@ class OtherLeaves:
 
         with replaced(torch.autograd, **{name: run}):
             yield
-        self._num_steps += 1
+
+    def _has_new_size(self, nodes: Iterable[Any]) -> bool:
+        # Numbers of nodes are consecutive, so this counts those since the last backward.
+        numbers = [node._sequence_nr() for node in nodes if hasattr(node, "_sequence_nr")]
+        if not numbers:
+            return True
+        latest_node = max(numbers)
+        thread = threading.get_ident()
+        size = latest_node - self._latest_nodes.get(thread, 0)
+        self._latest_nodes[thread] = latest_node
+        is_new = size not in self._sizes
+        self._sizes.add(size)
+        return is_new
 
     def _new_leaves(self, nodes: Collection[Any]) -> list[torch.Tensor]:
         """Return the leaves of a graph that are neither known nor the model's; now they are."""

@@ -69,7 +69,7 @@ class LabelShares:
         self._results: list[Any] = []
 
     @property
-    def _uncut_rows(self) -> BatchSource:
+    def _rows_to_split(self) -> BatchSource:
         return self._rows.uncut() if self._check.keeps_columns else self._rows
 
     def divide(self) -> list[MicroBatch]:
@@ -78,7 +78,7 @@ class LabelShares:
         Raises:
             SettingError: the limit is in tokens, and lengths of rows are not known.
         """
-        rows = self._uncut_rows
+        rows = self._rows_to_split
         sizer = self._step.sizer
         limit = sizer.limit_of_step
         if rows.knows_lengths or not sizer.layout.keeps_order(limit):
@@ -99,22 +99,25 @@ class LabelShares:
         Raises:
             SettingError: the loss of the batch is not the sum of its parts' shares.
         """
-        # Those of a failed attempt are freed first.
-        self._parts = []
-        self._results = []
+        self.plan = plan
         keeps_columns = self._check.keeps_columns
         self._parts = self._make_parts(plan)
         if self._check.keeps_columns and not keeps_columns:
             return self.begin(MicroBatchPlan.agreed(self.divide(), ends=plan.ends))
-        self._sums = self._statistics.of_batch(self._uncut_rows, self._parts, plan)
-        self.plan = plan
+        self._sums = self._statistics.of_batch(self._rows_to_split, self._parts, plan)
         return plan
+
+    def drop(self) -> None:
+        """Free the parts, statistics and results of a failed attempt."""
+        self._parts = []
+        self._sums = {}
+        self._results = []
 
     def _make_parts(self, plan: MicroBatchPlan) -> list[Part | None]:
         """Return the parts with their shares of the labels: 0 of one that has no label. None where
         this rank has fewer than others.
         """
-        rows = self._uncut_rows
+        rows = self._rows_to_split
         own = plan.micro_batches
 
         def make() -> list[Any]:
@@ -157,16 +160,15 @@ class LabelShares:
             total = sum(distributed.all_gather(total)) / distributed.world_size()
         return [count / total if count else 0.0 for count in labels]
 
-    def backward(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
+    def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
         """Call the function with the next part, or with a dummy of share 0 if other ranks wait."""
-        # The last reference but the function's own, so that its memory is free when the next one
-        # runs.
+        # Drop our reference, so that this part is freed before the next one runs.
         part = self._parts.pop(0)
         if part is not None and part.share:
             self._results.append(self._forward_backward(part._replace(statistics=self._sums)))
         elif self._step.sharding.needs_dummy(is_last=is_last):
             dummy = Part(
-                self._uncut_rows.dummy(),
+                self._rows_to_split.dummy(),
                 1,
                 share=0.0,
                 is_first=False,

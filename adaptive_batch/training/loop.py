@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_built_alike, check_state, instance_of
+from adaptive_batch._util import check_built_alike, check_state, check_whole, instance_of
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
@@ -129,7 +130,10 @@ class AdaptiveLoop:
         options = instance_of(StepOptions, "options", options)
         check_parameters(model, optimizer)
         # One row stands for the maximum until it is found.
-        rows_of_step: Any = 1 if batch_size == "max" else batch_size
+        rows_of_step = 1
+        if batch_size != "max":
+            remedy = "give a whole number, 1 or more, or max for the most that fit"
+            rows_of_step = check_whole("batch_size", batch_size, remedy=remedy)
         if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
             micro_batch_tokens = "auto"
         clock = Clock.from_config(options.lr_clock)
@@ -223,10 +227,12 @@ class AdaptiveLoop:
         options = ProbeOptions(
             device_memory,
             headroom,
-            min(maximum, max(1, planner.epochs.num_rows // ranks)),
+            maximum,
             round_to_power_of_two=round_to_power_of_two,
             objective=objective,
         )
+        rows_of_epoch = max(1, planner.epochs.num_rows // ranks)
+        options = replace(options, maximum=min(maximum, rows_of_epoch))
         step_rows = timed_rows = self._batches.rows_on_largest_rank(self.batch_size)
         # A step that the script left out leaves its scaled rate in the optimizer.
         self._rate.restore()

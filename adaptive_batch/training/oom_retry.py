@@ -48,7 +48,7 @@ class OOMRetry:
         current: micro-batch that is being run; after a run the fullest of them.
         retries: as given.
         is_packed: whether a micro-batch of one row has several packed into it.
-        num_failures: attempts that failed, of what runs now.
+        num_failures: failed attempts of the current step.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class OOMRetry:
         self._error: str | None = None
         self._has_succeeded = False
 
-    def within(self, sizer: MicroBatchSizer) -> OOMRetry:
-        """Return what runs micro-batches of the same model within another limit than training's."""
+    def with_sizer(self, sizer: MicroBatchSizer) -> OOMRetry:
+        """Return an OOMRetry for the same model with another limit than training's."""
         return OOMRetry(sizer, memory=self.memory, sharding=self._sharding, is_of_training=False)
 
     @property
@@ -85,14 +85,14 @@ class OOMRetry:
     def attempts(
         self, *, undo: Callable[[], object], doing: str
     ) -> Iterator[AbstractContextManager[None]]:
-        """Yield contexts until what runs in one of them does not run out of memory, each time
-        within a smaller limit::
+        """Yield a context for each attempt. If the code inside runs out of memory, undo the
+        attempt, lower the limit, and yield again::
 
             for attempt in retry.attempts(undo=undo, doing="in a step"):
                 with attempt:
                     ...
 
-        With several ranks, micro-batches run by :meth:`run_in_turn` there.
+        On several ranks, micro-batches run inside by :meth:`run_in_turn`.
 
         Args:
             undo: function that takes back what a failed attempt has done.
@@ -137,7 +137,9 @@ class OOMRetry:
             self._error = _message(error)
 
     def set_suspects(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Blame the fullest of these micro-batches for a failure before the first of them runs."""
+        """Set `current` to the fullest micro-batch, which is blamed if memory runs out before one
+        starts.
+        """
         self.current = micro_batches[0]
         if len(micro_batches) > 1:
             self.current = self.sizer.limit_of_step.fullest(micro_batches)

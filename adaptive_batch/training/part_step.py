@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,14 +12,12 @@ from adaptive_batch.data import MicroBatch
 from .agreement import MicroBatchPlan, RankReport
 from .batch_statistics import STATISTICS, BatchStatistics
 from .label_shares import LabelShares
-from .model_checks import has_batch_norm, is_compiled
+from .model_checks import is_compiled
 from .options import Terms
 from .parts import BatchSource, LabelCounter, Part
 from .sizing import MicroBatchSizer
 from .split_check import SplitCheck
 from .step import Step
-
-log = logging.getLogger("adaptive_batch")
 
 
 class PartStep(Step):
@@ -76,10 +73,9 @@ class PartStep(Step):
         self._records_collectives = (
             self.sharding.is_sharded and self.retry.retries and not is_compiled(model)
         )
-        self._has_split = False
 
     def run(self, rows: BatchSource, report: RankReport) -> list[Any]:
-        """Run a batch that is ready to be split; the rest as when called with a batch.
+        """Run forward and backward of a batch; see :meth:`.AdaptiveStep.__call__`.
 
         Args:
             rows: rows of this rank.
@@ -98,17 +94,10 @@ class PartStep(Step):
             counts_over_ranks=self._counts_over_ranks,
         )
         try:
-            results = self.run_step(weighting, report)
+            results = self.run_step(weighting, self.agree(weighting, report))
         finally:
             self.plan = weighting.plan
         self.compilations.log_new(self._event)
-        if self.plan.number > 1 and not self._has_split:
-            self._has_split = True
-            if has_batch_norm(self.model):
-                log.warning(
-                    "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
-                    " changes results"
-                )
         return results
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
@@ -123,7 +112,7 @@ class PartStep(Step):
     # --- trials
 
     def record_collectives_of(self, rows: BatchSource) -> None:
-        """Run once, so that even the first micro-batch can fail on one rank and come to its end."""
+        """Run one row as a trial, to record collectives before a micro-batch can fail."""
         if not self._records_collectives:
             return
         self._records_collectives = False

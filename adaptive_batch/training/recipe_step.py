@@ -76,8 +76,8 @@ class RecipeStep(Step):
         *,
         measures_noise: bool = False,
     ) -> StepResult:
-        """Leave in the gradients the mean over the label tokens of all `rows`, or over these,
-        clipped; all ranks agree on the step before.
+        """Compute and clip the gradients of the mean loss over all label tokens, or over all rows
+        if the loss counts rows. All ranks agree on the step before.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
@@ -93,20 +93,19 @@ class RecipeStep(Step):
         assert not measures_noise or self._measures_noise
         # It is what their losses are divided by.
         assert report.num_rows or not self.loss.counts_rows
-        reference_values = None
-        if self.reference is not None:
-            reference_values = self.reference.of_rows(rows)
         weighting = SumThenDivide(
             self,
             self.loss,
             rows,
-            reference_values=reference_values,
             global_rows=report.num_rows,
             scales_gradients=self._scales_gradients,
             measures_noise=measures_noise,
             clip=self.clip,
         )
-        return self.run_step(weighting, report)
+        plan = self.agree(weighting, report)
+        if self.reference is not None:
+            weighting.reference_values = self.reference.of_rows(rows)
+        return self.run_step(weighting, plan)
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""

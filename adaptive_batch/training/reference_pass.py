@@ -58,7 +58,7 @@ class ReferencePass:
         self._step = step
         self._loss = loss
         self._reference = reference
-        self._retry = step.retry.within(reference.sizer)
+        self._retry = step.retry.with_sizer(reference.sizer)
         self._snapshot = StepSnapshot(step.model, step.memory.device)
 
     def of_rows(self, rows: Sequence[Any]) -> torch.Tensor:

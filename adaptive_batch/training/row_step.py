@@ -169,6 +169,7 @@ class RowStep:
         )
         self.engine = self.step.engine
         self.sizer = self.step.sizer
+        self._warned_unlabelled = False
         self._chooses_fastest = micro_batch_tokens == "auto"
         layout = options.micro_batch_layout
         if layout is not None:
@@ -258,7 +259,8 @@ class RowStep:
             num_parts = self.step.num_micro_batches if num_labels else 0
             if not num_labels:
                 self.engine.drop_gradients()
-        if not num_labels:
+        if not num_labels and not self._warned_unlabelled:
+            self._warned_unlabelled = True
             log.warning(
                 "a step of %d rows has no labels, so nothing is learned from it; check num_labels",
                 report.num_rows,

@@ -21,7 +21,7 @@ from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .batch_statistics import BatchStatistics
 from .gradient_passes import Comparison, GradientPasses, Parts, Sample, shares_of
-from .model_checks import gradient_hooks, some_names
+from .model_checks import gradient_hooks, has_batch_norm, some_names
 from .options import Terms
 from .parts import BatchSource, LabelCounter, Part, arrays_in, has_shifted_labels
 from .step import Step
@@ -134,6 +134,11 @@ class SplitCheck:
         Raises:
             SettingError: splitting changes the gradient, or a part fails.
         """
+        if not self._num_splits and has_batch_norm(self._step.model):
+            log.warning(
+                "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
+                " changes results"
+            )
         if not self._begin_split(counts, cuts=rows.cuts):
             return
         self._step.check_hooks(num_parts)

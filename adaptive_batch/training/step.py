@@ -36,8 +36,8 @@ class Weighting(Protocol[Result_co]):
 
     Attributes:
         idle: micro-batch that errors name where this rank has none.
-        reduces_first: whether the gradients of the first micro-batch are reduced over ranks as
-            well as those of the last.
+        reduces_first: whether gradients are also reduced after the first micro-batch; read after
+            :meth:`begin`.
     """
 
     idle: MicroBatch
@@ -49,7 +49,7 @@ class Weighting(Protocol[Result_co]):
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """Begin an attempt, whose sums are 0; return the plan, or the one that replaces it."""
 
-    def backward(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
+    def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
         """Run forward and backward of a micro-batch; None is a dummy of weight 0, for a rank that
         has fewer than others.
 
@@ -57,6 +57,9 @@ class Weighting(Protocol[Result_co]):
             micro_batch: of the plan, in turn.
             is_last: whether its gradients are reduced over ranks.
         """
+
+    def drop(self) -> None:
+        """Free what a failed attempt has computed."""
 
     def end(self) -> Result_co:
         """Finish the gradients once all micro-batches have run, and return what they add up to.
@@ -83,8 +86,8 @@ class Step:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
         compilations: counts and logs what is compiled again.
-        largest_size: tokens of the largest micro-batch that the allocator's cache has served since
-            it was emptied; rows where their lengths are not known.
+        largest_size: size of the largest micro-batch since the allocator's cache was last emptied,
+            in tokens; in rows if lengths are unknown.
         is_trial: whether a trial runs now, and not training.
         saved_gradients: gradients of earlier batches while a step runs.
     """
@@ -117,28 +120,27 @@ class Step:
 
     # --- training
 
-    def run_step(self, weighting: Weighting[Result], report: RankReport) -> Result:
+    def run_step(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
         """Run the micro-batches of a step until memory suffices for all of them; the gradients of
         earlier batches are kept.
 
         Args:
             weighting: rows of this rank.
-            report: what this rank reports to the others.
+            plan: what :meth:`agree` returned.
 
         Returns:
             What the micro-batches add up to.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            GrowthFunctionError: a rule has answered differently on some rank.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        plan = self._agree(weighting, report)
         self.saved_gradients = saved = self.save_gradients()
         self.sharding.begin_step()
         restore = self._snapshot.take()
 
         def undo() -> None:
+            weighting.drop()
             saved.drop_new()
             restore()
             # The cache is emptied then.
@@ -164,6 +166,7 @@ class Step:
                 raise
             raise self.retry.lost(error, "as gradients were reduced") from error
         saved.add_up()
+        self.saved_gradients = SavedGradients({}, self.drop_gradients)
         return result
 
     def _run_plan(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
@@ -185,16 +188,23 @@ class Step:
                 is_last[0] = True
             self.retry.run_in_turn(
                 plan.slots,
-                weighting.backward,
+                weighting.run,
                 drop=self.drop_gradients,
                 idle=weighting.idle,
                 kinds=[{"is_last": is_one} for is_one in is_last],
             )
             return weighting.end()
 
-    def _agree(self, weighting: Weighting[object], report: RankReport) -> MicroBatchPlan:
+    def agree(self, weighting: Weighting[object], report: RankReport) -> MicroBatchPlan:
         """Agree with all ranks on a step before it runs, in one small collective; the former limit
         is tried again if it is due, see :meth:`MicroBatchSizer.agree`.
+
+        Args:
+            weighting: rows of this rank.
+            report: what this rank reports to the others.
+
+        Raises:
+            GrowthFunctionError: a rule has answered differently on some rank.
         """
         self.sizer.begin_step(report.batch_size)
         micro_batches = weighting.divide()
@@ -312,8 +322,8 @@ class Step:
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
-        """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its
-        end together.
+        """Run one micro-batch as a trial. The whole micro-batch must run inside, so that all ranks
+        finish it together.
         """
         micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
         with micro_batch, self.compilations.without_garbage():
@@ -335,18 +345,19 @@ class Step:
             RankLostError: out of memory.
         """
         self.retry.set_suspects([row])
-        saved = self.save_gradients()
-        restore = self._snapshot.take()
         try:
-            with saved.with_others(self._other_leaves):
-                run()
+            restore = self._snapshot.take()
+            saved = self.save_gradients()
+            try:
+                with saved.with_others(self._other_leaves):
+                    run()
+            finally:
+                saved.put_back()
+                restore()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise self.retry.lost(error, "with a single row") from error
-        finally:
-            saved.put_back()
-            restore()
 
     def run_trials(
         self,
@@ -368,7 +379,7 @@ class Step:
         Raises:
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        retry = self.retry.within(MicroBatchSizer())
+        retry = self.retry.with_sizer(MicroBatchSizer())
         drop = self.saved_gradients.drop_new
         restore = self._snapshot.take()
         left = iter(trials)

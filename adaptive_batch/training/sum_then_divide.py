@@ -42,13 +42,15 @@ class SumThenDivide:
         step: runs them.
         loss: their loss.
         rows: rows of this rank.
-        reference_values: numbers of each row that a reference has computed, if it runs in
-            micro-batches of its own: `[rows, numbers]`.
         global_rows: rows of all ranks; needed where the loss counts rows.
         scales_gradients: False with the optimizer in backward, whose only micro-batch is stepped as
             it comes.
         measures_noise: whether the noise is sampled, see :class:`SmallBatch`.
         clip: function that clips the gradients and returns the norm that they had.
+
+    Attributes:
+        reference_values: numbers of each row that a reference has computed, if it runs in
+            micro-batches of its own: `[rows, numbers]`.
     """
 
     def __init__(
@@ -57,7 +59,6 @@ class SumThenDivide:
         loss: RowLoss,
         rows: Sequence[Row],
         *,
-        reference_values: torch.Tensor | None,
         global_rows: int,
         scales_gradients: bool,
         measures_noise: bool,
@@ -66,7 +67,7 @@ class SumThenDivide:
         self._step = step
         self._loss = loss
         self._rows = rows
-        self._reference_values = reference_values
+        self.reference_values: torch.Tensor | None = None
         self._global_rows = global_rows
         self._scales_gradients = scales_gradients
         self._measures_noise = measures_noise
@@ -108,9 +109,9 @@ class SumThenDivide:
 
     # --- a micro-batch
 
-    def backward(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
-        """Add the gradients of a micro-batch; of a dummy one, with weight 0, if there is none or it
-        has no label.
+    def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
+        """Run forward and backward of a micro-batch. On several ranks, run a dummy with weight 0 if
+        there is none or it has no labels.
         """
         loss = self._loss
         layout = self._step.sizer.layout
@@ -123,14 +124,14 @@ class SumThenDivide:
                 self._run_tokens += run_tokens
                 labels = loss.count_labels(batch)
                 if labels:
-                    if self._reference_values is not None:
-                        batch[REFERENCE_VALUES] = self._reference_values[micro_batch.rows]
+                    if self.reference_values is not None:
+                        batch[REFERENCE_VALUES] = self.reference_values[micro_batch.rows]
                     self._backward(batch, labels)
         if not labels and distributed.world_size() > 1:
             # The mean of no label would be 0/0, and 0 times that is no zero.
             with loss.collated([loss.some_row()], layout) as batch:
-                if self._reference_values is not None:
-                    batch[REFERENCE_VALUES] = torch.zeros(1, self._reference_values.shape[1])
+                if self.reference_values is not None:
+                    batch[REFERENCE_VALUES] = torch.zeros(1, self.reference_values.shape[1])
                 self._backward(batch, None)
         if self.reduces_first and is_last and self._small is None:
             self._small = self._small_batch()
@@ -184,6 +185,9 @@ class SumThenDivide:
         return value.to(self._loss_sum.dtype) if distributed.world_size() > 1 else value
 
     # --- the end of a step
+
+    def drop(self) -> None:
+        """Keep the sums, which :meth:`begin` resets."""
 
     def end(self) -> StepResult:
         """Count the label tokens of all ranks, and divide the gradients by them."""

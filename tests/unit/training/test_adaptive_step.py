@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -1357,3 +1358,41 @@ def test_the_cache_is_given_back_before_larger_steps_where_segments_cannot_expan
         step(collate(make_rows(lengths)))
         counted.append(len(emptied))
     assert counted == releases
+
+
+def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(monkeypatch):
+    model = nn.Linear(4, 1)
+    made: list[weakref.ref[torch.Tensor]] = []
+    trained = []
+    alive = []
+
+    def remember(part, tensor):
+        if not part.is_trial:
+            made.append(weakref.ref(tensor))
+        return tensor
+
+    def forward_backward(part):
+        trained.extend([] if part.is_trial else [part.num_rows])
+        if len(trained) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss = model(part.batch["x"]).square().mean() * part.share
+        loss.backward()
+        return remember(part, loss.detach().clone())
+
+    step = AdaptiveStep(
+        model,
+        forward_backward,
+        micro_batch_size=4,
+        statistics=lambda part: {"rows": remember(part, torch.ones(()) * part.num_rows)},
+    )
+    shrink = step.engine.retry._shrink
+
+    def note_alive():
+        alive.append([reference() is not None for reference in made])
+        shrink()
+
+    monkeypatch.setattr(step.engine.retry, "_shrink", note_alive)
+    step({"x": torch.randn(8, 4)})
+    assert trained == [4, 4, 2, 2, 2, 2]
+    # Two statistics, and what the first part returned.
+    assert alive == [[False] * 3]

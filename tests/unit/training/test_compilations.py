@@ -243,6 +243,6 @@ def test_what_compiling_leaves_in_cycles_is_freed_in_passes_without_gradients():
         run(compiled(dynamic=False), micro_batch.length)
         is_freed.append(left() is None)
 
-    retry = runner.retry.within(MicroBatchSizer())
+    retry = runner.retry.with_sizer(MicroBatchSizer())
     runner.evaluate(lambda: [MicroBatch([0], 3)], forward, retry=retry, doing="in a test")
     assert is_freed == [True]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -246,19 +247,20 @@ def test_a_leaf_that_only_a_failed_backward_shows_is_refused_if_the_graph_seemed
     task = Heads(3)
     task.fails = "backward"
     with pytest.raises(SettingError, match="give one module with all that is trained"):
-        task.run([0, 1] * 8 + [2])
+        task.run([0, 1, 2])
 
 
-@pytest.mark.parametrize(("num_backwards", "most"), [(1, 16), (2, 80)])
-def test_graphs_of_later_steps_are_not_looked_through_if_each_has_one_backward(num_backwards, most):
+def test_graphs_of_known_sizes_are_not_looked_through_in_any_thread():
     weight = nn.Parameter(torch.ones(3))
     looks = []
     others = OtherLeaves(lambda: looks.append(weight) or [weight])
-    for _ in range(40):
-        with others.watched(lambda _: None):
-            for _ in range(num_backwards):
-                weight.sin().cos().sum().backward()
-    assert len(looks) == most
+
+    with ThreadPoolExecutor(1) as pool, others.watched(lambda _: None):
+        for _ in range(20):
+            weight.sin().cos().sum().backward()
+            pool.submit(lambda: weight.exp().sum().backward()).result()
+    # The first graph of a thread also counts the nodes of the time before.
+    assert len(looks) <= 4
 
 
 # --- optimizers that step in backward
