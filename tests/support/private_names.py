@@ -1,8 +1,5 @@
 """List the private names of other libraries that the package uses:
-``python tests/support/private_names.py [--write]``.
-
-``--write`` removes the rows of tests/project/private_names.csv whose name is gone. A new name needs
-a new row, with its library and the reason.
+``python tests/support/private_names.py``.
 """
 
 from __future__ import annotations
@@ -10,9 +7,7 @@ from __future__ import annotations
 import ast
 import csv
 import re
-import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -92,21 +87,8 @@ def read_table(table: Path = TABLE) -> dict[str, dict[str, str]]:
         return {row["name"]: row for row in csv.DictReader(file)}
 
 
-def remove_rows(found: Mapping[str, object], table: Path = TABLE) -> None:
-    """Remove the rows of names that are gone."""
-    rows = [row for name, row in read_table(table).items() if name in found]
-    with table.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["name", "library", "reason"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 if __name__ == "__main__":
-    found = names_in(TABLE.parents[2])
-    rows = read_table() if TABLE.exists() else {}
-    for name, files in sorted(found.items()):
-        library = rows.get(name, {}).get("library", "not listed")
+    rows = read_table()
+    for name, files in sorted(names_in(TABLE.parents[2]).items()):
+        library = rows[name]["library"] if name in rows else "not listed"
         print(f"{library:18} {name:50} {' '.join(sorted(files))}")
-    print(Counter(rows.get(name, {}).get("library", "not listed") for name in found))
-    if "--write" in sys.argv:
-        remove_rows(found)
