@@ -1,8 +1,8 @@
 """The emulated CUDA libraries: compiled from csrc/ on first use, and kept for each torch.
 
-libcudastub.so has every function that PyTorch and other packages import from CUDA's libraries. A
-function that csrc/ does not define returns 0 and counts its calls. Each of CUDA's libraries is an
-empty one that leads to libcudastub.so.
+libcudastub.so has every function that PyTorch imports from CUDA's libraries. A function that csrc/
+does not define returns 0 and counts its calls. Each of CUDA's libraries is an empty one that leads
+to libcudastub.so.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import fcntl
 import hashlib
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -25,16 +25,13 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 STUB = "libcudastub.so"
 PRELOADED = "scratch.c"
-# PyTorch opens these two by name.
+# PyTorch opens these two by name. CUDA's runtime leads to both, which loads them.
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
-_FUNCTION = (
+_FUNCTION = re.compile(
     r"(?:cuda|__cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|curand|cufft|nccl|nvml|nvrtc|nvtx"
     r"|cupti|nvshmem|nvJitLink)\w*"
 )
-_SONAME = r"lib(?:cu(?!dastub)|nv|nccl)\w*\.so[.\d]*"
-# Functions that return the size of what they need.
-_SIZE = re.compile(r"buffer_?size|(?<!Set)workspace|reservespace", re.IGNORECASE)
-STRICT = ("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
+_SONAME = re.compile(r"lib(?:cu(?!dastub)|nv|nccl)\w*\.so[.\d]*")
 
 
 class EmulationError(Exception):
@@ -59,8 +56,11 @@ def cuda_build_folder(version: str) -> Path:
 
 def torch_version(package: Path) -> tuple[str, str | None]:
     """Return the version of the torch in a folder and the CUDA that it was built for."""
-    names = runpy.run_path(str(package / "version.py"))
-    return names["__version__"], names["cuda"]
+    text = (package / "version.py").read_text()
+    version = re.search(r"^__version__.*'(.+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda.*'(.+)'", text, re.MULTILINE)
+    assert version is not None, f"{package} has no version"
+    return version[1], cuda and cuda[1]
 
 
 def stub_folder(package: Path) -> Path:
@@ -80,14 +80,14 @@ def stub_folder(package: Path) -> Path:
             f" {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
         )
     assert cuda is not None, f"torch {version} is not a CUDA build"
-    others = [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    listing = "".join(name for folder in others for name in sorted(os.listdir(folder)))
-    sources = [Path(__file__), *sorted(SOURCES.iterdir())]
-    return _built_once(
-        f"torch-{version}",
-        [listing.encode(), *(source.read_bytes() for source in sources)],
-        lambda folder: _build(package, cuda, others, folder),
-    )
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    folder = cache_folder() / f"torch-{version}-{digest.hexdigest()[:16]}"
+    with _built_once(folder) as new:
+        if new is not None:
+            _build(package, cuda, new)
+    return folder
 
 
 def preloaded_library() -> Path:
@@ -96,47 +96,61 @@ def preloaded_library() -> Path:
     Raises:
         EmulationError: no compiler is installed.
     """
-    source = SOURCES / PRELOADED
-    library = ("-shared", *STRICT, source, "-ldl", "-o")
-    folder = _built_once(
-        "scratch", [source.read_bytes()], lambda new: _gcc(*library, new / "scratch.so")
-    )
+    digest = hashlib.sha256((SOURCES / PRELOADED).read_bytes()).hexdigest()[:16]
+    folder = cache_folder() / f"scratch-{digest}"
+    with _built_once(folder) as new:
+        if new is not None:
+            warnings = ("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
+            _gcc("-shared", *warnings, "-o", new / "scratch.so", SOURCES / PRELOADED, "-ldl")
     return folder / "scratch.so"
 
 
-def _built_once(name: str, content: Iterable[bytes], build: Callable[[Path], None]) -> Path:
-    """Return a folder of the cache for this content, which `build` fills if it is new."""
-    digest = hashlib.sha256(b"".join(content)).hexdigest()[:16]
-    folder = cache_folder() / f"{name}-{digest}"
+def extension_library(stubs: Path) -> Path | None:
+    """Return a library with the functions of CUDA that other installed packages import and torch
+    does not, such as bitsandbytes; None if there are none.
+    """
+    folders = [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    listing = "".join(name for folder in folders for name in sorted(os.listdir(folder)))
+    folder = stubs / f"extensions-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
+    with _built_once(folder) as new:
+        if new is not None:
+            imported = set[str]()
+            for library in _extensions(folders):
+                imported |= _imported_functions(library)
+            missing = imported - set(_defined_functions(stubs / STUB))
+            if missing:
+                lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing)]
+                (new / "extensions.c").write_text("\n".join(lines))
+                _gcc("-shared", "-w", "-o", new / "libcudastub-extensions.so", new / "extensions.c")
+    library = folder / "libcudastub-extensions.so"
+    return library if library.exists() else None
+
+
+@contextmanager
+def _built_once(folder: Path) -> Iterator[Path | None]:
+    """Yield a new folder that replaces `folder` at the end; None if `folder` exists."""
     if folder.exists():
-        return folder
+        yield None
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-                new = Path(made, "new")
-                new.mkdir()
-                build(new)
-                new.rename(folder)
-    return folder
+        if folder.exists():
+            yield None
+            return
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            new = Path(made, "new")
+            new.mkdir()
+            yield new
+            new.rename(folder)
 
 
-def _build(package: Path, cuda: str, others: Iterable[Path], folder: Path) -> None:
-    """Build the libraries of a torch in a folder.
-
-    Args:
-        package: torch's folder.
-        cuda: the version of CUDA that it was built for.
-        others: folders of other packages, such as bitsandbytes, which may import more of CUDA.
-        folder: an empty one.
-    """
-    imported, sonames = set[str](), {DRIVER, MANAGEMENT}
-    for library in (package / "lib").glob("*.so"):
-        imported |= _imported_functions(library)
-        sonames |= set(re.findall(rf"NEEDED.*\[({_SONAME})\]", _run("readelf", "-d", library)))
-    for library in _extensions(others):
-        imported |= _imported_functions(library)
+def _build(package: Path, cuda: str, folder: Path) -> None:
+    imported, sonames = set[str](), set[str]()
+    for library in sorted((package / "lib").glob("*.so")):
+        if library.name != STUB:
+            imported |= _imported_functions(library)
+            sonames |= set(filter(_SONAME.fullmatch, _needed(library)))
     looked_up = re.findall(
         rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (package / "lib/libc10_cuda.so").read_bytes()
     )
@@ -146,40 +160,46 @@ def _build(package: Path, cuda: str, others: Iterable[Path], folder: Path) -> No
         imported |= set(re.findall(r"\b(cu[A-Z]\w+)\(", source.read_text()))
 
     major, minor = cuda.split(".")[:2]
-    versions = [
+    flags = [
         f"-DCUDA_VERSION={int(major) * 1000 + int(minor) * 10}",
         f"-DCUDNN_VERSION={_required_version('cudnn')}",
         f"-DNCCL_VERSION={_required_version('nccl')}",
+        *("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"),
     ]
-    sources = [path for path in SOURCES.glob("*.c") if path.name not in ("layouts.c", PRELOADED)]
+    objects: list[Path] = []
+    for path in sorted(SOURCES.glob("*.c")):
+        if path.name not in ("layouts.c", PRELOADED):
+            objects.append(folder / f"{path.stem}.o")
+            _gcc("-c", path, "-o", objects[-1], *flags)
+    defined = {name for one in objects for name in _defined_functions(one)}
+    names = sorted(imported - defined)
+    table = ["const char *const default_names[] = {", *(f'  "{name}",' for name in names), "  0};"]
+    table += [f"unsigned long default_calls[{len(names) + 1}];"]
+    table += [
+        f"long {name}(void) {{ default_calls[{i}]++; return 0; }}" for i, name in enumerate(names)
+    ]
     defaults, empty = folder / "defaults.c", folder / "empty.c"
-    defaults.write_text("\n".join(_default_functions(sorted(imported))))
+    defaults.write_text("\n".join(table))
     empty.write_text("")
-    libraries = ("-lpthread", "-ldl", "-lrt", f"-Wl,-soname,{STUB}")
-    _gcc("-shared", *versions, *STRICT, *sources, defaults, *libraries, "-o", folder / STUB)
-    leads_to = (f"-L{folder}", "-Wl,--no-as-needed", "-lcudastub", "-Wl,-rpath,$ORIGIN")
-    for name in sonames:
-        _gcc("-shared", "-o", folder / name, empty, f"-Wl,-soname,{name}", *leads_to)
+    soname = f"-Wl,-soname,{STUB}"
+    libraries = ("-lpthread", "-ldl", "-lrt")
+    _gcc("-shared", "-w", "-o", folder / STUB, *objects, defaults, *libraries, soname)
+    for name in (DRIVER, MANAGEMENT, *sorted(sonames - {DRIVER, MANAGEMENT})):
+        leads_to = ["-lcudastub", "-Wl,-rpath,$ORIGIN"]
+        if name.startswith("libcudart."):
+            leads_to += [f"-l:{DRIVER}", f"-l:{MANAGEMENT}"]
+        place: list[str | Path] = [
+            "-o",
+            folder / name,
+            empty,
+            f"-Wl,-soname,{name}",
+            "-Wl,--no-as-needed",
+        ]
+        _gcc("-shared", *place, f"-L{folder}", *leads_to)
     # torch preloads CUDA's libraries from such a folder on sys.path.
     preloaded = folder / f"wheels/nvidia/cu{major}"
     preloaded.mkdir(parents=True)
     (preloaded / "lib").symlink_to("../../..")
-
-
-def _default_functions(names: Sequence[str]) -> Iterator[str]:
-    """Yield C code for functions that return 0 and count their calls, where csrc/ has no others.
-    Those that are asked for a size are reported.
-    """
-    yield "void unknown_workspace(const char *);"
-    yield "const char *const default_names[] = {"
-    yield from (f'  "{name}",' for name in names)
-    yield "  0};"
-    yield f"unsigned long default_calls[{len(names) + 1}];"
-    exported = '__attribute__((weak, visibility("default")))'
-    for place, name in enumerate(names):
-        reported = f'unknown_workspace("{name}"); ' if _SIZE.search(name) else ""
-        body = f"{{ default_calls[{place}]++; {reported}return 0; }}"
-        yield f"{exported} long {name}(void) {body}"
 
 
 def _required_version(library: str) -> int:
@@ -204,8 +224,17 @@ def _extensions(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def _imported_functions(library: Path) -> set[str]:
-    symbols = _run("nm", "-D", "--undefined-only", "--format=just-symbols", library)
-    return set(re.findall(rf"(?m)^({_FUNCTION})(?=@|$)", symbols))
+    lines = _run("nm", "-D", "--undefined-only", library).splitlines()
+    return set(filter(_FUNCTION.fullmatch, (line.split()[-1].split("@")[0] for line in lines)))
+
+
+def _defined_functions(library: Path) -> list[str]:
+    dynamic = ["-D"] if library.suffix == ".so" else []
+    return _run("nm", *dynamic, "--defined-only", "--format=just-symbols", library).split()
+
+
+def _needed(library: Path) -> list[str]:
+    return re.findall(r"NEEDED.*\[(.*)\]", _run("readelf", "-d", library))
 
 
 def _gcc(*words: str | Path) -> None:

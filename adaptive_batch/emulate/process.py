@@ -12,12 +12,21 @@ import os
 import sys
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .build import EmulationError, cuda_build_folder, stub_folder, torch_version
+from .build import (
+    DRIVER,
+    MANAGEMENT,
+    STUB,
+    EmulationError,
+    cuda_build_folder,
+    extension_library,
+    stub_folder,
+    torch_version,
+)
 
 
 def install() -> None:
@@ -37,59 +46,56 @@ def _replace_link_to_database(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class TorchFinder(MetaPathFinder):
-    """Finds torch and loads the emulated CUDA before it."""
+    """Finds torch, once, and loads the emulated CUDA before it."""
+
+    def __init__(self) -> None:
+        self.is_searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self.is_searching:
             return None
+        self.is_searching = True
         try:
-            file = find_cuda_build()
-            if file is None:
-                return None
-            loader = TorchLoader(file, stub_folder(file.parent))
+            spec = find_cuda_build()
         except EmulationError as error:
             sys.exit(f"adaptive-batch emulate: {error}")
-        return importlib.util.spec_from_file_location(name, file, loader=loader)
+        finally:
+            self.is_searching = False
+        if spec is None or spec.loader is None or spec.origin is None:
+            return spec
+        package = Path(spec.origin).parent
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
+            try:
+                stubs = load_stubs(package)
+            except EmulationError as error:
+                sys.exit(f"adaptive-batch emulate: {error}")
+            sys.path.insert(0, f"{stubs}/wheels")
+            execute(module)
+            sys.path.remove(f"{stubs}/wheels")
+            if os.environ.get("EMULATE_VALUES") == "1":
+                from . import values
+
+                values.install()
+            if os.environ.get("EMULATE_RECORDS"):
+                from . import recorder
+
+                recorder.install(Path(os.environ["EMULATE_RECORDS"]))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
-class TorchLoader(SourceFileLoader):
-    """Loads torch between the emulated CUDA and what this package adds to torch.
-
-    Args:
-        file: torch's.
-        stubs: the folder of the emulated libraries.
-    """
-
-    def __init__(self, file: Path, stubs: Path) -> None:
-        super().__init__("torch", str(file))
-        self.stubs = stubs
-
-    def exec_module(self, module: ModuleType) -> None:
-        for library in self.stubs.glob("lib*.so*"):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        os.environ["TRITON_LIBCUDA_PATH"] = str(self.stubs)
-        sys.path.insert(0, f"{self.stubs}/wheels")
-        super().exec_module(module)
-        sys.path.remove(f"{self.stubs}/wheels")
-        if os.environ.get("EMULATE_VALUES") == "1":
-            from . import values
-
-            values.install()
-        if os.environ.get("EMULATE_RECORDS"):
-            from . import recorder
-
-            recorder.install(Path(os.environ["EMULATE_RECORDS"]))
-
-
-def find_cuda_build() -> Path | None:
-    """Return torch's file: the environment's own, or the CUDA build that replaces a CPU build."""
-    spec = PathFinder.find_spec("torch")
+def find_cuda_build() -> ModuleSpec | None:
+    """Return where torch is: the environment's own, or the CUDA build that replaces a CPU build."""
+    spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin)
-    version, cuda = torch_version(file.parent)
+        return spec
+    version, cuda = torch_version(Path(spec.origin).parent)
     if cuda is not None:
-        return file
+        return spec
     folder = cuda_build_folder(version)
     if not folder.is_dir():
         raise EmulationError(
@@ -97,4 +103,19 @@ def find_cuda_build() -> Path | None:
             " downloads the CUDA build of this version and leaves the environment as it is"
         )
     sys.path.insert(0, str(folder))
-    return folder / "torch/__init__.py"
+    return importlib.util.find_spec("torch")
+
+
+def load_stubs(package: Path) -> Path:
+    """Load the emulated CUDA for the torch in a folder, and return where it is."""
+    stubs = stub_folder(package)
+    sonames = [STUB, DRIVER, MANAGEMENT]
+    sonames += [path.name for path in sorted(stubs.glob("lib*.so.*")) if path.name not in sonames]
+    libraries = [stubs / name for name in sonames]
+    extensions = extension_library(stubs)
+    if extensions is not None:
+        libraries.append(extensions)
+    for library in libraries:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(stubs)
+    return stubs

@@ -10,10 +10,9 @@ import atexit
 import ctypes
 import json
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,19 @@ from torch.optim.optimizer import (
 )
 
 from . import values
-from .build import STUB
-from .lines import name_line, running_line
 
 # Events of the allocator that are kept: a step of a large model has about 20,000.
 MAX_EVENTS = 200_000
-# The peak of a loop comes early; later steps are written only if it grew by this factor.
+# The peak of a loop comes early; later steps are read only if it grew by this factor.
 GROWTH = 1.001
-MOST_UNKNOWN = 64  # as in csrc/sizes.c
+# Functions of CUDA's libraries that return the sizes of what they need.
+_SIZES = re.compile(r"buffer_?size|(?<!Set)workspace|reservespace", re.IGNORECASE)
 
 
 def install(folder: Path) -> None:
-    """Record this process in a file in `folder`, from when CUDA is initialized."""
+    """Record this process in a file in `folder`."""
     recorder = _Recorder(folder / f"{os.getpid()}.json")
     torch.cuda._lazy_call(recorder.start)  # type: ignore[no-untyped-call]
-    for module in (torch.cuda, torch.cuda.memory, torch.accelerator):
-        reset = recorder.keeping_peaks(module.reset_peak_memory_stats)
-        module.reset_peak_memory_stats = reset  # type: ignore[attr-defined]
 
 
 class _Recorder:
@@ -49,29 +44,28 @@ class _Recorder:
         self.max_steps = int(os.environ.get("EMULATE_STEPS", 0))
         self.steps: Counter[int] = Counter()
         self.peaks: dict[int, Counter[str]] = {}
-        self.written_peak = 0
-        self.living: dict[str, Any] = {"bytes": 0, "lines": []}
+        self.read_peak = 0
+        self.living: dict[str, Any] = {}
         self.out_of_memory: dict[str, Any] | None = None
         self.num_out_of_memory = 0
 
     def start(self) -> None:
+        """Begin with CUDA: the history of allocations, the hooks and the last record."""
         torch.cuda.memory._record_memory_history(
             context="alloc", stacks="python", max_entries=MAX_EVENTS
         )
         internal: Any = torch._C
         internal._cuda_attach_out_of_memory_observer(self.notice_out_of_memory)
+        reset = internal._cuda_resetPeakMemoryStats
+
+        def reset_peaks(device: int) -> None:
+            self.keep_peaks()
+            reset(device)
+
+        internal._cuda_resetPeakMemoryStats = reset_peaks
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
-        atexit.register(self.write)
-
-    def keeping_peaks(self, reset: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that reads the allocator's peaks before the program sets them back."""
-
-        def read_and_reset(*args: Any, **kwargs: Any) -> None:
-            self.read_peaks()
-            reset(*args, **kwargs)
-
-        return read_and_reset
+        atexit.register(self.at_exit)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """End the program where a step begins that is too many."""
@@ -80,85 +74,132 @@ class _Recorder:
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.steps[id(optimizer)] += 1
-        if self.read_peaks() > GROWTH * self.written_peak:
+        self.keep_peaks()
+        if self.highest() > GROWTH * self.read_peak:
+            self.read_history()
             self.write()
 
-    def read_peaks(self) -> int:
-        """Read the allocator's peaks, and return the highest of allocated bytes."""
+    def at_exit(self) -> None:
+        self.keep_peaks()
+        if self.highest() > GROWTH * self.read_peak:
+            self.read_history()
+        self.write()
+
+    def highest(self) -> int:
+        return max((peaks["allocated"] for peaks in self.peaks.values()), default=0)
+
+    def keep_peaks(self) -> None:
+        """Read the allocator's peaks, which the program may set back."""
         for device in range(torch.cuda.device_count()):
             counted = torch.cuda.memory_stats(device)
             peaks = self.peaks.setdefault(device, Counter())
             for name in ("allocated", "reserved"):
                 peaks[name] = max(peaks[name], counted.get(f"{name}_bytes.all.peak", 0))
             peaks["retries"] = counted.get("num_alloc_retries", 0)
-        return max((peaks["allocated"] for peaks in self.peaks.values()), default=0)
 
     def notice_out_of_memory(self, device: int, asked: int, capacity: int, free: int) -> None:
         self.num_out_of_memory += 1
         counted = torch.cuda.memory_stats(device)
         self.out_of_memory = {
-            "line": running_line(),
+            "line": values.program_line(),
             "asked": asked,
             "free": free,
             "allocated": counted["allocated_bytes.all.current"],
             "reserved": counted["reserved_bytes.all.current"],
         }
         if self.num_out_of_memory == 1:  # a search runs out of memory many times
+            self.keep_peaks()
+            self.read_history()
             self.write()
 
     def read_history(self) -> None:
         """Sum what lived at the highest peak in the allocator's history, by the line that asked."""
         snapshot = torch.cuda.memory._snapshot()
-        for device, history in enumerate(snapshot["device_traces"]):
-            living = {
-                block["address"]: {**block, "size": block["requested_size"]}
+        for device, events in enumerate(snapshot["device_traces"]):
+            blocks = [
+                (block["address"], block)
                 for segment in snapshot["segments"]
                 if segment["device"] == device
                 for block in segment["blocks"]
                 if block["state"].startswith("active")
-            }
-            events = history[::-1]
-            signs = {"alloc": -1, "free_completed": 1}
-            changes = (signs.get(event["action"], 0) * event["size"] for event in events)
-            totals = list(accumulate(changes, initial=sum(one["size"] for one in living.values())))
-            best = max(totals)
-            if best <= self.living["bytes"]:
-                continue
-            for event in events[: totals.index(best)]:
-                if event["action"] == "alloc":
+            ]
+            living = {address: (block["requested_size"], block) for address, block in blocks}
+            total = best = sum(size for size, _ in living.values())
+            at_best = len(events)
+            for place in range(len(events) - 1, -1, -1):
+                total += _change_backward(events[place])
+                if total > best:
+                    best, at_best = total, place
+            for event in reversed(events[at_best:]):
+                change = _change_backward(event)
+                if change < 0:
                     living.pop(event["addr"], None)
-                elif event["action"] == "free_completed":
-                    living[event["addr"]] = event
-            lines = Counter[str]()
-            for one in living.values():
-                frames = ((frame["filename"], frame["line"]) for frame in one.get("frames", ()))
-                lines[name_line(frames)] += one["size"]
-            self.living = {"bytes": best, "device": device, "lines": lines.most_common()}
+                elif change > 0:
+                    living[event["addr"]] = (event["size"], event)
+            if best > self.living.get("bytes", 0):
+                lines = Counter[str]()
+                for size, holder in living.values():
+                    lines[_line_of(holder.get("frames", ()))] += size
+                self.living = {"bytes": best, "device": device, "lines": lines.most_common()}
+        self.read_peak = self.highest()
 
     def write(self) -> None:
-        """Write the record, with what lived at the peak where that has grown."""
-        highest = self.read_peaks()
-        if highest > GROWTH * self.written_peak:
-            self.read_history()
-            self.written_peak = highest
-        names: Any = ctypes.c_char_p * MOST_UNKNOWN
-        asked = names.in_dll(ctypes.CDLL(STUB), "cudastub_unknown_workspaces")
+        devices = []
+        for device, peaks in self.peaks.items():
+            if peaks["reserved"]:
+                name, total = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+                devices.append({"index": device, "name": name, "total": total, **peaks})
         record = {
             "pid": os.getpid(),
             "rank": os.environ.get("RANK"),
             "program": sys.argv[:1],
             "steps": max(self.steps.values(), default=0),
-            "devices": [
-                {"index": device, **peaks}
-                for device, peaks in self.peaks.items()
-                if peaks["reserved"]
-            ],
+            "devices": devices,
             "living": self.living,
             "out_of_memory": self.out_of_memory,
             "times_out_of_memory": self.num_out_of_memory,
             "made_up": [[*key, count] for key, count in values.made_up.most_common()],
-            "not_counted": sorted(name.decode() for name in asked if name),
+            "not_counted": _functions_not_counted(),
         }
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(record))
         new.replace(self.file)
+
+
+def _change_backward(event: dict[str, Any]) -> int:
+    """Return how an event changes the living bytes, seen from its end."""
+    action, size = event["action"], event["size"]
+    return {"alloc": -int(size), "free_completed": int(size)}.get(action, 0)
+
+
+def _line_of(frames: Any) -> str:
+    """Return which line of the program a block belongs to, with the library's line that asked."""
+    lines = []
+    is_of_optimizer = False
+    for frame in frames:
+        line = values.line_of(frame["filename"], frame["line"])
+        is_of_optimizer |= "/torch/optim/" in frame["filename"]
+        if line is not None:
+            lines.append(line)
+            if "site-packages" not in frame["filename"]:
+                break
+    return ("optimizer: " if is_of_optimizer else "") + values.join_lines(lines)
+
+
+def _functions_not_counted() -> list[str]:
+    """Return the functions of CUDA's libraries that were asked for sizes nobody knows."""
+    stub = ctypes.CDLL("libcudastub.so")
+    functions = set[str]()
+    for look_up in (stub.cudastub_default, stub.cudastub_unknown_workspace):
+        look_up.restype = ctypes.c_char_p
+    calls = ctypes.c_ulong()
+    place = 0
+    while name := stub.cudastub_default(place, ctypes.byref(calls)):
+        if calls.value and _SIZES.search(name.decode()):
+            functions.add(name.decode())
+        place += 1
+    place = 0
+    while name := stub.cudastub_unknown_workspace(place):
+        functions.add(name.decode())
+        place += 1
+    return sorted(functions)

@@ -26,7 +26,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield "No process used CUDA."
     else:
         yield from _table(processes, total - context)
-        most = max(processes, key=lambda one: one["living"]["bytes"])
+        most = max(processes, key=lambda one: one["living"].get("bytes", 0))
         yield from _living(most["living"])
         for process in processes:
             if process["out_of_memory"]:
@@ -44,25 +44,30 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(processes: list[dict[str, Any]], usable: int) -> Iterator[str]:
-    row = "{:<24}{:>7}{:>8}{:>16}{:>15}{:>12}{:>9}".format
-    yield row("process", "device", "steps", "peak allocated", "peak reserved", "free", "retries")
+    rows = [("process", "device", "steps", "peak allocated", "peak reserved", "free", "retries")]
     for process in processes:
         rank = f" (rank {process['rank']})" if process["rank"] else ""
         name = process["program"][0].rpartition("/")[2] or "python"
         for device in process["devices"]:
-            yield row(
-                f"{name}{rank}",
-                device["index"],
-                process["steps"],
-                _size(device["allocated"]),
-                _size(device["reserved"]),
-                _size(max(0, usable - device["reserved"])),
-                device["retries"],
+            rows.append(
+                (
+                    f"{name}{rank}",
+                    str(device["index"]),
+                    str(process["steps"]),
+                    _size(device["allocated"]),
+                    _size(device["reserved"]),
+                    _size(max(0, usable - device["reserved"])),
+                    str(device["retries"]),
+                )
             )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells])
 
 
 def _living(living: dict[str, Any]) -> Iterator[str]:
-    if not living["lines"]:
+    if not living:
         return
     yield f"Living at the peak of {_size(living['bytes'])} on device {living['device']}:"
     lines = living["lines"]
@@ -84,7 +89,7 @@ def _out_of_memory(process: dict[str, Any]) -> Iterator[str]:
 
 
 def _suggestion(process: dict[str, Any]) -> str:
-    last, lines = process["out_of_memory"], process["living"]["lines"]
+    last, lines = process["out_of_memory"], process["living"].get("lines", [])
     unused = last["reserved"] - last["allocated"]
     if unused >= last["asked"]:
         return (
@@ -114,22 +119,19 @@ def _made_up(processes: list[dict[str, Any]]) -> Iterator[str]:
                 if found == kind:
                     places.setdefault(line, set()).add(origin)
         if places:
-            items = [f"{line} ({', '.join(sorted(of))})" for line, of in places.items()]
-            yield f"{sentence}: {_first(items)}."
+            shown = [f"{line} ({', '.join(sorted(of))})" for line, of in places.items()]
+            more = f" and {len(shown) - MAX_LINES} more" if len(shown) > MAX_LINES else ""
+            yield f"{sentence}: {'; '.join(shown[:MAX_LINES])}{more}."
 
 
 def _files(report: dict[str, Any]) -> Iterator[str]:
     files = report["files"]
     if files:
         place = report["folder"] or "a scratch folder that is deleted (keep it with --output)"
-        largest = sorted(files, key=lambda file: -file[1])
-        items = [f"{name} {_size(size)}" for name, size in largest]
-        yield f"Files written to {place}: {_first(items)}."
-
-
-def _first(items: list[str]) -> str:
-    more = f" and {len(items) - MAX_LINES} more" if len(items) > MAX_LINES else ""
-    return "; ".join(items[:MAX_LINES]) + more
+        largest = sorted(files, key=lambda file: -file[1])[:MAX_LINES]
+        shown = ", ".join(f"{name} {_size(size)}" for name, size in largest)
+        more = f" and {len(files) - MAX_LINES} more" if len(files) > MAX_LINES else ""
+        yield f"Files written to {place}: {shown}{more}."
 
 
 def _size(num_bytes: int) -> str:

@@ -25,7 +25,7 @@ def mirror(folder: Path, scratch: Path) -> None:
             left -= 1
             new = target / entry.name
             is_own = Path(entry.path) == scratch or scratch.is_relative_to(entry.path)
-            if is_own or os.path.lexists(new):
+            if is_own or new.exists() or new.is_symlink():
                 continue
             is_tool = entry.name.startswith(".") or Path(entry.path, "pyvenv.cfg").exists()
             real = os.path.realpath(entry.path)
@@ -38,9 +38,12 @@ def mirror(folder: Path, scratch: Path) -> None:
 
 def written_files(scratch: Path, since: float) -> list[tuple[str, int]]:
     """Return the files, with their sizes, that a program wrote in its scratch folder."""
-    return sorted(
-        (str(path.relative_to(scratch)), path.stat().st_size)
-        for path in scratch.rglob("*")
-        if path.is_file() and not path.is_symlink() and path.stat().st_mtime >= since
-        if "__pycache__" not in path.parts
-    )
+    files = []
+    for folder, _, names in os.walk(scratch):
+        for name in names:
+            path = Path(folder, name)
+            if not path.is_symlink() and "__pycache__" not in folder:
+                status = path.stat()
+                if status.st_mtime >= since:
+                    files.append((str(path.relative_to(scratch)), status.st_size))
+    return sorted(files)

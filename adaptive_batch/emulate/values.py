@@ -2,27 +2,27 @@
 
 The emulated device's memory is memory of this process. Each operator of PyTorch with a CUDA kernel
 is registered again: the CUDA kernel runs and allocates as ever, then, if the tensors are small, the
-operator's CPU kernel computes the values. Values of large tensors are not kept. A small tensor that
-depends on them gets a default that does no harm: 1, indices that spread evenly, flags that raise no
-alarm. Where the program reads such a value, or a shape depends on it, :data:`made_up` counts the
-line.
+operator's CPU kernel computes the values on the same addresses. Values of large tensors are not
+kept. A small tensor that depends on them gets a default that does no harm: 1, indices that spread
+evenly, flags that raise no alarm. Where the program reads such a value, or a shape depends on it,
+:data:`made_up` counts the line.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
+import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-
-from .build import STUB
-from .lines import running_line
 
 # The largest storage whose values are kept: elements of floating point, and bytes of integers and
 # flags, on which control flow depends.
@@ -32,7 +32,6 @@ MAX_INTEGER_BYTES = int(os.environ.get("EMULATE_MAX_INTEGER_BYTES", 2**23))
 # What the report tells: (kind, operator that could not be computed, line that depends on it).
 made_up: Counter[tuple[str, str, str]] = Counter()
 
-LARGE = "a large tensor"
 # Operators that return positions in their first argument.
 _POSITIONS = {
     "topk",
@@ -49,14 +48,21 @@ _OVERWRITING = {"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", 
 # Flags that are false unless something is wrong.
 _ALARMS = {"any", "isnan", "isinf", "isposinf", "isneginf", "signbit", "eq"}
 _COMPARISONS = {"lt", "le", "gt", "ge"}
-# pow of a number calls the last with a CUDA tensor that is marked as a number, which PyTorch cannot
-# pass to Python.
-_LEFT_ALONE = {"set_", "record_stream", "pow.Tensor_Tensor_out"}
+_UNIQUE = {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+# These allocate or move no values; or they are handled by a function of their own.
+_LEFT_ALONE = {
+    "set_",
+    "record_stream",
+    "pow.Tensor_Tensor_out",  # see _pow_of_number
+}
 
 _origins: dict[int, str] = {}  # address of a storage with defaults -> the operator not computed
 _lines_with_any = set[str]()
 _libraries: list[Any] = []
 _C: Any = torch._C
+_own_folder = str(Path(__file__).parent)
+_torch_folder = str(Path(torch.__file__).parent)
+_python_folder = sysconfig.get_path("stdlib")
 
 
 def install() -> None:
@@ -64,40 +70,76 @@ def install() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     special: dict[str, Callable[..., Any]] = {
-        "_local_scalar_dense": _read,
-        "equal": _read,
-        "empty.memory_format": _empty,
-        "empty_strided": _empty,
-        "copy_": _Operator,
+        **dict.fromkeys(_UNIQUE, _unique),
+        **dict.fromkeys(("empty", "empty_strided"), _empty),
+        "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+        "copy_": _copy,
+        "_local_scalar_dense": _read_number,
         "nonzero": _nonzero,
-        "_unique": _unique,
-        "_unique2": _unique,
-        "unique_dim": _unique,
-        "unique_consecutive": _unique,
-        "unique_dim_consecutive": _unique,
+        "nonzero.out": _Operator,
+        "pow.Scalar": _pow_of_number,
+        "resize_": _resize,
     }
+    has_kernel = _C._dispatch_has_kernel_for_dispatch_key
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each is registered a second time
-        for full_name in _C._dispatch_get_all_op_names():
-            namespace, _, name = full_name.partition("::")
-            base, _, overload = name.partition(".")
-            if namespace != "aten" or {base, name} & _LEFT_ALONE:
+        for name in _C._dispatch_get_all_op_names():
+            own_name = name.removeprefix("aten::")
+            base, _, overload = own_name.partition(".")
+            has_cuda_kernel = own_name in special or has_kernel(name, "CUDA")
+            is_left_alone = own_name == name or {base, own_name} & _LEFT_ALONE
+            if is_left_alone or not has_cuda_kernel:
                 continue
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
             aliases = [result.alias_info for result in operator._schema.returns]
-            is_view = any(alias is not None and not alias.is_write for alias in aliases)
-            if name in special or (not is_view and operator.has_kernel_for_dispatch_key("CUDA")):
-                make = special.get(name, _Operator)
-                kernel = make(operator, torch.library.get_kernel(operator, "CUDA").call_boxed)
-                library.impl(operator, kernel, "CUDA", with_keyset=True, allow_override=True)
-    # Inductor's kernels are not operators; this allocates what they write.
-    guards = _C._dynamo.guards
-    guards._empty_strided_cuda = _allocating(guards._empty_strided_cuda, "a compiled kernel")
+            if any(alias is not None and not alias.is_write for alias in aliases):
+                continue  # a view
+            make = special.get(own_name) or special.get(base, _Operator)
+            kernel = make(operator, torch.library.get_kernel(name, "CUDA"))
+            library.impl(own_name, kernel, "CUDA", with_keyset=True, allow_override=True)
+    _fill_what_compiled_code_allocates()
+
+
+def program_line() -> str:
+    """Return the line of the program that is running, and the library's line that it called."""
+    frames = list[str]()
+    frame = sys._getframe(1)
+    while frame is not None:
+        line = line_of(frame.f_code.co_filename, frame.f_lineno)
+        if line is not None:
+            frames.append(line)
+            if "site-packages" not in frame.f_code.co_filename:
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    return join_lines(frames)
+
+
+def line_of(file: str, number: int) -> str | None:
+    """Return a frame as `file:line`; None for a frame of PyTorch, of Python, or of this package."""
+    is_python = file.startswith(_python_folder) and "site-packages" not in file
+    if is_python or file.startswith((_torch_folder, _own_folder, "<")):
+        return None
+    return f"{os.path.basename(file)}:{number}"
+
+
+def join_lines(lines: list[str]) -> str:
+    """Join the innermost line and the program's own."""
+    if not lines:
+        return "backward"
+    return lines[0] if len(lines) == 1 else f"{lines[0]}, from {lines[-1]}"
 
 
 # ---- memory of the device on the host
 
-_Memory = ctypes.c_char * 2**46  # no tensor is larger
+
+@cache
+def _arena() -> tuple[Any, int]:
+    """Return the memory of all devices, and its address."""
+    num_bytes = ctypes.c_ulonglong()
+    stub = ctypes.CDLL("libcudastub.so")
+    stub.cudastub_arena.restype = ctypes.c_void_p
+    start: int = stub.cudastub_arena(ctypes.byref(num_bytes))
+    return (ctypes.c_char * num_bytes.value).from_address(start), start
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,33 +149,31 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     size, stride = tensor.size(), tensor.stride()
     if not tensor.numel():
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
+    memory, start = _arena()
     span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    memory = _Memory.from_address(tensor.data_ptr())
-    view = torch.frombuffer(memory, dtype=tensor.dtype, count=span).as_strided(size, stride)
+    offset = tensor.data_ptr() - start
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=span, offset=offset)
+    view = flat.as_strided(size, stride)
     return view.conj() if tensor.is_conj() else view
-
-
-def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address and the bytes of a tensor's storage.
-
-    Python's own object of a storage counts as a reference to it, for as long as the storage lives:
-    backward would no longer add to gradients in place, and memory would differ.
-    """
-    words = _words_of_storage(tensor)
-    address, size = _places_in_storage()
-    return words[address], words[size]
-
-
-def _words_of_storage(tensor: torch.Tensor) -> Any:
-    return (ctypes.c_int64 * 16).from_address(_C._storage_address(tensor))
 
 
 @cache
 def _places_in_storage() -> tuple[int, int]:
-    """Return which words of a storage hold its address and its size."""
+    """Return which words of a storage hold its address and its size.
+
+    Python's own object of a storage counts as a reference to it, for as long as the storage lives:
+    backward would no longer add to gradients in place, and memory would differ.
+    """
     probe = torch.empty(123_457, dtype=torch.uint8, device="cpu")
-    words = list(_words_of_storage(probe))
-    return words.index(probe.data_ptr()), words.index(len(probe))
+    words = (ctypes.c_int64 * 16).from_address(_C._storage_address(probe))
+    return list(words).index(probe.data_ptr()), list(words).index(len(probe))
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the bytes of a tensor's storage."""
+    words = (ctypes.c_int64 * 16).from_address(_C._storage_address(tensor))
+    address, size = _places_in_storage()
+    return words[address], words[size]
 
 
 def _is_exact(tensor: torch.Tensor) -> bool:
@@ -148,22 +188,12 @@ def has_values(tensor: torch.Tensor) -> bool:
     return (_storage(tensor)[1] if tensor.is_cuda else tensor.nbytes) <= limit
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-
-
-# ---- values that were not computed
-
-
 def _origin(tensors: Iterable[torch.Tensor]) -> str | None:
-    """Return the operator that was not computed and on which one of the tensors depends."""
     for tensor in tensors:
         if tensor.is_cuda:
-            origin = _origins.get(_storage(tensor)[0]) if has_values(tensor) else LARGE
+            if not has_values(tensor):
+                return "a large tensor"
+            origin = _origins.get(_storage(tensor)[0])
             if origin is not None:
                 return origin
     return None
@@ -179,28 +209,37 @@ def _set_origin(tensor: torch.Tensor, origin: str | None) -> None:
 
 def _note(kind: str, origin: str | None) -> None:
     if origin is not None:
-        made_up[kind, origin, running_line()] += 1
+        made_up[kind, origin, program_line()] += 1
 
 
-def _fill_default(tensor: torch.Tensor, name: str, given: Mapping[str, Any]) -> None:
-    """Write what does no harm into a small tensor that an operator could not compute.
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
-    Args:
-        name: the operator's.
-        given: its arguments.
-    """
-    if not has_values(tensor) or not tensor.numel():
+
+# ---- defaults
+
+
+def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | None = None) -> None:
+    """Write what does no harm into a small tensor that an operator could not compute."""
+    if not tensor.numel() or not has_values(tensor):
         return
-    host, operands, dim = on_host(tensor), list(given.values()), given.get("dim", -1)
+    host = on_host(tensor)
+    first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if tensor.dtype == torch.bool:
-        is_same = name in ("eq", "ne") and operands[0] is operands[1]
+        is_same = name in ("eq", "ne") and len(args) > 1 and args[0] is args[1]
         host.fill_((name not in _ALARMS) != is_same)
     elif not _is_exact(tensor):
         host.fill_(1)
-    elif name in _POSITIONS and operands[0].dim() and dim is not None:
-        rows = host if host.dim() < operands[0].dim() else host.movedim(dim, -1)
-        numbers = torch.arange(tensor.numel(), device="cpu") % operands[0].size(dim)
-        rows.copy_(numbers.view(rows.shape))
+    elif name in _POSITIONS and first is not None and first.dim() and dim is not None:
+        rows = host if tensor.dim() < first.dim() else host.movedim(dim, -1)
+        numbers = torch.arange(tensor.numel(), device="cpu")
+        rows.copy_((numbers % max(first.size(dim), 1)).view(rows.shape))
     else:
         host.zero_()
 
@@ -210,7 +249,7 @@ def _alternate(flag: torch.Tensor) -> None:
     element is out of bounds (`trunc_normal_`) ends.
     """
     if flag.numel() == 1 and on_host(flag).item():
-        line = running_line()
+        line = program_line()
         on_host(flag).fill_(line not in _lines_with_any)
         _lines_with_any.symmetric_difference_update([line])
 
@@ -221,124 +260,249 @@ def _alternate(flag: torch.Tensor) -> None:
 class _Operator:
     """The kernel of one operator: CUDA's, then the values of its small results."""
 
-    def __init__(self, operator: Any, cuda_kernel: Callable[..., Any]) -> None:
+    def __init__(self, operator: Any, cuda_kernel: Any) -> None:
+        schema = operator._schema
         self.operator, self.cuda_kernel = operator, cuda_kernel
-        self.name: str = operator._schema.name.removeprefix("aten::")
-        arguments = operator._schema.arguments
-        self.defaults = {argument.name: argument.default_value for argument in arguments}
-        self.tensors = [one.name for one in arguments if "Tensor" in str(one.type)]
+        self.name: str = schema.name.removeprefix("aten::")
+        self.arguments = [argument.name for argument in schema.arguments]
+        self.defaults = {argument.name: argument.default_value for argument in schema.arguments}
+        self.tensor_places = {
+            argument.name: place
+            for place, argument in enumerate(schema.arguments)
+            if str(argument.type) in ("Tensor", "Optional[Tensor]")
+        }
         self.written = [
-            one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        # A kernel may call other operators on what it changes, which then are computed already.
+        self.changed = [
+            argument.name
+            for argument in schema.arguments
+            if argument.name in self.written and not argument.kwarg_only
+        ]
+        dispatch = _C._dispatch_has_computed_kernel_for_dispatch_key
+        full_name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        self.has_cpu_kernel: bool = dispatch(full_name, "CPU")
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**self.defaults, **dict(zip(self.defaults, args, strict=False)), **kwargs}
-        tensors = list(_tensors(list(given.values())))
-        for name in self.tensors:
-            if isinstance(given[name], int | float | complex):
-                # As a number, it does not change the type of the result.
-                dtype = torch.result_type(tensors[0], given[name])
-                given[name] = torch.tensor(given[name], dtype=dtype, device="cpu")
-        origin = _origin(tensors[self._overwrites(tensors) :])
-        operands = None
-        if all(map(has_values, tensors)) and not (origin and self.name in _POSITIONS):
-            # CUDA's kernel may compute what is written, by calling other operators.
-            operands = {
-                name: _to_host(value, copies=name in self.written) for name, value in given.items()
-            }
-            if "generator" in given:
-                operands["generator"] = _host_generator(given["generator"])
-        result = self.cuda_kernel(keyset, **given)
-        written = [given[name] for name in self.written]
-        outputs = list(_tensors(written or result))
-        if operands is None or not self._compute(operands, outputs, origin):
-            if not (written and ("foreach" in self.name or "fused" in self.name)):
+        args, kwargs = self._with_tensors(args, kwargs)
+        seed = _seed(args, kwargs) if "generator" in self.arguments else None
+        changed = _tensors([self._argument(name, args, kwargs) for name in self.changed])
+        before = [(one, on_host(one).clone()) for one in changed if has_values(one)]
+        result = self.cuda_kernel.call_boxed(keyset, *args, **kwargs)
+        given = list(_tensors([args, kwargs]))
+        written = list(_tensors([self._argument(name, args, kwargs) for name in self.written]))
+        outputs = [
+            tensor
+            for tensor in written or _tensors(result)
+            if tensor.is_cuda and tensor.layout is torch.strided
+        ]
+        read = given
+        if self.name in _OVERWRITING and outputs and _fills_its_storage(outputs[0]):
+            read = given[1:]
+        origin = _origin(read)
+        can_compute = (
+            self.has_cpu_kernel
+            and all(map(has_values, [*given, *outputs]))
+            and not (origin is not None and self.name in _POSITIONS)
+        )
+        if can_compute:
+            for tensor, content in before:
+                on_host(tensor).copy_(content)
+            # A CPU kernel may lack a dtype, or refuse values that nobody computed.
+            with suppress(Exception):
+                values = self._compute(args, kwargs, seed)
+                if not written:
+                    for output, value in zip(_tensors(result), _tensors(values), strict=False):
+                        if output.is_cuda and output.shape == value.shape:
+                            on_host(output).copy_(value)
                 for output in outputs:
-                    _fill_default(output, self.name.rstrip("_"), given)
-            if origin in (None, LARGE) and self.name != "copy_":
-                origin = self.name
-        for output in filter(has_values, outputs):
-            if output.is_cuda:
-                _set_origin(output, origin)
-            elif written:
-                _note("value", origin)
+                    _set_origin(output, origin)
+                    if origin is not None and output.is_floating_point():
+                        on_host(output).masked_fill_(on_host(output).isnan(), 1)
+                if self.name == "any" and origin in _COMPARISONS:
+                    _alternate(outputs[0])
+                return values if self.name == "equal" else result
+        origin = origin or self.name
+        is_many = "foreach" in self.name or "fused" in self.name
+        for tensor in outputs:
+            if not (written and is_many):
+                dim = self._argument("dim", args, kwargs) if "dim" in self.arguments else -1
+                _fill_default(tensor, self.name.rstrip("_"), args, dim)
+            _set_origin(tensor, self.name if origin == "a large tensor" else origin)
+        if self.name == "equal":
+            _note("value", origin)
+            return True
         return result
 
-    def _overwrites(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether nothing is left of the first tensor's storage."""
-        if self.name not in _OVERWRITING or not has_values(tensors[0]):
-            return False
-        return tensors[0].nbytes == _storage(tensors[0])[1]
+    def _compute(self, args: Any, kwargs: Any, seed: int | None) -> Any:
+        if seed is not None:
+            generator = torch.Generator()
+            generator.manual_seed(seed)
+            place = self.arguments.index("generator")
+            if place < len(args):
+                args = (*args[:place], generator, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "generator": generator}
+        return self.operator(
+            *(_to_host(value) for value in args),
+            **{name: _to_host(value) for name, value in kwargs.items()},
+        )
 
-    def _compute(
-        self, operands: dict[str, Any], outputs: list[torch.Tensor], origin: str | None
-    ) -> bool:
-        """Compute the outputs on the host, and return whether that was possible."""
-        if not all(map(has_values, outputs)):
-            return False
-        try:
-            result = self.operator(**operands)
-            values = _tensors([operands[name] for name in self.written] or result)
-            for output, value in zip(outputs, values, strict=False):
-                if output.shape == value.shape:
-                    on_host(output).copy_(value)
-                if origin is not None and output.is_floating_point():
-                    on_host(output).nan_to_num_(1, 1, 1)
-        except Exception:  # a CPU kernel may lack a dtype, or refuse values that nobody computed
-            return False
-        if self.name == "any" and origin in _COMPARISONS:
-            _alternate(outputs[0])
-        return True
+    def _argument(self, name: str, args: Any, kwargs: Any) -> Any:
+        place = self.arguments.index(name)
+        return args[place] if place < len(args) else kwargs.get(name, self.defaults[name])
+
+    def _with_tensors(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments with a tensor for each number that stands for one."""
+        numbers = [
+            name
+            for name in self.tensor_places
+            if isinstance(self._argument(name, args, kwargs), bool | int | float | complex)
+        ]
+        if not numbers:
+            return args, kwargs
+        other = next(_tensors([args, kwargs]), None)
+        args, kwargs = list(args), dict(kwargs)
+        for name in numbers:
+            place = self.tensor_places[name]
+            if place < len(args):
+                args[place] = _number(args[place], other)
+            else:
+                kwargs[name] = _number(kwargs[name], other)
+        return tuple(args), kwargs
 
 
-def _to_host(value: Any, copies: bool) -> Any:
+def _to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return on_host(value).clone() if copies else on_host(value)
+        return on_host(value)
     if isinstance(value, list | tuple):
-        return [_to_host(one, copies) for one in value]
-    return torch.device("cpu") if isinstance(value, torch.device) else value
+        return [_to_host(one) for one in value]
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value
 
 
-def _host_generator(generator: torch.Generator | None) -> torch.Generator:
-    """Return a CPU generator whose seed follows from the state of the CUDA generator."""
-    if generator is None:
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    offset = 0
-    with suppress(RuntimeError):  # a stream captures
-        offset = generator.get_offset()
-    return torch.Generator().manual_seed((generator.initial_seed() * 1000003 + offset) % 2**63)
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes == _storage(tensor)[1]
 
 
-def _read(operator: Any, cuda_kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the kernel of an operator that returns no tensor: `item` and `equal`."""
+def _number(value: Any, other: torch.Tensor | None) -> torch.Tensor:
+    """Return a number as a tensor that does not change the type of the result."""
+    dtype = torch.tensor(value, device="cpu").dtype
+    if other is not None and (
+        other.is_complex()
+        or (other.is_floating_point() and not isinstance(value, complex))
+        or (isinstance(value, int) and other.dtype != torch.bool)
+    ):
+        dtype = other.dtype
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
-    def read(keyset: Any, *tensors: torch.Tensor) -> Any:
-        cuda_kernel(keyset, *tensors)
-        _note("value", _origin(tensors))
-        if all(map(has_values, tensors)):
-            return operator(*map(on_host, tensors))
-        return operator(*(torch.ones((), dtype=one.dtype, device="cpu") for one in tensors))
 
-    return read
+def _seed(args: Any, kwargs: Any) -> int:
+    """Return a seed that follows from the state of the generator which the operator uses."""
+    given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+    generators = given or [torch.cuda.default_generators[torch.cuda.current_device()]]
+    try:
+        offset = generators[0].get_offset()
+    except RuntimeError:  # a stream captures
+        offset = 0
+    return (generators[0].initial_seed() * 1000003 + offset) % 2**63
 
 
-def _nonzero(operator: Any, cuda_kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    copy_on_device = _Operator(operator, cuda_kernel)
+
+    def copy_(
+        keyset: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
+        if target.is_cuda:
+            return copy_on_device(keyset, target, source, non_blocking)  # type: ignore[no-any-return]
+        cuda_kernel.call_boxed(keyset, target, source, non_blocking)
+        if has_values(source):
+            target.copy_(on_host(source))
+            _note("value", _origins.get(_storage(source)[0]))
+        elif target.numel() <= MAX_FLOATS:
+            target.fill_(0 if _is_exact(target) else 1)
+            _note("value", "a large tensor")
+        return target
+
+    return copy_
+
+
+def _unscale(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    unscale_small = _Operator(operator, cuda_kernel)
+
+    def unscale(
+        keyset: Any, gradients: list[torch.Tensor], overflow: torch.Tensor, factor: torch.Tensor
+    ) -> None:
+        unscale_small(keyset, gradients, overflow, factor)
+        if _origin([overflow]) is not None:  # gradients that were not computed do not overflow
+            on_host(overflow).zero_()
+            _set_origin(overflow, None)
+
+    return unscale
+
+
+def _read_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    def read_number(keyset: Any, tensor: torch.Tensor) -> Any:
+        if has_values(tensor):
+            _note("value", _origins.get(_storage(tensor)[0]))
+            return on_host(tensor).item()
+        _note("value", "a large tensor")
+        return torch.ones((), dtype=tensor.dtype, device="cpu").item()
+
+    return read_number
+
+
+def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     """CUDA's kernel counts on the device: it gets the count from the host and allocates by it."""
-    compute = _Operator(operator, cuda_kernel)
-    answer = ctypes.CDLL(STUB).cudastub_answer
 
     def nonzero(keyset: Any, tensor: torch.Tensor) -> torch.Tensor:
         _note("shape", _origin([tensor]))
-        count = on_host(tensor).count_nonzero() if has_values(tensor) else tensor.numel()
-        answer(ctypes.c_longlong(int(count)))
-        result: torch.Tensor = compute(keyset, tensor)
-        answer(ctypes.c_longlong(-1))
+        one = torch.ones((), device="cpu")
+        flags = on_host(tensor) if has_values(tensor) else one.expand(tensor.shape)
+        positions = flags.nonzero()
+        answer = ctypes.CDLL("libcudastub.so").cudastub_answer
+        answer(ctypes.c_longlong(len(positions)), 1)
+        result: torch.Tensor = cuda_kernel.call_boxed(keyset, tensor)
+        answer(ctypes.c_longlong(0), 0)
+        if has_values(result):
+            on_host(result).copy_(positions)
+        _set_origin(result, _origin([tensor]))
         return result
 
     return nonzero
 
 
-def _unique(operator: Any, cuda_kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    def resize_(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        length = _storage(tensor)[1] // tensor.element_size()
+        flat = tensor.as_strided((length,), (1,), 0)
+        before = on_host(flat).clone() if has_values(tensor) else None
+        cuda_kernel.call_boxed(keyset, tensor, *args, **kwargs)
+        if before is not None and tensor.numel() > length and has_values(tensor):
+            on_host(tensor.as_strided((len(before),), (1,), 0)).copy_(before)
+        return tensor
+
+    return resize_
+
+
+def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    """PyTorch's own kernel calls pow with a CUDA tensor that is marked as a number, which cannot
+    be passed to Python (an assertion of PyTorch's). This one passes a tensor without the mark.
+    """
+
+    def pow_of_number(keyset: Any, base: Any, exponent: torch.Tensor) -> torch.Tensor:
+        dtype = _number(base, exponent).dtype
+        return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
+
+    return pow_of_number
+
+
+def _unique(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     """The results' sizes are read within CUDA's library: all is computed on the host. The
     temporaries of CUDA's kernel are missing from the peak.
     """
@@ -350,26 +514,37 @@ def _unique(operator: Any, cuda_kernel: Callable[..., Any]) -> Callable[..., Any
             host = on_host(tensor)
         else:  # as many as there can be
             host = torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
-        values, *others = operator(host, *args, **kwargs)
-        results = [one.to(tensor.device) for one in (values.to(tensor.dtype), *others)]
-        for result in results:
-            _set_origin(result, origin)
+        results: list[torch.Tensor] = []
+        for values in _tensors(operator(host, *args, **kwargs)):
+            dtype = tensor.dtype if not results else values.dtype
+            results.append(torch.empty(values.shape, dtype=dtype, device=tensor.device))
+            if has_values(results[-1]):
+                on_host(results[-1]).copy_(values)
+            _set_origin(results[-1], origin)
         return tuple(results)
 
     return unique
 
 
-def _empty(operator: Any, cuda_kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return _allocating(cuda_kernel, None)
-
-
-def _allocating(allocate: Callable[..., Any], origin: str | None) -> Callable[..., Any]:
-    """Return a function that also fills what it allocates with defaults."""
-
-    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = allocate(*args, **kwargs)
-        _fill_default(result, "empty", {})
-        _set_origin(result, origin)
+def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    def empty(keyset: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = cuda_kernel.call_boxed(keyset, *args, **kwargs)
+        _fill_default(result, "empty", ())
+        _set_origin(result, None)
         return result
 
     return empty
+
+
+def _fill_what_compiled_code_allocates() -> None:
+    """Give defaults to the results of Inductor's kernels, which are not operators."""
+    guards = _C._dynamo.guards
+    allocate = guards._empty_strided_cuda
+
+    def empty_strided_cuda(*args: Any) -> torch.Tensor:
+        result: torch.Tensor = allocate(*args)
+        _fill_default(result, "compiled", ())
+        _set_origin(result, "a compiled kernel" if has_values(result) else None)
+        return result
+
+    guards._empty_strided_cuda = empty_strided_cuda

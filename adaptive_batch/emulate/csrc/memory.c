@@ -140,6 +140,15 @@ static void reserve_arena(void) {
   }
 }
 
+/* Where the memory of all devices begins, for who reads it on the host. */
+EXPORT void *cudastub_arena(unsigned long long *size) {
+  pthread_mutex_lock(&lock);
+  reserve_arena();
+  pthread_mutex_unlock(&lock);
+  *size = ARENA;
+  return arena;
+}
+
 void *new_address(unsigned long long size) {
   pthread_mutex_lock(&lock);
   reserve_arena();
@@ -291,15 +300,16 @@ EXPORT int cuMemRelease(physical_memory *handle) { /* PyTorch has unmapped it */
 
 /* ---- copies: between the host and itself always; to and from the device as far as EMULATE_COPIED_BYTES says, and else zeros arrive */
 
-/* The next number that this thread reads from the device, for a kernel whose count is known on the host; -1 if none is. */
-static __thread long long answer = -1;
-EXPORT void cudastub_answer(long long value) { answer = value; }
+/* The next number that this thread reads from the device, for a kernel whose count is known on the host. */
+static __thread long long answer;
+static __thread int is_answer_known;
+EXPORT void cudastub_answer(long long value, int is_known) { answer = value; is_answer_known = is_known; }
 
 static int copy(void *to, const void *from, size_t size) {
   if (!size) return SUCCESS;
-  if (answer >= 0 && on_device(from) && !on_device(to) && (size == 4 || size == 8)) {
+  if (is_answer_known && on_device(from) && !on_device(to) && (size == 4 || size == 8)) {
+    is_answer_known = 0;
     memcpy(to, &answer, size);
-    answer = -1;
     return SUCCESS;
   }
   if (size <= kept_bytes || (!on_device(to) && !on_device(from))) {
@@ -327,3 +337,9 @@ EXPORT int cudaMemsetAsync(void *to, int value, size_t size) {
   return SUCCESS;
 }
 EXPORT int cudaMemset(void *to, int value, size_t size) { return cudaMemsetAsync(to, value, size); }
+
+/* The most that PyTorch had from the driver, and how often the driver refused. */
+EXPORT void cudastub_account(int device, unsigned long long *taken, unsigned long long *refused) {
+  *taken = peak[device];
+  *refused = refusals;
+}

@@ -5,13 +5,20 @@
 #include <string.h>
 
 enum { MOST_UNKNOWN = 64 };
-EXPORT const char *cudastub_unknown_workspaces[MOST_UNKNOWN]; /* for the report */
+static const char *unknown[MOST_UNKNOWN];
 
 void unknown_workspace(const char *function) {
   for (int i = 0; i < MOST_UNKNOWN; i++) {
-    if (!cudastub_unknown_workspaces[i]) cudastub_unknown_workspaces[i] = function;
-    if (!strcmp(cudastub_unknown_workspaces[i], function)) return;
+    if (!unknown[i]) unknown[i] = function;
+    if (!strcmp(unknown[i], function)) return;
   }
+}
+EXPORT const char *cudastub_unknown_workspace(int i) { return i < MOST_UNKNOWN ? unknown[i] : NULL; }
+
+/* Of the functions that nobody wrote: the name of the i-th, and how often it was called. */
+EXPORT const char *cudastub_default(int i, unsigned long *calls) {
+  if (default_names[i]) *calls = default_calls[i];
+  return default_names[i];
 }
 
 /* A function whose argument at `place`, the first is 1, points to the size. Arguments that are not passed are read, and not used. */

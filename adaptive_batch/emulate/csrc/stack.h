@@ -133,7 +133,7 @@ int cudaDeviceGetAttribute(int *value, int attribute, int device);
 const char *cudaGetErrorString(int error);
 void report_nccl(void);                        /* nccl.c */
 
-/* Made by build.py: every function that PyTorch or an extension imports. Those that no file here has return 0 and count their calls. */
+/* Made by build.py: every function that PyTorch imports and no file here has; each returns 0 and counts its calls. */
 extern const char *const default_names[];
 extern unsigned long default_calls[];
 

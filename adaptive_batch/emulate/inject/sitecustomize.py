@@ -2,29 +2,43 @@
 folder first on PYTHONPATH.
 """
 
+import importlib
+import importlib.util
+import os
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-PACKAGE = FOLDER.parent
 NAME = "_adaptive_batch_emulate"
 
 
-def run(spec: ModuleSpec | None) -> None:
-    """Import a module that was found."""
-    if spec is not None and spec.loader is not None:
-        sys.modules[spec.name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[spec.name])
+def load_hook() -> None:
+    """Import the emulation from beside this file: the program's environment may lack it."""
+    package = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location(
+        NAME, package / "process.py", submodule_search_locations=[str(package)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[NAME])
+    sys.modules[NAME].install()
 
 
-# By the path: the program's environment may lack adaptive_batch.
-run(
-    spec_from_file_location(NAME, PACKAGE / "process.py", submodule_search_locations=[str(PACKAGE)])
-)
-sys.modules[NAME].install()
+def run_other_sitecustomize() -> None:
+    """Import the sitecustomize that this one hides."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if own is not None:
+            sys.modules["sitecustomize"] = own
+    finally:
+        sys.path.insert(0, here)  # torch.compile's workers get sys.path as their PYTHONPATH
 
-# The sitecustomize that this one hides. sys.path stays: torch.compile's workers get it as theirs.
-others = [path for path in sys.path if Path(path).resolve() != FOLDER]
-run(PathFinder.find_spec("sitecustomize", others))
+
+load_hook()
+run_other_sitecustomize()
