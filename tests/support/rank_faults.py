@@ -64,7 +64,7 @@ def second_validation_on_rank_one() -> None:
         def where(batch: dict[str, Any]) -> bool:
             return not torch.is_grad_enabled() and len(batch["tokens"]) > 2
 
-        _fail(Trainer, "mean_loss", from_call=8, where=where)
+        _fail(Trainer, "logits", from_call=8, where=where)
 
 
 def clipping_on_rank_one() -> None:
