@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Sharding:
     """The FSDP modules of a model; does nothing where it has none.
 
     Args:
-        model: with `fully_shard` applied, no part of a larger one that runs.
+        model: with `fully_shard` applied.
         finishes: a micro-batch that fails on one rank can be brought to its end; False where other
             collectives than FSDP's are part of it, as with tensor parallelism.
         syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones
@@ -56,8 +57,7 @@ class Sharding:
                 f"torch {torch.__version__} cannot reset FSDP2 after a step that failed:"
                 " pip install 'torch>=2.13'"
             )
-        inner = {part for module in self._modules for part in list(module.modules())[1:]}
-        self._roots = [module for module in self._modules if module not in inner]
+        self._states = [module._get_fsdp_state() for module in self._modules]
         self._syncs_every = syncs_every_micro_batch
         self._finishes = finishes
         self.is_sharded = bool(self._modules) and distributed.world_size() > 1
@@ -66,7 +66,7 @@ class Sharding:
         self._calls: list[Callable[[], object]] = []
         self._is_running = False
         self._is_inside = False
-        for group in _param_groups(self._modules) if self.is_sharded else ():
+        for group in _param_groups(self._states) if self.is_sharded else ():
             private(group, "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params")
             group._all_gather_comm = _Recorded(group._all_gather_comm, self)
             group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
@@ -172,16 +172,16 @@ class Sharding:
         """Bring FSDP's modules back to where they are between two steps, gradients that are kept
         unsharded dropped.
         """
-        sharded = [parameter.sharded_param for parameter in _parameters(self._modules)]
-        gradients = [parameter.grad for parameter in sharded]
-        for root in self._roots:
-            # A root can be reset once it has run.
-            if any(map(_has_run, _parameters(_fsdp_modules(root)))):
-                root.reset_iter_state()
-        # torch 2.15 drops reduced gradients too.
-        for parameter, gradient in zip(sharded, gradients, strict=True):
-            parameter.grad = gradient
-        for parameter in _parameters(self._modules):
+        for root in self._roots():
+            parameters = _fsdp_parameters(root._state_ctx.all_states)
+            sharded = [parameter.sharded_param for parameter in parameters]
+            gradients = [parameter.grad for parameter in sharded]
+            # FSDPModule.reset_iter_state() of a root that may lie outside of this model.
+            root._reset_iter_state()
+            # torch 2.15 drops reduced gradients too.
+            for parameter, gradient in zip(sharded, gradients, strict=True):
+                parameter.grad = gradient
+        for parameter in self._fsdp_parameters():
             # Before torch 2.15, where it is the gradient below.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
@@ -190,16 +190,32 @@ class Sharding:
 
     def unsharded_parameters(self) -> Iterator[torch.Tensor]:
         """Yield the whole parameters that forward and backward run with."""
-        for parameter in filter(_has_run, _parameters(self._modules)):
-            yield parameter.unsharded_param
+        for parameter in self._fsdp_parameters():
+            # It is made by the first forward.
+            if hasattr(parameter, "unsharded_param"):
+                yield parameter.unsharded_param
 
     def kept_gradients(self) -> Iterator[torch.Tensor]:
         """Yield the unsharded gradients that are there between two micro-batches."""
-        for parameter in _parameters(self._modules):
+        for parameter in self._fsdp_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 yield parameter.unsharded_accumulated_grad
-            elif _has_run(parameter) and parameter.unsharded_param.grad is not None:
+            elif (
+                hasattr(parameter, "unsharded_param") and parameter.unsharded_param.grad is not None
+            ):
                 yield parameter.unsharded_param.grad
+
+    def _roots(self) -> list[Any]:
+        """The states of those modules that are the outermost of what has run; one may lie outside
+        of this model.
+        """
+        # FSDP sets itself up when it first runs.
+        contexts = [state._state_ctx for state in self._states if state._is_root is not None]
+        together = chain.from_iterable(context.all_states for context in contexts)
+        return list({id(state): state for state in together if state._is_root}.values())
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        return _fsdp_parameters(self._states)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,18 +316,10 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def _param_groups(modules: Iterable[Any]) -> Iterator[Any]:
-    """Yield the groups of parameters that FSDP gathers together."""
-    for module in modules:
-        yield from module._get_fsdp_state()._fsdp_param_groups
+def _param_groups(states: Iterable[Any]) -> Iterator[Any]:
+    """Return the groups of parameters that FSDP gathers together."""
+    return chain.from_iterable(state._fsdp_param_groups for state in states)
 
 
-def _parameters(modules: Iterable[Any]) -> Iterator[Any]:
-    """Yield FSDP's parameters, each with its shard and the whole."""
-    for group in _param_groups(modules):
-        yield from group.fsdp_params
-
-
-def _has_run(parameter: Any) -> bool:
-    # The first forward makes the whole parameter.
-    return hasattr(parameter, "unsharded_param")
+def _fsdp_parameters(states: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(group.fsdp_params for group in _param_groups(states))

@@ -417,6 +417,7 @@ class FakeStep:
             "gradients": resident.gradients + held["gradients"],
             "activations": held["activations"],
             "backward temporaries": held["backward temporaries"],
+            "workspaces": held["workspaces"],
         }
 
     @property

@@ -42,7 +42,7 @@ class Fit:
     optimizer_bytes: int = 0
 
     def explain(self) -> str:
-        """Return what the peak is made of, and where in the step it is."""
+        """Return the bytes of the peak by kind."""
         total = sum(self.composition.values())
         parts = sorted(self.composition.items(), key=lambda item: -item[1])
         shares = ", ".join(

@@ -90,7 +90,7 @@ def when_it_can_finish() -> dict[str, Any]:
     fails_in(run, model, "backward", is_last=False)
     found["that kind, known"] = sharding.can_finish
     sharding.reset()
-    group = sharding._modules[0]._get_fsdp_state()._fsdp_param_groups[0]
+    group = sharding._states[0]._fsdp_param_groups[0]
     group._all_gather_comm._comm, comm = (
         FailingCollective(group._all_gather_comm._comm),
         group._all_gather_comm._comm,

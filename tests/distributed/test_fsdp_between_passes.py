@@ -51,6 +51,14 @@ class Apart(nn.Module):
         return self.head(x)
 
 
+def inside_another() -> nn.Module:
+    """A model that lies within one that is divided too, and which has run."""
+    outer = nn.Sequential(divided(Decoder()), nn.Linear(53, 3))
+    fully_shard(outer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    own_forward(outer)
+    return outer[0]
+
+
 def own_forward(model: nn.Module) -> None:
     """As a training loop that validates has."""
     with torch.no_grad():
@@ -130,6 +138,7 @@ def everything() -> dict[str, Any]:
                     ("parts of its own", lambda: divided(Decoder())),
                     ("none", Apart),
                     ("parts by themselves", lambda: Apart(whole=False)),
+                    ("a part of what is divided", inside_another),
                 )
                 for between in ("a validation", "a forward of its own")
             },
