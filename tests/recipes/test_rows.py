@@ -57,14 +57,13 @@ def test_so_does_validation(small, row):
 
 def test_rows_are_read_ahead_once_each_forward_has_been_launched(small, monkeypatch):
     calls = []
-    mean_loss = Trainer.mean_loss
+    logits = Trainer.logits
 
-    def watched(trainer, batch):
-        loss = mean_loss(trainer, batch)
+    def watched(trainer, **batch):
         calls.append("forward")
-        return loss
+        return logits(trainer, **batch)
 
-    monkeypatch.setattr(Trainer, "mean_loss", watched)
+    monkeypatch.setattr(Trainer, "logits", watched)
     monkeypatch.setattr(Rows, "read_ahead", lambda rows: calls.append("reading"))
     small.run_in_process(
         OURS, "batch_size=4", "micro_batch_size=2", "epochs=1", "max_steps_per_epoch=3"

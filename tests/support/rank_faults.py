@@ -23,9 +23,9 @@ def more_than_two_rows_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
         _fail(
             Trainer,
-            "mean_loss",
+            "logits",
             from_call=6,
-            where=lambda batch: len(batch["tokens"]) > 2,
+            where=lambda tokens, **_: len(tokens) > 2,
         )
 
 
@@ -109,7 +109,7 @@ def a_bug_on_rank_one() -> None:
     if os.environ["RANK"] == "1":
         _fail(
             Trainer,
-            "mean_loss",
+            "logits",
             from_call=3,
             error=lambda: KeyError("no such layer"),
         )

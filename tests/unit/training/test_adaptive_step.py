@@ -1363,8 +1363,7 @@ def test_the_cache_is_given_back_before_larger_steps_where_segments_cannot_expan
 def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(monkeypatch):
     model = nn.Linear(4, 1)
     made: list[weakref.ref[torch.Tensor]] = []
-    trained = []
-    alive = []
+    trained, alive = [], []
 
     def remember(part, tensor):
         if not part.is_trial:
@@ -1394,5 +1393,4 @@ def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(m
     monkeypatch.setattr(step.engine.retry, "_shrink", note_alive)
     step({"x": torch.randn(8, 4)})
     assert trained == [4, 4, 2, 2, 2, 2]
-    # Two statistics, and what the first part returned.
     assert alive == [[False] * 3]

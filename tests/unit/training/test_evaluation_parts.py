@@ -10,8 +10,7 @@ from adaptive_batch.training import EvaluationParts
 
 
 @pytest.mark.parametrize("place", ["check", "outputs"])
-def test_out_of_memory_beside_the_parts_halves_the_parts(place, monkeypatch):
-    """In the check of the first split, or as the outputs of all parts are joined."""
+def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(place, monkeypatch):
     model = nn.Linear(4, 1)
     left = [place]
 
@@ -30,16 +29,9 @@ def test_out_of_memory_beside_the_parts_halves_the_parts(place, monkeypatch):
         fail("check")
         return forward(batch)
 
-    evaluation = EvaluationParts(
-        model,
-        split=None,
-        num_labels=None,
-        is_sum=False,
-        is_shifted=False,
-        is_exact=True,
-        fix="lower per_device_eval_batch_size",
-        options=StepOptions(),
-    )
+    names = ["split", "num_labels", "is_sum", "is_shifted", "fix"]
+    options = {"is_exact": True, "options": StepOptions(), **dict.fromkeys(names)}
+    evaluation = EvaluationParts(model, **options)
     join = evaluation._outputs
     monkeypatch.setattr(evaluation, "_outputs", lambda *args: fail("outputs") or join(*args))
     batch = {"x": torch.randn(8, 4)}
