@@ -231,8 +231,7 @@ class AdaptiveLoop:
             round_to_power_of_two=round_to_power_of_two,
             objective=objective,
         )
-        rows_of_epoch = max(1, planner.epochs.num_rows // ranks)
-        options = replace(options, maximum=min(maximum, rows_of_epoch))
+        options = replace(options, maximum=min(maximum, max(1, planner.epochs.num_rows // ranks)))
         step_rows = timed_rows = self._batches.rows_on_largest_rank(self.batch_size)
         # A step that the script left out leaves its scaled rate in the optimizer.
         self._rate.restore()
