@@ -417,7 +417,6 @@ class FakeStep:
             "gradients": resident.gradients + held["gradients"],
             "activations": held["activations"],
             "backward temporaries": held["backward temporaries"],
-            "workspaces": held["workspaces"],
         }
 
     @property

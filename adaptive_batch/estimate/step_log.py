@@ -77,8 +77,8 @@ class Phase:
         gradients = {number for name, number in self.after.items() if name[0] == "gradient"}
         freed = {~entry for entry in self.log[:end] if entry <= 0}
         num_allocations = len(self.before) + end - len(freed)
-        # What is allocated once stays for all later steps.
-        held = Counter({"workspaces": sum(size % STREAM for _, size in self.once)})
+        # What is allocated once, as workspaces, stays for all later steps.
+        held = Counter({"backward temporaries": sum(size % STREAM for _, size in self.once)})
         for number in set(range(num_allocations)) - freed:
             kind = "backward temporaries"
             if number in self.activations:

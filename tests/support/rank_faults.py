@@ -61,8 +61,8 @@ def second_validation_on_rank_one() -> None:
     """
     if os.environ["RANK"] == "1":
 
-        def where(batch: dict[str, Any]) -> bool:
-            return not torch.is_grad_enabled() and len(batch["tokens"]) > 2
+        def where(tokens: torch.Tensor, **_: Any) -> bool:
+            return not torch.is_grad_enabled() and len(tokens) > 2
 
         _fail(Trainer, "logits", from_call=8, where=where)
 
