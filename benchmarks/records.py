@@ -134,10 +134,10 @@ class Finished:
 
 
 def _arguments() -> list[str]:
-    """Return the arguments without the folder that the record is written to."""
+    """Return the arguments without the folders of this machine."""
     arguments = list(sys.argv)
-    if "--output" in arguments:
-        place = arguments.index("--output")
+    for option in {"--output", "--sources", "--work"}.intersection(arguments):
+        place = arguments.index(option)
         del arguments[place : place + 2]
     return arguments
 

@@ -68,7 +68,7 @@ class RequestedBatch:
         batching: batching as configured.
         sizer: knows what fits; None where nothing limits it.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
-            :meth:`Step.agree_on` compares.
+            :meth:`Step.agree` compares.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:

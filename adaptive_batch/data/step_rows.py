@@ -50,9 +50,9 @@ class StepRows:
             self._waiting.append(rows)
             yield rows
 
-    def next_step(self, rows: Sequence[Any]) -> PlannedRows:
-        """Return the step that comes next, whose rows these must be. Before the first one, report
-        where training starts or resumes.
+    def begin_step(self, rows: Sequence[Any]) -> PlannedRows:
+        """Begin the step that comes next, whose rows these must be; return its plan. Before the
+        first one, report where training starts or resumes.
 
         Raises:
             ValueError: they are those of another step.

@@ -105,7 +105,7 @@ class AdaptiveStep:
         memory: memory of its device.
         sharding: how several ranks hold it.
         sizer: decides what a part may hold.
-        parts: runs the parts of a batch.
+        engine: runs the parts of a batch.
         terms: names of the caller's API, for errors.
         tried_one_part: whether the trials of a search ran one part alone, without the gradients
             that a second part meets.

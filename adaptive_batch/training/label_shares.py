@@ -16,7 +16,7 @@ from .batch_statistics import BatchStatistics, Statistics
 from .oom_retry import OutOfMemoryElsewhereError
 from .parts import BatchSource, LabelCounter, Part
 from .split_check import SplitCheck
-from .step import Step
+from .step import Step, Weighting
 
 LENGTHS_REMEDY = (
     "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or"
@@ -24,7 +24,7 @@ LENGTHS_REMEDY = (
 )
 
 
-class LabelShares:
+class LabelShares(Weighting[list[Any]]):
     """The rows of a batch: makes its parts with their shares, and collects what the script's
     function returns of them.
 
@@ -36,14 +36,7 @@ class LabelShares:
         statistics: statistics of a batch.
         check: checks that a batch may be split.
         counts_over_ranks: whether labels and statistics are those of all ranks.
-
-    Attributes:
-        plan: micro-batches of the attempt that ran last.
     """
-
-    # What a rank without rows runs, as errors name it.
-    idle = MicroBatch([0], 1)
-    reduces_first = False
 
     def __init__(
         self,
@@ -63,7 +56,6 @@ class LabelShares:
         self._statistics = statistics
         self._check = check
         self._counts_over_ranks = counts_over_ranks
-        self.plan = MicroBatchPlan([], 0)
         self._parts: list[Part | None] = []
         self._sums: Statistics = {}
         self._results: list[Any] = []
@@ -99,7 +91,6 @@ class LabelShares:
         Raises:
             SettingError: the loss of the batch is not the sum of its parts' shares.
         """
-        self.plan = plan
         keeps_columns = self._check.keeps_columns
         self._parts = self._make_parts(plan)
         if self._check.keeps_columns and not keeps_columns:

@@ -237,7 +237,7 @@ class AdaptiveLoop:
         self._rate.restore()
         reshard(self._model)
         # Reading a row of some datasets draws random numbers.
-        with RandomState(self._step.step.memory.device):
+        with RandomState(self._step.engine.memory.device):
             if planner.batching.batch_tokens:
                 timed_rows = mean_rows(planner.batching.batch_tokens, self._step.dataset.lengths)
             scope = SearchScope(
@@ -315,7 +315,7 @@ class AdaptiveLoop:
     @property
     def is_trial(self) -> bool:
         """Whether a trial runs now, and not training."""
-        return self._step.step.is_trial
+        return self._step.engine.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield this rank's rows of each remaining step of the epoch. Steps may be taken ahead of
@@ -362,7 +362,7 @@ class AdaptiveLoop:
             ValueError: other rows than were handed out, or gradients are there.
         """
         step = self._step
-        planned = self._rows.next_step(rows)
+        planned = self._rows.begin_step(rows)
         report = RankReport(
             batch_size=self._batches.rows_on_largest_rank(planned.progress.batch),
             num_rows=len(planned.numbers),

@@ -9,7 +9,7 @@ from torch import nn
 
 from adaptive_batch.data import MicroBatch
 
-from .agreement import MicroBatchPlan, RankReport
+from .agreement import RankReport
 from .batch_statistics import STATISTICS, BatchStatistics
 from .label_shares import LabelShares
 from .model_checks import is_compiled
@@ -37,7 +37,6 @@ class PartStep(Step):
 
     Attributes:
         forward_backward, terms: as given.
-        plan: parts of the last batch.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class PartStep(Step):
         super().__init__(model, sizer, **options)
         self.forward_backward = forward_backward
         self.terms = terms
-        self.plan = MicroBatchPlan([], 0)
         self._event = event
         self._counts_over_ranks = counts_over_ranks
         self._labels = LabelCounter(num_labels)
@@ -93,10 +91,7 @@ class PartStep(Step):
             check=self._check,
             counts_over_ranks=self._counts_over_ranks,
         )
-        try:
-            results = self.run_step(weighting, self.agree(weighting, report))
-        finally:
-            self.plan = weighting.plan
+        results = self.run_step(weighting, self.agree(weighting, report))
         self.compilations.log_new(self._event)
         return results
 

@@ -116,7 +116,7 @@ class RowStep:
     Attributes:
         dataset: as given.
         step: runs the rows.
-        parts: runs the micro-batches of `step`.
+        engine: runs the micro-batches of `step`.
         sizer: decides what a micro-batch may hold.
 
     Raises:
@@ -190,7 +190,7 @@ class RowStep:
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
     def _move(self, batch: Batch) -> Batch:
-        return move_to_device(batch, self.step.memory.device)
+        return move_to_device(batch, self.engine.memory.device)
 
     def _token_loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of a batch of one row."""

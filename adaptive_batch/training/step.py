@@ -4,11 +4,12 @@ smaller, where memory runs out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -28,27 +29,29 @@ from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
 
 Result = TypeVar("Result")
-Result_co = TypeVar("Result_co", covariant=True)
 
 
-class Weighting(Protocol[Result_co]):
+class Weighting(ABC, Generic[Result]):
     """The rows of one step on this rank, and how the losses of their micro-batches add up.
 
     Attributes:
-        idle: micro-batch that errors name where this rank has none.
+        idle: micro-batch that errors name if this rank has none.
         reduces_first: whether gradients are also reduced after the first micro-batch; read after
             :meth:`begin`.
     """
 
-    idle: MicroBatch
-    reduces_first: bool
+    idle = MicroBatch([0], 1)
+    reduces_first = False
 
+    @abstractmethod
     def divide(self) -> list[MicroBatch]:
         """Divide the rows within the limit of the sizer."""
 
+    @abstractmethod
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """Begin an attempt, whose sums are 0; return the plan, or the one that replaces it."""
 
+    @abstractmethod
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
         """Run forward and backward of a micro-batch; None is a dummy of weight 0, for a rank that
         has fewer than others.
@@ -61,7 +64,8 @@ class Weighting(Protocol[Result_co]):
     def drop(self) -> None:
         """Free what a failed attempt has computed."""
 
-    def end(self) -> Result_co:
+    @abstractmethod
+    def end(self) -> Result:
         """Finish the gradients once all micro-batches have run, and return what they add up to.
 
         Raises:
@@ -90,6 +94,7 @@ class Step:
             in tokens; in rows if lengths are unknown.
         is_trial: whether a trial runs now, and not training.
         saved_gradients: gradients of earlier batches while a step runs.
+        plan: micro-batches of the last attempt at a step.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Step:
         self.compilations = CompilationLog(model)
         self.is_trial = False
         self.saved_gradients = SavedGradients({}, self.drop_gradients)
+        self.plan = MicroBatchPlan([], 0)
         self._snapshot = StepSnapshot(model, self.memory.device)
         self._other_leaves = OtherLeaves(self.own_leaves)
 
@@ -171,13 +177,14 @@ class Step:
 
     def _run_plan(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
         """Run the micro-batches of a plan once."""
+        self.plan = plan
         # Memory may run out before the first micro-batch.
         self.retry.set_suspects(plan.micro_batches or [weighting.idle])
         if self.sharding.is_sharded:
             # A forward of the user's, as in a validation, leaves parameters gathered.
             self.sharding.reset()
         with optimizers_wait() if plan.number > 1 else nullcontext():
-            plan = weighting.begin(plan)
+            self.plan = plan = weighting.begin(plan)
             self.check_hooks(plan.number)
             size = max((micro_batch.size for micro_batch in plan.micro_batches), default=0)
             if size > self.largest_size:
@@ -195,7 +202,7 @@ class Step:
             )
             return weighting.end()
 
-    def agree(self, weighting: Weighting[object], report: RankReport) -> MicroBatchPlan:
+    def agree(self, weighting: Weighting[Any], report: RankReport) -> MicroBatchPlan:
         """Agree with all ranks on a step before it runs, in one small collective; the former limit
         is tried again if it is due, see :meth:`MicroBatchSizer.agree`.
 

@@ -21,7 +21,7 @@ from .agreement import MicroBatchPlan
 from .oom_retry import OutOfMemoryElsewhereError
 from .reference_pass import REFERENCE_VALUES
 from .row_loss import Batch, Row, RowLoss
-from .step import Step
+from .step import Step, Weighting
 from .step_result import StepResult
 
 
@@ -35,7 +35,7 @@ class SmallBatch(NamedTuple):
     has_labels: bool
 
 
-class SumThenDivide:
+class SumThenDivide(Weighting[StepResult]):
     """The rows of a step: adds up what their micro-batches leave, and divides the gradients.
 
     Args:
@@ -72,11 +72,8 @@ class SumThenDivide:
         self._scales_gradients = scales_gradients
         self._measures_noise = measures_noise
         self._clip = clip
-        self.idle = MicroBatch([], 0)
         if not rows:
             self.idle = MicroBatch([0], loss.row_length(loss.some_row()))
-        self.reduces_first = False
-        self._plan = MicroBatchPlan([], 0)
 
     def divide(self) -> list[MicroBatch]:
         """Divide the rows within the limit."""
@@ -93,7 +90,6 @@ class SumThenDivide:
         self.reduces_first = self._measures_noise and plan.number > 1
         # Elsewhere the first micro-batch is no random part of the step.
         assert not self.reduces_first or sizer.layout.keeps_order(sizer.limit_of_step)
-        self._plan = plan
         self._num_rows = len(self._rows)
         self._num_tokens = sum(map(self._loss.num_real_tokens, self._rows))
         self._run_tokens = 0
@@ -186,9 +182,6 @@ class SumThenDivide:
 
     # --- the end of a step
 
-    def drop(self) -> None:
-        """Keep the sums, which :meth:`begin` resets."""
-
     def end(self) -> StepResult:
         """Count the label tokens of all ranks, and divide the gradients by them."""
         if self._scales_gradients and self._all_reduce():
@@ -210,7 +203,7 @@ class SumThenDivide:
         grad_norm = self._clip()
         num_micro_batches = self._num_labelled
         if ranks > 1:
-            num_micro_batches = self._plan.number if has_labels else 0
+            num_micro_batches = self._step.plan.number if has_labels else 0
         loss, metrics = 0.0, dict.fromkeys(self._loss.metrics, 0.0)
         if has_labels:
             loss, metrics = self._means()
@@ -225,7 +218,7 @@ class SumThenDivide:
             metrics=metrics,
             grad_norm=grad_norm,
             noise=noise,
-            ends=self._plan.ends,
+            ends=self._step.plan.ends,
         )
 
     def _all_reduce(self) -> bool:
@@ -276,7 +269,7 @@ class SumThenDivide:
         if self._loss.counts_rows:
             # As if losses had been summed.
             squared = squared * (self._global_rows / distributed.world_size()) ** 2
-        num_rows = sum(len(first.rows) for first in self._plan.micro_batches[:1])
+        num_rows = sum(len(first.rows) for first in self._step.plan.micro_batches[:1])
         return SmallBatch(num_rows, self._label_tokens, squared, self._num_labelled > 0)
 
     def _noise(self, small: SmallBatch) -> NoiseSample | None:
