@@ -1,4 +1,4 @@
-"""The run log, the audit of a run, its figures and its page."""
+"""The run log, the audit of a run, its picture and its page."""
 
 from .auditing import audit
 from .page import write_estimate_picture, write_report

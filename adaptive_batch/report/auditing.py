@@ -1,32 +1,30 @@
 """The proof that each row was used exactly once in every epoch, across all restarts.
 
-It needs the run log alone.
+It needs the run log alone: each record that counts is compared with what the records before it lead
+to expect.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 
-from .run_history import LossesNotFinite, Record, RunHistory, as_number, steps_at, whole
+from .history import Entry, Record, last_run, whole
 from .run_log import RECORD, iterate_records
 
 # Problems that are shown, and notes: a broken log has too many to print.
 _MOST = 20
-# What the byte of a row means: an epoch of many rows must fit into memory.
-_MARKS = {1: "used", 2: "listed as dropped"}
-# What a repeated step must have again.
-_COMPARED = ("rows", "loss", "lr")
+# What a byte of an epoch says of its row.
+_USED = 1
+_DROPPED = 2
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,14 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether each row was used exactly once in each epoch, or is recorded as left out.
-
-        Nothing in the log contradicts it.
+        """Whether each row was used exactly once in each epoch, or is recorded as left out, and
+        nothing in the log contradicts it.
         """
         return not self.problems
 
 
 def audit(output_dir: str | Path) -> Audit:
-    """Audit the run log ``adaptive_batch/run.jsonl`` of an output_dir, reading it line by line.
+    """Audit the run log ``adaptive_batch/run.jsonl`` of an output_dir.
 
     Raises:
         SettingError: there is no such folder, or no log that can be read in it.
@@ -65,687 +62,383 @@ def audit(output_dir: str | Path) -> Audit:
             problem = f"{path} cannot be read ({error.strerror})"
         remedy = f"{problem}; give the output_dir of a run"
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy) from None
-    return audit_records(iterate_records(path), iterate_records(path))
+    return audit_records(iterate_records(path))
 
 
-def audit_records(records: Iterable[Record | None], again: Iterable[Record | None]) -> Audit:
-    """Audit the records of one file, read twice, in order; None stands for a torn line."""
-    # Only a first reading shows which steps count: a later start may roll them back.
-    history = RunHistory(records)
-    auditor = _Auditor(has_beginning=history.has_beginning)
-    for entry in history.entries(again):
-        auditor.add(*entry)
-    auditor.finish()
-    pairs = [
-        ("run log", f"{history.num_records:,} lines, {auditor.num_torn:,} of them torn"),
-        *auditor.report(),
-    ]
-    if history.num_other_runs:
-        scope = f"the last run is audited; other runs in the file: {history.num_other_runs}"
-        pairs.insert(1, ("", scope))
-    return Audit(_aligned(pairs), tuple(auditor.problems[:_MOST]))
+def audit_records(records: Iterable[Record | None]) -> Audit:
+    """Audit the records of one file, in order; None stands for a torn line."""
+    all_records = list(records)
+    run, num_others = last_run(record for record in all_records if record is not None)
+    proof = _Proof(has_beginning=run.has_beginning)
+    for entry in run.entries:
+        proof.add(entry)
+    notes, different, repeated = _compare_repeated(run.entries)
+    problems = [*proof.finish(), *different]
+    torn = all_records.count(None)
+    lines = [("run log", f"{len(all_records):,} lines, {torn:,} of them torn")]
+    if num_others:
+        lines.append(("", f"the last run is audited; other runs in the file: {num_others}"))
+    starts = [entry.steps for entry in run.entries if entry.kind == "start"]
+    resumed = f", resumed at step {_first_ten(starts[1:])}" if starts[1:] else ""
+    lines.append(("starts", f"{len(starts)}{resumed}"))
+    lines += [(f"epoch {epoch.number}", epoch.describe()) for epoch in proof.epochs]
+    lines.append(("repeats", repeated))
+    for heading, sentences in (("note", notes), ("problem", problems)):
+        lines += [(heading, sentence) for sentence in sentences[:_MOST]]
+        if len(sentences) > _MOST:
+            lines.append((heading, f"and {len(sentences) - _MOST:,} more"))
+    verdict = f"holds: {proof.holds_for()}"
+    if problems:
+        verdict = f"DOES NOT HOLD: problems: {len(problems):,}"
+    lines.append(("verdict", verdict))
+    width = max(len(heading) for heading, _ in lines)
+    text = [f"{heading:<{width}}  {sentence}" for heading, sentence in lines]
+    return Audit(tuple(text), tuple(problems[:_MOST]))
 
 
-def _aligned(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return a line for each pair of a heading and a text, with the texts below each other."""
-    width = max(len(heading) for heading, _ in pairs)
-    lines = []
-    previous_heading = None
-    for heading, text in pairs:
-        # A heading stands once, before the first of its lines.
-        shown_heading = "" if heading == previous_heading else heading
-        lines.append(f"{shown_heading:<{width}}  {text}")
-        previous_heading = heading
-    return tuple(lines)
+class _Proof:
+    """Compares each record that counts with those before it.
 
-
-class _Auditor:
-    """Checks each step of a run that counts against all that counted before it."""
+    Attributes:
+        epochs: epochs so far; only the last is open.
+    """
 
     def __init__(self, *, has_beginning: bool) -> None:
-        # All reasons why the proof does not hold.
-        self.problems: list[str] = []
-        self.num_torn = 0
-        self._steps = 0
-        self._samples = 0
-        self._tokens = 0
+        self.epochs: list[_Epoch] = []
+        self._problems: list[str] = []
+        # Those so far; None where the next record is believed, as after a gap that was named.
+        self._totals: dict[str, int] | None = {"steps": 0, "samples": 0, "tokens": 0}
+        # Rows of the dataset.
+        self._num_rows = 0
+        # Rows that an epoch without a step has dropped, by its number.
+        self._dropped: defaultdict[int, list[Any]] = defaultdict(list)
         self._is_over = False
-        # After a gap that was named, the next counts are believed: one gap is one problem.
-        self._trusts = not has_beginning
-        self._epochs = _Epochs(self.problems, has_beginning=has_beginning)
-        self._repeats = _Repeats()
-        self._changes = _Changes()
-        self._losses = LossesNotFinite()
-        # Steps that changed no weight.
-        self._skipped: list[int] = []
         if not has_beginning:
-            self.problems.append("the beginning of the run is not in the log")
+            self._problems.append("the beginning of the run is not in the log")
+            self._totals = None
 
-    def add(self, record: Record | None, steps: int, counts: bool) -> None:
-        """Check the next record."""
-        if record is None:
-            self.num_torn += 1
+    def finish(self) -> list[str]:
+        """Return all problems, once the last record was added."""
+        self._close(is_done=self._is_over)
+        return self._problems
+
+    def add(self, entry: Entry) -> None:
+        """Compare the next record, if it counts."""
+        record = entry.record
+        if entry.kind == "start":
+            self._num_rows = max(0, whole(record, "rows") or self._num_rows)
+        if not entry.counts:
             return
-        kind = str(record.get("kind"))
-        # Steps that were rolled back are kept, to compare them with their repetition.
-        if kind != "step":
-            self._repeats.event(record, steps)
-        elif not counts:
-            self._repeats.roll_back(steps, record)
-        self._changes.event(record, steps, counts=counts)
-        if kind == "start":
-            self._epochs.take_rows(whole(record, "rows"))
-        if counts:
-            self._add_counting(kind, record, steps)
-
-    def _add_counting(self, kind: str, record: Record, steps: int) -> None:
-        """Check a record that no restart rolled back."""
-        epoch = whole(record, "epoch")
-        if kind == "start":
+        if entry.kind == "start":
             self._start(record)
-        elif kind == "step":
-            self._step(record, epoch)
-        elif kind == "epoch":
-            self._end_epoch(record, epoch)
-        elif kind == "dropped":
-            self._epochs.drop(record.get("rows"), epoch, at=self._steps)
-        elif kind == "nonfinite_loss" and record.get("skipped") is True:
-            self._skipped.append(whole(record, "step") or steps + 1)
-        elif kind == "epoch_restarted":
-            self._repeats.forget(
-                f"epoch {epoch} began again after step {self._steps}, as its data was changed"
-            )
-            self._epochs.forget_listed()
-        elif kind == "plan":
-            self._changes.unit = "row" if whole(record, "batch_tokens") is None else "token"
-        elif kind == "resume_point":
-            saved_step = whole(record, "step") or 0
-            self._expect_steps(f"resume_point at step {saved_step}", saved_step)
-        elif kind == "checkpoint":
-            saved_step = whole(record, "steps") or 0
-            self._expect_steps(f"checkpoint at step {saved_step}", saved_step)
-        elif kind == "end":
+        elif entry.kind == "epoch_restarted":
+            self._dropped.clear()
+        elif entry.kind in ("resume_point", "checkpoint"):
+            saved = whole(record, "step" if entry.kind == "resume_point" else "steps") or 0
+            if self._totals and saved > self._totals["steps"]:
+                steps = self._totals["steps"]
+                self._problems.append(f"{entry.kind} at step {saved}, expected up to step {steps}")
+                self._totals = None
+        elif entry.kind == "end":
             self._is_over = True
+        elif entry.kind in ("step", "epoch", "dropped"):
+            self._of_epoch(entry.kind, record, whole(record, "epoch"))
+
+    def _of_epoch(self, kind: object, record: Record, number: int | None) -> None:
+        """Compare a step, the end of an epoch, or rows that are dropped."""
+        newest = self.epochs[-1] if self.epochs else None
+        is_newest = newest is not None and newest.number == number
+        if number is None:
+            self._problems.append(f"a record of kind {kind} does not name its epoch")
+        elif kind == "dropped":
+            rows = record.get("rows")
+            self._dropped[number] += rows if isinstance(rows, list) else [rows]
+            if newest is not None and is_newest:
+                self._problems += newest.mark(_DROPPED, self._dropped.pop(number))
+        elif kind == "step":
+            self._step(record, self._open(number, record))
+        else:
+            # An epoch that was resumed at its end ends again.
+            epoch = newest if newest is not None and is_newest else self._open(number, record)
+            epoch.ending = record
 
     def _start(self, record: Record) -> None:
-        """Check that training resumes where the steps before end."""
-        progress = record.get("progress")
-        steps = steps_at(record)
+        """Compare where training resumes with where the steps before end."""
         self._is_over = False
         # Rows of an epoch that has no step yet are listed again when it begins.
-        self._epochs.forget_listed()
+        self._dropped.clear()
+        progress = record.get("progress")
         if not isinstance(progress, Mapping):
-            self.problems.append("a start does not record where training resumes")
+            self._problems.append("a start does not record where training resumes")
             return
-        self._expect_steps(f"resumed at step {steps}", steps)
-        if self._trusts:
+        if self._totals is None:
             return
-        for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
-            recorded = whole(progress, name)
-            if recorded is not None and recorded != counted:
-                self.problems.append(
-                    f"resumed at step {steps} with {recorded:,} {name}, the steps up to it have"
-                    f" {counted:,}"
-                )
-        self._epochs.check_place(steps, (progress.get("epoch"), progress.get("epoch_rows")))
-
-    def _step(self, record: Record, number: int | None) -> None:
-        """Check an optimizer step, of the epoch with this number."""
-        step = whole(record, "step")
-        if step is None or number is None:
-            self.problems.append(
-                f"after step {self._steps}: a step without its number or its epoch"
-            )
-            return
-        self._expect_steps(f"step {step}", step - 1)
-        if step <= self._steps:
-            self.problems.append(
-                f"step {step} follows step {self._steps}, without a start between them"
-            )
-            self._trusts = True
-        self._repeats.count(step, record)
-        self._losses.add(step, record)
-        self._steps = step
-        epoch = self._epochs.of(number, subject=f"step {step}")
-        if epoch is None:
-            self._trusts = True
-            return
-        size = whole(record, "batch_size") or 0
-        self._mark_used(epoch, step, record.get("rows"), size)
-        self._add_totals(epoch, step, record, size)
-        epoch.first_step = epoch.first_step or step
-        epoch.last_step = step
-        self._changes.step(step, record, size)
-
-    def _mark_used(self, epoch: _Epoch, step: int, rows: object, size: int) -> None:
-        """Mark the rows of a step as used, and check that they are as many as its batch size."""
-        if not isinstance(rows, list):
-            self.problems.append(f"step {step}: which rows it used is not recorded")
-            return
-        self.problems += epoch.mark(1, rows, step=step)
-        if size != len(rows):
-            verb = "is" if len(rows) == 1 else "are"
-            self.problems.append(
-                f"step {step}: batch_size {size}, and {count(len(rows), 'row')} {verb} listed"
+        epoch = self.epochs[-1] if self.epochs else _Epoch(0, self._num_rows)
+        end = {**self._totals, "epoch": epoch.number, "epoch_rows": epoch.position}
+        found = {name: progress.get(name) for name in end}
+        if found["epoch"] == epoch.number:
+            # The epoch continues, or ends again.
+            epoch.ending = None
+        # At the end of an epoch, training may also resume at the beginning of the next.
+        elif self.epochs:
+            end |= {"epoch": epoch.number + 1, "epoch_rows": 0}
+        if found != end:
+            self._problems.append(f"resumed at step {found['steps']}: {_unlike(found, end)}")
+            self._totals = None
+        elif epoch.number == end["epoch"] and epoch.position and epoch.num_rows != self._num_rows:
+            self._problems.append(
+                f"resumed at step {found['steps']} within epoch {epoch.number}: the dataset has"
+                f" {self._num_rows:,} rows, expected {epoch.num_rows:,}"
             )
 
-    def _add_totals(self, epoch: _Epoch, step: int, record: Record, size: int) -> None:
-        """Check that the totals of a step continue those of the step before it, and keep them."""
-        position = whole(record, "position")
-        samples = whole(record, "samples_seen")
-        tokens = whole(record, "tokens_seen") or 0
-        if not self._trusts:
-            for name, total, previous in (
-                ("position", position, epoch.position),
-                ("samples_seen", samples, self._samples),
-            ):
-                expected = previous + size
-                if total != expected:
-                    self.problems.append(
-                        f"step {step}: {name} {total}, not {expected} = {previous} + {size}"
-                    )
-            if tokens < self._tokens:
-                self.problems.append(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
-        epoch.position = position or 0
-        self._samples = samples or 0
-        self._tokens = tokens
-        self._trusts = False
+    def _step(self, record: Record, epoch: _Epoch) -> None:
+        names = ("step", "batch_size", "position", "samples_seen", "tokens_seen")
+        found = {name: whole(record, name) or 0 for name in names}
+        subject = f"step {found['step']}"
+        rows = record.get("rows")
+        num_rows = found["batch_size"]
+        if isinstance(rows, list):
+            self._problems += epoch.mark(_USED, rows, subject)
+            num_rows = len(rows)
+        else:
+            self._problems.append(f"{subject}: which rows it used is not recorded")
+        if self._totals is not None:
+            expected = {
+                "step": self._totals["steps"] + 1,
+                "batch_size": num_rows,
+                "position": epoch.position + num_rows,
+                "samples_seen": self._totals["samples"] + num_rows,
+                "tokens_seen": max(self._totals["tokens"], found["tokens_seen"]),
+            }
+            if found != expected:
+                self._problems.append(f"{subject}: {_unlike(found, expected)}")
+        self._totals = {
+            "steps": found["step"],
+            "samples": found["samples_seen"],
+            "tokens": found["tokens_seen"],
+        }
+        epoch.position = found["position"]
+        epoch.steps.append(found["step"])
 
-    def _end_epoch(self, record: Record, number: int | None) -> None:
-        """Keep the recorded end of an epoch."""
-        if number is None:
-            self.problems.append(
-                f"after step {self._steps}: the end of an epoch without its number"
+    def _open(self, number: int, record: Record) -> _Epoch:
+        """Return the epoch of a record; of a new one, after closing the one before."""
+        newest = self.epochs[-1] if self.epochs else None
+        if newest and newest.number == number and newest.ending is None:
+            return newest
+        expected = newest.number + 1 if newest else 0
+        # A log without its beginning may begin in any epoch.
+        if number != expected and (newest or self._totals):
+            self._problems.append(
+                f"{record['kind']} {record.get('step', '')} belongs to epoch {number}, expected"
+                f" {expected}"
             )
-        elif not self._epochs.end(number, record, subject=f"an end after step {self._steps}"):
-            self._trusts = True
+        self._close(is_done=True)
+        epoch = _Epoch(number, self._num_rows)
+        self.epochs.append(epoch)
+        self._problems += epoch.mark(_DROPPED, self._dropped.pop(number, []))
+        return epoch
 
-    def finish(self) -> None:
-        """Judge what only the end of the log shows."""
-        self._epochs.close(is_done=self._is_over)
-        self.problems += self._repeats.different
+    def _close(self, *, is_done: bool) -> None:
+        if self.epochs:
+            self._problems += self.epochs[-1].close(is_done=is_done)
 
-    def _expect_steps(self, seen: str, up_to: int) -> None:
-        """Name the steps that something recorded needs and that are not in the log."""
-        if up_to <= self._steps:
-            return
-        missing = _span("step", self._steps + 1, up_to)
-        # A torn line is a likely reason for a gap.
-        torn = f" (torn lines before it: {self.num_torn})" if self.num_torn else ""
-        self.problems.append(f"{seen}: not in the log: {missing}{torn}")
-        self._steps = up_to
-        self._trusts = True
-
-    def report(self) -> Iterator[tuple[str, str]]:
-        """Yield everything as pairs of a heading and one line, the verdict last."""
-        starts = [start.steps for start in self._repeats.starts]
-        summary = f"{len(starts)}"
-        if starts[1:]:
-            summary += f", resumed at step {_first_ten(starts[1:])}"
-        yield "starts", summary
-        for epoch in self._epochs.all:
-            yield f"epoch {epoch.number}", epoch.describe()
-        yield from self._changes.lines()
-        yield from (("loss", line) for line in self._losses.lines())
-        if self._skipped:
-            skipped_steps = (
-                f"{len(self._skipped):,} (their loss or gradients were not finite):"
-                f" {_first_ten(self._skipped)}"
-            )
-            yield "loss", f"skipped steps, which changed no weight: {skipped_steps}"
-        yield from (("repeats", line) for line in self._repeats.lines())
-        for heading, lines in (("note", self._repeats.explained), ("problem", self.problems)):
-            yield from ((heading, line) for line in lines[:_MOST])
-            if len(lines) > _MOST:
-                yield heading, f"and {len(lines) - _MOST:,} more"
-        yield "verdict", self._verdict()
-
-    def _verdict(self) -> str:
-        """Return what is proved, or that the proof does not hold."""
-        if self.problems:
-            return f"DOES NOT HOLD: problems: {len(self.problems):,}"
+    def holds_for(self) -> str:
+        """Return what is proved of the epochs."""
         # Epochs of which the same is proved are named together: a run may have hundreds.
         parts = []
-        for (rows, left_out), alike in groupby(self._epochs.all, key=_Epoch.proved):
+        for proved, alike in groupby(self.epochs, key=_Epoch.proved):
             numbers = [epoch.number for epoch in alike]
-            parts.append(
-                f"{rows} exactly once in {_span('epoch', numbers[0], numbers[-1])}{left_out}"
-            )
-        if not parts:
-            return "holds: no step counts yet"
-        return "holds: " + "; ".join(parts)
+            name = f"epochs {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"epoch {numbers[0]}"
+            parts.append(proved.format(name))
+        return "; ".join(parts) or "no step counts yet"
 
 
 class _Epoch:
-    """The rows of one epoch, a byte each until it is closed."""
+    """The rows of one epoch, a byte each until it is closed.
+
+    Attributes:
+        steps: numbers of its steps.
+        position: rows so far, as steps record them.
+        ending: its recorded end.
+        used: rows that steps have used, once it is closed.
+        reasons: why rows were left out, and how many for each reason, once it is closed.
+    """
 
     def __init__(self, number: int, num_rows: int) -> None:
         self.number = number
         self.num_rows = num_rows
-        self.first_step = 0
-        self.last_step = 0
-        # Rows so far, as steps record them.
+        self.steps: list[int] = []
         self.position = 0
-        # Rows that were used, and rows that were listed as dropped.
-        self.used = 0
-        self.num_dropped = 0
-        self.is_done = False
         self.ending: Record | None = None
+        self.is_done = False
+        self.used = 0
+        self.reasons: dict[str, int] = {}
         self._marks = bytearray(num_rows)
 
-    @property
-    def left_out(self) -> int:
-        """Rows that were not used."""
-        return self.num_rows - self.used
-
-    def mark(self, mark: int, rows: Sequence[Any], *, step: int | None = None) -> list[str]:
-        """Mark rows as used, in a step, or as dropped; return what is wrong with them.
-
-        Dropped rows may be listed again.
+    def mark(self, mark: int, rows: Sequence[Any], subject: str = "dropped rows") -> list[str]:
+        """Mark rows as used by a step or as dropped; return what is wrong with them. Dropped rows
+        may be listed again.
         """
-        wrong_rows: defaultdict[str, list[Any]] = defaultdict(list)
-        dataset = f"the dataset of {count(self.num_rows, 'row', ',')}"
+        wrong: defaultdict[str, list[Any]] = defaultdict(list)
         for row in rows:
             # JSON may hold true, which Python counts as the int 1.
             if type(row) is not int or not 0 <= row < self.num_rows:
-                wrong_rows[f"rows that {dataset} does not have"].append(row)
-                continue
-            earlier_mark = self._marks[row]
-            if earlier_mark == 0:
+                wrong["rows that the dataset does not have"].append(row)
+            elif self._marks[row] == mark == _USED:
+                wrong["rows used twice"].append(row)
+            elif self._marks[row] not in (0, mark):
+                wrong["rows used, and listed as dropped"].append(row)
+            else:
                 self._marks[row] = mark
-                self.used += mark == 1
-                self.num_dropped += mark == 2
-            elif earlier_mark == mark == 1:
-                wrong_rows["rows used twice"].append(row)
-            elif earlier_mark != mark:
-                wrong_rows[f"rows {_MARKS[mark]}, and {_MARKS[earlier_mark]}"].append(row)
-        place = f"epoch {self.number}"
-        if step is not None:
-            place += f", step {step}"
-        return [
-            f"{place}: {problem}: {_first_ten(numbers)}" for problem, numbers in wrong_rows.items()
-        ]
+        place = f"epoch {self.number}, {subject}"
+        return [f"{place}: {problem}: {_first_ten(which)}" for problem, which in wrong.items()]
 
     def close(self, *, is_done: bool) -> list[str]:
-        """Return what does not add up at the end of the epoch; what was counted stays."""
-        self.is_done = is_done or self.ending is not None or self.left_out == self.num_dropped
+        """Count its rows; return what is wrong with them at its end."""
+        self.used = self._marks.count(_USED)
+        left_out = self.num_rows - self.used
         missing = [row for row, mark in enumerate(self._marks) if not mark]
+        self.is_done = is_done or self.ending is not None or not missing
+        reasons: Any = {"dropped": self._marks.count(_DROPPED)}
         # Only one epoch is open at a time, so only one keeps its marks in memory.
         self._marks = bytearray()
         problems = []
-        if self.ending is None:
-            if missing and self.is_done:
-                problems.append(
-                    f"rows never used, and not recorded as left out: {_first_ten(missing)}"
-                )
-        else:
-            problems += self._against(self.ending)
-        return [f"epoch {self.number}: {problem}" for problem in problems]
-
-    def _against(self, ending: Record) -> list[str]:
-        """Return what the recorded end says otherwise than the steps."""
-        problems = []
-        for name, counted in (("used", self.used), ("left_out", self.left_out)):
-            recorded = ending.get(name)
-            if recorded != counted:
-                problems.append(
-                    f"its end records {recorded} rows as {name}, its steps give {counted}"
-                )
-        if "an error" in self.reasons:
-            problems.append(f"{count(self.reasons['an error'], 'row')} lost by an error")
-        if sum(self.reasons.values()) != self.left_out:
-            problems.append(
-                f"the reasons {self.reasons} do not add up to {count(self.left_out, 'row')}"
-                " left out"
-            )
-        return problems
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        """Why rows were left out, and how many for each reason."""
-        reasons: object = {"dropped": self.num_dropped}
-        if self.ending:
+        if self.ending is not None:
             reasons = self.ending.get("reasons")
-        if not isinstance(reasons, Mapping):
-            return {}
-        return {
-            str(reason): rows for reason, rows in reasons.items() if isinstance(rows, int) and rows
-        }
+        if isinstance(reasons, Mapping):
+            self.reasons = {str(reason): rows for reason, rows in reasons.items() if rows}
+        if self.ending is not None:
+            found = [
+                self.ending.get("used"),
+                self.ending.get("left_out"),
+                sum(self.reasons.values()),
+            ]
+            if found != [self.used, left_out, left_out] or "an error" in self.reasons:
+                problems.append(
+                    f"its end records {found[0]} rows used, and {found[1]} left out for"
+                    f" {self.reasons}; its steps have {self.used}, and {left_out} are left"
+                )
+        elif missing and self.is_done:
+            problems.append(f"rows never used, and not recorded as left out: {_first_ten(missing)}")
+        return [f"epoch {self.number}: {problem}" for problem in problems]
 
     def describe(self) -> str:
         """Return one line on its steps and rows."""
-        steps = "no step"
-        if self.first_step:
-            steps = f"steps {self.first_step:,} to {self.last_step:,}"
-        used_rows = f"{self.used:,} of {count(self.num_rows, 'row', ',')} used"
+        steps = f"steps {self.steps[0]:,} to {self.steps[-1]:,}" if self.steps else "no step"
+        line = f"{steps}: {self.used:,} of {count(self.num_rows, 'row', ',')} used"
         if not self.is_done:
-            return f"{steps}: {used_rows} so far"
-        reasons = ", ".join(f"{reason} {num_rows:,}" for reason, num_rows in self.reasons.items())
-        if not reasons:
-            return f"{steps}: {used_rows}"
-        return f"{steps}: {used_rows}, {self.left_out:,} left out ({reasons})"
+            return f"{line} so far"
+        reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in self.reasons.items())
+        return f"{line}, {self.num_rows - self.used:,} left out ({reasons})" if reasons else line
 
-    def proved(self) -> tuple[str, str]:
-        """Return what is proved of its rows: how many, and what of the rest."""
+    def proved(self) -> str:
+        """Return what is proved of its rows, with a place for the name of the epoch."""
         all_rows = count(self.num_rows, "row", ",")
-        if not self.is_done:
-            return f"{self.used:,} of {all_rows}", " so far"
-        if not self.left_out:
-            return f"each of {all_rows}", ""
-        return f"{self.used:,} of {all_rows}", f", {self.left_out:,} left out as recorded"
+        if self.used == self.num_rows:
+            return f"each of {all_rows} exactly once in {{}}"
+        rest = " so far"
+        if self.is_done:
+            rest = f", {self.num_rows - self.used:,} left out as recorded"
+        return f"{self.used:,} of {all_rows} exactly once in {{}}{rest}"
 
 
-class _Epochs:
-    """The epochs of a run, in their order; only the newest is open.
+def _compare_repeated(entries: Sequence[Entry]) -> tuple[list[str], list[str], str]:
+    """Compare each step that was rolled back with the step of the same number that counts.
+
+    Returns:
+        Differences that something explains, those that nothing explains, and how many steps were
+        alike.
+    """
+    notes = []
+    different = []
+    num_compared = num_alike = 0
+    # By step: the places of the records that were rolled back.
+    earlier: defaultdict[int, list[int]] = defaultdict(list)
+    for place, entry in enumerate(entries):
+        if entry.kind == "epoch_restarted" and entry.counts:
+            notes.append(
+                f"epoch {entry.record.get('epoch')} began again after step {entry.steps}, as its"
+                f" data was changed: {len(earlier)} earlier steps do not count"
+            )
+            earlier.clear()
+        if entry.kind != "step":
+            continue
+        if not entry.counts:
+            earlier[entry.steps].append(place)
+            continue
+        attempts = earlier.pop(entry.steps, [])
+        differences = [(at, _differences(entries[at].record, entry.record)) for at in attempts]
+        unlike = [(at, names) for at, names in differences if names]
+        num_compared += bool(attempts)
+        num_alike += bool(attempts) and not unlike
+        # The first difference is enough: a step is named once.
+        for at, names in unlike[:1]:
+            sentence = f"step {entry.steps} was repeated with another {', '.join(names)}"
+            if reason := _reason_of_difference(entries[:place], at, names):
+                notes.append(f"{sentence}: {reason}")
+            else:
+                different.append(sentence)
+    repeated = f"repeated steps: {num_compared:,}, alike: {num_alike:,}"
+    if earlier:
+        repeated += f"; rolled back and not repeated so far: {len(earlier):,}"
+    return notes, different, repeated
+
+
+def _differences(earlier: Record, later: Record) -> list[str]:
+    """Return what a repeated step has otherwise, with both values but for rows, which are many."""
+    differences = [] if earlier.get("rows") == later.get("rows") else ["rows"]
+    for name in ("loss", "lr"):
+        before, after = earlier.get(name), later.get(name)
+        if before != after:
+            differences.append(f"{name} ({before}, then {after})")
+    return differences
+
+
+def _reason_of_difference(entries: Sequence[Entry], at: int, differences: Sequence[str]) -> str:
+    """Return what explains that a step came out otherwise; empty where nothing does.
+
+    A setting that was changed on resume does: between a ``start`` and its first step a record has a
+    ``before`` and an ``after`` that differ, and is not that of a growth rule, which records what
+    was ``requested``. A loss alone may also differ where the limit of a micro-batch changed after
+    the step that training went back to: sums are then rounded differently.
 
     Args:
-        problems: takes what does not add up.
-        has_beginning: whether the log begins with the run.
-
-    Attributes:
-        all: epochs so far.
+        entries: up to the repetition.
+        at: place of the step that was rolled back.
     """
-
-    def __init__(self, problems: list[str], *, has_beginning: bool) -> None:
-        self.all: list[_Epoch] = []
-        self._problems = problems
-        self._has_beginning = has_beginning
-        # Rows of the dataset now.
-        self._num_rows = 0
-        # Dropped rows by epoch, which may be listed before the first step of the epoch.
-        self._dropped: dict[int, list[list[Any]]] = {}
-
-    @property
-    def newest(self) -> _Epoch | None:
-        """The newest epoch; None before the first."""
-        return self.all[-1] if self.all else None
-
-    def take_rows(self, num_rows: int | None) -> None:
-        """Take the rows of the dataset from now on, where they are recorded."""
-        if num_rows is not None:
-            self._num_rows = max(0, num_rows)
-
-    def forget_listed(self) -> None:
-        """Forget rows that were listed as dropped by an epoch that has no step yet."""
-        self._dropped.clear()
-
-    def check_place(self, steps: int, place: tuple[Any, Any]) -> None:
-        """Check that training resumes at the row where the steps end.
-
-        Args:
-            steps: steps at which it resumes.
-            place: number of the epoch at which it resumes, and rows of it that were used.
-        """
-        epoch = self.newest
-        end = (0, 0)
-        allowed_places = [end]
-        if epoch:
-            end = (epoch.number, epoch.position)
-            # At the end of an epoch, training may also resume at the beginning of the next.
-            allowed_places = [end, (epoch.number + 1, 0)]
-            if place[0] == epoch.number:
-                # The epoch continues, or ends again.
-                epoch.ending = None
-        if place not in allowed_places:
-            self._problems.append(
-                f"resumed at step {steps}, {count(place[1], 'row')} into epoch {place[0]}; "
-                f"the steps up to it end {count(end[1], 'row')} into epoch {end[0]}"
-            )
-        elif epoch and place == end and epoch.position and self._num_rows != epoch.num_rows:
-            self._problems.append(
-                f"resumed at step {steps} within epoch {epoch.number} with"
-                f" {count(self._num_rows, 'row', ',')} in the dataset, {epoch.num_rows:,} before"
-            )
-
-    def of(self, number: int, *, subject: str) -> _Epoch | None:
-        """Return the epoch with this number; where it is a new one, close the one before.
-
-        Return None, with a problem that names the `subject`, where the epoch was done before.
-        """
-        current = self.newest
-        if current and number == current.number and current.ending is None:
-            return current
-        newest = current.number if current else -1
-        if number <= newest:
-            self._problems.append(
-                f"{subject} belongs to epoch {number}, after epoch {newest} was begun or done"
-            )
-            return None
-        self.close(is_done=True)
-        # A log without its beginning may begin in any epoch.
-        if number > newest + 1 and (current or self._has_beginning):
-            self._problems.append(
-                f"{subject} belongs to epoch {number}; epoch {newest + 1} is not in the log"
-            )
-        epoch = _Epoch(number, self._num_rows)
-        self.all.append(epoch)
-        for rows in self._dropped.pop(number, []):
-            self._problems += epoch.mark(2, rows)
-        return epoch
-
-    def drop(self, rows: object, number: int | None, *, at: int) -> None:
-        """Mark rows as dropped, or keep them until their epoch begins."""
-        epoch = self.newest
-        if number is None or not isinstance(rows, list):
-            self._problems.append(
-                f"after step {at}: dropped rows without their numbers or their epoch"
-            )
-        elif epoch and epoch.number == number:
-            self._problems += epoch.mark(2, rows)
-        else:
-            self._dropped.setdefault(number, []).append(rows)
-
-    def end(self, number: int, ending: Record, *, subject: str) -> bool:
-        """Keep the recorded end of an epoch, to judge it when the epoch is closed; return whether
-        it may end here.
-        """
-        epoch = self.newest
-        # The newest epoch ends again where it was resumed at its end; a new one has no step.
-        if epoch is None or number != epoch.number:
-            epoch = self.of(number, subject=subject)
-        if epoch is None:
-            return False
-        epoch.ending = ending
-        return True
-
-    def close(self, *, is_done: bool) -> None:
-        """Judge the newest epoch."""
-        epoch = self.newest
-        if epoch:
-            self._problems += epoch.close(is_done=is_done)
+    changed = [
+        entry
+        for entry in entries
+        if "before" in entry.record and entry.record["before"] != entry.record.get("after")
+    ]
+    changes = []
+    back_to = math.inf
+    is_starting = False
+    for entry in entries[at:]:
+        if entry.kind in ("start", "step"):
+            is_starting = entry.kind == "start"
+        if entry.kind == "start":
+            back_to = min(back_to, entry.steps)
+        elif is_starting and entry in changed and "requested" not in entry.record:
+            changes.append(f"{entry.kind} {entry.record['before']} -> {entry.record.get('after')}")
+    if changes:
+        return f"changed on resume: {', '.join(dict.fromkeys(changes))}"
+    has_new_limit = any(entry.kind == "limit" and entry.steps >= back_to for entry in changed)
+    if has_new_limit and differences[0].startswith("loss") and len(differences) == 1:
+        return "the limit of a micro-batch changed in one of the two"
+    return ""
 
 
-@dataclass
-class _Start:
-    steps: int
-    changed: list[str] = field(default_factory=list)
-    has_step: bool = False
-
-
-class _Repeats:
-    """Compares each step that was rolled back with the step of the same number that counts.
-
-    A difference is explained, and no problem, in two cases. A setting was changed on resume:
-    between the ``start`` and its first step there is a record whose ``before`` and ``after`` differ
-    (not that of a growth rule, which records what was ``requested``). Or rows and rate are the
-    same, and after the step that the restart went back to the limit of a micro-batch changed in one
-    of the two: sums are then rounded differently.
-    """
-
-    def __init__(self) -> None:
-        self.starts: list[_Start] = []
-        self.different: list[str] = []
-        self.explained: list[str] = []
-        self._num_compared = 0
-        self._num_alike = 0
-        # By step: the values of each attempt at it, and the number of starts before that attempt.
-        self._rolled_back: dict[int, list[tuple[dict[str, str], int]]] = {}
-        # Steps after which the limit of a micro-batch changed.
-        self._limit_changed_at: list[int] = []
-
-    def event(self, record: Record, steps: int) -> None:
-        """Keep what a record that is no step may explain: a start, or a change."""
-        kind = record.get("kind")
-        old_value = record.get("before")
-        new_value = record.get("after")
-        if kind == "start":
-            self.starts.append(_Start(steps))
-        elif "before" not in record or old_value == new_value:
-            return
-        elif kind == "limit":
-            self._limit_changed_at.append(steps)
-        # A growth rule, which records what was requested, changes no setting.
-        elif self.starts and not self.starts[-1].has_step and "requested" not in record:
-            self.starts[-1].changed.append(f"{kind} {old_value} -> {new_value}")
-
-    def roll_back(self, step: int, record: Record) -> None:
-        """Keep a step that does not count."""
-        self._rolled_back.setdefault(step, []).append((_compared(record), len(self.starts)))
-        self._has_stepped()
-
-    def forget(self, reason: str) -> None:
-        """Drop what was rolled back, as the data is another now."""
-        self.explained.append(f"{reason}: {len(self._rolled_back)} earlier steps do not count")
-        self._rolled_back.clear()
-
-    def count(self, step: int, record: Record) -> None:
-        """Compare a step that counts with the attempts at it that were rolled back."""
-        self._has_stepped()
-        if step not in self._rolled_back:
-            return
-        counted = _compared(record)
-        unlike = [attempt for attempt in self._rolled_back.pop(step) if attempt[0] != counted]
-        self._num_compared += 1
-        if not unlike:
-            self._num_alike += 1
-            return
-        # The first difference is enough: a step is named once.
-        earlier, num_starts = unlike[0]
-        names = [name for name in _COMPARED if earlier[name] != counted[name]]
-        # Rows are compared by a hash, which tells a reader nothing.
-        differences = ", ".join(
-            "rows" if name == "rows" else f"{name} ({earlier[name]}, then {counted[name]})"
-            for name in names
-        )
-        sentence = f"step {step} was repeated with another {differences}"
-        reason = self._reason(names, num_starts)
-        if reason:
-            self.explained.append(f"{sentence}: {reason}")
-        else:
-            self.different.append(sentence)
-
-    def _has_stepped(self) -> None:
-        """Record that the newest start has a step: what changes now was not changed on resume."""
-        if self.starts:
-            self.starts[-1].has_step = True
-
-    def _reason(self, names: list[str], num_starts: int) -> str:
-        """Return what explains a difference; empty where nothing does.
-
-        Args:
-            names: values that differ.
-            num_starts: number of starts before the attempt that was rolled back.
-        """
-        starts = self.starts[num_starts:]
-        changes: list[str] = []
-        for start in starts:
-            changes += start.changed
-        if changes:
-            return f"changed on resume: {', '.join(dict.fromkeys(changes))}"
-        # With another limit the same rows are summed in other parts, and rounded differently.
-        back_to = min((start.steps for start in starts), default=0)
-        if names == ["loss"] and any(steps >= back_to for steps in self._limit_changed_at):
-            return "the limit of a micro-batch changed in one of the two"
-        return ""
-
-    def lines(self) -> Iterator[str]:
-        """Yield how many steps were repeated, and how many came out alike."""
-        summary = f"repeated steps: {self._num_compared:,}"
-        if self._num_compared:
-            summary += f", alike: {self._num_alike:,}"
-        yield summary
-        if self._rolled_back:
-            yield f"steps rolled back and not repeated so far: {len(self._rolled_back):,}"
-
-
-def _compared(record: Record) -> dict[str, str]:
-    """Return what a repeated step must have again, as text; rows as a hash, for they are many."""
-    rows = hashlib.blake2b(json.dumps(record.get("rows")).encode(), digest_size=16).hexdigest()
-    return {name: str(record.get(name)) for name in _COMPARED} | {"rows": rows}
-
-
-class _Changes:
-    """Lists every change of the batch, of the learning rate and of the limit of a micro-batch."""
-
-    def __init__(self) -> None:
-        # Unit of what a step is asked for.
-        self.unit = "row"
-        self._asked = 0
-        # The lowest and the highest rate, each with its step; empty before the first step.
-        self._rates: list[tuple[float, int]] = []
-        self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "limit": []}
-
-    def step(self, step: int, record: Record, rows: int) -> None:
-        """Add a step.
-
-        The short last step of an epoch was asked for as many rows as the others, so it is no
-        change.
-        """
-        rate = as_number(record.get("lr"))
-        amount = whole(record, "asked") or rows
-        if amount != self._asked:
-            in_rows = f" ({count(rows, 'row', ',')})" if self.unit == "token" else ""
-            self._lines["batch size"].append(
-                f"step {step:,}: {count(amount, self.unit, ',')}{in_rows}, lr {rate:g}"
-            )
-            self._asked = amount
-        if not self._rates:
-            self._rates = [(rate, step), (rate, step)]
-        low, high = self._rates
-        self._rates = [
-            min(low, (rate, step), key=itemgetter(0)),
-            max(high, (rate, step), key=itemgetter(0)),
-        ]
-
-    def event(self, record: Record, steps: int, *, counts: bool) -> None:
-        """Add what was logged about the rate, once, or a change of what a micro-batch may hold."""
-        kind = str(record.get("kind"))
-        old_limit = record.get("before")
-        new_limit = record.get("after")
-        if kind == "limit" and old_limit != new_limit:
-            change = f"{old_limit} -> {new_limit} {record.get('unit', 'rows')}"
-            if record.get("out_of_memory"):
-                change += " (out of memory)"
-            if not counts:
-                change += "; rolled back with the next step"
-            self._lines["limit"].append(f"after step {steps:,}: {change}")
-        elif counts and (kind.startswith("lr") or kind == "reference_batch_size"):
-            # A restart logs the same message again.
-            message = str(record.get("message") or kind)
-            if not any(line.endswith(f": {message}") for line in self._lines["lr"]):
-                self._lines["lr"].append(f"after step {steps:,}: {message}")
-
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield headings with one line each."""
-        if self._rates:
-            (low, low_step), (high, high_step) = self._rates
-            self._lines["lr"].insert(
-                0, f"least {low:g} (step {low_step:,}), most {high:g} (step {high_step:,})"
-            )
-        for heading, lines in self._lines.items():
-            yield from ((heading, line) for line in lines or ["unchanged"])
-
-
-def _span(name: str, first: int, last: int) -> str:
-    """Return ``step 4``, or ``steps 4 to 9``."""
-    if first == last:
-        return f"{name} {first}"
-    return f"{name}s {first} to {last}"
+def _unlike(found: Mapping[str, object], expected: Mapping[str, object]) -> str:
+    """Return the values that are not as expected, with both."""
+    return ", ".join(
+        f"{name} {found[name]} instead of {value}"
+        for name, value in expected.items()
+        if found[name] != value
+    )
 
 
 def _first_ten(rows: Sequence[Any]) -> str:
     """Return the first ten numbers, and how many follow them."""
-    shown = ", ".join(map(repr, rows[:10]))
-    if len(rows) <= 10:
-        return shown
-    return f"{shown} and {len(rows) - 10:,} more"
+    more = f" and {len(rows) - 10:,} more" if len(rows) > 10 else ""
+    return ", ".join(map(repr, rows[:10])) + more

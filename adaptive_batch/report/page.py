@@ -1,33 +1,41 @@
-"""The report of a run: a page, and the same figures as a picture.
-
-The page needs no other file and no network.
+"""The report of a run: one picture, and one page with the picture, the settings, the audit and the
+events. The page needs no other file and no network.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptive_batch import __version__
 from adaptive_batch._util import atomic_write
-from adaptive_batch.errors import SettingError
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-from .auditing import Audit, audit_records
-from .run_history import Event, Step, Timeline, as_number, mean_window
+from .auditing import audit_records
+from .history import Run, last_run
+from .picture import (
+    RunData,
+    as_number,
+    bound_of,
+    draw_picture,
+    estimate_panels,
+    mark_of,
+    mean_window,
+    probe_panels,
+    run_panels,
+)
 from .run_log import read_records
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-# Characters of a line of text beside two columns of figures; matplotlib breaks none.
-_COLUMNS_OF_PICTURE = 120
 # Rows of one kind in the table of events: a long run may save a thousand times.
 _MOST_ROWS = 100
 
@@ -44,22 +52,18 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     Raises:
         SettingError: there is neither log nor probe nor estimate, or the page cannot be written
             there.
-        AdaptiveBatchError: matplotlib is not installed.
+        AdaptiveBatchError: matplotlib or jinja2 is not installed.
     """
-    from .drawing import require_libraries
-
     # A missing library is named before a long log is read.
-    require_libraries()
+    _require_libraries()
+    import jinja2
+
     from adaptive_batch.estimate import read_estimate
 
     folder = Path(output_dir) / "adaptive_batch"
-    page = folder / "report.html"
-    is_in_folder = True
-    if output is not None:
-        page = Path(output)
-        is_in_folder = page.parent.is_dir()
+    page = Path(output or folder / "report.html")
     # The picture, which ends in .png, would overwrite a page of the same name.
-    if page.is_dir() or page.suffix == ".png" or not is_in_folder:
+    if page.is_dir() or page.suffix == ".png" or (output and not page.parent.is_dir()):
         remedy = "give a file that ends in .html, in a folder that is there"
         raise SettingError("--output", str(page), remedy)
     has_log = (folder / "run.jsonl").is_file()
@@ -72,16 +76,54 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     records = read_records(folder / "run.jsonl") if has_log else []
-    # A later `adaptive_probe` in the folder is another search than the run's.
-    own_searches = [record["search"] for record in records if "search" in record]
-    if own_searches:
-        probe = own_searches[-1]
+    run, num_other_runs = last_run(records)
+    data = RunData.of(run.entries)
+    for entry in run.entries:
+        # A later `adaptive_probe` in the folder is another search than the run's.
+        probe = entry.record.get("search", probe)
     name = _printable(Path(output_dir).resolve().name)
-    proof = audit_records(records, records) if has_log else None
-    text, picture = render(Timeline.of(records), probe, estimate, name=name, proof=proof)
+    panels, constants, missing = run_panels(data)
+    picture = draw_picture(
+        [
+            *(estimate_panels(estimate) if estimate else ()),
+            *(probe_panels(probe) if probe else ()),
+            *panels,
+        ],
+        heading=name,
+        events=sorted({mark for mark, _ in data.marks()}) if panels else (),
+    )
+    notes = [f"The same in all steps: {', '.join(constants)}."] if constants else []
+    if has_log:
+        notes += _notes_of(run, num_other_runs)
+        notes.append(f"Not recorded: {', '.join(missing)}.")
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name,
+        version=__version__,
+        facts=facts_of(run, data, probe),
+        notes=notes,
+        picture=base64.b64encode(picture).decode(),
+        estimate=estimate,
+        settings=_settings_of(run),
+        proof=audit_records(records) if has_log else None,
+        events=list(_rows_of_events(run, data)),
+    )
     _write(page, _printable(text))
     _write(page.with_suffix(".png"), picture)
     return page, page.with_suffix(".png")
+
+
+def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
+    """Write the figures of an estimate as a PNG.
+
+    Raises:
+        AdaptiveBatchError: matplotlib is not installed.
+    """
+    _require_libraries()
+    picture = draw_picture(estimate_panels(estimate), heading="Estimated memory")
+    _write(path, picture, key="output_dir")
 
 
 def read_probe(path: Path) -> dict[str, Any] | None:
@@ -93,216 +135,103 @@ def read_probe(path: Path) -> dict[str, Any] | None:
     return probe if isinstance(probe, dict) else None
 
 
-def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
-    """Write the figures of an estimate as a PNG.
-
-    Raises:
-        AdaptiveBatchError: matplotlib is not installed.
-    """
-    from .drawing import require_libraries, to_png
-
-    require_libraries()
-    from .estimate_figures import estimate_figures, summary_lines
-
-    figures = estimate_figures(estimate)
-    columns = min(2, len(figures))
-    wrapper = textwrap.TextWrapper(_COLUMNS_OF_PICTURE * columns // 2, subsequent_indent="    ")
-    lines: list[str] = []
-    for line in summary_lines(estimate):
-        lines += wrapper.wrap(line)
-    picture = to_png(figures, heading="Estimated memory", lines=lines, columns=columns)
-    _write(path, picture, key="output_dir")
-
-
-def render(
-    timeline: Timeline,
-    probe: Mapping[str, Any] | None,
-    estimate: MemoryEstimate | None = None,
-    *,
-    name: str,
-    proof: Audit | None = None,
-) -> tuple[str, bytes]:
-    """Return the page as HTML and the picture as PNG."""
-    import jinja2
-
-    from .drawing import DARK, GROUNDS, LIGHT, MARKS, marks_of, to_png, to_svg
-    from .estimate_figures import estimate_figures
-    from .run_figures import figures_of
-
-    figures, missing, constants = figures_of(timeline, probe)
-    kind = _kind_of(timeline, probe)
-    if estimate:
-        figures = [*estimate_figures(estimate), *figures]
-        # An estimate alone has no run whose figures could be missing.
-        if kind == "Memory estimate":
-            missing = []
-    facts = facts_of(timeline, probe)
-    notes = _notes_of(timeline, missing, constants)
-    events = marks_of(timeline)
-    template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template.filters.update(clock=_clock, duration=_duration, number=as_number)
-    text = template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name,
-        kind=kind,
-        version=__version__,
-        facts=facts,
-        notes=notes,
-        marks=[(event, *MARKS[event]) for event in events],
-        figures=[(figure, to_svg(figure)) for figure in figures],
-        estimate=estimate,
-        settings=_settings_of(timeline),
-        proof=proof,
-        events=_shown_events(timeline),
-        num_events=len(timeline.events),
-        light=LIGHT,
-        dark=DARK,
-        grounds=GROUNDS,
-    )
-    lines = _lines_of_picture(facts)
-    return text, to_png(figures, heading=f"{kind}: {name}", lines=[*lines, *notes], events=events)
-
-
-def _lines_of_picture(facts: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the facts as lines that the picture does not cut."""
-    lines: list[str] = []
-    for fact, value in facts:
-        text = f"{fact}: {value}"
-        if lines and len(lines[-1]) + 5 + len(text) <= _COLUMNS_OF_PICTURE:
-            lines[-1] += f"     {text}"
-        else:
-            lines += textwrap.wrap(text, _COLUMNS_OF_PICTURE, subsequent_indent="    ")
-    return lines
-
-
-def _kind_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> str:
-    """Return the kind of report, by the first of run, probe and estimate that is there."""
-    if timeline.events or timeline.steps:
-        return "Run report"
-    if probe:
-        return "Probe report"
-    return "Memory estimate"
-
-
-def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return (name, value) of what was recorded, a dozen facts; what was not is left out."""
-    steps = timeline.steps
-    events = timeline.events
-    starts = [event.values for event in events if event.values["kind"] == "start"]
-    # The order of the facts is that of the page.
+def facts_of(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what was recorded by name, a dozen facts; what was not is left out."""
+    counting = [entry for entry in run.entries if entry.counts]
+    steps = [entry.record for entry in counting if entry.kind == "step"]
+    starts = [entry.record for entry in run.entries if entry.kind == "start"]
     facts: dict[str, float | str] = {}
     if starts:
         facts["rows"] = as_number(starts[-1].get("rows"))
     if steps:
-        last = steps[-1]
-        facts["epochs"] = last.value("epoch") + 1
-        facts["steps"] = last.number
-        facts["samples"] = last.samples
-        facts["tokens"] = last.value("tokens_seen")
+        facts["epochs"] = as_number(steps[-1].get("epoch")) + 1
+        facts["steps"] = as_number(steps[-1].get("step"))
+        facts["samples"] = as_number(steps[-1].get("samples_seen"))
+        facts["tokens"] = as_number(steps[-1].get("tokens_seen"))
     if probe:
-        bound = as_number(probe.get("max_batch_size"))
-        # At the maximum the probe stopped, and more rows may fit.
-        is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
-        facts["bound"] = f"{bound:,.0f}+" if is_at_maximum else bound
-    in_reference = [event.values for event in events if event.values["kind"] == "reference_bound"]
-    if in_reference:
-        facts["bound of the reference"] = as_number(in_reference[-1].get("max_batch_size"))
+        facts["bound"] = bound_of(probe)
+    for entry in run.entries:
+        if entry.kind == "reference_bound":
+            facts["bound of the reference"] = as_number(entry.record.get("max_batch_size"))
     if steps:
-        facts["first batch"] = steps[0].value("batch_size")
-        facts["last batch"] = _last_batch(steps)
-        if "loss" in last.values:
-            facts["final loss"] = _final_loss(steps)
-    validation_losses = [
-        as_number(event.values["val_loss"])
-        for event in events
-        if "val_loss" in event.values and not event.rolled_back
-    ]
-    if validation_losses and math.isfinite(validation_losses[-1]):
-        facts["final val_loss"] = f"{validation_losses[-1]:.4g}"
-    if events or steps:
-        facts["time"] = _duration(timeline.seconds)
-        facts["restarts"] = str(sum(event.mark == "restarted" for event in events))
+        facts["first batch"] = as_number(steps[0].get("batch_size"))
+        # The last step of an epoch may have fewer rows: that is no change of the batch size.
+        facts["last batch"] = max(as_number(step.get("batch_size")) for step in steps[-2:])
+        window = mean_window(len(steps))
+        losses = [as_number(step.get("loss")) for step in steps[-window:]]
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if finite:
+            mean = f" (mean of {len(finite)} steps)" if len(finite) > 1 else ""
+            facts["final loss"] = f"{sum(finite) / len(finite):.4g}{mean}"
+    for entry in counting:
+        if "val_loss" in entry.record:
+            facts["final val_loss"] = f"{as_number(entry.record['val_loss']):.4g}"
+    if run.entries:
+        facts["time"] = _duration(data.seconds[-1])
+        facts["restarts"] = str(sum(mark_of(entry) == "restarted" for entry in run.entries))
     if steps:
-        facts["out of memory"] = last.value("oom_count")
+        facts["out of memory"] = as_number(steps[-1].get("oom_count"))
     if starts:
         facts["began"] = _clock(as_number(starts[0].get("time")))
-    texts = [(name, _as_text(fact)) for name, fact in facts.items()]
-    return [(name, text) for name, text in texts if text]
+    texts = {
+        name: fact if isinstance(fact, str) else f"{fact:,.0f}" if math.isfinite(fact) else ""
+        for name, fact in facts.items()
+    }
+    return {name: text for name, text in texts.items() if text}
 
 
-def _settings_of(timeline: Timeline) -> dict[str, Any]:
+def _notes_of(run: Run, num_other_runs: int) -> Iterator[str]:
+    """Yield what a reader should know of a run, one sentence each."""
+    if not any(entry.kind == "step" for entry in run.entries):
+        yield "No optimizer step is recorded."
+    if num_other_runs:
+        yield f"Only the last run of the file is shown; other runs in it: {num_other_runs}."
+    lost = [entry.steps for entry in run.entries if mark_of(entry) == "loss not finite"]
+    if lost:
+        yield f"The loss is not finite from step {lost[0]:,} on, in {len(lost):,} steps."
+    rolled_back = [entry for entry in run.entries if entry.kind == "step" and not entry.counts]
+    if rolled_back:
+        yield f"Steps that restarts rolled back, which are not drawn: {len(rolled_back):,}."
+
+
+def _settings_of(run: Run) -> dict[str, Any]:
     """Return what the last start recorded of its configuration; empty where it did not."""
-    recorded = [event.values for event in timeline.events if event.values["kind"] == "config"]
-    settings = recorded[-1].get("settings") if recorded else None
-    return settings if isinstance(settings, dict) else {}
+    recorded = [entry.record.get("settings") for entry in run.entries if entry.kind == "config"]
+    return recorded[-1] if recorded and isinstance(recorded[-1], dict) else {}
 
 
-def _final_loss(steps: Sequence[Step]) -> str:
-    """Return the mean loss of the last steps, as many as its figure takes the mean over; of few
-    steps, and where it is not finite, that of the last.
+def _rows_of_events(run: Run, data: RunData) -> Iterator[Sequence[str]]:
+    """Yield a row of the table for each event, and one in place of many of a kind: of a kind that
+    is there very often, the first and the last are shown.
     """
-    window = mean_window(len(steps))
-    with_loss = [step for step in steps[-window:] if step.values.get("loss") is not None]
-    losses = [step.value("loss") for step in with_loss]
-    if len(losses) > 1 and all(map(math.isfinite, losses)):
-        return f"{sum(losses) / len(losses):.4g} (mean of {len(losses)} steps)"
-    loss = steps[-1].value("loss")
-    return f"{loss:.4g}" if math.isfinite(loss) else str(steps[-1].values["loss"])
+    counts = Counter(entry.kind for entry in run.entries)
+    seen = Counter[object]()
+    half = _MOST_ROWS // 2
+    for entry, seconds in zip(run.entries, data.seconds, strict=True):
+        if entry.kind == "step":
+            continue
+        seen[entry.kind] += 1
+        is_in_the_middle = half < seen[entry.kind] <= counts[entry.kind] - half
+        if counts[entry.kind] <= _MOST_ROWS or not is_in_the_middle:
+            message = str(entry.record.get("message", ""))
+            rolled_back = "" if entry.counts else "(rolled back by a restart) "
+            kind = str(entry.kind)
+            yield f"{entry.steps:,}", _duration(seconds), kind, rolled_back + message
+        elif seen[entry.kind] == half + 1:
+            more = counts[entry.kind] - 2 * half
+            yield "", "", str(entry.kind), f"{more:,} more of this kind are in run.jsonl"
 
 
-def _last_batch(steps: Sequence[Step]) -> float | str:
-    """Return the batch size at the end of a run, with that of a short last step behind it."""
-    last = steps[-1]
-    previous = steps[-2:][0]
-    last_rows = last.value("batch_size")
-    full_rows = previous.value("batch_size")
-    # The last step of an epoch may have fewer rows: that is no change of the batch size.
-    is_same_epoch = previous.values.get("epoch") == last.values.get("epoch")
-    if last_rows < full_rows and is_same_epoch:
-        return f"{full_rows:,.0f} (last step {last_rows:,.0f})"
-    return last_rows
-
-
-def _as_text(fact: float | str) -> str:
-    """Return a fact as text; empty where it is a number that is not finite."""
-    if isinstance(fact, str):
-        return fact
-    return f"{fact:,.0f}" if math.isfinite(fact) else ""
-
-
-def _notes_of(timeline: Timeline, missing: list[str], constants: list[str]) -> list[str]:
-    """Return what a reader should know of the run, one sentence each.
-
-    Args:
-        timeline: run.
-        missing: titles of figures without data.
-        constants: titles and values of what was the same in all steps.
-    """
-    notes = []
-    if timeline.events and not timeline.steps:
-        notes.append("No optimizer step is recorded.")
-    if timeline.other_runs:
-        notes.append(
-            f"Only the last run of the file is shown; other runs in it: {timeline.other_runs}."
-        )
-    notes += [f"{line[0].upper()}{line[1:]}." for line in timeline.losses_not_finite.lines()]
-    num_rolled_back = sum(map(len, timeline.rolled_back))
-    if num_rolled_back:
-        notes.append(
-            f"Steps that restarts rolled back: {num_rolled_back:,}."
-            " The figures of loss show them dotted."
-        )
-    if constants:
-        notes.append(f"The same in all steps: {_listed(constants)}.")
-    if missing:
-        notes.append(f"Not recorded, and so not shown: {_listed(missing)}.")
-    return notes
-
-
-def _listed(titles: Sequence[str]) -> str:
-    """Return titles as they stand in a sentence."""
-    return ", ".join(title[0].lower() + title[1:] for title in titles)
+def _require_libraries() -> None:
+    """Raise an AdaptiveBatchError where a library of the extra ``report`` is not installed."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise AdaptiveBatchError(
+            f"the report is drawn with matplotlib and jinja2 ({error}): pip install"
+            " 'adaptive-batch[report]'"
+        ) from None
 
 
 def _printable(text: str) -> str:
@@ -328,26 +257,6 @@ def _clock(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
         return ""
-
-
-def _shown_events(timeline: Timeline) -> list[Event | str]:
-    """Return the events, with a line of text in place of many of one kind.
-
-    Of a kind that is there very often, the first and the last are returned.
-    """
-    counts = Counter(event.values["kind"] for event in timeline.events)
-    seen = Counter[str]()
-    half = _MOST_ROWS // 2
-    shown: list[Event | str] = []
-    for event in timeline.events:
-        kind = event.values["kind"]
-        seen[kind] += 1
-        is_in_the_middle = half < seen[kind] <= counts[kind] - half
-        if counts[kind] <= _MOST_ROWS or not is_in_the_middle:
-            shown.append(event)
-        elif seen[kind] == half + 1:
-            shown.append(f"{counts[kind] - 2 * half:,} more of the kind {kind} are in run.jsonl")
-    return shown
 
 
 def _write(path: Path, content: str | bytes, *, key: str = "--output") -> None:

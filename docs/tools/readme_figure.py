@@ -1,8 +1,7 @@
 """Draws the README's figure from a run of the demo: `make demo`, then `python
 docs/tools/readme_figure.py`.
 
-It has two of the figures that `adaptive-batch report` draws, on a white ground so that it
-can be read on a dark page too.
+It has two parts of the picture that `adaptive-batch report` draws.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import sys
 from pathlib import Path
 
 from adaptive_batch.report import read_records
-from adaptive_batch.report.drawing import marks_of, to_png
+from adaptive_batch.report.history import last_run
 from adaptive_batch.report.page import read_probe
-from adaptive_batch.report.run_figures import figures_of
-from adaptive_batch.report.run_history import Timeline
+from adaptive_batch.report.picture import RunData, draw_picture, probe_panels, run_panels
 
-NAMES = ("probe", "batch_size")
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "demo.png"
 
 
@@ -28,14 +25,11 @@ def main(output_dir: str = "adaptive_batch_demo/tuned", picture: str | Path = PI
         picture: the PNG that is written.
     """
     record = Path(output_dir) / "adaptive_batch"
-    timeline = Timeline.of(read_records(record / "run.jsonl"))
-    drawn = {
-        figure.name: figure for figure in figures_of(timeline, read_probe(record / "probe.json"))[0]
-    }
-    figures = [drawn[name] for name in NAMES]
-    sheet = to_png(
-        figures, heading="make demo", lines=[drawn["probe"].description], events=marks_of(timeline)
-    )
+    run, _ = last_run(read_records(record / "run.jsonl"))
+    panels, _, _ = run_panels(RunData.of(run.entries))
+    rows = [panel for panel in panels if panel.title == "Rows per step"]
+    trials = probe_panels(read_probe(record / "probe.json") or {})[:1]
+    sheet = draw_picture([*trials, *rows], heading="make demo")
     Path(picture).write_bytes(sheet)
 
 

@@ -16,7 +16,6 @@ from support.examples import examples
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import RunLog, audit, auditing
-from adaptive_batch.report.run_history import RunHistory
 from adaptive_batch.schedules import Progress
 
 
@@ -113,7 +112,7 @@ class Run:
 
 
 def audit_records(records):
-    return auditing.audit_records(records, records)
+    return auditing.audit_records(records)
 
 
 def written(folder, lines):
@@ -220,8 +219,8 @@ def test_a_lost_step_never_holds_by_the_record_of_an_attempt_that_was_rolled_bac
     assert [records[place]["kind"] for place in twice] == ["step", "step", "resume_point"]
     del records[twice[1] : twice[1] + 1 + save_lost]
     found = audit_records(records)
-    seen = "resumed at step 2" if save_lost else "resume_point at step 2"
-    assert found.problems[0] == f"{seen}: not in the log: step 2"
+    seen = "resumed at step 2: steps 2 instead of 1" if save_lost else "resume_point at step 2"
+    assert found.problems[0].startswith(seen)
 
 
 @given(data=st.data(), run=RUNS)
@@ -250,7 +249,7 @@ def test_the_record_of_a_left_out_row_is_needed():
     records = Run(rows=10, batches=(4, 4), drop_last=True).records()
     assert (
         audit_records(records).lines[-1]
-        == "verdict     holds: 8 of 10 rows exactly once in epochs 0 to 1, 2 left out as recorded"
+        == "verdict  holds: 8 of 10 rows exactly once in epochs 0 to 1, 2 left out as recorded"
     )
     found = audit_records([record for record in records if record["kind"] != "epoch"])
     assert [problem.split(": ")[0] for problem in found.problems] == ["epoch 0", "epoch 1"]
@@ -281,7 +280,7 @@ def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_res
         4,
         5,
     ]
-    assert "repeats     repeated steps: 2, alike: 2" in audit_records(records).lines
+    assert "repeats  repeated steps: 2, alike: 2" in audit_records(records).lines
     again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
     records[again] = {**records[again], "loss": 9.5}
     assert audit_records(records).problems == (
@@ -383,7 +382,7 @@ def test_only_the_last_run_of_a_file_is_audited():
     found = audit_records([*broken, *second.records()])
     assert found.holds
     assert "the last run is audited; other runs in the file: 1" in found.lines[1]
-    assert found.lines[-1] == "verdict     holds: each of 7 rows exactly once in epoch 0"
+    assert found.lines[-1] == "verdict  holds: each of 7 rows exactly once in epoch 0"
 
 
 def test_a_run_that_goes_on_by_its_name_after_another_began_in_the_folder_holds():
@@ -398,13 +397,6 @@ def test_a_run_that_goes_on_by_its_name_after_another_began_in_the_folder_holds(
     assert found.problems == ()
 
 
-def test_a_line_that_is_completed_while_the_file_is_read_changes_nothing():
-    records = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
-    for place, record in enumerate(records):
-        history = RunHistory([*records[:place], None])
-        assert len(list(history.entries(records))) == place + (record["kind"] != "start")
-
-
 def test_an_epoch_without_a_step_ends_too():
     found = audit_records(Run(rows=6, batches=(4, 8, 3), drop_last=True).records())
     assert found.problems == ()
@@ -416,15 +408,13 @@ def test_an_epoch_without_a_step_ends_too():
 def test_a_gap_is_named():
     records = Run(batches=(4,), save_every=3).records()
     lost = [record for record in records if record.get("step") != 4]
-    assert audit_records(lost).problems[0] == "step 5: not in the log: step 4"
+    assert audit_records(lost).problems[0].startswith("step 5: step 5 instead of 4, position 20")
     place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
     found = audit_records([*records[: place - 2], None, records[place]])
-    assert found.problems == (
-        "resume_point at step 3: not in the log: steps 2 to 3 (torn lines before it: 1)",
-    )
+    assert found.problems == ("resume_point at step 3, expected up to step 1",)
     saved = Progress(steps=9, samples=36, tokens=360, epoch=1, epoch_rows=16)
     beyond = [*records[:place], *Run(save_every=3).process([saved])]
-    assert audit_records(beyond).problems[0] == "resumed at step 9: not in the log: steps 4 to 9"
+    assert audit_records(beyond).problems[0].startswith("resumed at step 9: steps 9 instead of 3")
 
 
 def test_a_record_without_its_beginning_or_without_a_start_between_never_holds():
@@ -432,9 +422,9 @@ def test_a_record_without_its_beginning_or_without_a_start_between_never_holds()
     assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the log"
     twice = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
     joined = [record for record in twice if not record.get("resumed")]
-    assert (
-        audit_records(joined).problems[0] == "step 4 follows step 5, without a start between them"
-    )
+    problems = audit_records(joined).problems
+    assert problems[0].startswith("epoch 0, step 4: rows used twice")
+    assert problems[1].startswith("step 4: step 4 instead of 6")
     assert not audit_records([]).holds
 
 
@@ -459,17 +449,6 @@ def test_records_without_row_numbers_cannot_be_proved():
     )
 
 
-def test_batch_size_and_rate_are_listed_and_a_short_last_step_is_no_change():
-    records = Run(rows=21, batches=(4, 8, 2)).records()
-    lines = audit_records(records).lines
-    assert [line[12:] for line in lines if ", lr 0.00" in line] == [
-        "step 1: 4 rows, lr 0.004",
-        "step 7: 8 rows, lr 0.008",
-        "step 10: 2 rows, lr 0.002",
-    ]
-    assert "lr          least 0.002 (step 10), most 0.008 (step 7)" in lines
-
-
 def test_a_batch_that_shrinks_within_an_epoch_is_a_change():
     records = Run(rows=16, batches=(4,)).records()
     steps = [record for record in records if record["kind"] == "step"]
@@ -491,44 +470,15 @@ def test_a_batch_that_shrinks_within_an_epoch_is_a_change():
             )
     found = audit_records([records[0], *steps[:2], *halves, records[-1]])
     assert found.problems == ()
-    assert any("step 3: 2 rows" in line for line in found.lines)
-
-
-def test_a_limit_lowered_in_a_step_that_was_rolled_back_is_marked():
-    records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
-    lowered = {"kind": "limit", "before": 8, "after": 4, "unit": "rows"}
-    place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
-    lines = audit_records([*records[: place + 1], lowered, *records[place + 1 :]]).lines
-    assert "limit       after step 3: 8 -> 4 rows; rolled back with the next step" in lines
-    lines = audit_records([*records[: place - 1], lowered, *records[place - 1 :]]).lines
-    assert "limit       after step 2: 8 -> 4 rows" in lines
-
-
-def test_steps_filled_by_tokens_are_one_batch():
-    records = Run(rows=21, batches=(4,)).records()
-    asked = [
-        {**record, "asked": 512} if record["kind"] == "step" else record for record in records[1:]
-    ]
-    found = audit_records([records[0], {"kind": "plan", "batch_tokens": 512}, *asked])
-    assert [line for line in found.lines if "tokens (" in line] == [
-        "batch size  step 1: 512 tokens (4 rows), lr 0.004"
-    ]
-
-
-def test_decisions_about_the_rate_are_listed_once():
-    records = Run(batches=(4,)).records()
-    decision = {"kind": "lr", "message": "lr 0.1 belongs to 8 rows a step"}
-    lines = audit_records([records[0], decision, decision, *records[1:]]).lines
-    assert sum("belongs to 8 rows a step" in line for line in lines) == 1
 
 
 def test_the_command_prints_the_verdict_last_and_exits_by_it(tmp_path, capsys):
     lines = Run().lines([(7, 0.5, 0), (5, 1.0, 1)])
     assert main(["audit", str(written(tmp_path, lines))]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("run log     ")
+    assert out[0].startswith("run log  ")
     assert "1 of them torn" in out[0]
-    assert out[-1] == "verdict     holds: each of 20 rows exactly once in epochs 0 to 2"
+    assert out[-1] == "verdict  holds: each of 20 rows exactly once in epochs 0 to 2"
     assert main(["audit", str(written(tmp_path, lines[:-3]))]) == 0
     written(tmp_path, [line for line in lines if '"step": 5,' not in line])
     assert main(["audit", str(tmp_path)]) == 1
@@ -587,40 +537,3 @@ def test_a_resumed_start_that_does_not_say_its_rows_leaves_those_that_are_known(
     last = max(place for place, record in enumerate(records) if record["kind"] == "start")
     del records[last]["rows"]
     assert audit_records(records).problems == ()
-
-
-def test_steps_whose_loss_is_not_finite_and_those_that_were_skipped_are_listed():
-    records = []
-    for record in Run().records():
-        step = record.get("step") if record["kind"] == "step" else None
-        if step in (2, 5):
-            records.append(
-                {"kind": "nonfinite_loss", "step": step, "skipped": True, "message": "skipped"}
-            )
-        records.append(
-            {**record, "loss": {2: "nan", 5: "nan", 6: "inf"}.get(step, 1.0)} if step else record
-        )
-    found = audit_records(records)
-    assert found.holds
-    said = [
-        line.split(maxsplit=1)[1] if line.startswith("loss") else line.strip()
-        for line in found.lines
-    ]
-    assert "loss is NaN at step 2 (2 steps)" in said
-    assert "loss is infinite at step 6 (1 step)" in said
-    assert (
-        "skipped steps, which changed no weight: 2 (their loss or gradients were not finite): 2, 5"
-        in said
-    )
-
-
-def test_a_skipped_step_that_was_rolled_back_is_not_listed():
-    saves = []
-    first = list(Run(save_every=1).process(saves))[:6]
-    del saves[2:]
-    again = list(Run(save_every=1).process(saves))
-    place = next(place for place, record in enumerate(first) if record.get("step") == 3)
-    first.insert(place, {"kind": "nonfinite_loss", "step": 3, "skipped": True})
-    found = audit_records([*first, *again])
-    assert found.holds
-    assert not any("skipped" in line for line in found.lines)

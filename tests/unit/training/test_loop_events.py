@@ -59,8 +59,8 @@ def test_an_epoch_that_was_skipped_on_resuming_is_named(tmp_path):
     logged(tmp_path, state=state, epochs=3)
     proof = audit(tmp_path)
     assert not proof.holds
-    assert any("0 rows into epoch 2; the steps up to it end" in each for each in proof.problems)
-    assert any("epoch 1 is not in the log" in each for each in proof.problems)
+    assert any("resumed at step 10: epoch 2 instead of 1" in each for each in proof.problems)
+    assert any("belongs to epoch 2, expected 1" in each for each in proof.problems)
 
 
 def test_what_memory_has_cost_is_in_the_log(tmp_path):

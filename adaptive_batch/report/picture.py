@@ -1,0 +1,384 @@
+"""The picture of a run: what its steps recorded, what its search tried, what its estimate holds.
+
+matplotlib comes with the extra ``report`` and is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from adaptive_batch._util import format_bytes
+
+from .history import Entry
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from adaptive_batch.estimate import MemoryEstimate
+
+_GIB = 2**30
+# The Okabe-Ito colours, which colour-blind people tell apart.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#59636e")
+EVENT_COLOURS = {"restarted": "#009e73", "out of memory": "#d55e00", "loss not finite": "#c4001a"}
+# Lines of one kind of event; more would hide the values.
+_MOST_LINES = 40
+# matplotlib cannot scale an axis beyond it.
+_LARGEST = 1e100
+# Title, label of the y axis, and metrics of the log by their labels.
+_PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
+    ("Rows per step", "rows", {"batch_size": "rows"}),
+    ("Micro-batches per step", "micro-batches", {"micro_batches": "micro-batches"}),
+    ("Learning rate", "learning rate", {"lr": "learning rate"}),
+    (
+        "Loss",
+        "loss per token",
+        {"loss": "loss", "loss_per_full_batch": "mean of a full batch", "val_loss": "validation"},
+    ),
+    ("Loss over time", "loss per token", {"loss": "loss"}),
+    ("Padding", "share of tokens", {"padding_fraction": "padding"}),
+    ("Speed", "label tokens/s, one device", {"tokens_per_second_per_gpu": "tokens/s"}),
+    (
+        "Peak memory of steps",
+        "GiB",
+        {
+            "peak_memory_reserved": "reserved",
+            "peak_memory_alloc": "allocated",
+            "peak_memory_active": "active",
+        },
+    ),
+    (
+        "Gradient noise scale",
+        "rows",
+        {"gradient_noise_scale": "noise scale", "batch_size": "rows per step"},
+    ),
+)
+# What a step measures; the rest is set.
+_MEASURED = ("loss", "padding_fraction", "tokens_per_second_per_gpu")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One part of the picture, not drawn yet."""
+
+    title: str
+    draw: Callable[[Axes], None]
+
+
+@dataclass(frozen=True)
+class _Series:
+    """A metric over samples or minutes.
+
+    Attributes:
+        is_measured: whether it scatters, and is drawn with its mean; else it is a setting.
+    """
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    is_measured: bool
+
+    def draw(self, axes: Axes, colour: str) -> None:
+        """Draw the values, and in front of many that were measured their running mean."""
+        marker = "." if len(self.ys) < 25 else None
+        window = mean_window(len(self.ys))
+        if not self.is_measured:
+            style = {"label": self.label, "marker": marker, "drawstyle": "steps-pre"}
+            axes.plot(self.xs, self.ys, color=colour, **style)  # type: ignore[arg-type]
+        elif window == 1:
+            axes.plot(self.xs, self.ys, color=colour, label=self.label, marker=marker)
+        else:
+            axes.plot(self.xs, self.ys, color=colour, alpha=0.4, linewidth=0.8)
+            label = f"{self.label}, mean of {window}"
+            axes.plot(self.xs[window - 1 :], running_mean(self.ys, window), c=colour, label=label)
+
+
+@dataclass
+class RunData:
+    """What is drawn of a run.
+
+    Attributes:
+        entries: records that count, but for starts and out-of-memory errors, which always do.
+        samples, seconds: of each, samples and running time up to it.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> RunData:
+        """Read the entries of a run, in order."""
+        data = cls()
+        # Samples by step, as a restart goes back.
+        samples = {0: 0.0}
+        seconds = 0.0
+        previous_time = math.nan
+        for entry in entries:
+            time = as_number(entry.record.get("time"))
+            # The time before a start is that between a stop and a restart.
+            if entry.kind != "start" and time > previous_time:
+                seconds += time - previous_time
+            if math.isfinite(time):
+                previous_time = time
+            if entry.kind == "step":
+                seen = as_number(entry.record.get("samples_seen"))
+                samples[entry.steps] = seen if math.isfinite(seen) else entry.steps
+            data.entries.append(entry)
+            data.samples.append(samples.get(entry.steps, entry.steps))
+            data.seconds.append(seconds)
+        return data
+
+    def points(self, metric: str, *, over_time: bool = False) -> tuple[list[float], list[float]]:
+        """Return where a metric was recorded, in samples or minutes, and its finite values."""
+        xs = []
+        ys = []
+        for entry, samples, seconds in zip(self.entries, self.samples, self.seconds, strict=True):
+            value = as_number(entry.record.get(metric))
+            is_event = metric == "val_loss" and entry.kind == "validation"
+            if entry.counts and (is_event or entry.kind == "step") and abs(value) < _LARGEST:
+                xs.append(seconds / 60 if over_time else samples)
+                ys.append(value)
+        return xs, ys
+
+    def marks(self, *, over_time: bool = False) -> Iterator[tuple[str, float]]:
+        """Yield the events that each panel marks, with their places."""
+        for entry, samples, seconds in zip(self.entries, self.samples, self.seconds, strict=True):
+            mark = mark_of(entry)
+            if mark is not None:
+                yield mark, seconds / 60 if over_time else samples
+
+
+def mark_of(entry: Entry) -> str | None:
+    """Return what is marked in the picture: a restart, an out-of-memory error, a loss that is no
+    number.
+    """
+    if entry.record.get("out_of_memory") is True:
+        return "out of memory"
+    if entry.kind == "start" and entry.record.get("resumed"):
+        return "restarted"
+    # JSON has no nan, so the log holds it as text.
+    is_number = str(entry.record.get("loss")) not in ("nan", "inf", "-inf")
+    return "loss not finite" if entry.kind == "step" and entry.counts and not is_number else None
+
+
+def run_panels(data: RunData) -> tuple[list[Panel], list[str], list[str]]:
+    """Return the panels of a run that have data, what was the same in all steps, which needs no
+    panel, and the titles of what was not recorded.
+    """
+    panels = []
+    constants = []
+    missing = []
+    for title, y_label, metrics in _PANELS:
+        over_time = title.endswith("over time")
+        points = {metric: data.points(metric, over_time=over_time) for metric in metrics}
+        series = [
+            _Series(label, *points[metric], is_measured=metric in _MEASURED)
+            for metric, label in metrics.items()
+            if points[metric][1]
+        ]
+        # The batch size alone needs no second panel.
+        if not series or (
+            len(metrics) > 1 and [each.label for each in series] == ["rows per step"]
+        ):
+            missing.append(title.lower())
+        elif len(metrics) == 1 and len(series[0].ys) > 1 and len(set(series[0].ys)) == 1:
+            constants.append(f"{title.lower()} {series[0].ys[0]:,g}")
+        else:
+            panels.append(Panel(title, _drawing(series, y_label, data, over_time=over_time)))
+    return panels, constants, missing
+
+
+def _drawing(
+    series: Sequence[_Series], y_label: str, data: RunData, *, over_time: bool
+) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        for colour, each in zip(_COLOURS, series, strict=False):
+            each.draw(axes, colour)
+        drawn = [y for each in series for y in each.ys]
+        # A single value far above the others would leave them a flat line.
+        if min(drawn) > 0 and max(drawn) > 50 * median(drawn):
+            axes.set_yscale("log")
+        elif "loss" not in y_label:
+            axes.set_ylim(bottom=min(0, *drawn))
+        marks = list(data.marks(over_time=over_time))
+        for mark, colour in EVENT_COLOURS.items():
+            places = [place for each, place in marks if each == mark]
+            for place in places[:: len(places) // _MOST_LINES + 1]:
+                axes.axvline(place, color=colour, linewidth=0.8, linestyle=":", zorder=0.9)
+        axes.set_xlabel("minutes in which it ran" if over_time else "samples")
+        axes.set_ylabel(y_label)
+        if len(series) > 1:
+            axes.legend()
+
+    return draw
+
+
+def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
+    """Return the panels of a search: its trials, and the speed of micro-batches that it timed."""
+    trials = probe.get("trials")
+    if not isinstance(trials, list):
+        return []
+    budget_bytes = as_number(probe.get("budget_bytes"))
+    budget = budget_bytes / _GIB if 0 < budget_bytes < 2**64 else math.nan
+    points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for trial in trials:
+        rows = as_number(trial.get("batch_size")) if isinstance(trial, Mapping) else math.nan
+        if math.isfinite(rows):
+            peak = as_number(trial.get("peak_bytes")) / _GIB
+            # What ran out of memory has no peak; it is drawn where the budget ends.
+            points[trial.get("fits") is True].append((rows, budget if math.isnan(peak) else peak))
+    if not any(points.values()):
+        return []
+    length = as_number(probe.get("sequence_length"))
+    of_tokens = f" of {length:.0f} tokens" if 1 < length < math.inf else ""
+
+    def draw(axes: Axes) -> None:
+        for fits, label, marker, colour in (
+            (True, "fits", "o", _COLOURS[0]),
+            (False, "does not fit", "X", _COLOURS[1]),
+        ):
+            if points[fits]:
+                xs, ys = zip(*points[fits], strict=True)
+                axes.scatter(xs, ys, marker=marker, color=colour, label=label)
+        if budget > 0:
+            allowed = f"{format_bytes(budget_bytes)} allowed"
+            axes.axhline(budget, color=_COLOURS[-1], linestyle="--", label=allowed)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"rows{of_tokens} at once")
+        axes.set_ylabel("peak memory (GiB)")
+        axes.legend()
+
+    return [Panel(f"Trials of the search: {bound_of(probe)} rows fit", draw), *_speed_panels(probe)]
+
+
+def bound_of(probe: Mapping[str, Any]) -> str:
+    """Return the rows that a search has found to fit; with a plus where it stopped at the maximum,
+    so that more may fit.
+    """
+    bound = as_number(probe.get("max_batch_size"))
+    is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
+    return f"{bound:,.0f}{'+' * is_at_maximum}" if 0 < bound < 10**9 else "no known"
+
+
+def _speed_panels(probe: Mapping[str, Any]) -> Iterator[Panel]:
+    speeds: dict[str, list[tuple[float, float]]] = {}
+    # The file may be of another version, or edited: a report is drawn without this then.
+    try:
+        throughput = probe["throughput"]
+        for trial in throughput["trials"]:
+            point = float(trial["limit"]["amount"]), float(trial["tokens_per_second"])
+            speeds.setdefault(str(trial["kind"]), []).append(point)
+        unit = str(throughput["limit"]["unit"])
+        chosen = f"{throughput['kind']}, up to {throughput['limit']['amount']:,} {unit}"
+    except (KeyError, TypeError, ValueError):
+        return
+
+    def draw(axes: Axes) -> None:
+        for colour, (kind, points) in zip(_COLOURS, speeds.items(), strict=False):
+            axes.plot(*zip(*sorted(points), strict=True), color=colour, marker="o", label=kind)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"{unit} at once")
+        axes.set_ylabel("real tokens/s")
+        axes.legend()
+
+    yield Panel(f"Speed of micro-batches: {chosen} chosen", draw)
+
+
+def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:
+    """Return a panel for each length, with a bar for each device."""
+
+    def panel(number: int) -> Panel:
+        fits = [target.lengths[number] for target in estimate.devices]
+        names = [
+            f"{target.name.partition(' (')[0]}\n{estimate.format_rows(fit.max_batch_size)} rows"
+            for target, fit in zip(estimate.devices, fits, strict=True)
+        ]
+
+        def draw(axes: Axes) -> None:
+            bottoms = [0.0] * len(fits)
+            for colour, kind in zip(_COLOURS, fits[0].composition, strict=True):
+                heights = [fit.composition[kind] / _GIB for fit in fits]
+                axes.bar(names, heights, 0.6, bottoms, color=colour, alpha=0.6, label=kind)
+                bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+            for place, (target, fit) in enumerate(zip(estimate.devices, fits, strict=True)):
+                ends = place - 0.3, place + 0.3
+                labels = ("may be used", "optimizer's step") if not place else (None, None)
+                axes.plot(ends, [target.budget_bytes / _GIB] * 2, color="black", label=labels[0])
+                step = [fit.optimizer_bytes / _GIB] * 2
+                axes.plot(ends, step, color=_COLOURS[-1], linestyle=":", label=labels[1])
+            axes.set_ylabel("peak memory (GiB)")
+            axes.legend()
+
+        length = fits[0].sequence_length
+        return Panel(f"Estimated memory, rows of {length:,} tokens", draw)
+
+    return [panel(number) for number in range(len(estimate.devices[0].lengths))]
+
+
+def draw_picture(panels: Sequence[Panel], *, heading: str, events: Collection[str] = ()) -> bytes:
+    """Return all panels on one sheet, as PNG, with the colours of some events explained."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    num_columns = min(2, max(1, len(panels)))
+    num_rows = max(1, math.ceil(len(panels) / num_columns))
+    style: Any = {
+        "font.size": 9,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": "#d8dee4",
+        "legend.frameon": False,
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(style):
+        size = (6 * num_columns, 3.2 * num_rows + 0.8)
+        sheet = Figure(figsize=size, layout="constrained", dpi=110)
+        sheet.suptitle(heading, fontweight="bold")
+        places = sheet.subplots(num_rows, num_columns, squeeze=False).flat
+        for place in places[len(panels) :]:
+            place.remove()
+        for panel, place in zip(panels, places, strict=False):
+            place.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
+            panel.draw(place)
+        if events:
+            handles = [
+                Line2D([], [], color=EVENT_COLOURS[event], linestyle=":", label=event)
+                for event in events
+            ]
+            sheet.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        drawn = io.BytesIO()
+        sheet.savefig(drawn, format="png", metadata={"Software": None})
+    return drawn.getvalue()
+
+
+def mean_window(num_values: int) -> int:
+    """Return how many values of a run a mean is taken over; 1 where they are few."""
+    # A fixed share of the run is as smooth in a long run as in a short one.
+    return max(5, num_values // 40) if num_values >= 20 else 1
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean of each value and those before it, from the first whole window on."""
+    sums = [0.0, *accumulate(values)]
+    return [(sums[end] - sums[end - window]) / window for end in range(window, len(sums))]
+
+
+def as_number(value: object) -> float:
+    """Return a recorded value as a number, text such as "inf" too; nan where it is none."""
+    if isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
