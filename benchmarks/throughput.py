@@ -407,7 +407,7 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
         )
         recompiled = [record for record in read_log(run) if record["kind"] == "recompiled"]
         found |= {
-            "limit": str(run.recipe.planner.limit),
+            "limit": str(run.recipe.batches.limit),
             "search": run.search(),
             # In its turns; of code that other ways run too, whoever ran it first.
             "recompiled": [f"{record['function']}: {record['reason']}" for record in recompiled],

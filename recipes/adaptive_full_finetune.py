@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
+from torch.utils.data import DataLoader
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
-from adaptive_batch.data import PlannedRows, RowReader, StepPlanner, StepQueue
+from adaptive_batch.data import Batches, PlannedRows
 from adaptive_batch.distributed import Preemption, Watchdog, raising_on_request
 from adaptive_batch.torchtune import (
     BoundFinder,
@@ -135,24 +135,27 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
         self.sizers = Sizers.of(job, data, self.log.limit_change)
-        planner = StepPlanner(
+        self.batches = Batches(
             data.dataset,
             job.batching(
                 seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch
             ),
             self.sizers.training,
-            ranks=job.ranks,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
             event=self.log.event,
         )
-        self.queue = StepQueue(planner)
-        self.saver = RunSaver(
-            job, self.checkpoints, self.resumed, self.queue, self.log, self.preemption
+        self.batches.resume(
+            self.resumed.progress,
+            self.resumed.state_of("steps"),
+            keeps_batch=self.resumed.keeps_batch,
         )
-        self.planner = self.saver.add("steps", planner)
-        if not self.resumed.keeps_batch:
-            planner.batch.begin_again()
-        self.reader = RowReader(data.dataset)
+        # A step has any number of rows, and its batches are collated when they are cut.
+        self.loader: DataLoader[Any] = DataLoader(
+            data.dataset, batch_sampler=self.batches, collate_fn=list
+        )
+        self.saver = RunSaver(
+            job, self.checkpoints, self.resumed, self.batches, self.log, self.preemption
+        )
         self.lost = None
         if not settings.preview:
             self.lost = LostRun.of(job, data, self.resumed)
@@ -160,8 +163,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if settings.searches:
             self.bound_finder.check()
         check_scheduler(self.cfg)
-        couple_batch(job, planner)
-        self.preview = TrainingPreview(job, data, planner, self.resumed)
+        couple_batch(job, self.batches)
+        self.preview = TrainingPreview(job, data, self.batches, self.resumed)
         self.preview.check()
 
     def _setup_log(self) -> None:
@@ -186,7 +189,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         self.limit_finder = LimitFinder(
-            job, data, trainer, self.planner, self.bound_finder, self.log, self.lost
+            job, data, trainer, self.batches, self.bound_finder, self.log, self.lost
         )
         self.saver.keep("limits", self.sizers.training)
         if self.sizers.reference is not None:
@@ -203,14 +206,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
-        progress = self.planner.begin(self.resumed.progress)
-        epoch_steps = self.planner.clock.reference.steps
+        self.batches.begin_epoch()
         if not self.resumed.saved:
             # A checkpoint of torchtune's own recipe counts epochs alone.
-            progress = replace(progress, steps=progress.epoch * epoch_steps)
-        self.queue.resume(progress, is_begun=True)
+            self.batches.number_steps()
         self.log.too_short()
-        self.ahead = self.preview.look_ahead(self.queue.progress)
+        self.ahead = self.preview.look_ahead(self.batches.progress)
         self.tally = StepTally(
             self.job,
             self.trainer,
@@ -245,41 +246,46 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # Searches have compiled for trials, and what they compiled is forgotten.
         self.trainer.engine.compilations.forget()
         self.profiler.start()
-        first_epoch = self.queue.progress.epoch
+        first_epoch = self.batches.progress.epoch
         epochs = self.settings.epochs
         if first_epoch >= epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
             self.log.event("nothing_to_train", message)
         with self.preemption:
             for epoch in range(first_epoch, epochs):
+                self.data.dataset.expect([])
                 if epoch == first_epoch:
-                    self.resumed.begin_reading(self.reader, self.queue.progress)
+                    batches = self.resumed.begin_reading(self.loader, self.batches.progress)
                 else:
-                    self.queue.begin_epoch()
+                    self.batches.begin_epoch()
                     self._log_epoch()
-                    self.reader.begin()
-                self._train_epoch()
-                self.tally.end_epoch(self.queue.progress, self.planner)
-                self.queue.end_epoch()
+                    batches = iter(self.loader)
+                self._train_epoch(batches)
+                self.tally.end_epoch(self.batches)
+                self.batches.end_epoch()
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
-            self.log.ends(self.queue.progress)
+            self.log.ends(self.batches.progress)
         self.profiler.stop()
 
-    def _train_epoch(self) -> None:
-        """Step through what is left of the epoch."""
-        steps = self.log.progress_bar(
-            self.queue.read_steps(self.reader),
-            total=self.planner.clock.plan.steps,
-            done=self.queue.progress.epoch_steps,
+    def _train_epoch(self, batches: Iterator[list[Any]]) -> None:
+        """Step through what is left of the epoch.
+
+        Args:
+            batches: rows of each step.
+        """
+        batches = self.log.progress_bar(
+            batches, total=self.batches.plan.steps, done=self.batches.progress.epoch_steps
         )
-        for step, rows in steps:
+        for rows in batches:
+            step = self.batches.oldest
+            self.data.dataset.expect(step.following)
             self._prepare(step, rows)
-            size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
+            size = self.batches.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
             rates = self.rate.apply(step.progress, batch=size)
             report = RankReport(
-                batch_size=self.planner.batch.batch_size,
+                batch_size=self.batches.batch_size,
                 num_rows=len(step.numbers),
                 requested=step.progress.batch,
                 ends=self.preemption.requested,
@@ -293,7 +299,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # The scaled rate is of this step alone.
             self.rate.restore()
             measured = self.tally.add(step, result)
-            progress = self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
+            progress = self.batches.done(tokens=result.tokens, ends_epoch=False, **measured)
             self.log.step(
                 result,
                 progress,
@@ -318,7 +324,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.watch.beat(f"step {step.progress.steps + 1}")
 
     def _log_epoch(self) -> None:
-        self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
+        self.log.epoch(self.batches, self.rate)
         self.limit_finder.log_if_one_by_one()
 
     # --- checkpoints

@@ -2,6 +2,7 @@
 
 from .adaptive_batches import AdaptiveBatches
 from .balance import balance_by_rows, balance_by_tokens
+from .batches import Batches, Event, PlannedRows
 from .batching import Batching, Sampling
 from .dataset import (
     IGNORE_INDEX,
@@ -12,7 +13,6 @@ from .dataset import (
     lengthened,
     move_to_device,
 )
-from .epoch_planner import EpochPlanner, plan_token_batches
 from .layouts import (
     LAYOUT_KINDS,
     NO_LIMIT,
@@ -28,11 +28,8 @@ from .layouts import (
 )
 from .lengths import count_rows, longest_rows, mean_rows, measure_rows
 from .order import ORDERS, RowOrder, row_order
+from .planned_epoch import PlannedEpoch, RowLengths, plan_token_batches
 from .read_ahead import ReadAhead
-from .requested_batch import Event, RequestedBatch
-from .step_planner import PlannedRows, StepPlanner
-from .step_queue import RowReader, StepQueue
-from .step_rows import StepRows
 from .token_sampler import LONG_ROWS, plan_batches
 
 __all__ = [
@@ -43,25 +40,22 @@ __all__ = [
     "ORDERS",
     "UNIFORM",
     "AdaptiveBatches",
+    "Batches",
     "Batching",
     "DatasetAdapter",
-    "EpochPlanner",
     "Event",
     "LayoutKind",
     "MicroBatch",
     "MicroBatchLayout",
     "MicroBatchLimit",
     "MicroBatchTime",
+    "PlannedEpoch",
     "PlannedRows",
     "ReadAhead",
-    "RequestedBatch",
     "RowLength",
+    "RowLengths",
     "RowOrder",
-    "RowReader",
     "Sampling",
-    "StepPlanner",
-    "StepQueue",
-    "StepRows",
     "balance_by_rows",
     "balance_by_tokens",
     "check_loss",

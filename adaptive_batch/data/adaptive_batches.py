@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler
 
 from adaptive_batch import distributed
 from adaptive_batch._util import (
@@ -30,17 +30,38 @@ from adaptive_batch.schedules import (
     schedule_of,
 )
 
+from .batches import Batches, Event, Sizer
 from .batching import Batching, Sampling
 from .dataset import DatasetAdapter, RowLength
+from .layouts import MicroBatchLayout, MicroBatchLimit
 from .order import YIELDS_BATCHES, SamplerOrder
-from .requested_batch import Event, NoSizer, Sizer
-from .step_planner import StepPlanner
-from .step_queue import StepQueue
 
 log = logging.getLogger("adaptive_batch")
 
 
-class AdaptiveBatches(Sampler[list[int]]):
+class NoSizer:
+    """What fits where no step says so: a number of rows that rules may not pass, or anything.
+
+    Args:
+        maximum: that number; None for anything.
+        batch_tokens: tokens of a step on one device; None where it holds rows.
+    """
+
+    waits_for_search = False
+
+    def __init__(self, maximum: int | None, batch_tokens: int | None) -> None:
+        self.max_batch_size = maximum
+        self.layout = MicroBatchLayout()
+        self._batch_tokens = batch_tokens
+
+    def limit(self, batch_size: int) -> MicroBatchLimit:
+        if self._batch_tokens is not None:
+            # Rows are dealt to ranks by their tokens.
+            return MicroBatchLimit(self._batch_tokens, "tokens")
+        return MicroBatchLimit(batch_size)
+
+
+class AdaptiveBatches(Batches):
     """Yields the row numbers of each step that is left of the current epoch: this rank's rows, each
     row once an epoch.
 
@@ -72,12 +93,14 @@ class AdaptiveBatches(Sampler[list[int]]):
         sampling: order of rows, and steps that hold tokens.
 
     Attributes:
-        planner: what a step holds, and where an epoch ends.
-        queue: the steps that were handed out, and those that are done.
+        batch_size: rows of a step on one device now.
 
     Raises:
         SettingError: an argument cannot be used.
     """
+
+    asks_rank_zero = True
+    divides_ahead = False
 
     def __init__(
         self,
@@ -111,27 +134,23 @@ class AdaptiveBatches(Sampler[list[int]]):
             check_whole("maximum", maximum, remedy=remedy)
         if maximum is None or isinstance(maximum, int):
             maximum = NoSizer(maximum, sampling.batch_tokens)
-        self._order = None
+        self._sampler = None
         if sampler is not None:
             _check_sampler(sampler, sampling)
-            self._order = SamplerOrder(sampler)
+            self._sampler = SamplerOrder(sampler)
         rows = dataset
         if not isinstance(rows, DatasetAdapter):
             rows = DatasetAdapter(dataset, row_length)
         self._listeners: list[Event] = []
-        self._counts_tokens = row_length is not None or reads_tokens(batch_size_schedule)
-        self.planner = StepPlanner(
+        super().__init__(
             rows,
             batching,
             maximum,
-            counts_tokens=self._counts_tokens,
-            divides_ahead=False,
-            asks_rank_zero=True,
+            counts_tokens=row_length is not None or reads_tokens(batch_size_schedule),
+            order=self._sampler,
             event=self.report,
-            order=self._order,
         )
-        self.planner.batch.begin()
-        self.queue = StepQueue(self.planner, counts_tokens=self._counts_tokens)
+        self.begin_with(batch_size)
         order = asdict(sampling)
         # It changes no row's place, as another maximum does not.
         del order["grow_beyond_maximum"]
@@ -153,32 +172,22 @@ class AdaptiveBatches(Sampler[list[int]]):
         for listener in self._listeners:
             listener(kind, message, prints=False, **facts)
 
-    @property
-    def progress(self) -> Progress:
-        """What training has consumed: the batches that were used."""
-        return self.queue.progress
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a step on one device now."""
-        return self.planner.batch.batch_size
-
     def set_batch_size(self, batch_size: int) -> None:
         """Take another batch size, between two epochs or after :meth:`load_state_dict`.
 
         Raises:
             SettingError: a schedule decides it.
         """
-        if self.planner.batching.batch_size_schedule is not None:
+        if self.batching.batch_size_schedule is not None:
             remedy = "batch_size_schedule decides what a step holds; set one of them"
             raise SettingError("batch_size", batch_size, remedy)
-        self.planner.batch.take(check_whole("batch_size", batch_size))
+        self.take_batch(check_whole("batch_size", batch_size))
 
     def rows_on_largest_rank(self, batch_size: int) -> int:
         """Return the rows of a step on the rank that has most: there may be other ranks than
         training began with.
         """
-        return -(-batch_size * self.planner.ranks // distributed.data_parallel_size())
+        return -(-batch_size * self.ranks // distributed.data_parallel_size())
 
     def couple(
         self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
@@ -192,15 +201,14 @@ class AdaptiveBatches(Sampler[list[int]]):
         Raises:
             SettingError: a scheduler or a clock that it cannot follow.
         """
-        self.planner.clock.couple(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
+        self.couple_rate(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
 
     def __iter__(self) -> Iterator[list[int]]:
-        rule = self.planner.batching.batch_size_schedule
+        rule = self.batching.batch_size_schedule
         if isinstance(rule, Seesaw) and rule.decay is None:
             remedy = "it follows the schedule of the rate; call batches.couple(lr_scheduler) first"
             raise SettingError("batch_size_schedule", rule, remedy)
-        for step in self.queue.steps():
-            yield step.own
+        yield from super().__iter__()
 
     def __len__(self) -> int:
         """Return the steps that are left of this epoch, as the rules answer now."""
@@ -208,7 +216,8 @@ class AdaptiveBatches(Sampler[list[int]]):
 
     def num_steps(self, epochs: int) -> int:
         """Return the steps that are left of so many epochs, as the rules answer now."""
-        return self.planner.num_steps(self.progress, epochs, sees_tokens=self._counts_tokens)
+        sizes = self.sizes_ahead(epochs)
+        return self.count_steps(self.progress, sizes, sees_tokens=self._counts_tokens)
 
     def step(self) -> None:
         """Count the oldest batch that was handed out as used, after ``optimizer.step()``.
@@ -216,16 +225,15 @@ class AdaptiveBatches(Sampler[list[int]]):
         Raises:
             ValueError: none is waiting.
         """
-        self.queue.done()
+        self.done()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where training is, as plain values, the same on all ranks; to be saved after
         ``optimizer.step()``.
         """
         return {
-            "progress": self.progress.state_dict(),
-            "steps": self.planner.state_dict(),
-            "order": self._order and self._order.state_dict(),
+            **super().state_dict(),
+            "order": self._sampler and self._sampler.state_dict(),
             "built_with": self._built_with,
         }
 
@@ -239,12 +247,11 @@ class AdaptiveBatches(Sampler[list[int]]):
         check_built_alike(
             self._built_with, state["built_with"], what="state", sets_batch="call set_batch_size()"
         )
-        self.planner.load_state_dict(state["steps"])
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state["order"])
+        self.resume(Progress(**state["progress"]), state["steps"])
         # A schedule follows the maximum that is found here.
-        self.planner.batch.forget_saved_maximum()
-        if self._order is not None:
-            self._order.load_state_dict(state["order"])
-        self.queue.resume(Progress(**state["progress"]))
+        self.saved_maximum = 0
 
 
 def _check_sampler(sampler: Any, sampling: Sampling) -> None:

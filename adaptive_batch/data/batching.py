@@ -104,6 +104,11 @@ class Batching(Sampling):
                 raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
 
     @property
+    def depends_on_lengths(self) -> bool:
+        """Whether the lengths of the rows decide which rows a step has."""
+        return bool(self.batch_tokens) or self.sample_order == "seqlen"
+
+    @property
     def ends(self) -> dict[str, Any]:
         """Where an epoch ends, as the functions of an epoch plan take it."""
         return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}

@@ -49,8 +49,6 @@ class DatasetAdapter(Dataset[Any]):
                 remedy="give a function of a row, a whole number, 1 or more, or None",
             )
         self._dataset = dataset
-        if isinstance(dataset, ReadAhead):
-            self.expect = dataset.expect
         self._row_length = row_length
         self._longest_first: list[int] = []
         self._read: list[Any] = []
@@ -59,7 +57,16 @@ class DatasetAdapter(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
-        return self._dataset[number]
+        try:
+            return self._dataset[number]
+        except StopIteration as error:
+            # A loader would take it for the end of the epoch.
+            raise RuntimeError(f"row {number} of the dataset raised StopIteration") from error
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Have these rows read ahead, if the dataset is a :class:`ReadAhead`."""
+        if isinstance(self._dataset, ReadAhead):
+            self._dataset.expect(numbers)
 
     @property
     def real_lengths(self) -> torch.Tensor:

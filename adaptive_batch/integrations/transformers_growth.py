@@ -111,7 +111,7 @@ class Growth(TrainerCallback):
                 lr_scaling=self._lr_scaling,
                 reference_batch_size=self._reference_rows,
             )
-        self.learning_rate = self._rate.set(rows=len(self.batches.queue.oldest.own))["lr"]
+        self.learning_rate = self._rate.set(rows=len(self.batches.oldest.own))["lr"]
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from adaptive_batch._util import count, format_bytes, rows_fit
-from adaptive_batch.data import StepPlanner, largest_divisor
+from adaptive_batch.data import Batches, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
@@ -31,7 +31,7 @@ class LimitFinder:
         job: job of the run.
         data: rows of the run.
         trainer: model, loss and optimizer, with the sizer.
-        planner: plans the steps, with the batch size that is found.
+        batches: steps of the run, which take the batch size that is found.
         bound_finder: searches.
         log: log of the run.
         lost: why an earlier attempt of the run ended.
@@ -42,7 +42,7 @@ class LimitFinder:
         job: Job,
         data: Data,
         trainer: Trainer,
-        planner: StepPlanner,
+        batches: Batches,
         bound_finder: BoundFinder,
         log: TrainingLog,
         lost: LostRun,
@@ -50,14 +50,14 @@ class LimitFinder:
         self._job = job
         self._data = data
         self._trainer = trainer
-        self._planner = planner
+        self._batches = batches
         self._settings = job.settings
         self._bound_finder = bound_finder
         self._log = log
         self._lost = lost
 
     def find(self, resumed: ResumedRun) -> None:
-        """Find how many rows fit at once, where any setting needs it; the planner takes the batch
+        """Find how many rows fit at once, where any setting needs it; the batches take the batch
         size to train with: the checkpoint's, where that is kept.
 
         Raises:
@@ -66,7 +66,7 @@ class LimitFinder:
             DoesNotFitError: not one row fits.
         """
         sizer = self._trainer.engine.sizer
-        planner = self._planner
+        batches = self._batches
         saved = resumed.state_of("limits")
         self._log_notes()
         self._trainer.check_layout()
@@ -78,7 +78,7 @@ class LimitFinder:
             results = self._bound_finder.of_training(
                 self._trainer,
                 length=self._settings.probe.sequence_length,
-                kept_step_rows=planner.batch.step_rows if resumed.keeps_batch else None,
+                kept_step_rows=batches.step_rows if resumed.keeps_batch else None,
             )
             self._log_searches(results)
             sizer.set_bound(results[-1])
@@ -91,7 +91,7 @@ class LimitFinder:
         lost_limit = self._lost.limit(sizer.conditions())
         if lost_limit is not None:
             sizer.start_below(lost_limit)
-            limit = planner.limit
+            limit = batches.limit
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
@@ -122,7 +122,7 @@ class LimitFinder:
     def _check_saved_maximum_fits(self) -> None:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
-        saved_maximum = self._planner.batch.saved_maximum
+        saved_maximum = self._batches.saved_maximum
         max_batch_size = self._trainer.engine.sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and max_batch_size and saved_maximum > max_batch_size:
@@ -146,7 +146,7 @@ class LimitFinder:
         sizer = reference.sizer
         if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
             result = self._bound_finder.of_reference(
-                self._trainer, step_rows=self._planner.batch.step_rows
+                self._trainer, step_rows=self._batches.step_rows
             )
             sizer.set_bound(result)
             engine.sizer.count_out_of_memory(result.num_out_of_memory)
@@ -201,11 +201,11 @@ class LimitFinder:
         )
 
     def _take_batch(self, result: ProbeResult, *, keeps_batch: bool) -> None:
-        """Have the planner take the batch that was found, where that is asked for; refuse a
+        """Have the batches take the size that was found, where that is asked for; refuse a
         configured one that is above it.
         """
         settings = self._settings
-        batch_size = self._planner.batch.batch_size
+        batch_size = self._batches.batch_size
         max_batch_size = result.max_batch_size
         is_scheduled = settings.batch_size_schedule is not None
         if keeps_batch:
@@ -220,7 +220,7 @@ class LimitFinder:
             return
         if settings.search_plan.sets_batch:
             largest_batch = result.batch_size
-            self._planner.batch.take(largest_batch)
+            self._batches.take_batch(largest_batch)
             message = (
                 f"batch_size {batch_size} -> {largest_batch} (use_maximum_batch_size; bound"
                 f" {max_batch_size})"
@@ -247,13 +247,13 @@ class LimitFinder:
         """
         sizer = self._trainer.engine.sizer
         settings = self._settings
-        batch_size = self._planner.batch.batch_size
+        batch_size = self._batches.batch_size
         row = max(rows, key=self._job.task.length)
         length = self._job.task.length(row)
         tried_length = sizer.tried_length
         if not tried_length or length <= tried_length:
             return
-        limit = self._planner.limit
+        limit = self._batches.limit
         tried_rows = sizer.layout.rows_within(limit, length)
         if (
             settings.grows
@@ -277,7 +277,7 @@ class LimitFinder:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
         sizer.set_bound_of_longer(result, batch_size, tried_rows=tried_rows, can_split=can_split)
-        new_limit = self._planner.limit
+        new_limit = self._batches.limit
         self._log.event(
             "limit",
             f"{message}; a micro-batch holds {new_limit}",
@@ -296,8 +296,8 @@ class LimitFinder:
             or self._settings.batch_tokens
         ):
             return
-        limit = self._planner.limit
-        rows = self._planner.batch.step_rows
+        limit = self._batches.limit
+        rows = self._batches.step_rows
         layout = self._trainer.engine.sizer.layout
         fitting_rows = layout.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:

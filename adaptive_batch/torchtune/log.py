@@ -20,7 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import __version__, distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count
-from adaptive_batch.data import StepPlanner
+from adaptive_batch.data import Batches
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
@@ -317,11 +317,12 @@ class TrainingLog:
 
     # --- training
 
-    def epoch(self, epoch: int, planner: StepPlanner, rate: AdaptiveRate) -> None:
+    def epoch(self, batches: Batches, rate: AdaptiveRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
-        plan = planner.clock.plan
+        epoch = batches.progress.epoch
+        plan = batches.plan
         settings = self._settings
-        holds = planner.limit
+        holds = batches.limit
         if not settings.adaptive:
             return
         content = plan.describe()
@@ -334,7 +335,7 @@ class TrainingLog:
             prints=self.is_new(content),
             epoch=epoch,
             global_batch=plan.global_rows,
-            batch_size=planner.batch.batch_size,
+            batch_size=batches.batch_size,
             batch_tokens=settings.batch_tokens,
             limit=holds.amount,
             unit=holds.unit,

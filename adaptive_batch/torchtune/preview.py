@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptive_batch._util import count
-from adaptive_batch.data import StepPlanner
+from adaptive_batch.data import Batches
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
@@ -59,15 +59,15 @@ class TrainingPreview:
     Args:
         job: job of the run.
         data: rows of the run.
-        planner: plans the steps.
+        batches: steps of the run.
         resumed: state that the run begins with.
     """
 
-    def __init__(self, job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> None:
+    def __init__(self, job: Job, data: Data, batches: Batches, resumed: ResumedRun) -> None:
         self._job = job
         self._data = data
         self._settings = job.settings
-        self._planner = planner
+        self._batches = batches
         self._resumed = resumed
         self._stage_notes: list[str] = []
         # The largest batch that a schedule returns, on one device.
@@ -81,7 +81,7 @@ class TrainingPreview:
             SettingError: a stage of a schedule cannot hold its batch.
         """
         settings = self._settings
-        planner = self._planner
+        batches = self._batches
         progress = self._resumed.progress
         if not settings.grows or progress.epoch >= settings.epochs:
             return
@@ -96,7 +96,7 @@ class TrainingPreview:
                     grown = next_batch_size(
                         function,
                         epoch=progress.epoch,
-                        batch_size=planner.batch.batch_size,
+                        batch_size=batches.batch_size,
                         maximum=None,
                     )
                     same_answers({"batch_increase_function": grown.after})
@@ -104,7 +104,7 @@ class TrainingPreview:
                     function,
                     first_epoch=progress.epoch + has_begun,
                     epochs=settings.epochs,
-                    batch_size=planner.batch.batch_size,
+                    batch_size=batches.batch_size,
                 )
 
     def look_ahead(self, progress: Progress, *, from_this_epoch: bool = False) -> TrainingAhead:
@@ -118,9 +118,9 @@ class TrainingPreview:
             GrowthFunctionError: an answer for a later epoch cannot be used.
         """
         settings = self._settings
-        planner = self._planner
+        batches = self._batches
         epoch = progress.epoch
-        sizes = [planner.batch.batch_size] * max(0, settings.epochs - epoch)
+        sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         unknown = ""
         if settings.batch_increase_function is not None and sizes:
             with RandomState(self._job.device):
@@ -129,19 +129,19 @@ class TrainingPreview:
                     # An epoch that was asked about keeps its batch.
                     first_epoch=epoch + (not from_this_epoch),
                     epochs=settings.epochs,
-                    batch_size=planner.batch.batch_size,
-                    maximum=planner.batch.maximum(),
+                    batch_size=batches.batch_size,
+                    maximum=batches.maximum(),
                 )
             sizes = grown_sizes
             if not from_this_epoch:
-                sizes = [planner.batch.batch_size, *grown_sizes]
+                sizes = [batches.batch_size, *grown_sizes]
             if reason:
                 unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
         size_of_epoch = dict(enumerate(sizes, start=epoch))
         same_answers(
             {f"batch_increase_function in epoch {at}": size for at, size in size_of_epoch.items()}
         )
-        schedule_steps = settings.epochs * planner.clock.reference.steps
+        schedule_steps = settings.epochs * batches.reference.steps
         if settings.rate.lr_clock.decay == "steps" and epoch < settings.epochs:
             # The estimate of a run that has not changed stays.
             if self._resumed.keeps_steps:
@@ -158,21 +158,21 @@ class TrainingPreview:
             largest_size: the largest batch size of an epoch.
         """
         settings = self._settings
-        planner = self._planner
+        batches = self._batches
         if not settings.grows or settings.batch_tokens:
-            return planner.clock.reference.global_rows
-        largest = planner.batch.rows_of_step(largest_size)
+            return batches.reference.global_rows
+        largest = largest_size * batches.batching.gradient_accumulation_steps
         if settings.batch_size_schedule is not None:
             # A schedule that measures has a maximum.
             maximum = getattr(settings.batch_size_schedule, "maximum", None)
             largest = maximum or self._largest_scheduled
-            largest = min(largest, planner.batch.maximum() or largest)
-        return min(largest * planner.ranks, planner.epochs.num_rows)
+            largest = min(largest, batches.maximum() or largest)
+        return min(largest * batches.ranks, batches.num_rows)
 
     def table(self, ahead: TrainingAhead, *, base_rate: float) -> tuple[str, list[dict[str, Any]]]:
         """Return the stages of what is left of training, as text and as a record."""
         settings = self._settings
-        planner = self._planner
+        batches = self._batches
         rate = build_rate(
             self._job,
             [stand_in(self._job, base_rate)],
@@ -188,13 +188,13 @@ class TrainingPreview:
                 "all epochs with the configured batch would be"
                 f" {count(ahead.schedule_steps, 'step', ',')}"
             )
-        if planner.clock.plan.is_estimate:
+        if batches.plan.is_estimate:
             notes.append(
                 "the schedule follows what training measures: this is what comes if nothing new is"
                 " measured"
             )
         unit = "tokens" if settings.batch_tokens else "rows"
-        return table(stages, unit=unit, ranks=planner.ranks, notes=notes), as_record(stages)
+        return table(stages, unit=unit, ranks=batches.ranks, notes=notes), as_record(stages)
 
     def alone(self, bound_finder: BoundFinder, sizer: MicroBatchSizer) -> str:
         """Return the preview of a run that tries and trains nothing, with the bound that is known,
@@ -207,8 +207,8 @@ class TrainingPreview:
         settings = self._settings
         resumed = self._resumed
         progress = resumed.progress
-        planner = self._planner
-        batch_size = planner.batch.batch_size
+        batches = self._batches
+        batch_size = batches.batch_size
         lines = [message for _, message, _ in resumed.changes()]
         plan = settings.search_plan
         if plan.is_needed:
@@ -222,12 +222,13 @@ class TrainingPreview:
                 batch_size = result.batch_size
                 lines += filter(None, [left_by_rounding(result)])
         lines += filter(None, [known_of_reference(settings, bound_finder)])
-        known = planner.batch.first_batch_size
-        planner.begin(progress, batch_size=batch_size)
-        ahead = self.look_ahead(progress, from_this_epoch=planner.batch.grows_at(progress))
+        known = batches.first_batch_size
+        batches.begin_epoch(batch_size=batch_size)
+        ahead = self.look_ahead(progress, from_this_epoch=batches.grows_at(progress))
         if ahead.sizes:
             batch_size = next(iter(ahead.sizes.values()))
-            planner.begin(progress, batch_size=batch_size, first_batch_size=known or batch_size)
+            batches.begin_with(known or batch_size)
+            batches.begin_epoch(batch_size=batch_size)
             ahead = self.look_ahead(progress)
         configured = self._job.cfg.optimizer.get("lr")
         if "optimizer.lr" not in settings.saving.resume_allow_changes:
@@ -239,13 +240,13 @@ class TrainingPreview:
 
     def _count_steps(self, progress: Progress, sizes: Mapping[int, int]) -> int:
         unknown = range(progress.epoch + len(sizes), self._settings.epochs)
-        last = [self._planner.batch.batch_size, *sizes.values()][-1]
+        last = [self._batches.batch_size, *sizes.values()][-1]
         # The best guess for an epoch whose batch is not known is that nothing changes.
         stays = dict.fromkeys(unknown, last)
-        return self._planner.epochs.num_steps(progress, {**sizes, **stays})
+        return self._batches.count_steps(progress, {**sizes, **stays})
 
     def _planned(self, ahead: TrainingAhead, rate: AdaptiveRate) -> Iterator[PlannedStep]:
-        planner = self._planner
+        batches = self._batches
         lengths = self._data.dataset.real_lengths
         # Micro-batches are cut once for each stage: steps of one batch size are cut alike.
         key = None
@@ -253,7 +254,7 @@ class TrainingPreview:
         scheduled = (
             self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         )
-        for at, rows, plan in planner.epochs.ahead(ahead.progress, ahead.sizes):
+        for at, rows, plan in batches.ahead(ahead.progress, ahead.sizes):
             tokens = int(lengths[rows].sum())
             previous_key = key
             key = (at.epoch, at.batch)
@@ -262,8 +263,8 @@ class TrainingPreview:
                 batch_size = at.batch
                 if not scheduled:
                     batch_size = ahead.sizes[at.epoch]
-                if not planner.batch.sizer.waits_for_search:
-                    num_micro_batches = planner.num_micro_batches(rows, batch_size=batch_size)
+                if not batches.sizer.waits_for_search:
+                    num_micro_batches = batches.num_micro_batches(rows, batch_size=batch_size)
             batch = len(rows)
             if rate.counts_tokens:
                 batch = tokens
@@ -271,20 +272,20 @@ class TrainingPreview:
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                rates=rate.apply(replace(at, pace=planner.clock.pace_of(plan)), batch=batch),
+                rates=rate.apply(replace(at, pace=batches.pace_of(plan)), batch=batch),
                 tokens=tokens,
             )
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """Return notes on the stages of a schedule."""
         settings = self._settings
-        planner = self._planner
-        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), planner.batch.batch_size)
+        batches = self._batches
+        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
         changes: dict[str, int] = {}
 
         def steps() -> Iterator[Progress]:
             previous = 0
-            for at, _, _ in planner.epochs.ahead(progress, sizes):
+            for at, _, _ in batches.ahead(progress, sizes):
                 if at.batch != previous:
                     previous = at.batch
                     changes[f"batch_size_schedule at step {at.steps}"] = at.batch
@@ -296,10 +297,10 @@ class TrainingPreview:
         notes = check_stages(
             settings.batch_size_schedule,
             ahead,
-            ranks=planner.ranks,
-            rows_per_epoch=planner.epochs.num_rows,
+            ranks=batches.ranks,
+            rows_per_epoch=batches.num_rows,
             drop_last=settings.drop_last,
-            maximum=planner.batch.maximum(),
+            maximum=batches.maximum(),
             unit="tokens" if settings.batch_tokens else "rows",
         )
         # A rule of the user's has no stages to look for, and is called for every step too.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchtune import config
 
-from adaptive_batch.data import StepPlanner
+from adaptive_batch.data import Batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Clock,
@@ -127,7 +127,7 @@ def rewind_rates(optimizers: Sequence[Optimizer]) -> None:
             write_rate(group, float(group.get("initial_lr", base_rate)))
 
 
-def couple_batch(job: Job, planner: StepPlanner) -> None:
+def couple_batch(job: Job, batches: Batches) -> None:
     """Couple a batch schedule that follows the rate to the configured scheduler.
 
     Raises:
@@ -137,11 +137,11 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
     optimizer = stand_in(job, 1.0)
     block = job.cfg.get("lr_scheduler", None)
     if isinstance(job.settings.batch_size_schedule, Seesaw):
-        steps = job.settings.epochs * planner.clock.reference.steps
+        steps = job.settings.epochs * batches.reference.steps
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )
-        planner.clock.couple(schedule_of(scheduler), job.settings.rate.lr_clock)
+        batches.couple_rate(schedule_of(scheduler), job.settings.rate.lr_clock)
 
 
 def _check_rates(scheduler: Any, steps: int, block: DictConfig) -> None:

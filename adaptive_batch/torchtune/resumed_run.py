@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, fingerprint
-from adaptive_batch.data import RowReader
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, Reference, write_rate
@@ -223,7 +223,7 @@ class ResumedRun:
                 state["reference_lengths"] = None
         return state
 
-    def begin_reading(self, reader: RowReader, progress: Progress) -> None:
+    def begin_reading(self, loader: DataLoader[Any], progress: Progress) -> Iterator[Any]:
         """Begin to read the rows of this run's first epoch, with the random numbers of the
         checkpoint.
 
@@ -232,9 +232,10 @@ class ResumedRun:
         """
         if not progress.epoch_steps:
             self._restore_random_state(progress)
-        reader.begin()
+        batches = iter(loader)
         if progress.epoch_steps:
             self._restore_random_state(progress)
+        return batches
 
     def _restore_random_state(self, progress: Progress) -> None:
         """Restore the random numbers of the checkpoint, after everything that building and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,6 @@ class Rows(Dataset[Any]):
         # Each row is checked where it is used, not where it is read.
         # A thread that reads keeps this one from launching kernels.
         self._ahead = ReadAhead(dataset, at_once=False)
-        # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
-        if job.device.type != "cpu":
-            self.expect = self._ahead.expect
         self.num_real_tokens = real_tokens or job.task.num_real_tokens
         self._measured: torch.Tensor | None = None
         self._cache_file: Path | None = None
@@ -92,6 +89,14 @@ class Rows(Dataset[Any]):
         # Rows are real where an estimate reads them, too.
         with private.disable_current_modes():
             return self._read(number)
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Have a thread read these rows ahead, once :meth:`read_ahead` starts it, and forget any
+        others that it has read.
+        """
+        # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
+        if self._job.device.type != "cpu":
+            self._ahead.expect(numbers)
 
     def read_ahead(self) -> None:
         """Let a thread read the rows that are expected, if any are."""

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch.data import StepQueue
+from adaptive_batch.data import Batches
 from adaptive_batch.distributed import EXIT_STATUS, Preemption
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import RandomState
@@ -30,7 +30,7 @@ class RunSaver:
         job: what is trained.
         checkpoints: writes the files.
         resumed: the state that the run began with.
-        queue: where training is.
+        batches: where training is.
         log: is told of each save.
         preemption: whether this process is asked to end.
     """
@@ -40,7 +40,7 @@ class RunSaver:
         job: Job,
         checkpoints: Checkpoints,
         resumed: ResumedRun,
-        queue: StepQueue,
+        batches: Batches,
         log: TrainingLog,
         preemption: Preemption,
     ) -> None:
@@ -48,7 +48,7 @@ class RunSaver:
         self._settings = job.settings
         self._checkpoints = checkpoints
         self._resumed = resumed
-        self._queue = queue
+        self._batches = batches
         self._log = log
         self._preemption = preemption
         # By the name that a checkpoint keeps their state under.
@@ -85,7 +85,7 @@ class RunSaver:
         self._log.sync()
         self._checkpoints.save_epoch(trainer, recipe_state=state, epoch=epoch, ends_run=is_last)
         self._log.event(
-            "checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self._queue.progress.steps
+            "checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self._batches.progress.steps
         )
         if distributed.any_of_ranks(self._preemption.requested) and not is_last:
             self._checkpoints.mark_preempted(epoch)
@@ -100,7 +100,7 @@ class RunSaver:
             ends: whether all of several ranks know that one of them is asked to end.
         """
         every = self._settings.saving.save_every_n_steps
-        step = self._queue.progress.steps
+        step = self._batches.progress.steps
         if distributed.world_size() == 1:
             ends = self._preemption.requested
         if not (ends or (every and step % every == 0)):
@@ -123,7 +123,7 @@ class RunSaver:
             self._end_early()
 
     def _end_early(self) -> None:
-        step = self._queue.progress.steps
+        step = self._batches.progress.steps
         resumes = distributed.on_rank_zero(self._checkpoints.after_end)
         message = f"asked to end: saved at step {step}; {resumes}"
         self._log.event("preempted", message, step=step, exit_status=EXIT_STATUS)
@@ -133,7 +133,7 @@ class RunSaver:
         """Return all that resuming needs besides weights and optimizer, as plain values and
         tensors.
         """
-        progress = self._queue.progress
+        progress = self._batches.progress
         return {
             training.SEED_KEY: self._resumed.seed,
             training.EPOCHS_KEY: progress.epoch,
@@ -146,7 +146,7 @@ class RunSaver:
                 "epochs": self._settings.epochs,
                 "configured_batch_size": self._settings.batch_size,
                 "base_rate": self._parts["learning_rate"].base,
-                "progress": progress.state_dict(),
+                **self._batches.state_dict(),
                 **{name: part.state_dict() for name, part in self._parts.items()},
                 "random_states": distributed.all_gather(RandomState(self._job.device).state_dict()),
                 **facts,

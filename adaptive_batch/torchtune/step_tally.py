@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adaptive_batch._util import count
-from adaptive_batch.data import PlannedRows, StepPlanner
+from adaptive_batch.data import Batches, PlannedRows
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, StepResult
@@ -126,19 +126,20 @@ class StepTally:
             self._log.event("noise_not_measured", message, step=step.progress.steps + 1)
         return {"noise_scale": self._noise_scale.value}
 
-    def end_epoch(self, progress: Progress, planner: StepPlanner) -> None:
+    def end_epoch(self, batches: Batches) -> None:
         """Log what the epoch came to, and begin to tally the next one.
 
         Raises:
             NonfiniteLossError: no step of the epoch was finite, and all were skipped.
             SettingError: no step of the epoch had a label.
         """
+        progress = batches.progress
         num_steps = progress.epoch_steps
         if num_steps and self._epoch.unlabelled == num_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self._job.cfg.dataset), remedy)
         num_nonfinite = self._nonfinite.count()
-        self._log_epoch(progress, planner, num_nonfinite)
+        self._log_epoch(progress, batches.left_out(), num_nonfinite)
         self._epoch = _EpochCounts()
         skips = self._settings.on_nonfinite_loss == "skip"
         if skips and num_nonfinite == num_steps > 0:
@@ -148,7 +149,9 @@ class StepTally:
                 " the data and dtype"
             )
 
-    def _log_epoch(self, progress: Progress, planner: StepPlanner, num_nonfinite: int) -> None:
+    def _log_epoch(
+        self, progress: Progress, reasons: Mapping[str, int], num_nonfinite: int
+    ) -> None:
         """Log the rows of an epoch that were trained and left out, and how many steps had no label
         or no finite loss.
         """
@@ -163,7 +166,6 @@ class StepTally:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
             message = f"{num_nonfinite} {of_steps} had a loss or gradients that are not finite{end}"
             event("nonfinite_steps", message, steps=num_nonfinite)
-        reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
         event(
             "epoch",

@@ -9,7 +9,7 @@ from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
-from adaptive_batch.data import EpochPlanner, RequestedBatch, longest_rows
+from adaptive_batch.data import PlannedEpoch, RowLengths, longest_rows
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import WorstRows
@@ -128,14 +128,16 @@ class TrialRows:
         data = self._data
         # A schedule changes the order little, and may need a rate, which is not there yet.
         batching = replace(self._job.batching(), batch_size_schedule=None)
-        divisible = data.configured_layout.uniform in ("rows", "both")
-        epochs = EpochPlanner(
-            data.dataset,
-            RequestedBatch(batching),
+        rows = data.dataset
+        epoch = PlannedEpoch(
+            len(rows),
+            batching,
+            Progress(),
             ranks=distributed.data_parallel_size(),
-            divisible=divisible,
+            divisible=data.configured_layout.uniform in ("rows", "both"),
+            measure=lambda: RowLengths(rows.lengths, rows.real_lengths),
         )
-        order = epochs.order(Progress())[:]
+        order = epoch.order[:]
         numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
         return numbers
 

@@ -12,7 +12,9 @@ for epoch in range(loop.progress.epoch, epochs):
 
 from __future__ import annotations
 
+import operator
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,16 +25,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_built_alike, check_state, check_whole, instance_of
+from adaptive_batch._util import check_built_alike, check_state, check_whole, count, instance_of
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
     MicroBatchLimit,
     RowLength,
     Sampling,
-    StepRows,
     mean_rows,
 )
 from adaptive_batch.distributed import reshard
@@ -164,12 +166,18 @@ class AdaptiveLoop:
             self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
         if options.event is not None:
             self._batches.tell(options.event)
-        self._rows = StepRows(self._batches, rows)
+        # Else a new epoch would draw a random number.
+        self._loader: DataLoader[Any] = DataLoader(
+            rows, batch_sampler=self._batches, collate_fn=list, generator=torch.Generator()
+        )
+        # The rows of each step that was handed out and is not done, the oldest first.
+        self._waiting: deque[list[Any]] = deque()
+        self._has_begun = False
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
         reference: Reference | int | str | None = reference_batch_size
         if reference is None and batch_size != "max":
             ranks = distributed.data_parallel_size()
-            reference = self._batches.planner.batching.global_batch(ranks)
+            reference = self._batches.batching.global_batch(ranks)
         self._rate = AdaptiveRate(
             optimizer,
             lr_scheduler,
@@ -222,7 +230,7 @@ class AdaptiveLoop:
             DoesNotFitError: one row does not fit.
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
-        planner = self._batches.planner
+        batches = self._batches
         ranks = distributed.data_parallel_size()
         options = ProbeOptions(
             device_memory,
@@ -231,32 +239,30 @@ class AdaptiveLoop:
             round_to_power_of_two=round_to_power_of_two,
             objective=objective,
         )
-        options = replace(options, maximum=min(maximum, max(1, planner.epochs.num_rows // ranks)))
+        options = replace(options, maximum=min(maximum, max(1, batches.num_rows // ranks)))
         step_rows = timed_rows = self._batches.rows_on_largest_rank(self.batch_size)
         # A step that the script left out leaves its scaled rate in the optimizer.
         self._rate.restore()
         reshard(self._model)
         # Reading a row of some datasets draws random numbers.
         with RandomState(self._step.engine.memory.device):
-            if planner.batching.batch_tokens:
-                timed_rows = mean_rows(planner.batching.batch_tokens, self._step.dataset.lengths)
+            if batches.batching.batch_tokens:
+                timed_rows = mean_rows(batches.batching.batch_tokens, self._step.dataset.lengths)
             scope = SearchScope(
-                WorstRows.of_dataset(
-                    self._step.dataset, planner.epochs.order(self.progress.at_epoch_start())
-                ),
+                WorstRows.of_dataset(self._step.dataset, batches.order),
                 # On fewer ranks than training began with, a batch that is cut to the bound has more
                 # rows than the bound.
                 accumulates=(
-                    planner.batching.grow_beyond_maximum
+                    batches.batching.grow_beyond_maximum
                     or self._step.sizer.may_split
-                    or planner.ranks > ranks
+                    or batches.ranks > ranks
                 ),
                 whole_step_rows=step_rows,
                 choices=self._step.find_choices(objective, timed_rows=timed_rows),
             )
             result = self._step.search(self._optimizer, scope, options)
         if self._built_with["batch_size"] == "max" and not self.progress.steps:
-            planner.begin_with(result.batch_size)
+            batches.begin_with(result.batch_size)
         return result
 
     def estimate(
@@ -322,7 +328,16 @@ class AdaptiveLoop:
         :meth:`run`.
         """
         self._find_batch_size()
-        yield from self._rows.steps()
+        batches = self._batches
+        dataset = self._step.dataset
+        self._waiting.clear()
+        for rows in self._loader:
+            dataset.expect(batches.newest.following)
+            if batches.batching.batch_size_schedule is not None:
+                own_tokens = sum(map(dataset.length, rows))
+                batches.count_tokens(sum(distributed.all_gather(own_tokens)))
+            self._waiting.append(rows)
+            yield rows
 
     def __len__(self) -> int:
         """Return the remaining steps of the current epoch, as the rules answer now."""
@@ -337,7 +352,8 @@ class AdaptiveLoop:
         now.
         """
         self._find_batch_size()
-        return self._batches.planner.num_steps(self.progress, epochs)
+        batches = self._batches
+        return batches.count_steps(batches.progress, batches.sizes_ahead(epochs))
 
     def run(self, rows: Sequence[Any]) -> StepResult:
         """Compute the gradients of the mean loss over the labels of a step, clip them, and set the
@@ -362,7 +378,10 @@ class AdaptiveLoop:
             ValueError: other rows than were handed out, or gradients are there.
         """
         step = self._step
-        planned = self._rows.begin_step(rows)
+        self._check_rows_of_step(rows)
+        if not self._has_begun:
+            self._report_start()
+        planned = self._batches.oldest
         report = RankReport(
             batch_size=self._batches.rows_on_largest_rank(planned.progress.batch),
             num_rows=len(planned.numbers),
@@ -382,7 +401,8 @@ class AdaptiveLoop:
             self._rate.restore()
             raise
         self._awaits_optimizer = self._sees_steps
-        progress = self._rows.done(tokens=result.tokens)
+        self._waiting.popleft()
+        progress = self._batches.done(tokens=result.tokens, ends_epoch=False)
         if self._event is not None:
             record = result.record(
                 progress,
@@ -392,8 +412,56 @@ class AdaptiveLoop:
                 num_out_of_memory=self.num_out_of_memory,
             )
             self._event("step", "", **record)
-        self._rows.end_epoch(progress)
+        if self._batches.is_over:
+            self._end_epoch()
         return result
+
+    def _check_rows_of_step(self, rows: Sequence[Any]) -> None:
+        """Refuse rows that are those of another step than the one that comes next."""
+        waiting = self._waiting
+        if not waiting or len(rows) != len(waiting[0]):
+            next_rows = f"{len(waiting[0])} rows come next" if waiting else "none are waiting"
+            raise ValueError(
+                f"{len(rows)} rows were given, and {next_rows}: run each step that is handed out"
+                " once, in order"
+            )
+        # Rows may have been copied on their way, so only those of another step are known to be
+        # wrong.
+        if not _are_same(rows, waiting[0]) and any(_are_same(rows, later) for later in waiting):
+            raise ValueError(
+                "a step that was handed out before has not been run: run each step once, in order"
+            )
+
+    def _report_start(self) -> None:
+        """Report where training starts or resumes."""
+        self._has_begun = True
+        progress = self.progress
+        num_rows = len(self._step.dataset)
+        begins = "resuming" if progress.steps else "starting"
+        self._batches.report(
+            "start",
+            f"{begins} with epoch {progress.epoch}, step {progress.steps};"
+            f" {count(num_rows, 'row')}",
+            resumed=bool(progress.steps),
+            rows=num_rows,
+            ranks=distributed.world_size(),
+            progress=progress.state_dict(),
+        )
+
+    def _end_epoch(self) -> None:
+        """Report the epoch that is over, and go to the next one."""
+        progress = self.progress
+        reasons = self._batches.left_out()
+        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
+        self._batches.report(
+            "epoch",
+            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}",
+            epoch=progress.epoch,
+            used=progress.epoch_rows,
+            left_out=sum(reasons.values()),
+            reasons=reasons,
+        )
+        self._batches.end_epoch()
 
     def _find_batch_size(self) -> None:
         """Search for the batch that training begins with, if it is ``"max"`` and not known."""
@@ -445,9 +513,14 @@ class AdaptiveLoop:
             self._built_with, state["built_with"], what="loop", sets_batch="set loop.batch_size"
         )
         self._batches.load_state_dict(state["batches"])
-        self._rows.forget()
+        self._waiting.clear()
+        self._has_begun = False
         self._step.load_state_dict(state["step"])
         self._rate.load_state_dict(state["rate"])
         if state["rate"]["reference"]:
             # The ranks that training began with may have been more.
             self._rate.refer_to(Reference(**state["rate"]["reference"]))
+
+
+def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(rows) == len(others) and all(map(operator.is_, rows, others))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from adaptive_batch.data import ReadAhead, RowReader, row_order
+from adaptive_batch.data import ReadAhead, row_order
 
 WATCHED = 32
 
@@ -51,19 +51,17 @@ class Epoch:
         dataset: rows.
         order: row numbers; None for the dataset's own order.
         position: rows that were taken before.
-        begins: whether torch's loader is begun, as a recipe does.
     """
 
-    def __init__(self, dataset, *, order=None, position=0, begins=True):
+    def __init__(self, dataset, *, order=None, position=0):
         self.order = list(range(len(dataset))) if order is None else order
-        self.position = position
-        self.reader = RowReader(dataset)
-        if begins:
-            self.reader.begin()
+        self.dataset = dataset
+        self.expect = getattr(dataset, "expect", lambda numbers: None)
+        self.begin(position=position)
 
     def begin(self, *, position):
         self.position = position
-        self.reader.begin()
+        self.expect([])
 
     def take(self, count, *, only=None):
         numbers = self.order[self.position : self.position + count]
@@ -72,7 +70,9 @@ class Epoch:
         if only is not None:
             numbers = [numbers[position] for position in only]
             following = [following[position] for position in only if position < len(following)]
-        return self.reader.read(numbers, following=following)
+        rows = [self.dataset[number] for number in numbers]
+        self.expect(following)
+        return rows
 
 
 def started(dataset):
@@ -102,13 +102,12 @@ def threads():
     takes=st.lists(st.tuples(st.integers(1, 30), st.booleans(), st.booleans()), max_size=25),
     position=st.integers(0, 50),
     seed=st.integers(0, 3),
-    begins=st.booleans(),
 )
 @examples(30)
-def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed, begins):
+def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed):
     dataset = Squares(seconds=1e-5)
     order = row_order(200, shuffle=True, seed=seed, epoch=1).tolist()
-    ahead = Epoch(ReadAhead(dataset), order=order, position=position, begins=begins)
+    ahead = Epoch(ReadAhead(dataset), order=order, position=position)
     for count, takes_half, waits in takes:
         begin = ahead.position
         numbers = order[begin : begin + count]

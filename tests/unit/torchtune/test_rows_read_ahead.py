@@ -9,7 +9,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from adaptive_batch.data import RowReader
 from adaptive_batch.torchtune.rows import Rows
 from adaptive_batch.torchtune.task import NextTokens
 
@@ -41,17 +40,16 @@ def test_rows_are_read_ahead_on_an_accelerator_alone(device: str) -> None:
     )
     watched = Watched()
     rows = Rows(job, "dataset", watched, name="rows")
-    reader = RowReader(rows)
-    reader.begin()
     # The first are watched for random numbers that they draw.
-    first = reader.read(range(40), following=range(40, 60))
+    first = [rows[number] for number in range(40)]
+    rows.expect(range(40, 60))
     time.sleep(0.05)
     assert len(watched.readers) == 40, "read where kernels are still to be launched"
     rows.read_ahead()
     deadline = time.monotonic() + 60
     while device != "cpu" and len(watched.readers) < 60 and time.monotonic() < deadline:
         time.sleep(0.01)
-    rest = reader.read(range(40, 60))
+    rest = [rows[number] for number in range(40, 60)]
     assert [row["tokens"][0] for row in first + rest] == list(range(60))
     main = threading.current_thread().name
     assert {watched.readers[number] == main for number in range(40)} == {True}

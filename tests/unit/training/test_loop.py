@@ -34,7 +34,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch import OOMPolicy
-from adaptive_batch.data import RowReader
 from adaptive_batch.errors import (
     GrowthFunctionError,
     NonfiniteLossError,
@@ -645,8 +644,8 @@ def test_an_iterator_that_ends_in_a_scripts_function_ends_no_step() -> None:
     with pytest.raises(StopIteration):
         one.loop.run(next(iter(one.loop)))
     dataset = type("Rows", (), {"__len__": lambda _: len(ROWS), "__getitem__": ends})()
-    with pytest.raises(StopIteration):
-        RowReader(dataset).read([0, 1])
+    with pytest.raises(RuntimeError, match=r"row \d+ of the dataset raised StopIteration"):
+        next(iter(training(rows=dataset).loop))
 
 
 def test_a_collate_function_may_take_from_its_rows() -> None:

@@ -1,0 +1,760 @@
+"""The steps of training in their order: the holder of progress, batch size and rule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import Sampler
+
+from adaptive_batch import distributed
+from adaptive_batch._util import count
+from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.schedules import (
+    ClampedBatch,
+    Clock,
+    EpochPlan,
+    Pace,
+    Progress,
+    Seesaw,
+    decay_of,
+    next_batch_size,
+    request_batch,
+    time_by,
+)
+
+from .balance import balance_by_rows, balance_by_tokens
+from .batching import Batching
+from .layouts import MicroBatchLayout, MicroBatchLimit, micro_batches
+from .order import EpochOrder, RowOrder
+from .planned_epoch import PlannedEpoch, RowLengths, Rows
+
+# Called as event(kind, message, **facts).
+Event = Callable[..., object]
+
+
+class Sizer(Protocol):
+    """What one micro-batch may hold, where so many rows run at once if they fit; and how its rows
+    lie in it.
+
+    `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
+    `waits_for_search` says whether what fits has to be found before anything can run.
+    """
+
+    max_batch_size: int | None
+    layout: MicroBatchLayout
+
+    @property
+    def waits_for_search(self) -> bool: ...
+
+    def limit(self, batch_size: int) -> MicroBatchLimit: ...
+
+
+class PlannedRows(NamedTuple):
+    """The rows of one step.
+
+    Attributes:
+        progress: progress before the step, with the batch that is requested for it.
+        numbers: row numbers of all ranks.
+        own: row numbers of this rank.
+        following: row numbers that this rank takes next if the next step is as large and ranks take
+            rows in turn.
+    """
+
+    progress: Progress
+    numbers: list[int]
+    own: list[int]
+    following: list[int]
+
+
+class _HandedOut(NamedTuple):
+    """A step that is not done, and the real tokens of its rows over all ranks, as far as they are
+    counted.
+    """
+
+    step: PlannedRows
+    tokens: int
+
+    @property
+    def after(self) -> Progress:
+        """Progress when it is done."""
+        return self.step.progress.after_step(rows=len(self.step.numbers), tokens=self.tokens)
+
+
+class Batches(Sampler[list[int]]):
+    """Hands out the steps of an epoch, as far ahead as they are asked for, to each rank its own
+    rows; progress moves as the steps are done. Nothing else holds progress, batch size or rule.
+
+    Args:
+        rows: rows of an epoch.
+        batching: batching as configured.
+        sizer: decides what one micro-batch may hold; rows are balanced across the ranks so that
+            these are even.
+        counts_tokens: the tokens of an epoch must be known, and those of steps that are handed out.
+        order: orders the rows of an epoch; None for the configured order.
+        event: is given each decision: its kind, a message, and facts by name.
+
+    Attributes:
+        batching: as configured; a schedule that follows the rate is put in coupled to it.
+        sizer: as given.
+        num_rows: rows of an epoch.
+        ranks: the ranks that a step has its rows for: those that training began with.
+        batch_size: rows of a batch on one device now, which run at once if they fit; a step
+            accumulates `gradient_accumulation_steps` of them.
+        first_batch_size: what it was when training began; None before.
+        saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
+            device.
+    """
+
+    _progress: Progress
+    _epoch: PlannedEpoch
+    # A schedule is called on rank zero for all; False calls it on each, which `Step.agree`
+    # compares.
+    asks_rank_zero = False
+    # An epoch is divided into steps before it is trained, which may read lengths and ask rules,
+    # also where no clock counts tokens.
+    divides_ahead = True
+
+    def __init__(
+        self,
+        rows: Rows,
+        batching: Batching,
+        sizer: Sizer,
+        *,
+        counts_tokens: bool = False,
+        order: EpochOrder | None = None,
+        event: Event = lambda kind, message, **facts: None,
+    ) -> None:
+        self.batching = batching
+        self.sizer = sizer
+        self.num_rows = len(rows if order is None else order)
+        self.ranks = distributed.data_parallel_size()
+        self.batch_size = batching.batch_size
+        self.first_batch_size: int | None = None
+        self.saved_maximum = 0
+        self._rows = rows
+        self._order_of = order
+        self._counts_tokens = counts_tokens
+        self._event = event
+        self._is_begun = False
+        self._ahead: deque[_HandedOut] = deque()
+        # The last epoch at whose beginning the growth function was called.
+        self._grown_in = -1
+        # The batch of a schedule that was logged last.
+        self._logged = 0
+        if batching.depends_on_lengths:
+            # A row that cannot be measured is refused now.
+            _ = rows.lengths
+        # Of the current epoch, and of the epoch of a constant batch, once they are asked for.
+        self._lengths: RowLengths | None = None
+        self._reference_lengths: RowLengths | None = None
+        # The next epoch is looked at from within this one, step by step.
+        self._planned = lru_cache(maxsize=1)(partial(self._plan_epoch, measure=self._measure))
+        self._plan: EpochPlan | None = None
+        self._reference: EpochPlan | None = None
+        self._pace: Pace | None = None
+        self._go_to(Progress(rows_per_epoch=self.num_rows))
+
+    # --- where training is
+
+    @property
+    def progress(self) -> Progress:
+        """What training has consumed: the steps that are done; with the pace of the epoch."""
+        # A script's sampler is not drawn before its epoch begins.
+        if (self._is_begun or self._order_of is None) and self._progress.pace is not self.pace:
+            self._progress = replace(self._progress, pace=self.pace)
+        return self._progress
+
+    def resume(
+        self,
+        progress: Progress,
+        steps: Mapping[str, Any] | None = None,
+        *,
+        keeps_batch: bool = True,
+    ) -> None:
+        """Go to another place in training, before its epoch begins here.
+
+        Args:
+            progress: that place.
+            steps: ``steps`` of the state that was saved there; None where there is none.
+            keeps_batch: whether the batch size is the saved one, and not the configured one, from
+                which growth begins again.
+
+        Raises:
+            CheckpointError: the lengths that the epoch was planned by are not in the state.
+        """
+        if steps is not None:
+            if not steps.keys() >= {"lengths", "reference_lengths"}:
+                raise CheckpointError(
+                    "the checkpoint does not hold the row lengths of its epoch, as an earlier"
+                    " version saved it; resume with that version, or begin a new run"
+                )
+            self.ranks = steps["ranks"]
+            self.saved_maximum = steps["maximum"] or 0
+            self._lengths = self._reference_lengths = None
+            if steps["reference_lengths"]:
+                self._lengths = self._reference_lengths = RowLengths.unpacked(
+                    steps["reference_lengths"]
+                )
+            if steps["lengths"]:
+                self._lengths = RowLengths.unpacked(steps["lengths"])
+            if keeps_batch:
+                self.batch_size = steps["batch_size"]
+                self.first_batch_size = steps["first_batch_size"]
+                self._grown_in = steps["grown_in"]
+        self._is_begun = False
+        self._ahead.clear()
+        self._reference = None
+        self._go_to(progress)
+        if steps is not None:
+            # Between two epochs, the lengths are those of the epoch that is over.
+            begin = replace(self._epoch.begin, epoch=steps["epoch"])
+            self._epoch = replace(self._epoch, begin=begin)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where training is, as plain values, the same on all ranks; to be saved after
+        ``optimizer.step()``.
+        """
+        reference = self._reference_lengths
+        lengths = None if self._lengths is reference else self._lengths
+        return {
+            "progress": self.progress.state_dict(),
+            "steps": {
+                "batch_size": self.batch_size,
+                "first_batch_size": self.first_batch_size,
+                "grown_in": self._grown_in,
+                "maximum": self.maximum(),
+                "ranks": self.ranks,
+                "epoch": self._epoch.begin.epoch,
+                "lengths": lengths and lengths.packed,
+                "reference_lengths": reference and reference.packed,
+            },
+        }
+
+    # --- the batch that is requested
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step on one device, unless it is filled with tokens."""
+        return self._rows_of_step(self.batch_size)
+
+    def _rows_of_step(self, batch_size: int) -> int:
+        return batch_size * self.batching.gradient_accumulation_steps
+
+    @property
+    def limit(self) -> MicroBatchLimit:
+        """What one micro-batch may hold now."""
+        return self.sizer.limit(self.batch_size)
+
+    def maximum(self) -> int | None:
+        """Return what a rule may not pass; None where it may grow freely, or the bound is not
+        known.
+        """
+        max_batch_size = self.sizer.max_batch_size
+        if self.batching.grow_beyond_maximum or max_batch_size is None:
+            return None
+        # On a smaller device a schedule continues as it was, in more micro-batches.
+        if self.batching.batch_size_schedule:
+            return max(max_batch_size, self.saved_maximum)
+        return max_batch_size
+
+    def rule(self, batch_size: int) -> Callable[[Progress], int]:
+        """Return the rows of a step on one device as a function of progress: the schedule's, or
+        `batch_size` accumulated.
+        """
+        schedule = self.batching.batch_size_schedule
+        if schedule is None or self.batching.batch_tokens:
+            rows = self._rows_of_step(batch_size)
+            return lambda progress: rows
+        return lambda progress: request_batch(schedule, progress, maximum=self.maximum()).after
+
+    def grows_at(self, progress: Progress) -> bool:
+        """Return whether the growth function is called at this point: as an epoch begins, once."""
+        return not progress.epoch_steps and progress.epoch > self._grown_in
+
+    def _request(self, progress: Progress) -> int:
+        """Ask the rules for the batch of the step at a progress: a growth function as an epoch
+        begins, a schedule for each step; return the step's rows on one device.
+        """
+        batching = self.batching
+        function = batching.batch_increase_function
+        schedule = batching.batch_size_schedule
+        is_over = batching.epochs is not None and progress.epoch >= batching.epochs
+        if function is not None and self.grows_at(progress) and not is_over:
+            epoch = progress.epoch
+            batch = distributed.from_rank_zero(
+                lambda: next_batch_size(
+                    function, epoch=epoch, batch_size=self.batch_size, maximum=self.maximum()
+                )
+            )
+            self._grown_in = epoch
+            self._change(batch, "epoch", epoch)
+        if schedule is not None and not batching.batch_tokens:
+
+            def request() -> ClampedBatch:
+                return request_batch(schedule, progress, maximum=self.maximum())
+
+            batch = distributed.from_rank_zero(request) if self.asks_rank_zero else request()
+            if batch.after != self.batch_size or not (progress.steps or self._logged):
+                # a ramp may change it with each step: what is near to what was printed last is
+                # written to the run log only
+                prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
+                if prints:
+                    self._logged = batch.after
+                self._change(batch, "step", progress.steps, prints=prints)
+        return self.step_rows
+
+    def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
+        previous = self.batch_size
+        self.batch_size = batch.after
+        facts = {unit: at, "before": previous, "requested": batch.requested, "after": batch.after}
+        message = f"{unit} {at}: {batch.describe(previous)}"
+        self._event("batch_size", message, prints=prints, **facts)
+
+    # --- epochs
+
+    def _go_to(self, progress: Progress) -> None:
+        """Plan the current epoch from a progress on."""
+        self._progress = self._planned_from = progress
+        self._planned.cache_clear()
+        begin = progress.at_epoch_start()
+        self._epoch = self._plan_epoch(begin, measure=self._lengths_of_epoch)
+        self._plan = self._pace = None
+
+    def _plan_epoch(self, begin: Progress, *, measure: Callable[[], RowLengths]) -> PlannedEpoch:
+        """Plan the epoch that begins at a progress, by the lengths that a function returns."""
+        return PlannedEpoch(
+            self.num_rows,
+            self.batching,
+            replace(begin, rows_per_epoch=self.num_rows),
+            self.ranks,
+            self.sizer.layout.uniform in ("rows", "both"),
+            measure,
+            self._order_of,
+        )
+
+    def _measure(self) -> RowLengths:
+        return RowLengths(self._rows.lengths, self._rows.real_lengths)
+
+    def _lengths_of_epoch(self) -> RowLengths:
+        """Return the lengths by which the current epoch is planned: they stay until it ends."""
+        if self._lengths is None:
+            self._lengths = self._measure()
+        return self._lengths
+
+    def _lengths_of_reference(self) -> RowLengths:
+        """Return the lengths of the constant epoch: the same throughout a run, so that a schedule
+        of the rate keeps its end.
+        """
+        if self._reference_lengths is None:
+            self._reference_lengths = self._lengths_of_epoch()
+        return self._reference_lengths
+
+    def _epoch_of(self, progress: Progress) -> PlannedEpoch:
+        """Return the plan of the epoch that a progress is in."""
+        if progress.epoch == self._epoch.begin.epoch:
+            return self._epoch
+        return self._planned(progress.at_epoch_start())
+
+    def begin_epoch(self, *, batch_size: int | None = None) -> None:
+        """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
+        epoch.
+
+        Where `batch_size` is known, no rule is called here; :meth:`steps` calls them all the same.
+
+        Raises:
+            SettingError: with `drop_last` an epoch has no whole step.
+        """
+        progress = replace(self._progress, rows_per_epoch=self.num_rows)
+        if not progress.epoch_rows:
+            changed = self._rows.recount()
+            if changed:
+                message = f"{changed}: all rows are counted again"
+                self._event("recounted", message, epoch=progress.epoch)
+            self._lengths = None
+        self._go_to(progress)
+        if batch_size is not None:
+            self.batch_size = batch_size
+        else:
+            self._request(progress)
+        if self.first_batch_size is None:
+            self.begin_with(self.batch_size)
+        if self.batching.drop_last:
+            if self.plan.steps == 0:
+                rows = self.plan.rows
+                remedy = f"a step of the requested batch is more than an epoch's {rows} rows"
+                raise SettingError("drop_last", True, remedy)
+            if self.reference.steps == 0:
+                remedy = f"an epoch of {self.num_rows} rows has no whole step; set drop_last=False"
+                raise SettingError("batch_size", self.batch_size, remedy)
+        self._is_begun = True
+
+    def number_steps(self) -> None:
+        """Count the steps of epochs that were done elsewhere as those of constant ones."""
+        steps = self._progress.epoch * self.reference.steps
+        self._go_to(replace(self._progress, steps=steps))
+
+    def take_batch(self, batch_size: int) -> None:
+        """Take the batch size that a search has found, or the user has set."""
+        self.batch_size = batch_size
+
+    def begin_with(self, batch_size: int) -> None:
+        """Take the batch that training begins with."""
+        self.batch_size = self.first_batch_size = batch_size
+        self._reference = self._pace = None
+
+    def end_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
+        self._progress = self._progress.after_epoch()
+        self._is_begun = False
+
+    @property
+    def order(self) -> RowOrder:
+        """Row numbers of the current epoch in the order of their use."""
+        return self._epoch_of(self._progress).order
+
+    def left_out(self) -> dict[str, int]:
+        """Count the rows of an epoch that is over which no step has used, by reason."""
+        return self._epoch.left_out(self._progress)
+
+    # --- the clock of the rate
+
+    @property
+    def _plans_tokens(self) -> bool:
+        return self._counts_tokens or bool(self.batching.batch_tokens)
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The current epoch, divided into steps as its beginning shows it."""
+        if self._plan is None:
+            begin = self._planned_from
+            self._plan = self._epoch_of(begin).divide(
+                begin, self.rule(self.batch_size), counts_tokens=self._plans_tokens
+            )
+        return self._plan
+
+    @property
+    def reference(self) -> EpochPlan:
+        """An epoch of a constant batch, in whose steps the schedule of the learning rate counts."""
+        if self._reference is None:
+            batch_size = self.first_batch_size or self.batch_size
+            if self.batching.batch_size_schedule is not None:
+                # The configured batch is the one that the rate's schedule was chosen for.
+                batch_size = self.batching.batch_size
+            rows = self._rows_of_step(batch_size)
+            constant = replace(
+                self._epoch,
+                batching=replace(self.batching, batch_size_schedule=None),
+                # A script's sampler may not be able to draw the first epoch again.
+                begin=Progress() if self._order_of is None else self._epoch.begin,
+                measure=self._lengths_of_reference,
+            )
+            self._reference = constant.divide(
+                Progress(), lambda progress: rows, counts_tokens=self._plans_tokens
+            )
+        return self._reference
+
+    @property
+    def pace(self) -> Pace:
+        """What the clock of the rate counts by in the current epoch."""
+        if self._pace is None:
+            self._pace = self.pace_of(None)
+        return self._pace
+
+    def pace_of(self, plan: EpochPlan | None) -> Pace:
+        """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None
+        for the current one.
+
+        A schedule of the batch that follows the rate, and a script that drops no row, count by the
+        constant batch: that is as good, and known without dividing the epoch.
+        """
+        follows_rate = isinstance(self.batching.batch_size_schedule, Seesaw)
+        if follows_rate or not (self.divides_ahead or self._plans_tokens):
+            plan = self.reference
+        return Pace(self.reference, plan or self.plan)
+
+    def couple_rate(self, schedule: Callable[[float], float], clock: Clock) -> None:
+        """Couple a batch schedule that follows the rate to the rate's own, a function of the clock.
+
+        Both read one clock, that of an epoch of the constant batch: however the batch grows, the
+        rate's schedule takes as much data.
+
+        Raises:
+            SettingError: the clock counts steps or two units, or an epoch ends by steps: there are
+                fewer then for the same data.
+        """
+        batching = self.batching
+        rule = batching.batch_size_schedule
+        assert isinstance(rule, Seesaw)
+        if clock.warmup != clock.decay or clock.decay == "steps":
+            remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
+            raise SettingError("lr_clock", str(clock), remedy)
+        if batching.max_steps_per_epoch is not None:
+            remedy = (
+                f"{rule} takes fewer steps for the same data, so that these would be more of it;"
+                " set it to null, in a new run"
+            )
+            raise SettingError(
+                "max_steps_per_epoch",
+                batching.max_steps_per_epoch,
+                f"{remedy}, and take fewer rows of the dataset",
+            )
+        rate_left_at = decay_of(schedule)
+
+        def decay(progress: Progress) -> float:
+            of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
+            return rate_left_at(time_by(clock.decay, of_constant_batch))
+
+        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
+        self.batching = replace(batching, batch_size_schedule=coupled)
+        self._go_to(self._progress)
+
+    # --- ahead of training
+
+    def sizes_ahead(self, epochs: int) -> dict[int, int]:
+        """Return the batch size in each epoch that is left of so many, as the growth function
+        answers now.
+        """
+        function = self.batching.batch_increase_function
+        progress = self._progress
+        size = self.batch_size
+        sizes = {}
+        for epoch in range(progress.epoch, epochs):
+            if function is not None and (epoch > progress.epoch or self.grows_at(progress)):
+                size = next_batch_size(
+                    function, epoch=epoch, batch_size=size, maximum=self.maximum()
+                ).after
+            sizes[epoch] = size
+        return sizes
+
+    def ahead(
+        self, progress: Progress, sizes: Mapping[int, int]
+    ) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
+        """Walk through the rest of training without training.
+
+        Args:
+            progress: where training is.
+            sizes: batch size of each epoch to walk through, as a growth function makes them.
+
+        Returns:
+            For each step: progress before it, the numbers of its rows, the plan of its epoch.
+        """
+        for at, size, epoch, plan in self._steps_ahead(progress, sizes, counts_tokens=True):
+            assert plan is not None
+            yield at, epoch.order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
+
+    def count_steps(
+        self, progress: Progress, sizes: Mapping[int, int], *, sees_tokens: bool = True
+    ) -> int:
+        """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens
+        in training.
+        """
+        sees_tokens = sees_tokens or bool(self.batching.batch_tokens)
+        counts_tokens = sees_tokens and self.batching.batch_size_schedule is not None
+        return sum(1 for _ in self._steps_ahead(progress, sizes, counts_tokens=counts_tokens))
+
+    def _steps_ahead(
+        self, progress: Progress, sizes: Mapping[int, int], *, counts_tokens: bool
+    ) -> Iterator[tuple[Progress, int, PlannedEpoch, EpochPlan | None]]:
+        """Yield progress before each step, the number of its rows, its epoch, and the plan of that
+        if tokens are counted.
+        """
+        progress = replace(progress, rows_per_epoch=self.num_rows)
+        for batch_size in sizes.values():
+            epoch = self._epoch_of(progress)
+            rule = self.rule(batch_size)
+            plan = None
+            if counts_tokens:
+                plan = epoch.divide(progress, rule, counts_tokens=self._plans_tokens)
+            for at, size, step_end in epoch.walk(progress, rule, counts_tokens=counts_tokens):
+                yield at, size, epoch, plan
+                progress = step_end
+            progress = progress.after_epoch()
+
+    def num_micro_batches(self, numbers: Sequence[int], *, batch_size: int) -> int:
+        """Return how many micro-batches this rank's rows of a step have, of which `batch_size` run
+        at once if they fit; `numbers` are the rows of all ranks.
+        """
+        limit = self.sizer.limit(batch_size)
+        rank_rows = [numbers[position] for position in self._rows_of_rank(numbers, limit)]
+        lengths = self._epoch.lengths.all[rank_rows].tolist()
+        return max(1, len(micro_batches(lengths, limit, self.sizer.layout)))
+
+    # --- steps
+
+    def steps(self) -> Iterator[PlannedRows]:
+        """Yield the steps that are left of the current epoch; what was handed out before and is not
+        done comes again.
+        """
+        self._ahead.clear()
+        if not self._is_begun:
+            self.begin_epoch()
+        epoch = self._epoch
+        progress = self._progress
+        self._check_num_rows()
+        # A run that resumes within an epoch has logged them before.
+        if self.batching.batch_tokens and not progress.epoch_rows:
+            self._log_token_steps(epoch)
+        step = self._next_step(epoch, progress)
+        while step is not None:
+            tokens = 0
+            if self._counts_tokens:
+                tokens = int(epoch.lengths.real[step.numbers].sum())
+            self._ahead.append(_HandedOut(step, tokens))
+            yield step
+            if self._progress.epoch > progress.epoch:
+                return
+            # What is done is known exactly; what is ahead, as far as its tokens are counted.
+            progress = self._ahead[-1].after if self._ahead else self._progress
+            step = self._next_step(epoch, progress)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's row numbers of the steps that are left of the current epoch."""
+        for step in self.steps():
+            yield step.own
+
+    def _check_num_rows(self) -> None:
+        num_rows = len(self._rows)
+        if self._order_of is None and num_rows != self.num_rows:
+            remedy = f"it had {self.num_rows} when training began; keep its length"
+            raise SettingError("dataset", count(num_rows, "row"), remedy)
+
+    def _log_token_steps(self, epoch: PlannedEpoch) -> None:
+        """Log the rows of an epoch that are in no step, and the steps that have more than
+        `batch_tokens` for `min_rows_per_batch`.
+        """
+        batching = self.batching
+        number = epoch.begin.epoch
+        batches, budgets, _ = epoch.token_steps
+        least = batching.min_rows_per_batch
+        if least > 1:
+            tokens = [int(epoch.lengths.all[rows].sum()) for rows in batches.tolist()]
+            over = [
+                held
+                for held, budget in zip(tokens, budgets, strict=True)
+                if held > budget * self.ranks
+            ]
+            if over:
+                message = (
+                    f"epoch {number}: {len(over)} of {count(len(tokens), 'step')} have more than"
+                    f" batch_tokens, up to {max(over)} over all ranks, for"
+                    f" min_rows_per_batch={least}"
+                )
+                self._event("over_budget", message, epoch=number, steps=len(over))
+        rows_by_reason = {
+            f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
+        }
+        if batching.drop_last:
+            rows_by_reason["of the last step (drop_last)"] = batches[-1]
+        for reason, rows in rows_by_reason.items():
+            if not rows:
+                continue
+            numbers = ", ".join(map(str, sorted(rows)[:10]))
+            if len(rows) > 10:
+                numbers += ", ..."
+            verb = "is" if len(rows) == 1 else "are"
+            dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
+            message = f"epoch {number}: {dropped}: {numbers}"
+            self._event("dropped", message, epoch=number, rows=sorted(rows))
+
+    def _next_step(self, epoch: PlannedEpoch, progress: Progress) -> PlannedRows | None:
+        """Return the rows of the step at a progress; None where the epoch is over."""
+        if epoch.is_over(progress):
+            return None
+        batch, size = epoch.next_step(progress, requested=self._request(progress))
+        if not size:
+            # With drop_last fewer rows are left than are requested.
+            return None
+        begin = progress.epoch_rows
+        two_steps = epoch.order[begin : begin + 2 * size].tolist()
+        numbers = two_steps[:size]
+        next_numbers = two_steps[size:]
+        positions = self._rows_of_rank(numbers, self.limit)
+        own = [numbers[position] for position in positions]
+        following = [
+            next_numbers[position] for position in positions if position < len(next_numbers)
+        ]
+        pace = self.pace
+        if progress.batch != batch or progress.pace is not pace:
+            progress = replace(progress, batch=batch, pace=pace)
+        return PlannedRows(progress, numbers, own, following)
+
+    def _rows_of_rank(self, numbers: Sequence[int], limit: MicroBatchLimit) -> Sequence[int]:
+        """Return this rank's rows of a step, as positions among the `numbers` of all ranks.
+
+        They are balanced by tokens where micro-batches are made by tokens or by length; else they
+        are distributed in turn, as torch's sampler does.
+        """
+        ranks = distributed.data_parallel_size()
+        if ranks == 1:
+            return range(len(numbers))
+        rank = distributed.data_parallel_rank()
+        layout = self.sizer.layout
+        if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
+            lengths = self._epoch.lengths.all[torch.as_tensor(numbers, dtype=torch.int64)]
+            return balance_by_tokens(lengths, ranks, limit, layout)[rank]
+        return balance_by_rows(len(numbers), ranks)[rank]
+
+    def count_tokens(self, tokens: int) -> None:
+        """Take the real tokens, over all ranks, of the step that was handed out last."""
+        self._ahead[-1] = self._ahead[-1]._replace(tokens=tokens)
+
+    @property
+    def newest(self) -> PlannedRows:
+        """The step that was handed out last."""
+        return self._ahead[-1].step
+
+    @property
+    def oldest(self) -> PlannedRows:
+        """The oldest step that was handed out and is not done."""
+        return self._ahead[0].step
+
+    def size_of_step(
+        self, step: PlannedRows, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool
+    ) -> int:
+        """Return the size of a step over all ranks, in rows or real tokens; this rank has `rows` of
+        it.
+        """
+        if not in_tokens:
+            return len(step.numbers)
+        if distributed.data_parallel_size() == 1:
+            return sum(map(self._rows.num_real_tokens, rows))
+        return int(self._epoch.lengths.real[step.numbers].sum())
+
+    def done(
+        self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any
+    ) -> Progress:
+        """Count the oldest step that was handed out as done; return the progress after it.
+
+        Args:
+            tokens: its real tokens over all ranks; None for those that were counted as it was
+                handed out.
+            ends_epoch: whether the next epoch begins with the last step of this one; else
+                :meth:`end_epoch` begins it.
+            measured: what else of progress the step has measured, such as its `noise_scale`.
+
+        Raises:
+            ValueError: no step is waiting.
+        """
+        if not self._ahead:
+            raise ValueError(
+                "no batch is waiting: call step() once for each batch that was handed out"
+            )
+        step, counted_tokens = self._ahead.popleft()
+        if tokens is None:
+            tokens = counted_tokens
+        self._progress = self._progress.after_step(
+            rows=len(step.numbers), tokens=tokens, batch=step.progress.batch, **measured
+        )
+        if ends_epoch and self.is_over:
+            self.end_epoch()
+        return self._progress
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the current epoch has no step left."""
+        return self._epoch.is_over(self._progress)

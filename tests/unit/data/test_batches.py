@@ -1,0 +1,265 @@
+"""Each row once an epoch, in torchtune's order, in batches of any sizes, from any position; and
+alike whether an epoch is walked ahead of training or trained.
+"""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.examples import examples
+from torch.utils.data import DistributedSampler
+
+from adaptive_batch.data import Batches, Batching, DatasetAdapter
+from adaptive_batch.data.adaptive_batches import NoSizer
+from adaptive_batch.errors import CheckpointError
+from adaptive_batch.schedules import EpochPlan, Progress, at_epochs, linear_ramp
+
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def batches_of(lengths, *, maximum=None, ranks=1, counts_tokens=True, **batching):
+    """Batches of rows of these lengths."""
+    rows = DatasetAdapter([{"tokens": torch.zeros(length)} for length in lengths])
+    sizer = NoSizer(maximum, batching.get("batch_tokens"))
+    batches = Batches(
+        rows, Batching(**{"shuffle": False, **batching}), sizer, counts_tokens=counts_tokens
+    )
+    batches.ranks = ranks
+    return batches
+
+
+def of_sizes(rows, counts, **batching):
+    """Steps of so many rows each, which begin anew after the last of them."""
+    batching = Batching(
+        batch_size=1,
+        batch_size_schedule=lambda progress: counts[progress.steps % len(counts)],
+        **batching,
+    )
+    return Batches(DatasetAdapter(range(rows), 1), batching, NoSizer(None, None))
+
+
+def taken(batches):
+    """The row numbers of each step that is left of the epoch."""
+    steps = []
+    for step in batches.steps():
+        assert step.own == step.numbers
+        steps.append(step.numbers)
+        batches.done(tokens=len(step.numbers))
+    return steps
+
+
+@given(rows=st.integers(1, 100), counts=sizes, epoch=st.integers(0, 3), shuffle=st.booleans())
+@example(rows=6000, counts=[700, 40, 1500], epoch=1, shuffle=True)
+@examples(50)
+def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, shuffle):
+    sampler = DistributedSampler(range(rows), 1, 0, shuffle=shuffle, seed=0)
+    sampler.set_epoch(epoch)
+    batches = of_sizes(rows, counts, shuffle=shuffle)
+    batches.resume(Progress(epoch=epoch))
+    in_order = list(sampler)
+    position = 0
+    for step in batches.steps():
+        size = counts[batches.progress.steps % len(counts)]
+        assert step.numbers == in_order[position : position + size]
+        assert step.following == in_order[position + size : position + 2 * size]
+        assert batches.progress.epoch_rows == position
+        position += len(step.numbers)
+        batches.done(tokens=0)
+    assert position == rows
+    assert (batches.progress.epoch, batches.progress.epoch_rows) == (epoch + 1, 0)
+
+
+@given(rows=st.integers(1, 100), position=st.integers(0, 100), counts=sizes)
+@examples(50)
+def test_going_on_from_any_position_hands_out_the_rest(rows, position, counts):
+    position = min(position, rows - 1)
+    whole = of_sizes(rows, [max(1, position), *counts])
+    rest = of_sizes(rows, [max(1, position), *counts])
+    whole.resume(Progress(epoch=2))
+    if position:
+        next(whole.steps())
+        whole.done(tokens=position)
+        rest.resume(
+            Progress(epoch=2, steps=1, samples=position, epoch_steps=1, epoch_rows=position)
+        )
+    else:
+        rest.resume(Progress(epoch=2))
+    assert taken(rest) == taken(whole)
+
+
+def test_what_is_handed_out_and_not_done_comes_again():
+    batches = of_sizes(20, [3, 4])
+    steps = batches.steps()
+    ahead = [next(steps).numbers for _ in range(4)]
+    assert (batches.oldest.numbers, batches.newest.numbers) == (ahead[0], ahead[-1])
+    batches.done(tokens=3)
+    assert batches.progress.samples == 3
+    assert [next(batches.steps()).numbers] == ahead[1:2]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_last_rows_of_an_epoch_are_a_short_step_or_none(drop_last):
+    batches = of_sizes(10, [4], shuffle=False, drop_last=drop_last)
+    steps = []
+    for step in batches.steps():
+        steps.append(step.numbers)
+        batches.done(tokens=0, ends_epoch=False)
+    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], *([] if drop_last else [[8, 9]])]
+
+
+# --- the batch that is requested
+
+
+def growing(maximum=None, batch_size=2):
+    return batches_of(
+        [1] * 30,
+        maximum=maximum,
+        batch_size=batch_size,
+        batch_increase_function=at_epochs({1: 3, 2: 5}),
+    )
+
+
+@pytest.mark.parametrize(("maximum", "sizes"), [(None, [2, 5, 10, 10]), (8, [2, 5, 8, 8])])
+def test_looking_ahead_answers_as_growing_does(maximum, sizes):
+    batches = growing(maximum)
+    ahead = batches.sizes_ahead(4)
+    grown = [len(taken(batches)[0]) for _ in range(4)]
+    assert [*ahead.values()] == grown == sizes
+
+
+def test_an_epoch_that_is_resumed_does_not_grow_again():
+    batches = growing()
+    taken(batches)
+    batches.begin_epoch()
+    again = growing()
+    state = batches.state_dict()
+    again.resume(Progress(**state["progress"]), state["steps"])
+    assert not again.grows_at(again.progress)
+    again.begin_epoch()
+    assert again.batch_size == batches.batch_size == 5
+
+
+def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
+    grown = growing()
+    taken(grown)
+    grown.begin_epoch()
+    resumed = growing(20, batch_size=3)
+    resumed.resume(Progress(), grown.state_dict()["steps"], keeps_batch=False)
+    assert resumed.grows_at(Progress(epoch=1))
+    resumed.begin_epoch()
+    assert resumed.batch_size == resumed.first_batch_size == 3
+
+
+def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
+    rule = linear_ramp(start=2, end=32, over="10ba")
+    saved = batches_of([1] * 60, maximum=20, batch_size=2, batch_size_schedule=rule)
+    batches = batches_of([1] * 60, maximum=8, batch_size=2, batch_size_schedule=rule)
+    batches.resume(Progress(steps=10), saved.state_dict()["steps"])
+    assert len(next(batches.steps()).numbers) == 20
+    batches.saved_maximum = 0
+    assert len(next(batches.steps()).numbers) == 8
+
+
+# --- epochs that are walked ahead of training
+
+
+@given(
+    rows=st.integers(1, 500),
+    batch_size=st.integers(1, 60),
+    ranks=st.integers(1, 3),
+    drop_last=st.booleans(),
+    max_steps=st.none() | st.integers(1, 50),
+)
+def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, drop_last, max_steps):
+    ends = {"drop_last": drop_last, "max_steps_per_epoch": max_steps}
+    batches = batches_of([1] * rows, ranks=ranks, batch_size=batch_size, **ends)
+    plan = EpochPlan.of(
+        rows, global_rows=batch_size * ranks, drop_last=drop_last, max_steps=max_steps
+    )
+    batches.resume(Progress())
+    walked = list(batches.ahead(Progress(), {0: batch_size}))
+    assert [len(numbers) for _, numbers, _ in walked] == [
+        plan.rows_of_step(step) for step in range(plan.steps)
+    ]
+    assert [progress.steps for progress, _, _ in walked] == list(range(plan.steps))
+    again = EpochPlan.of_sizes([len(numbers) for _, numbers, _ in walked], max_steps=max_steps)
+    if plan.steps > 1:
+        assert again.slots == plan.slots
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    st.lists(st.integers(1, 50), min_size=1),
+    st.data(),
+)
+def test_going_on_in_mid_epoch_takes_the_same_steps(counts, lengths, data):
+    """The rule reads progress alone, so where it is called from does not matter."""
+    batches = batches_of(
+        lengths,
+        batch_size=1,
+        batch_size_schedule=lambda progress: counts[progress.steps % len(counts)],
+    )
+    whole = list(batches.ahead(Progress(), {0: 1}))
+    assert [number for _, numbers, _ in whole for number in numbers] == list(range(len(lengths)))
+    assert all(progress.tokens == sum(lengths[: progress.samples]) for progress, _, _ in whole)
+    begin = data.draw(st.sampled_from(whole))[0]
+    assert list(batches.ahead(begin, {0: 1})) == whole[begin.steps :]
+
+
+def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
+    def rows_of_last_step(rows, **ends):
+        batches = batches_of([1] * rows, batch_size=4, **ends)
+        batches.resume(Progress(epoch_rows=8, epoch_steps=2))
+        return [len(step) for step in taken(batches)]
+
+    assert rows_of_last_step(10, drop_last=False) == [2]
+    assert rows_of_last_step(10, drop_last=True) == []
+    assert rows_of_last_step(8, drop_last=False) == []
+    assert rows_of_last_step(100, drop_last=False, max_steps_per_epoch=2) == []
+
+
+def test_steps_that_min_rows_take_beyond_the_budget_are_logged_once_an_epoch():
+    rows = DatasetAdapter([{"tokens": [1] * length} for length in (9, 9, 1, 1, 1, 1)], None)
+    batching = Batching(batch_size=1, shuffle=False, batch_tokens=10, min_rows_per_batch=2)
+    said = []
+    batches = Batches(
+        rows,
+        batching,
+        NoSizer(None, 10),
+        event=lambda kind, message, **facts: said.append(message),
+    )
+    taken(batches)
+    assert said == [
+        "epoch 0: 1 of 2 steps have more than batch_tokens, up to 18 over all ranks, for"
+        " min_rows_per_batch=2"
+    ]
+
+
+# --- the lengths that an epoch is planned by
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [{"batch_size": 1, "batch_tokens": 60}, {"batch_size": 3, "sample_order": "seqlen"}],
+    ids=["by tokens", "short to long"],
+)
+def test_a_resumed_epoch_and_the_constant_one_are_planned_by_the_saved_lengths(batching):
+    before = batches_of(range(1, 41), **batching)
+    before.begin_epoch()
+    begun, constant, order = before.plan, before.reference, before.order.tolist()
+    resumed = batches_of(range(40, 0, -1), **batching)
+    at = Progress(epoch_rows=9, epoch_steps=3, rows_per_epoch=40)
+    resumed.resume(at, before.state_dict()["steps"])
+    resumed.begin_epoch()
+    assert resumed.order.tolist() == order
+    assert (resumed.plan, resumed.reference) == (begun, constant)
+    resumed.end_epoch()
+    resumed.begin_epoch()
+    assert (resumed.order.tolist(), resumed.plan.sizes) != (order, begun.sizes)
+    assert resumed.reference == constant
+
+
+def test_a_state_without_the_lengths_of_its_epoch_is_refused():
+    batches = batches_of([5, 6], batch_size=1, batch_tokens=20)
+    with pytest.raises(CheckpointError, match="does not hold the row lengths of its epoch"):
+        batches.resume(Progress(), {"ranks": 1, "epoch": 0, "planned_by": []})
