@@ -47,8 +47,9 @@ from .model_checks import (
 )
 from .options import StepOptions, Terms
 from .part_step import PartStep
-from .parts import CustomSplit, Part, RowSplitter, SplitBatch, length_in_sample
+from .parts import Part, SplitBatch
 from .sizing import ConfiguredSize, MicroBatchSizer
+from .splitters import CustomSplit, RowSplitter, length_in_sample
 from .trials import TriedStep, WorstRows
 
 private = PrivateNames("memory estimates")
@@ -144,9 +145,7 @@ class AdaptiveStep:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
         self.model = model
         self._split_batch: RowSplitter | CustomSplit = (
-            RowSplitter(trims=not is_compiled(model), size=size)
-            if split is None
-            else CustomSplit(split)
+            RowSplitter(trims=not is_compiled(model)) if split is None else CustomSplit(split)
         )
         device = next(model.parameters()).device
         expand_segments_in_script(device)

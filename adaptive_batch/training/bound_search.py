@@ -59,8 +59,8 @@ from adaptive_batch.probe import (
 from .compilations import any_number_of_variants
 from .gradients import OtherLeaves, SavedGradients
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
-from .parts import RowsOfBatch
 from .sizing import MicroBatchSizer
+from .splitters import RowSplitter
 from .step import Step
 from .throughput_search import Choices, ThroughputSearch
 from .trials import Evaluation, TriedStep, WorstRows
@@ -539,6 +539,7 @@ def find_max_batch_size(
             forward_backward(make_batch())
 
     tried = TriedStep(engine, optimizer, try_sample)
-    rows = WorstRows.of_sample(sample, RowsOfBatch, engine.memory.device)
+    split = RowSplitter(trims=True).split_sample
+    rows = WorstRows.of_sample(sample, split, engine.memory.device)
     (result,) = find_limit(tried, SearchScope(rows, accumulates=accumulates), options)
     return result

@@ -22,16 +22,9 @@ from .adaptive_step import log_change
 from .agreement import MicroBatchPlan
 from .oom_retry import OOMRetry
 from .options import StepOptions
-from .parts import (
-    BatchSource,
-    CustomSplit,
-    LabelCounter,
-    RowSplitter,
-    SplitBatch,
-    arrays_in,
-    copy_containers,
-)
-from .sizing import ConfiguredSize, MicroBatchSizer
+from .parts import BatchSource, LabelCounter, SplitBatch, arrays_in, copy_containers
+from .sizing import MicroBatchSizer
+from .splitters import CustomSplit, RowSplitter
 from .step import Step
 
 log = logging.getLogger("adaptive_batch")
@@ -90,7 +83,7 @@ class EvaluationParts:
         self._fix = fix
         self._is_exact = is_exact
         self._split: RowSplitter | CustomSplit = (
-            RowSplitter(trims=False, size=ConfiguredSize()) if split is None else CustomSplit(split)
+            RowSplitter(trims=False) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
         memory = options.memory or device_memory(next(model.parameters()).device)
@@ -147,7 +140,8 @@ class EvaluationParts:
             except SettingError as error:
                 raise self._cannot_split(str(error)) from error
             self.sizer.begin_step(split_rows.num_rows)
-            self._retry.is_packed = split_rows.is_packed
+            if split_rows.is_packed:
+                raise self._cannot_split("documents are packed into one row")
             return split_rows
 
         if self.sizer.has_to_agree:

@@ -72,11 +72,14 @@ class LabelShares(Weighting[list[Any]]):
         """
         rows = self._rows_to_split
         sizer = self._step.sizer
+        layout = sizer.layout
+        if rows.is_packed:
+            layout = layout.of_kind("packed", time=layout.time)
         limit = sizer.limit_of_step
-        if rows.knows_lengths or not sizer.layout.keeps_order(limit):
+        if rows.knows_lengths or not layout.keeps_order(limit):
             if rows.lengths is None:
                 raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
-            return micro_batches(rows.lengths, limit, sizer.layout)
+            return micro_batches(rows.lengths, limit, layout)
         width = rows.width
         return [
             MicroBatch(piece, width) for piece in split_by_rows(range(rows.num_rows), limit.amount)

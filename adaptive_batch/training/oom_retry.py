@@ -47,7 +47,6 @@ class OOMRetry:
     Attributes:
         current: micro-batch that is being run; after a run the fullest of them.
         retries: as given.
-        is_packed: whether a micro-batch of one row has several packed into it.
         num_failures: failed attempts of the current step.
     """
 
@@ -66,7 +65,6 @@ class OOMRetry:
         self.remedies = remedies
         self.current = MicroBatch([], 0)
         self.retries = retries
-        self.is_packed = False
         self._sharding = sharding
         self._is_of_training = is_of_training
         self.num_failures = 0
@@ -239,8 +237,7 @@ class OOMRetry:
             what_next = f"{smaller_limit} would be less"
             if self._is_of_training:
                 facts |= {"limit": smaller_limit.amount, "unit": smaller_limit.unit}
-        row = "packed row" if self.is_packed else "row"
-        size = f"{count(rows, row)} of {count(length, 'token')}"
+        size = f"{count(rows, 'row')} of {count(length, 'token')}"
         return RankLostError(
             f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
             f" {message.splitlines()[0]}; the other ranks wait there and cannot be told, so all"
@@ -264,11 +261,7 @@ class OOMRetry:
                 problem = (
                     f"one row of {tokens} ran out of memory on {place}, alone in its micro-batch"
                 )
-                remedies = self.remedies
-                if self.is_packed:
-                    problem = f"rows packed into one of {tokens} ran out of memory on {place}"
-                    remedies = f"disable packing and padding_free, or pack fewer tokens; {remedies}"
-                raise DoesNotFitError(f"{problem}: {rank_request.error}; {remedies}")
+                raise DoesNotFitError(f"{problem}: {rank_request.error}; {self.remedies}")
         self.sizer.lower(requests)
 
 

@@ -80,7 +80,7 @@ class PartStep(Step):
             report: what this rank reports to the others; its batch size is the rows of the step on
                 the rank that has most.
         """
-        self.retry.is_packed = rows.is_packed
+        self.sizer.is_packed = rows.is_packed
         self.record_collectives_of(rows)
         weighting = LabelShares(
             self,

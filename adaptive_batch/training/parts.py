@@ -6,7 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
@@ -17,9 +17,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import RandomState
-
-from .sizing import ConfiguredSize
 
 # A dict is known at once; for an abstract class alone Python looks through its subclasses.
 _MAPPING = (dict, Mapping)
@@ -44,7 +41,7 @@ _PADDING = {
     "mm_token_type_ids": None,
 }
 
-_SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
+SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
 
 class Part(NamedTuple):
@@ -81,7 +78,7 @@ class BatchSource:
         part: function that returns the batch of some rows, given by ascending numbers.
         lengths: tokens of each row; None if nothing shows them.
         width: columns that rows are padded to; 0 if nothing shows them.
-        is_packed: whether several rows lie one after the other in one row.
+        is_packed: whether rows are documents that lie one after the other in one row.
         cuts: whether parts may have fewer columns than the batch.
         treatment: how each key is divided, for errors.
     """
@@ -149,59 +146,6 @@ class SplitBatch(BatchSource):
         return self.lengths is not None
 
 
-class CustomSplit:
-    """A script's own function that splits a batch, whose results are looked at.
-
-    Args:
-        split: function that returns :class:`SplitBatch` of a batch.
-
-    Raises:
-        SettingError: when called: it returns something else, or its part of all rows leaves some
-            out.
-    """
-
-    def __init__(self, split: Callable[[Any], Any]) -> None:
-        self._split = split
-
-    def __call__(self, batch: Any) -> SplitBatch:
-        rows = self._split(batch)
-        if not isinstance(rows, SplitBatch):
-            remedy = "give a function that returns SplitBatch(num_rows, part)"
-            raise SettingError("split", type(rows).__name__, remedy)
-
-        def part(numbers: Sequence[int]) -> Any:
-            some_rows = rows.part(list(numbers))
-            # One part alone, or the check before the first split, has them all.
-            if len(numbers) == rows.num_rows:
-                self._check_all_rows(some_rows, batch, rows.num_rows)
-            return some_rows
-
-        return replace(rows, part=part)
-
-    split_sample = __call__
-
-    def _check_all_rows(self, all_rows: Any, batch: Any, num_rows: int) -> None:
-        """Refuse a part of all rows whose tensors have fewer or more rows than the batch's."""
-        tensors = {"a tensor": (batch, all_rows)}
-        if isinstance(all_rows, Mapping) and isinstance(batch, Mapping):
-            tensors = {key: (batch[key], all_rows[key]) for key in all_rows.keys() & batch.keys()}
-        for key, pair in tensors.items():
-            # Not items of another form, nor rows that are columns.
-            have_rows_first = (
-                isinstance(tensor, torch.Tensor)
-                and tensor.dim()
-                and tensor.shape[1:2] != (num_rows,)
-                for tensor in pair
-            )
-            if all(have_rows_first) and len(pair[0]) != len(pair[1]):
-                split = f"SplitBatch of {count(num_rows, 'row')}"
-                remedy = (
-                    f"the part of all of them has {key} of first dimension {len(pair[1])}, and the"
-                    f" batch of {len(pair[0])}; give num_rows and part of the whole batch"
-                )
-                raise SettingError("split", split, remedy)
-
-
 class RowsOfBatch(BatchSource):
     """A batch whose tensors have the rows as their first dimension.
 
@@ -226,8 +170,7 @@ class RowsOfBatch(BatchSource):
             are decided here.
 
     Attributes:
-        num_rows: rows of the batch; 1 if they are packed.
-        is_packed: whether rows lie one after the other in one row, without padding.
+        num_rows: rows of the batch.
         is_divided: whether each key is divided.
 
     Raises:
@@ -252,13 +195,9 @@ class RowsOfBatch(BatchSource):
             num_rows, lists = _count_rows(batch)
             self.is_divided.update(dict.fromkeys(lists, True))
         if num_rows is None:
-            remedy = f"nothing in it shows the number of rows ({self.treatment}); {_SPLIT_REMEDY}"
+            remedy = f"nothing in it shows the number of rows ({self.treatment}); {SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
-        self.is_packed = _is_packed(batch, num_rows)
-        self.num_rows = 1 if self.is_packed else num_rows
-        if self.is_packed:
-            self.is_divided = {}
-            return
+        self.num_rows = num_rows
         for name, value in _values(batch, known=self.is_divided, num_rows=num_rows):
             # A batch of texts may have None or no image, and the next one an image for each row.
             if length := _length(value):
@@ -272,8 +211,6 @@ class RowsOfBatch(BatchSource):
                 table = self._batch.get(name)
                 if self._is_table(table):
                     return table.shape[1]
-                if self.is_packed and isinstance(table, torch.Tensor):
-                    return table.numel()
         return 0
 
     @cached_property
@@ -361,7 +298,7 @@ class RowsOfBatch(BatchSource):
             if length != self.num_rows:
                 remedy = (
                     f"{name} was divided in an earlier batch, but has {length or 'no'} rows in this"
-                    f" one of {self.num_rows} ({self.treatment}); {_SPLIT_REMEDY}"
+                    f" one of {self.num_rows} ({self.treatment}); {SPLIT_REMEDY}"
                 )
                 raise SettingError("batch", type(self._batch).__name__, remedy)
             some_rows = _select(value, rows)
@@ -400,64 +337,6 @@ class RowsOfBatch(BatchSource):
                 how = "divided and cut" if is_cut else "divided"
             names.setdefault(how, []).append(name or "the batch")
         return "; ".join(f"{', '.join(each)} {how}" for how, each in names.items())
-
-
-class RowSplitter:
-    """Splits batches by rows, each key as the first batch of several rows is split.
-
-    Args:
-        trims: whether unused columns are cut.
-        size: configured size of a part.
-    """
-
-    def __init__(self, *, trims: bool, size: ConfiguredSize) -> None:
-        self._trims = trims
-        self._size = size
-        self._is_divided: dict[str, bool] = {}
-
-    def __call__(self, batch: Any) -> RowsOfBatch:
-        """Return a batch as rows; later batches are divided as it is.
-
-        Raises:
-            SettingError: its rows are packed into one, and a size of its parts is configured.
-        """
-        rows = self.split_sample(batch, self._is_divided)
-        # In a batch of one row, a tensor of all rows may have a first dimension of 1 too.
-        if rows.num_rows > 1:
-            self._is_divided = rows.is_divided
-        return rows
-
-    def split_sample(self, batch: Any, is_divided: Mapping[str, bool] | None = None) -> RowsOfBatch:
-        """Return a sample of a search as rows. Later batches, which may have another form, are not
-        divided as it is.
-        """
-        rows = RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
-        if rows.is_packed:
-            for key, value in asdict(self._size).items():
-                if value is not None:
-                    remedy = (
-                        "the rows of the batch are packed into one without padding, which is not"
-                        f" split; disable packing and padding_free, leave {key} out, or give split="
-                    )
-                    raise SettingError(key, value, remedy)
-        return rows
-
-
-def _is_packed(batch: Any, num_rows: int) -> bool:
-    """Return whether a batch has the ends of its rows, or positions that begin again in one row."""
-    if not isinstance(batch, _MAPPING):
-        return False
-    if any(str(key).startswith("cu_seq") for key in batch):
-        return True
-    positions = batch.get("position_ids")
-    tokens = batch.get("tokens", batch.get("input_ids"))
-    if not isinstance(positions, torch.Tensor):
-        return False
-    is_flat = isinstance(tokens, torch.Tensor) and tokens.dim() == 1
-    if positions.shape != (tokens.shape if is_flat else (num_rows, positions.numel())):
-        return False
-    begins = (positions[..., :-1] == 0) & (positions[..., 1:] == 1)
-    return int(begins.sum()) > 1
 
 
 def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
@@ -614,13 +493,13 @@ def _rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
     """Return a copy of a container whose items are changed; another value as it is."""
     items = [change(item, item_name) for item_name, item in _entries(value, name)]
     if isinstance(value, _MAPPING):
-        return _like(value, dict(zip(value, items, strict=True)))
+        return like_mapping(value, dict(zip(value, items, strict=True)))
     if not items:
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def like_mapping(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return the items in the type of a mapping where that can be built of them, as of
     transformers' BatchEncoding.
     """
@@ -630,53 +509,6 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return type(mapping)(items)  # type: ignore[call-arg]  # Mapping itself takes nothing
     except TypeError:
         return items
-
-
-def length_in_sample(
-    sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
-) -> int:
-    """Return the tokens of the longest row of a sample of one, and leave random numbers as they
-    were; 0 where nothing shows them.
-    """
-    with RandomState(device):
-        try:
-            lengths = split(sample(1)).lengths
-        except SettingError:
-            # A batch without a tensor can be tried, if not split.
-            lengths = None
-    return max(lengths or [0])
-
-
-def counted_sample(
-    sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
-) -> Callable[[int], Any]:
-    """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
-    earlier one had as many, or that has no more in it than one of fewer rows.
-    """
-    has_rows = False
-    first: tuple[int, int] | None = None
-
-    def make(num_rows: int) -> Any:
-        nonlocal has_rows, first
-        batch = sample(num_rows)
-        try:
-            rows = split(batch)
-        except SettingError:
-            # A batch without a tensor can be tried, if not split.
-            return batch
-        if rows.is_packed:
-            return batch
-        found = rows.num_rows
-        has_rows |= found == num_rows
-        size = sum(each.numel() for each in arrays_in(batch) if isinstance(each, torch.Tensor))
-        first = first or (num_rows, size)
-        is_constant = num_rows > first[0] and size == first[1]
-        if found < num_rows and (has_rows or not found or is_constant):
-            remedy = "make as many, the longest more than once where there are no others"
-            raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
-        return batch
-
-    return make
 
 
 class LabelCounter:

@@ -80,6 +80,8 @@ class MicroBatchSizer:
             search.
         throughput: what is fastest, which ``auto`` takes; None for as much as fits.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
+        is_packed: whether the batch of this step is one row of several documents, of which what a
+            search found counts in tokens.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class MicroBatchSizer:
         self.tried_length = 0
         self.throughput: Throughput | None = None
         self.num_out_of_memory = 0
+        self.is_packed = False
         self._batch_size = 1
         self._new_recovery = partial(LimitRecovery, policy or OOMPolicy(), memory)
         self._forget_limits()
@@ -137,6 +140,8 @@ class MicroBatchSizer:
         rows = self._micro_batch.micro_batch_size
         tokens = self._micro_batch.micro_batch_tokens
         most_rows = self.max_batch_size
+        if self.is_packed and most_rows is not None and not isinstance(rows, int):
+            tokens = "auto" if tokens is None else tokens
         if tokens == "auto":
             tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
             tokens = tokens or NO_LIMIT

@@ -15,7 +15,8 @@ from adaptive_batch._util import count
 from adaptive_batch.data import DatasetAdapter, RowOrder
 from adaptive_batch.memory import OptimizerInBackward
 
-from .parts import BatchSource, counted_sample, length_in_sample
+from .parts import BatchSource
+from .splitters import counted_sample, length_in_sample
 from .step import Step
 
 

@@ -142,18 +142,21 @@ def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_
     assert (own - weights).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("flash", [False, True])
-def test_rows_that_a_collator_flattens_are_trained_whole_and_refused_a_size(tmp_path, flash):
+@pytest.mark.parametrize("keys", [(), ("return_flash_attn_kwargs",), ("return_seq_idx",)])
+def test_rows_that_a_collator_flattens_are_split_between_them(tmp_path, keys):
     data = [{**row, "labels": row["input_ids"]} for row in rows()]
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=flash)
+    collator = DataCollatorWithFlattening(**dict.fromkeys(keys, True))
     given = {"data": data, "collator": collator}
-    adaptive = AdaptiveArguments(micro_batch_size=2)
-    with pytest.raises(SettingError, match=r"^micro_batch_size=2: .* packed into one"):
-        trained(AdaptiveTrainer, tmp_path, adaptive=adaptive, **given)
     _, plain, weights = trained(Trainer, tmp_path, **given)
     _, ours, own = trained(AdaptiveTrainer, tmp_path, **given)
     assert ours == plain
     assert torch.equal(own, weights)
+    for sizes in ({"micro_batch_size": 2}, {"micro_batch_tokens": 16}):
+        adaptive = AdaptiveArguments(**sizes)
+        trainer, ours, own = trained(AdaptiveTrainer, tmp_path, adaptive=adaptive, **given)
+        assert trainer.adaptive_step.num_micro_batches > 1
+        assert ours == pytest.approx(plain, rel=5e-6)
+        assert (own - weights).abs().max() < 1e-4
 
 
 class ClassifiesRows(BertForSequenceClassification):

@@ -548,42 +548,44 @@ UNPACKED = {
 }
 
 
-def words(model):
-    """A loss over tokens, whatever their shape."""
+def num_tokens(batch):
+    return batch.get("tokens", batch.get("input_ids")).numel()
+
+
+def words(model, most=99):
+    """A loss over tokens, whatever their shape, with memory for so many."""
 
     def forward_backward(part):
         tokens = part.batch.get("tokens", part.batch.get("input_ids"))
+        if tokens.numel() > most:
+            run_out_of_memory()
         (model(tokens).square().mean() * part.share).backward()
 
     return forward_backward
 
 
 @pytest.mark.parametrize("batch", PACKED.values(), ids=PACKED)
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("micro_batch_size", 2), ("micro_batch_size", "auto"), ("micro_batch_tokens", 8)],
-)
-def test_packed_rows_are_refused_where_a_size_of_parts_is_given(batch, key, value):
+def test_packed_rows_are_split_where_a_size_is_given_or_memory_runs_out(batch):
     model = nn.Embedding(53, 4)
-    step = AdaptiveStep(model, words(model), **{key: value})
-    with pytest.raises(SettingError, match=f"^{key}={value!r}: .* packed .* disable packing"):
-        step(batch)
-    assert model.weight.grad is None
-
-
-@pytest.mark.parametrize("batch", PACKED.values(), ids=PACKED)
-def test_packed_rows_run_whole_and_are_called_so_where_memory_runs_out(batch):
-    model = nn.Embedding(53, 4)
-    AdaptiveStep(model, words(model))(batch)
-    assert model.weight.grad is not None
-
-    def forward_backward(part):
-        run_out_of_memory()
-
-    step = AdaptiveStep(model, forward_backward)
-    with pytest.raises(
-        DoesNotFitError, match=r"^rows packed into one of 17 tokens ran out of memory.*disable pack"
+    whole = AdaptiveStep(model, words(model))
+    whole(batch)
+    assert whole.num_micro_batches == 1
+    expected = model.weight.grad
+    for sizes, pieces in (
+        ({"micro_batch_size": 2}, [2, 2]),
+        ({"micro_batch_tokens": 8}, [1, 1, 2]),
     ):
+        model.weight.grad = None
+        step = AdaptiveStep(model, words(model), num_labels=num_tokens, **sizes)
+        step(batch)
+        assert [len(part.rows) for part in step.micro_batches] == pieces
+        assert torch.allclose(model.weight.grad, expected)
+    model.weight.grad = None
+    step = AdaptiveStep(model, words(model, most=8), num_labels=num_tokens)
+    step(batch)
+    assert torch.allclose(model.weight.grad, expected)
+    step = AdaptiveStep(model, words(model, most=6), num_labels=num_tokens)
+    with pytest.raises(DoesNotFitError, match=r"^one row of 7 tokens ran out of memory"):
         step(batch)
 
 
@@ -624,7 +626,7 @@ def test_a_search_counts_no_rows_of_packed_ones():
 
     def sample(num_rows):
         positions = torch.arange(5).repeat(num_rows)[None]
-        return {"tokens": positions + 1, "position_ids": positions}
+        return {"tokens": positions + 1, "labels": positions + 1, "position_ids": positions}
 
     def forward_backward(batch):
         model(batch["tokens"]).square().mean().backward()
@@ -633,9 +635,11 @@ def test_a_search_counts_no_rows_of_packed_ones():
         model, optimizer, forward_backward, sample, device_memory="1MiB", maximum=8
     )
     assert found.max_batch_size == 8
-    step = AdaptiveStep(model, words(model), micro_batch_size="auto")
-    with pytest.raises(SettingError, match=r"^micro_batch_size='auto': .* packed"):
-        step.find_bound(optimizer, sample, device_memory="1MiB", maximum=8)
+    step = AdaptiveStep(model, words(model), micro_batch_size="auto", num_labels=num_tokens)
+    step.find_bound(optimizer, sample, device_memory="1MiB", maximum=2)
+    # Two documents of five tokens fit: a budget of ten.
+    step(PACKED["one row with positions"])
+    assert [len(part.rows) for part in step.micro_batches] == [2, 2]
 
 
 def test_tokens_of_rows_that_do_not_show_their_length_are_refused():

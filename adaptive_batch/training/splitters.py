@@ -1,0 +1,152 @@
+"""How a batch is split: by a function of the script, by documents, or by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from adaptive_batch._util import count
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
+
+from .documents import DocumentsOfBatch, documents_of
+from .parts import BatchSource, RowsOfBatch, SplitBatch, arrays_in
+
+
+class CustomSplit:
+    """A script's own function that splits a batch, whose results are looked at.
+
+    Args:
+        split: function that returns :class:`SplitBatch` of a batch.
+
+    Raises:
+        SettingError: when called: it returns something else, or its part of all rows leaves some
+            out.
+    """
+
+    def __init__(self, split: Callable[[Any], Any]) -> None:
+        self._split = split
+
+    def __call__(self, batch: Any) -> SplitBatch:
+        rows = self._split(batch)
+        if not isinstance(rows, SplitBatch):
+            remedy = "give a function that returns SplitBatch(num_rows, part)"
+            raise SettingError("split", type(rows).__name__, remedy)
+
+        def part(numbers: Sequence[int]) -> Any:
+            some_rows = rows.part(list(numbers))
+            # One part alone, or the check before the first split, has them all.
+            if len(numbers) == rows.num_rows:
+                self._check_all_rows(some_rows, batch, rows.num_rows)
+            return some_rows
+
+        return replace(rows, part=part)
+
+    split_sample = __call__
+
+    def _check_all_rows(self, all_rows: Any, batch: Any, num_rows: int) -> None:
+        """Refuse a part of all rows whose tensors have fewer or more rows than the batch's."""
+        tensors = {"a tensor": (batch, all_rows)}
+        if isinstance(all_rows, Mapping) and isinstance(batch, Mapping):
+            tensors = {key: (batch[key], all_rows[key]) for key in all_rows.keys() & batch.keys()}
+        for key, pair in tensors.items():
+            # Not items of another form, nor rows that are columns.
+            have_rows_first = (
+                isinstance(tensor, torch.Tensor)
+                and tensor.dim()
+                and tensor.shape[1:2] != (num_rows,)
+                for tensor in pair
+            )
+            if all(have_rows_first) and len(pair[0]) != len(pair[1]):
+                split = f"SplitBatch of {count(num_rows, 'row')}"
+                remedy = (
+                    f"the part of all of them has {key} of first dimension {len(pair[1])}, and the"
+                    f" batch of {len(pair[0])}; give num_rows and part of the whole batch"
+                )
+                raise SettingError("split", split, remedy)
+
+
+class RowSplitter:
+    """Splits batches by rows, each key as the first batch of several rows is split; packed ones by
+    documents.
+
+    Args:
+        trims: whether unused columns are cut.
+    """
+
+    def __init__(self, *, trims: bool) -> None:
+        self._trims = trims
+        self._is_divided: dict[str, bool] = {}
+
+    def __call__(self, batch: Any) -> RowsOfBatch | DocumentsOfBatch:
+        """Return a batch as rows; later batches are divided as it is.
+
+        Raises:
+            SettingError: nothing shows the number of rows, or where documents end.
+        """
+        rows = self.split_sample(batch, self._is_divided)
+        # In a batch of one row, a tensor of all rows may have a first dimension of 1 too.
+        if isinstance(rows, RowsOfBatch) and rows.num_rows > 1:
+            self._is_divided = rows.is_divided
+        return rows
+
+    def split_sample(
+        self, batch: Any, is_divided: Mapping[str, bool] | None = None
+    ) -> RowsOfBatch | DocumentsOfBatch:
+        """Return a sample of a search as rows. Later batches, which may have another form, are not
+        divided as it is.
+        """
+        documents = documents_of(batch)
+        if documents is not None:
+            return documents
+        return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
+
+
+def length_in_sample(
+    sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
+) -> int:
+    """Return the tokens of the longest row of a sample of one, of a packed one those of all its
+    documents, and leave random numbers as they were; 0 where nothing shows them.
+    """
+    with RandomState(device):
+        try:
+            rows = split(sample(1))
+        except SettingError:
+            # A batch without a tensor can be tried, if not split.
+            return 0
+        return (sum if rows.is_packed else max)(rows.lengths or [0])
+
+
+def counted_sample(
+    sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
+) -> Callable[[int], Any]:
+    """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
+    earlier one had as many, or that has no more in it than one of fewer rows.
+    """
+    has_rows = False
+    first: tuple[int, int] | None = None
+
+    def make(num_rows: int) -> Any:
+        nonlocal has_rows, first
+        batch = sample(num_rows)
+        try:
+            rows = split(batch)
+        except SettingError:
+            # A batch without a tensor can be tried, if not split.
+            return batch
+        if rows.is_packed:
+            return batch
+        found = rows.num_rows
+        has_rows |= found == num_rows
+        size = sum(each.numel() for each in arrays_in(batch) if isinstance(each, torch.Tensor))
+        first = first or (num_rows, size)
+        is_constant = num_rows > first[0] and size == first[1]
+        if found < num_rows and (has_rows or not found or is_constant):
+            remedy = "make as many, the longest more than once where there are no others"
+            raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
+        return batch
+
+    return make

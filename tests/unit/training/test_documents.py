@@ -1,0 +1,126 @@
+"""Parts of a packed batch have whole documents, and gradients that add up to those of the batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.packed_batches import FORMS, Attends, flat, row_of
+
+from adaptive_batch import AdaptiveStep, SettingError
+from adaptive_batch.training.documents import documents_of
+
+
+def gradients(model, batch, **arguments):
+    """The gradients of a batch, with what its step ran."""
+    model.zero_grad()
+    seen = []
+
+    def forward_backward(part):
+        loss = model(part.batch) * part.share
+        loss.backward()
+        seen.append(part)
+
+    step = AdaptiveStep(model, forward_backward, **arguments)
+    step(batch)
+    parts = [part for part in seen if not part.is_trial]
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), parts
+
+
+LENGTHS = st.lists(st.integers(2, 9), min_size=2, max_size=8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(lengths=LENGTHS, size=st.integers(1, 30), by_tokens=st.booleans())
+@examples(25)
+def test_gradients_of_parts_add_up_to_those_of_the_batch(form, lengths, size, by_tokens):
+    batch = FORMS[form](lengths)
+    model = Attends()
+    expected, whole = gradients(model, batch)
+    assert [part.num_rows for part in whole] == [len(lengths)]
+    assert all(whole[0].batch[key] is value for key, value in batch.items())
+    limit = {"micro_batch_tokens": size} if by_tokens else {"micro_batch_size": -(-size // 6)}
+    found, parts = gradients(model, batch, **limit)
+    assert (found - expected).abs().max() < 1e-12
+    assert sum(part.num_rows for part in parts) == len(lengths)
+    for part in parts:
+        tokens = part.batch.get("tokens", part.batch.get("input_ids")).numel()
+        if by_tokens:
+            assert tokens <= size or part.num_rows == 1
+        else:
+            assert part.num_rows <= limit["micro_batch_size"]
+
+
+@given(lengths=LENGTHS)
+@examples(25)
+def test_documents_are_told_alike_in_each_form(lengths):
+    for make in FORMS.values():
+        assert list(documents_of(make(lengths)).lengths) == lengths
+
+
+def test_values_of_documents_are_divided_and_numbers_stay():
+    batch = row_of([3, 2, 4], position_ids=flat([3, 2, 4])[2][None])
+    batch |= {"weights": torch.tensor([1.0, 2.0, 3.0]), "texts": ["a", "b", "c"], "scale": 2.0}
+    part = documents_of(batch).part([0, 2])
+    assert part["weights"].tolist() == [1.0, 3.0]
+    assert part["texts"] == ["a", "c"]
+    assert part["scale"] == 2.0
+    assert part["input_ids"].shape == (1, 7)
+    assert part["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+
+
+def test_a_value_that_belongs_to_neither_tokens_nor_documents_is_refused():
+    batch = row_of([3, 2, 4], position_ids=flat([3, 2, 4])[2][None])
+    for value in (torch.zeros(5, 2), [1, 2], {"pixels": torch.zeros(3)}):
+        model = Attends()
+        arguments = {"micro_batch_size": 1}
+        with pytest.raises(SettingError, match=r"^batch='images': 3 documents .* give split="):
+            gradients(model, {**batch, "images": value}, **arguments)
+
+
+def test_a_batch_without_rows_that_does_not_show_its_documents_is_refused():
+    tokens, labels, _ = flat([4, 5])
+    with pytest.raises(SettingError, match=r"^batch='tokens and labels of \[9\]': .* positions"):
+        gradients(Attends(), {"tokens": tokens, "labels": labels}, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("ends", [[0, 4], [0, 9, 4], [0, 4, 12]])
+def test_ends_that_are_not_those_of_the_tokens_are_refused(ends):
+    batch = row_of([4, 5], cu_seqlens=torch.tensor(ends))
+    with pytest.raises(SettingError, match=r"^batch='cu_seqlens of .*: 9 tokens do not end so"):
+        documents_of(batch)
+
+
+def test_a_model_that_sees_other_documents_is_refused():
+    class Mixes(Attends):
+        def forward(self, batch):
+            return super().forward({**batch, "position_ids": torch.arange(batch["labels"].numel())})
+
+    batch = row_of([6, 5, 7, 4], position_ids=flat([6, 5, 7, 4])[2][None])
+    with pytest.raises(SettingError, match=r"gradients of 2 rows and of their two parts differ"):
+        gradients(Mixes(), batch, micro_batch_size=1)
+
+
+@given(lengths=LENGTHS, form=st.sampled_from(sorted(FORMS)), fails_at=st.integers(0, 9))
+@examples(40)
+def test_a_step_that_ran_out_of_memory_has_the_bits_of_the_same_parts(lengths, form, fails_at):
+    model = Attends()
+    ran = []
+
+    def forward_backward(part):
+        if not part.is_trial:
+            ran.append(part)
+            if len(ran) == fails_at + 1 and part.num_rows > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        (model(part.batch) * part.share).backward()
+
+    AdaptiveStep(model, forward_backward, micro_batch_size=max(2, len(lengths) // 2))(
+        FORMS[form](lengths)
+    )
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    last_attempt = max(number for number, part in enumerate(ran) if part.is_first)
+    for part in ran[last_attempt:]:
+        (model(part.batch) * part.share).backward()
+    assert sum(part.num_rows for part in ran[last_attempt:]) == len(lengths)
+    assert all(map(torch.equal, found, [parameter.grad for parameter in model.parameters()]))
