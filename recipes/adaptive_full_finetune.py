@@ -296,8 +296,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
             if not self.tally.drops(step, result, lr=rates["lr"]):
                 self.trainer.step()
-            # The scaled rate is of this step alone.
-            self.rate.restore()
             measured = self.tally.add(step, result)
             progress = self.batches.done(tokens=result.tokens, ends_epoch=False, **measured)
             self.log.step(

@@ -113,13 +113,6 @@ class Growth(TrainerCallback):
             )
         self.learning_rate = self._rate.set(rows=len(self.batches.oldest.own))["lr"]
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any
-    ) -> None:
-        # A scaler of gradients may have left the step out.
-        if self._rate is not None:
-            self._rate.restore()
-
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any
     ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +17,10 @@ from adaptive_batch.data import Batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Clock,
-    LearningRate,
-    Progress,
     Reference,
     Seesaw,
     follows_clock,
+    prepare_scaled,
     schedule_of,
     write_rate,
 )
@@ -35,43 +33,6 @@ from .keys import load_function
 log = logging.getLogger("adaptive_batch")
 
 _CHANGE_THE_BATCH = ("batch_increase_function", "batch_size_schedule", "batch_tokens")
-
-
-class SteppedRate(AdaptiveRate):
-    """Steps a scheduler that keeps its own count once for each step of training, and scales the
-    rate that it sets.
-
-    Nothing of it is saved: a resumed run steps it again, from the first step to where training is.
-
-    Args:
-        optimizers: optimizers that follow; `scheduler` was built around the first of them for the
-            first step.
-        scheduler: a torch scheduler.
-        settings: the rest as of :class:`AdaptiveRate`.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], scheduler: Any, **settings: Any) -> None:
-        super().__init__(optimizers, None, **settings)
-        self._optimizers = optimizers
-        self._stepped_scheduler = scheduler
-        self._steps_taken = 0
-
-    def apply(self, progress: Progress, *, batch: int) -> dict[str, float]:
-        """Step the scheduler to where training is, and apply its rate as :meth:`AdaptiveRate.apply`
-        does.
-        """
-        self.restore()
-        with warnings.catch_warnings():
-            # a resumed run and a preview step it before their optimizer
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            while self._steps_taken < progress.steps:
-                self._stepped_scheduler.step()
-                self._steps_taken += 1
-        first, *followers = self._optimizers
-        for optimizer in followers:
-            for group in optimizer.param_groups:
-                write_rate(group, float(first.param_groups[0]["lr"]))
-        return super().apply(progress, batch=batch)
 
 
 def build_rate(
@@ -100,8 +61,7 @@ def build_rate(
         scheduler = instantiate(
             "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1
         )
-    kind = AdaptiveRate if follows_clock(scheduler) else SteppedRate
-    rate = kind(
+    rate = AdaptiveRate.for_recipe(
         optimizers,
         scheduler,
         lr_scaling=settings.rate.lr_scaling,
@@ -144,16 +104,6 @@ def couple_batch(job: Job, batches: Batches) -> None:
         batches.couple_rate(schedule_of(scheduler), job.settings.rate.lr_clock)
 
 
-def _check_rates(scheduler: Any, steps: int, block: DictConfig) -> None:
-    """Refuse a schedule that gives no rate somewhere: a warm-up may hide that at first."""
-    schedule = schedule_of(scheduler)
-    with computing("lr_scheduler", block, "it gives no rate"):
-        factors = [float(schedule(clock)) for clock in (0, steps // 2, steps - 1)]
-    if not all(map(math.isfinite, factors)):
-        remedy = f"its factors are {factors} at the beginning, half way and at the end; check them"
-        raise SettingError("lr_scheduler", as_dict(block), remedy)
-
-
 def check_scheduler(cfg: DictConfig) -> None:
     """Refuse a scheduler that cannot be built as torchtune's recipes build one, or that cannot
     follow the clock that is asked for.
@@ -182,7 +132,15 @@ def check_scheduler(cfg: DictConfig) -> None:
         )
         raise SettingError("lr_scheduler", type(built).__name__, remedy)
     if follows_clock(built):
-        _check_rates(built, steps, block)
+        schedule = schedule_of(built)
+        # A warm-up may hide at first that there is no rate.
+        with computing("lr_scheduler", block, "it gives no rate"):
+            factors = [float(schedule(clock)) for clock in (0, steps // 2, steps - 1)]
+        if not all(map(math.isfinite, factors)):
+            remedy = (
+                f"its factors are {factors} at the beginning, half way and at the end; check them"
+            )
+            raise SettingError("lr_scheduler", as_dict(block), remedy)
         return
     clock = Clock.from_config(as_dict(cfg).get("lr_clock"))
     if cfg.get("lr_clock", None) is not None and clock != Clock("steps", "steps"):
@@ -210,7 +168,7 @@ def stand_in(job: Job, rate: float) -> Optimizer:
         configured = job.new_optimizer(
             [torch.nn.Parameter(torch.zeros(1, 1, dtype=job.dtype, device=job.device))]
         )
-        LearningRate(configured, reference=1, scale_with_batch=scaled)
+        prepare_scaled(configured, scaled)
         values, *_ = configured.param_groups
         optimizer.param_groups[0].update(
             {key: values[key] for key in ("betas", "weight_decay") if key in values}

@@ -38,7 +38,6 @@ from adaptive_batch.data import (
     mean_rows,
 )
 from adaptive_batch.distributed import reshard
-from adaptive_batch.errors import NonfiniteLossError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesaw, rate_rule
@@ -241,8 +240,6 @@ class AdaptiveLoop:
         )
         options = replace(options, maximum=min(maximum, max(1, batches.num_rows // ranks)))
         step_rows = timed_rows = self._batches.rows_on_largest_rank(self.batch_size)
-        # A step that the script left out leaves its scaled rate in the optimizer.
-        self._rate.restore()
         reshard(self._model)
         # Reading a row of some datasets draws random numbers.
         with RandomState(self._step.engine.memory.device):
@@ -395,11 +392,7 @@ class AdaptiveLoop:
         batch = result.tokens if self._rate.counts_tokens else result.rows
         rates = self._rate.apply(self.progress, batch=batch)
         self.learning_rate = rates["lr"]
-        try:
-            self._nonfinite.drops(result, planned.progress, lr=rates["lr"])
-        except NonfiniteLossError:
-            self._rate.restore()
-            raise
+        self._nonfinite.drops(result, planned.progress, lr=rates["lr"])
         self._awaits_optimizer = self._sees_steps
         self._waiting.popleft()
         progress = self._batches.done(tokens=result.tokens, ends_epoch=False)

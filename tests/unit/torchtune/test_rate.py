@@ -4,8 +4,9 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from adaptive_batch.schedules import LearningRate
+from adaptive_batch.schedules import Progress
 from adaptive_batch.torchtune.rate import rewind_rates
+from adaptive_batch.training import AdaptiveRate
 
 
 def optimizer(*rates):
@@ -47,6 +48,6 @@ def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_on
     for one in several:
         one.param_groups[0]["lr"] = 0.1 * third(6)
     rewind_rates(several)
-    rate = LearningRate(several, LambdaLR(several[0], third))
-    assert rate.set(7.0) == 0.1 * third(7)
+    rate = AdaptiveRate(several, LambdaLR(several[0], third))
+    assert rate.set(progress=Progress(steps=7))["lr"] == 0.1 * third(7)
     assert [rates(one) for one in several] == [[0.1 * third(7)]] * 3

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from adaptive_batch import StepOptions
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import LearningRate
 from adaptive_batch.schedules.learning_rate import scale_beta2, scale_weight_decay
+from adaptive_batch.training import AdaptiveRate
 
 BOTH = {"beta2": "half_life", "weight_decay": "per_token"}
 
@@ -25,18 +25,25 @@ def parameters(size=4):
     return [torch.nn.Parameter(torch.randn(size, size))]
 
 
-def train(optimizer, weights, batches, *, rule="sqrt", first=0, reference=8):
+def scaled(optimizer, rule="none", follow=BOTH):
+    return AdaptiveRate(optimizer, lr_scaling=rule, reference_batch_size=8, scale_with_batch=follow)
+
+
+def train(optimizer, weights, batches, *, first=0):
     """Step with gradients that depend on the step's number alone; return what each step saw."""
-    rate, seen = LearningRate(optimizer, rule=rule, reference=reference, scale_with_batch=BOTH), []
+    rate, seen = scaled(optimizer, "sqrt"), []
     optimizer.register_step_pre_hook(
         lambda one, *_: seen.append(copy.deepcopy(one.param_groups[0]))
     )
     for step, batch in enumerate(batches, start=first):
         generator = torch.Generator().manual_seed(step)
         weights[0].grad = torch.randn(weights[0].shape, generator=generator)
-        rate.set(step, batch=batch)
-        assert rate.scaled["weight_decay"] == float(optimizer.param_groups[0]["weight_decay"])
+        values = rate.set(rows=batch)
         optimizer.step()
+        group = seen[-1]
+        assert values["lr"] == float(group["lr"])
+        assert values["beta2"] == float(group["betas"][1])
+        assert values["weight_decay"] == float(group["weight_decay"])
     return seen
 
 
@@ -70,10 +77,10 @@ def test_weights_that_nothing_trains_decay_alike_over_the_same_rows_under_each_r
     for batch in (8, 32):
         weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
         optimizer = AdamW([weight], lr=1e-4, weight_decay=0.1)
-        rate = LearningRate(optimizer, rule=rule, reference=8, scale_with_batch=BOTH)
+        rate = scaled(optimizer, rule)
         for _ in range(1024 // batch):
             weight.grad = torch.zeros_like(weight)
-            rate.set(0, batch=batch)
+            rate.set(rows=batch)
             optimizer.step()
         left[batch] = 1 - float(weight)
     assert left[32] == pytest.approx(left[8], rel=1e-4)
@@ -92,11 +99,8 @@ def test_each_step_sees_what_belongs_to_its_batch_and_what_is_saved_is_the_base(
         assert group["weight_decay"] == pytest.approx(0.02 * math.sqrt(ratio), rel=1e-12)
         assert group["lr"] == 0.1 * math.sqrt(ratio)
     assert {key: optimizer.param_groups[0][key] for key in before} == before
-    rate = LearningRate(optimizer, rule="sqrt", reference=8, scale_with_batch=BOTH)
-    rate.set(0, batch=32)
+    scaled(optimizer, "sqrt").set(rows=32)
     assert {key: optimizer.state_dict()["param_groups"][0][key] for key in before} == before
-    rate.restore()
-    assert {key: optimizer.param_groups[0][key] for key in before} == before
 
 
 def test_with_the_batch_of_the_reference_a_step_is_bit_for_bit_the_one_without():
@@ -152,32 +156,17 @@ def test_torchaos_low_bit_steps_are_compiled_once_and_follow_too():
     )  # four steps of at most 0.02, states of 8 bits
 
 
-def test_a_weight_decay_that_is_written_between_the_step_and_what_it_is_set_by_is_refused():
-    weights = parameters()
-    optimizer = AdamW(weights, weight_decay=0.1)
-    rate = LearningRate(optimizer, reference=8, scale_with_batch={"weight_decay": "per_token"})
-    rate.set(0, batch=16)
-    optimizer.param_groups[0]["weight_decay"] = 0.5
-    with pytest.raises(
-        SettingError,
-        match=r"scale_with_batch=.*per_token.*: another weight_decay was set after the step's own",
-    ):
-        optimizer.step()
-
-
 def test_what_is_reported_is_of_the_first_group_that_has_any():
     groups = [{"params": parameters(), "weight_decay": decay} for decay in (0.0, 0.1, 0.2)]
-    rate = LearningRate(AdamW(groups), reference=8, scale_with_batch={"weight_decay": "per_token"})
-    assert rate.scaled == {"weight_decay": 0.1}
-    rate.set(0, batch=16)
-    assert rate.scaled == {"weight_decay": 0.2}
+    rate = scaled(AdamW(groups), follow={"weight_decay": "per_token"})
+    assert rate.describe().startswith("weight_decay 0.1 belongs to 8 rows a step")
+    assert rate.set(rows=16)["weight_decay"] == 0.2
 
 
 def test_torchaos_optimizer_without_low_bit_states_follows_too():
     optimizer = torchao.optim._AdamW(parameters(), betas=(0.9, 0.99))
-    rate = LearningRate(optimizer, reference=8, scale_with_batch={"beta2": "half_life"})
-    rate.set(0, batch=16)
-    assert rate.scaled["beta2"] == pytest.approx(0.99**2)
+    rate = scaled(optimizer, follow={"beta2": "half_life"})
+    assert rate.set(rows=16)["beta2"] == pytest.approx(0.99**2)
 
 
 def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_value_and_fix():
@@ -214,8 +203,8 @@ def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_va
         ),
     ):
         with pytest.raises(SettingError, match=message):
-            LearningRate(optimizer, reference=8, scale_with_batch=names)
+            scaled(optimizer, follow=names)
     with pytest.raises(SettingError, match=r"scale_with_batch='beta2': give a block"):
         StepOptions(scale_with_batch="beta2")
-    with pytest.raises(AssertionError, match="what is scaled has a reference"):
-        LearningRate(AdamW(parameters()), scale_with_batch=BOTH)
+    with pytest.raises(SettingError, match=r"^reference_batch_size=None: give the global batch"):
+        AdaptiveRate(AdamW(parameters()), scale_with_batch=BOTH)

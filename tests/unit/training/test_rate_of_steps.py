@@ -1,0 +1,580 @@
+"""The rate is computed from base, schedule, clock and batch, and held during the optimizer's step
+alone.
+"""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import SGD
+from torch.optim import lr_scheduler as torchs
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import Progress, scale_learning_rate
+from adaptive_batch.training import AdaptiveRate
+
+
+class Recording(SGD):
+    """Records the rates that its last step had."""
+
+    def step(self, closure=None):
+        self.seen = rates(self)
+        return super().step(closure)
+
+
+def optimizer(*rates):
+    return Recording(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates],
+        momentum=0.9,
+    )
+
+
+def rates(one):
+    return [float(group["lr"]) for group in one.param_groups]
+
+
+def applied(rate, clock, batch=1):
+    """Set the rate of a step, by a clock that may be fractional; return it."""
+    return rate.apply(Progress(steps=clock), batch=batch)["lr"]
+
+
+def linear(optimizers, scheduler=None, rule="linear", **reference):
+    settings = {"lr_scaling": rule, "reference_batch_size": 4} | reference
+    return AdaptiveRate(optimizers, scheduler, **settings)
+
+
+def cosine(step):
+    return 0.5 * (1 + math.cos(math.pi * step / 10))
+
+
+def warm_up(step):
+    return min(1.0, (step + 1) / 4)
+
+
+def halves(step):
+    return 0.5**step
+
+
+class Callable:
+    """A schedule that is an object, whose state torch saves."""
+
+    def __init__(self):
+        self.scale = 0.7
+
+    def __call__(self, step):
+        return self.scale**step
+
+
+def chained(one):
+    return torchs.ChainedScheduler(
+        [torchs.ConstantLR(one, 0.1, total_iters=3), torchs.ExponentialLR(one, 0.9)]
+    )
+
+
+class Floor(LambdaLR):
+    """A LambdaLR that computes otherwise."""
+
+    def get_lr(self):
+        return [max(rate, 0.06) for rate in super().get_lr()]
+
+
+FUNCTIONS_OF_THE_STEP = {
+    "none": lambda one: None,
+    "LambdaLR": lambda one: LambdaLR(one, cosine),
+    "LambdaLR of objects": lambda one: LambdaLR(one, Callable()),
+}
+COUNTING = {
+    "Floor": lambda one: Floor(one, cosine),
+    "MultiplicativeLR": lambda one: torchs.MultiplicativeLR(one, lambda step: 0.95),
+    "StepLR": lambda one: StepLR(one, step_size=2, gamma=0.5),
+    "MultiStepLR": lambda one: torchs.MultiStepLR(one, milestones=[2, 5, 5], gamma=0.3),
+    "ConstantLR": lambda one: torchs.ConstantLR(one, factor=0.1, total_iters=4),
+    "LinearLR": lambda one: torchs.LinearLR(one, start_factor=0.1, total_iters=4),
+    "ExponentialLR": lambda one: torchs.ExponentialLR(one, gamma=0.9),
+    "PolynomialLR": lambda one: torchs.PolynomialLR(one, total_iters=9, power=2.0),
+    "CosineAnnealingLR": lambda one: torchs.CosineAnnealingLR(one, T_max=4, eta_min=1e-3),
+    "CosineAnnealingWarmRestarts": lambda one: torchs.CosineAnnealingWarmRestarts(
+        one, T_0=2, T_mult=2
+    ),
+    "CyclicLR": lambda one: torchs.CyclicLR(
+        one, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="exp_range", gamma=0.9
+    ),
+    "OneCycleLR": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=20),
+    "ChainedScheduler": chained,
+    "SequentialLR": lambda one: SequentialLR(
+        one, [LambdaLR(one, warm_up), LambdaLR(one, cosine)], milestones=[3]
+    ),
+    "SequentialLR of three": lambda one: SequentialLR(
+        one,
+        [
+            torchs.ConstantLR(one, 0.5, total_iters=2),
+            torchs.MultiStepLR(one, [1, 2]),
+            torchs.ExponentialLR(one, 0.9),
+        ],
+        [2, 6],
+    ),
+}
+every_scheduler = pytest.mark.parametrize(
+    "build", FUNCTIONS_OF_THE_STEP.values(), ids=FUNCTIONS_OF_THE_STEP
+)
+every_counting_scheduler = pytest.mark.parametrize("build", COUNTING.values(), ids=COUNTING)
+
+
+class Wrapped:
+    """As accelerate's and Lightning's schedulers hold the one that they step."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+
+batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
+
+
+# --- without a scheduler
+
+
+def test_a_constant_rate_stays_and_its_groups_are_not_touched():
+    one = optimizer(0.1)
+    before = [dict(group) for group in one.param_groups]
+    rate = AdaptiveRate([one], None)
+    assert [applied(rate, clock) for clock in (0.0, 1.5, 9.0)] == [0.1, 0.1, 0.1]
+    assert [dict(group) for group in one.param_groups] == before
+    assert not one._optimizer_step_pre_hooks
+    assert "step" not in vars(one)
+
+
+# --- a schedule
+
+
+@every_scheduler
+@pytest.mark.parametrize(("rule", "batch"), [("none", 1), ("linear", 6), ("sqrt", 6)])
+def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
+    ours, theirs = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
+    rate = linear(ours, build(ours), rule, reference_batch_size=6)
+    scheduler = build(theirs)
+    for step in range(12):
+        assert applied(rate, float(step), batch) == rates(theirs)[0]
+        assert rates(ours) == rates(theirs)
+        ours.step()
+        theirs.step()
+        assert ours.seen == theirs.seen
+        assert rates(ours) == rates(theirs)
+        if scheduler:
+            scheduler.step()
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
+def test_the_rate_depends_on_the_clock_alone(clocks):
+    one = optimizer(0.1, 0.3)
+    rate = AdaptiveRate([one], LambdaLR(one, cosine))
+    for clock in clocks:
+        applied(rate, clock)
+    assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
+
+
+@every_scheduler
+@given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
+def test_nothing_accumulates(build, batches, rule):
+    """The rate of a batch does not depend on the batches before it, nor on how often it is set."""
+    one, other = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
+    ours = linear(one, build(one), rule, reference_batch_size=16)
+    constant = linear(other, build(other), rule, reference_batch_size=16)
+    for clock, batch in enumerate(batches):
+        unscaled = applied(constant, clock, 16)
+        assert applied(ours, clock, batch) == scale_learning_rate(unscaled, batch, 16, rule)
+        assert applied(ours, clock, 16) == unscaled
+        applied(ours, clock, batch)
+        one.step()
+        assert rates(one) == rates(other)
+        assert one.seen == [scale_learning_rate(each, batch, 16, rule) for each in rates(other)]
+
+
+@every_scheduler
+@pytest.mark.parametrize("make", ["numbers", "tensors"])
+def test_what_is_returned_and_get_last_lr_are_the_rates_that_the_step_has(build, make):
+    one = optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3)
+    scheduler = build(one)
+    rate = linear(one, scheduler)
+    for clock, batch in enumerate((4, 8, 8, 2)):
+        now = applied(rate, clock, batch)
+        one.step()
+        assert now == one.seen[0]
+        assert scheduler is None or scheduler.get_last_lr() == one.seen
+
+
+# --- several groups, several optimizers, tensors
+
+
+@every_scheduler
+def test_every_optimizer_in_backward_has_the_same_rate(build):
+    several = [optimizer(0.1), optimizer(0.1), optimizer(0.1)]
+    rate = linear(several, build(several[0]))
+    for clock, batch in enumerate((4, 16, 8, 4)):
+        now = applied(rate, clock, batch)
+        for one in several:
+            one.step()
+            assert one.seen == [now]
+    assert [rates(one) for one in several] == [rates(several[0])] * 3
+
+
+def test_each_optimizer_keeps_its_own_base():
+    one, other = optimizer(0.1, 0.3), optimizer(0.02)
+    rate = linear([one, other], LambdaLR(one, cosine))
+    for clock, batch in enumerate((4, 16, 8, 8, 8)):
+        now = applied(rate, clock, batch)
+        one.step()
+        other.step()
+        assert one.seen[1] == pytest.approx(3 * now)
+        assert other.seen == [pytest.approx(now / 5)]
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
+    one = optimizer(0.1)
+    one.param_groups[0]["lr"] = kept = torch.tensor(0.1)
+    rate = linear([one], LambdaLR(one, cosine))
+    assert applied(rate, 5.0, 4) == kept.item() == pytest.approx(0.05)
+    assert applied(rate, 5.0, 16) == pytest.approx(0.2)
+    one.step()
+    assert one.seen == pytest.approx([0.2])
+    assert one.param_groups[0]["lr"] is kept
+    assert kept.item() == pytest.approx(0.05)
+
+
+def test_groups_that_share_a_tensor_are_scaled_once():
+    """As torch builds them of one ``lr=torch.tensor(...)``."""
+    one = optimizer(0.5, 0.5)
+    one.param_groups[0]["lr"] = one.param_groups[1]["lr"] = torch.tensor(0.5)
+    rate = linear(one)
+    for batch in (8, 16):
+        assert applied(rate, 0, batch) == 0.5 * batch / 4
+        one.step()
+        assert one.seen == [0.5 * batch / 4] * 2
+        assert rates(one) == [0.5, 0.5]
+
+
+# --- between two steps
+
+
+@every_counting_scheduler
+@pytest.mark.parametrize("make", ["numbers", "tensors"])
+def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled(build, make):
+    """It is stepped by the script after each step, also after those that the script leaves out."""
+    ours, theirs = (
+        optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3) for _ in range(2)
+    )
+    rate = linear(ours)
+    own, torchs_own = build(ours), build(theirs)
+    for clock, batch in enumerate((4, 16, 8, 8, 2, 12, 4)):
+        unscaled = rates(theirs)
+        assert applied(rate, clock, batch) == pytest.approx(unscaled[0] * batch / 4, rel=1e-6)
+        if clock % 3 != 1:
+            for each in (ours, theirs):
+                each.step()
+            assert ours.seen == pytest.approx([each * batch / 4 for each in unscaled], rel=1e-6)
+        assert rates(ours) == unscaled
+        own.step()
+        torchs_own.step()
+        assert own.get_last_lr() == torchs_own.get_last_lr()
+
+
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_what_is_saved_or_copied_is_not_scaled_whenever_that_is(is_stepped):
+    one = optimizer(0.1, 0.3)
+    rate = linear(one)
+    assert applied(rate, 0, 8) == 0.2
+    if is_stepped:
+        one.step()
+    assert rates(pickle.loads(pickle.dumps(one))) == rates(copy.deepcopy(one)) == [0.1, 0.3]
+    assert [group["lr"] for group in one.state_dict()["param_groups"]] == [0.1, 0.3]
+
+
+def test_a_rate_that_is_written_before_the_step_is_scaled():
+    one = optimizer(0.1)
+    rate = linear(one)
+    applied(rate, 0, 8)
+    one.param_groups[0]["lr"] = 0.7
+    one.step()
+    assert one.seen == [1.4]
+    assert rates(one) == [0.7]
+
+
+def test_a_rate_that_the_step_itself_writes_stays():
+    one = optimizer(0.1)
+    applied(linear(one), 0, 8)
+    one.step(lambda: one.param_groups[0].update(lr=0.7))
+    assert rates(one) == [0.7]
+
+
+def test_a_step_that_is_repeated_or_raises_is_scaled_alike_and_restored():
+    one = optimizer(0.1)
+    applied(linear(one), 0, 8)
+    for repeated in range(2):
+        with pytest.raises(ZeroDivisionError):
+            one.step(lambda: 1 / 0)
+        assert one.seen == [0.2]
+        assert rates(one) == [0.1]
+        one.step()
+        assert one.seen == [0.2], repeated
+
+
+def test_a_step_that_a_grad_scaler_skips_leaves_the_rate():
+    one = optimizer(0.1)
+    scheduler = torchs.CosineAnnealingLR(one, 10)
+    scaler = torch.amp.GradScaler("cpu")
+    rate = linear(one)
+    seen = []
+    for clock, gradient in enumerate((1.0, math.inf, 1.0)):
+        unscaled = rates(one)
+        one.seen = None
+        applied(rate, clock, 8)
+        weight = one.param_groups[0]["params"][0]
+        scaler.scale((weight * gradient).sum()).backward()
+        scaler.step(one)
+        scaler.update()
+        one.zero_grad()
+        seen.append(one.seen and one.seen[0] / unscaled[0])
+        assert rates(one) == unscaled
+        scheduler.step()
+    assert seen == [2.0, None, 2.0]
+
+
+def test_a_second_rate_for_an_optimizer_replaces_the_first():
+    one = optimizer(0.1)
+    applied(linear(one), 0, 8)
+    second = linear(one)
+    one.step()
+    assert one.seen == [0.1]
+    applied(second, 0, 16)
+    one.step()
+    assert one.seen == [0.4]
+    applied(AdaptiveRate(one), 0)
+    one.step()
+    assert one.seen == [0.1]
+
+
+def test_a_compiled_step_is_scaled_and_restored():
+    """As traced code, what restores a rate would not."""
+    traces = []
+    for compile_step in (
+        lambda one: one.step,
+        lambda one: torch.compile(one.step, backend="eager"),
+    ):
+        torch._dynamo.reset()
+        one = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        rate = linear(one)
+        step = compile_step(one)
+        trace = []
+        for batch in (4, 8, 16):
+            applied(rate, 0, batch)
+            one.param_groups[0]["params"][0].grad = torch.ones(2)
+            step()
+            trace += one.param_groups[0]["params"][0].tolist()
+            assert rates(one) == [0.1]
+        traces.append(trace)
+    assert traces[0] == pytest.approx(traces[1], rel=1e-4)
+
+
+def test_a_scheduler_that_gives_no_finite_number_is_refused():
+    one = optimizer(0.1)
+    rate = AdaptiveRate(one, LambdaLR(one, lambda step: math.nan if step > 1 else 1.0))
+    applied(rate, 1)
+    with pytest.raises(
+        SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it gives \[nan\]; give"
+    ):
+        applied(rate, 2)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_torchs_own_distributed_state_which_takes_a_step_of_none_leaves_the_rate(make):
+    """``get_optimizer_state_dict`` steps with a rate of 0 where there is no state."""
+    model = torch.nn.Linear(2, 2)
+    one = make(model.parameters(), lr=0.1)
+    rate = linear(one)
+    torchs_own = torchs.ExponentialLR(one, 0.9)
+    applied(rate, 0, 8)
+    get_optimizer_state_dict(model, one)
+    assert rates(one) == [0.1]
+    one.step()
+    torchs_own.step()
+    assert applied(rate, 1, 8) == pytest.approx(0.18)
+
+
+def without_hooks(one):
+    """As torchao's CPUOffloadOptimizer, which is an Optimizer that torch has not set up."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        delattr(one, name)
+    # Its step has none either.
+    one.step = lambda closure=None: setattr(one, "seen", rates(one))
+
+
+def without_its_method(one):
+    """As accelerate's optimizer, which puts the method back that it found."""
+    found = one.step
+    applied(linear(one), 0, 4)
+    one.step = found
+
+
+@pytest.mark.parametrize("change", [without_hooks, without_its_method])
+def test_an_optimizer_without_hooks_or_whose_method_is_replaced_is_scaled_and_restored(change):
+    one = optimizer(0.1)
+    change(one)
+    rate = linear(one)
+    for batch in (8, 16):
+        assert applied(rate, 0, batch) == 0.1 * batch / 4
+        one.step()
+        assert one.seen == [0.1 * batch / 4]
+        assert rates(one) == [0.1]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's and Lightning's: an Optimizer that torch has not set up, around one that it
+    has.
+    """
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper, lambda one: Wrapper(Wrapper(one))])
+def test_a_wrapped_optimizer_is_the_one_inside(wrap):
+    one = optimizer(0.1)
+    rate = linear(wrap(one), LambdaLR(one, cosine))
+    assert applied(rate, 4.0, 8) == pytest.approx(0.2 * cosine(4))
+    one.step()
+    assert one.seen == pytest.approx([0.2 * cosine(4)])
+    assert rates(one) == [0.1 * cosine(4)]
+
+
+@pytest.mark.parametrize("name", ["LambdaLR", "LambdaLR of objects"])
+def test_whether_somebody_else_steps_the_scheduler_too_makes_no_difference(name):
+    one, other = optimizer(0.1), optimizer(0.1)
+    scheduler = FUNCTIONS_OF_THE_STEP[name](one)
+    rate = AdaptiveRate(one, scheduler)
+    alone = AdaptiveRate(other, FUNCTIONS_OF_THE_STEP[name](other))
+    for clock in range(9):
+        assert applied(rate, clock) == applied(alone, clock)
+        one.step()
+        scheduler.step()
+        scheduler.step()
+
+
+# --- saved and loaded
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def with_tensors(*base):
+    one = optimizer(*base)
+    for group in one.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    return one
+
+
+CHANGING = (4, 4, 8, 16, 16, 2, 32, 32, 4, 7)
+
+
+def build_run(build, rule, *, make, load=None, optimizers_first):
+    """Optimizer, scheduler and rate as a recipe or a library user makes them, resumed where `load`
+    is given.
+    """
+    ours = make(0.1, 0.3)
+    if load and optimizers_first:
+        ours.load_state_dict(load)
+    rate = linear(ours, build(ours), rule)
+    if load and not optimizers_first:
+        ours.load_state_dict(load)
+    return ours, rate
+
+
+@every_scheduler
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+@pytest.mark.parametrize("optimizers_first", [True, False])
+@pytest.mark.parametrize("make", [optimizer, with_tensors])
+def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers_first, make):
+    ours, rate = build_run(build, rule, make=make, optimizers_first=False)
+    saved, trace = [], []
+    for clock, batch in enumerate(CHANGING):
+        # After the rate of the step was set, too.
+        applied(rate, float(clock), batch)
+        saved.append(through_a_file(ours.state_dict()))
+        ours.step()
+        trace.append((ours.seen, rates(ours)))
+    for start, state in enumerate(saved):
+        ours, rate = build_run(
+            build, rule, make=make, load=state, optimizers_first=optimizers_first
+        )
+        for clock in range(start, len(CHANGING)):
+            applied(rate, float(clock), CHANGING[clock])
+            ours.step()
+            assert (ours.seen, rates(ours)) == trace[clock]
+
+
+def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
+    """As torchtune's recipes do, whose optimizer is loaded before its scheduler is built."""
+    ours = optimizer(0.1)
+    rate = linear(ours, LambdaLR(ours, cosine))
+    trace, saved = [], []
+    for clock, batch in enumerate(CHANGING):
+        saved.append(through_a_file(ours.state_dict()))
+        trace.append(applied(rate, clock, batch))
+    for start, state in enumerate(saved):
+        ours = optimizer(0.1)
+        ours.load_state_dict(state)
+        rate = linear(ours, LambdaLR(ours, cosine, start - 1))
+        rest = [applied(rate, clock, CHANGING[clock]) for clock in range(start, len(CHANGING))]
+        assert rest == trace[start:]
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    "build", [*COUNTING.values(), ReduceLROnPlateau], ids=[*COUNTING, "ReduceLROnPlateau"]
+)
+@pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped], ids=["plain", "wrapped"])
+def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
+    one = optimizer(0.1)
+    scheduler = build(one)
+    with pytest.raises(SettingError) as error:
+        AdaptiveRate(one, wrap(scheduler))
+    assert (
+        str(error.value)
+        == f"lr_scheduler='{type(scheduler).__name__}': it keeps its own count; leave it out here"
+        " and step it in your own loop after optimizer.step(): the rate that it sets is scaled"
+    )
+
+
+def test_a_rule_needs_a_reference():
+    one = optimizer(0.1)
+    for reference in (None, 0):
+        with pytest.raises(SettingError, match=rf"^reference_batch_size={reference}: give "):
+            linear(one, reference_batch_size=reference)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    with pytest.raises(ValueError, match="another optimizer"):
+        AdaptiveRate(optimizer(0.1), LambdaLR(optimizer(0.1), cosine))
+
+
+def test_a_group_that_the_scheduler_does_not_know_is_refused():
+    one = optimizer(0.1)
+    rate = AdaptiveRate(one, LambdaLR(one, cosine))
+    applied(rate, 0)
+    one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(
+        SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"
+    ):
+        applied(rate, 1)
