@@ -4,6 +4,7 @@ from .collectives import (
     all_gather,
     all_reduce_max,
     all_reduce_sum,
+    alone,
     any_of_ranks,
     broadcast,
     data_parallel_rank,
@@ -23,6 +24,7 @@ from .collectives import (
     minimum,
     on_rank_zero,
     rank,
+    refuse_collectives,
     world_size,
 )
 from .ddp import Replicas, sharding_of
@@ -41,6 +43,7 @@ __all__ = [
     "all_gather",
     "all_reduce_max",
     "all_reduce_sum",
+    "alone",
     "any_of_ranks",
     "broadcast",
     "data_parallel_rank",
@@ -62,6 +65,7 @@ __all__ = [
     "on_rank_zero",
     "raising_on_request",
     "rank",
+    "refuse_collectives",
     "reshard",
     "shapes_worked_out_apart",
     "sharding_of",

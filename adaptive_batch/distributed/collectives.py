@@ -11,6 +11,7 @@ import platform
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,8 @@ _ranks_of_a_model = 1
 # In which gloo's threads let go of the last tensors: one that does so while Python ends aborts the
 # process.
 _SETTLE_SECONDS = 0.1
+# Whether this rank runs by itself, see `alone`.
+_is_alone = ContextVar("_is_alone", default=False)
 # What this process calls its attempt, by where the ranks meet.
 _attempts: dict[tuple[str, ...], str] = {}
 
@@ -175,8 +178,37 @@ def host_group() -> Any:
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if has_group() else 1
+    """Return the number of ranks; 1 without a process group, and within :func:`alone`."""
+    return dist.get_world_size() if has_group() and not _is_alone.get() else 1
+
+
+@contextlib.contextmanager
+def alone(is_alone: bool = True) -> Iterator[None]:
+    """Context manager: inside, the functions of this module act as with one rank, or where
+    `is_alone` is false as with all of them again.
+    """
+    token = _is_alone.set(is_alone)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
+
+
+def refuse_collectives(error: Exception) -> contextlib.AbstractContextManager[object]:
+    """Return a context manager that raises `error` where a rank begins a collective of torch while
+    it is :func:`alone`.
+    """
+    from adaptive_batch._torch import TorchDispatchMode
+
+    class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "c10d" in function.namespace and _is_alone.get():
+                raise error
+            return function(*args, **(kwargs or {}))
+
+    return Refusing()  # type: ignore[no-untyped-call]
 
 
 def rank() -> int:

@@ -32,7 +32,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
-from .arguments import TERMS, AdaptiveArguments, naming_fix
+from .arguments import TERMS, AdaptiveArguments
 from .pairs import COLLATOR, by_pairs
 from .part_logs import log_calls, merge_lists
 from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
@@ -90,7 +90,7 @@ class AdaptiveTrainer(Trainer):
     collects in attributes, are those of the batch: trials and failed attempts do not count. The
     pairs that TRL's collator of preferences makes stay together, each as one row.
 
-    On one rank a batch of an evaluation that runs out of memory runs again in parts too.
+    A batch of an evaluation that runs out of memory runs again in parts too, on that rank alone.
 
     Args:
         *arguments: what ``transformers.Trainer`` takes.
@@ -355,47 +355,62 @@ class AdaptiveTrainer(Trainer):
         *arguments: Any,
         **keywords: Any,
     ) -> tuple[Any, ...]:
-        if distributed.world_size() > 1:
-            with naming_fix("ranks evaluate whole batches: lower per_device_eval_batch_size"):
-                return prediction_step(model, inputs, *arguments, **keywords)
         metrics = _Metrics(self)
         calls: list[list[dict[str, Any]]] = []
+        count_of_parts = self._get_num_items_in_batch
+        counted: list[Any] = []
+        prepared: Any = None
 
-        def forward(batch: dict[str, Any]) -> tuple[Any, ...]:
+        def prepare(batch: dict[str, Any]) -> Any:
+            nonlocal prepared
+            prepared = self._prepare_inputs(batch)
+            return prepared
+
+        def count_of_batch(batches: list[Any], device: torch.device) -> Any:
+            # Ranks add up their labels once a batch: the losses of its parts are terms of a sum.
+            if not counted:
+                with distributed.alone(False):
+                    counted.append(
+                        count_of_parts(batches if prepared is None else [prepared], device)
+                    )
+            return counted[0]
+
+        has_others = distributed.world_size() > 1
+
+        def forward(batch: dict[str, Any]) -> dict[str, Any]:
             calls.append([])
             with replaced(
                 self,
                 # Rows that a trainer has made are not made again.
                 _prepare_inputs=self._prepare_inputs if batch is inputs else lambda part: part,
+                _get_num_items_in_batch=count_of_batch if has_others else count_of_parts,
                 log=lambda logs, *_, **__: calls[-1].append(nested_detach(logs)),
             ):
-                return prediction_step(model, batch, *arguments, **keywords)
-
-        def trial(part: dict[str, Any]) -> tuple[Any, ...]:
-            before = _Metrics(self)
-            results = forward(part)
-            before.restore()
-            calls.pop()
-            return results
+                results = prediction_step(model, batch, *arguments, **keywords)
+            return dict(zip(("loss", "logits", "labels"), results, strict=True))
 
         def snapshot() -> Callable[[], None]:
             nonlocal metrics
-            metrics = _Metrics(self)
+            before = _Metrics(self)
+            num_calls = len(calls)
+            if not calls:
+                # Without what the rows have counted as they were made.
+                metrics = before
             random_state = RandomState(self.args.device)
 
             def restore() -> None:
-                calls.clear()
-                metrics.restore()
+                del calls[num_calls:]
+                before.restore()
                 random_state.restore()
 
             return restore
 
         results, weights = self._evaluation_of(model).run(
-            inputs, forward, trial=trial, prepare=self._prepare_inputs, snapshot=snapshot
+            inputs, forward, prepare=prepare, snapshot=snapshot
         )
         metrics.logged.extend(zip(weights, calls, strict=True))
         metrics.log()
-        return results
+        return tuple(results.values())
 
     def _evaluation_of(self, model: nn.Module) -> EvaluationParts:
         """Return what evaluates a model, whose limit is kept while model and arguments are."""
@@ -414,6 +429,7 @@ class AdaptiveTrainer(Trainer):
                 is_sum=is_sum or adaptive.loss_reduction == "sum",
                 is_shifted=getattr(self, "_loss_shifts_labels", True),
                 is_exact=self.accelerator.mixed_precision == "no",
+                must_check=distributed.world_size() > 1,
                 fix="lower per_device_eval_batch_size",
                 options=adaptive.options,
             )

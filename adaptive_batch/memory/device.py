@@ -198,7 +198,7 @@ def recover(memory: DeviceMemory) -> None:
     A failed backward may leave tasks in autograd's engine that keep its graph alive: a trivial
     backward drains them.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         scalar = torch.zeros((), device=memory.device, requires_grad=True)
         torch.autograd.grad(scalar * 1, scalar)
     memory.release()

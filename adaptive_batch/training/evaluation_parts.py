@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,27 +15,38 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from adaptive_batch import distributed
 from adaptive_batch.data import NO_LIMIT, MicroBatch, split_by_rows
+from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import RandomState, device_memory
 
 from .adaptive_step import log_change
-from .agreement import MicroBatchPlan
 from .oom_retry import OOMRetry
 from .options import StepOptions
-from .parts import BatchSource, LabelCounter, SplitBatch, arrays_in, copy_containers
+from .parts import (
+    BatchSource,
+    LabelCounter,
+    SplitBatch,
+    copy_containers,
+    named_items,
+    rebuild,
+)
 from .sizing import MicroBatchSizer
 from .splitters import CustomSplit, RowSplitter
-from .step import Step
 
 log = logging.getLogger("adaptive_batch")
 
+# Results of rows by name: numbers that parts have one of, and outputs with an entry for each row.
+Results = dict[str, Any]
 # Of a part are counted: labels without the first of each row, all labels, and rows.
 _Counts = tuple[float, float, int]
 _ROWS = 2
-# Adds up the losses of parts; other weights are columns of the counts.
+# Other ways in which the numbers of parts become that of the batch; the first three are means,
+# weighted by a column of the counts.
 _SUM = 3
-# Differences of losses that rounding may cause, as shares of the loss.
+_EXTREMES: dict[int, Callable[[Any], Any]] = {4: min, 5: max}
+# Differences of numbers that rounding may cause, as shares of them.
 _TOLERANCE_FLOAT32 = 1e-3
 _TOLERANCE = 1.5e-2
 # A difference that weights of another kind hardly come to.
@@ -45,12 +57,12 @@ _PADDING = -100
 
 
 class EvaluationParts:
-    """Runs batches without gradients on one rank, each at once until memory runs out.
+    """Runs batches without gradients, each at once until memory runs out.
 
-    The limit of a part is apart from training's, and is tried again as in training. Parts keep all
-    columns of the batch. Of the first split, and of later ones at growing distances, one part runs
-    again in halves: the losses show how parts are weighted, and a loss or an output that depends on
-    the other rows is refused.
+    The limit of a part is apart from training's and from other ranks', and is tried again as in
+    training. Parts keep all columns of the batch. At the first split, and at later ones at growing
+    distances, the first part runs again, whole and in halves: that shows how a number of the batch
+    follows from those of its parts, and what depends on the other rows is refused.
 
     Args:
         model: model that is evaluated.
@@ -59,6 +71,7 @@ class EvaluationParts:
         is_sum: whether the loss is known to be a sum.
         is_shifted: whether the loss leaves the first label of each row out, as far as is known.
         is_exact: whether the model runs without autocast.
+        must_check: whether results that cannot be compared are refused; False warns of them.
         fix: fix of a batch that cannot run in parts, in the imperative.
         options: how a step runs.
 
@@ -73,59 +86,69 @@ class EvaluationParts:
         *,
         split: Callable[[Any], SplitBatch] | None,
         num_labels: Callable[[Any], Any] | None,
-        is_sum: bool,
-        is_shifted: bool,
+        is_sum: bool = False,
+        is_shifted: bool = False,
         is_exact: bool,
+        must_check: bool = False,
         fix: str,
         options: StepOptions,
     ) -> None:
         self.model = model
         self._fix = fix
         self._is_exact = is_exact
+        self._must_check = must_check
+        self._has_others = distributed.world_size() > 1
         self._split: RowSplitter | CustomSplit = (
             RowSplitter(trims=False) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
-        memory = options.memory or device_memory(next(model.parameters()).device)
+        # Lightning evaluates modules without parameters too.
+        self._parameter: torch.Tensor = next(model.parameters(), torch.empty(0))
+        self._memory = options.memory or device_memory(
+            self._parameter.device, shared_by=distributed.local_world_size()
+        )
         self.sizer = MicroBatchSizer(
-            memory=memory,
+            memory=self._memory,
             policy=options.oom_policy,
             on_change=partial(
                 log_change, options.event, kind="validation_limit", prefix="evaluation: "
             ),
         )
-        self._step = Step(
-            model,
+        with distributed.alone():
+            self._sharding = sharding_of(model)
+        self._retry = OOMRetry(
             self.sizer,
-            memory=memory,
+            memory=self._memory,
+            sharding=self._sharding,
             retries=options.on_out_of_memory == "shrink",
             remedies="shorten the rows, or keep fewer predictions on the device",
         )
-        self._retry = self._step.retry
-        # Weights that no check has excluded, the likeliest first.
-        self._weights = [0, 1, _ROWS, _SUM] if is_shifted else [1, 0, _ROWS, _SUM]
+        # The likeliest first.
+        self._all_weights = [0, 1, _ROWS, _SUM] if is_shifted else [1, 0, _ROWS, _SUM]
         if is_sum:
-            self._weights.reverse()
+            self._all_weights.reverse()
+        self._all_weights += _EXTREMES
+        # Of each number, those that no check has excluded.
+        self._weights: dict[str, list[int]] = {}
         self._num_splits = 0
 
     def run(
         self,
         batch: Any,
-        forward: Callable[[Any], tuple[Any, ...]],
+        forward: Callable[[Any], Results],
         *,
-        trial: Callable[[Any], tuple[Any, ...]],
-        prepare: Callable[[Any], Any],
+        prepare: Callable[[Any], Any] = lambda batch: batch,
         snapshot: Callable[[], Callable[[], object]],
-    ) -> tuple[tuple[Any, ...], list[float]]:
+        state: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> tuple[Results, list[float]]:
         """Return the results of a batch, and the weight of each part that has run.
 
         Args:
             batch: what the trainer has made.
-            forward: function that returns loss, logits and labels, as Trainer's
-                ``prediction_step``, of the batch as it is or of a prepared part.
-            trial: the same for rows that are run again, which count in no metric.
+            forward: function that returns the results of the batch as it is, or of a prepared part.
             prepare: function that makes of the batch what is split.
             snapshot: function that returns the function which puts everything back as it is now.
+            state: function that returns what rows have been counted into.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory, or the results of parts are not those
@@ -138,99 +161,86 @@ class EvaluationParts:
             try:
                 split_rows = self._split(prepare(kept))
             except SettingError as error:
-                raise self._cannot_split(str(error)) from error
+                raise self.cannot_split(str(error)) from error
             self.sizer.begin_step(split_rows.num_rows)
             if split_rows.is_packed:
-                raise self._cannot_split("documents are packed into one row")
+                raise self.cannot_split("documents are packed into one row")
             return split_rows
 
-        if self.sizer.has_to_agree:
-            self.sizer.agree()
-        self.sizer.begin_step(NO_LIMIT)
-        if self.sizer.limit_of_step.amount < NO_LIMIT:
-            rows = split()
-        undo = snapshot()
-
-        def undo_attempt() -> None:
-            nonlocal rows, undo
-            undo()
-            if rows is None:
+        with distributed.alone():
+            if self.sizer.has_to_agree:
+                self.sizer.agree()
+            self.sizer.begin_step(NO_LIMIT)
+            if self.sizer.limit_of_step.amount < NO_LIMIT:
                 rows = split()
-                undo = snapshot()
-                self._retry.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
+            undo = snapshot()
 
-        for attempt in self._retry.attempts(undo=undo_attempt, doing="in an evaluation"):
-            with attempt:
+            def undo_attempt() -> None:
+                nonlocal rows, undo
+                self._sharding.reset()
+                undo()
                 if rows is None:
-                    results = forward(batch), [1.0]
-                else:
-                    results = self._run_parts(rows, forward, trial)
+                    rows = split()
+                    undo = snapshot()
+                    self._retry.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
+
+            attempts = self._retry.attempts(undo=undo_attempt, doing="in an evaluation")
+            for attempt in attempts:
+                with attempt:
+                    if rows is None:
+                        results = forward(batch), [1.0]
+                    else:
+                        results = self._run_parts(rows, forward, snapshot, state)
         return results
 
     def _run_parts(
         self,
         rows: BatchSource,
-        forward: Callable[[Any], tuple[Any, ...]],
-        trial: Callable[[Any], tuple[Any, ...]],
-    ) -> tuple[tuple[Any, ...], list[float]]:
+        forward: Callable[[Any], Results],
+        snapshot: Callable[[], Callable[[], object]],
+        state: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> tuple[Results, list[float]]:
         pieces = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
-        results, counts = self._run_each(rows, pieces, forward, retry=self._retry)
+        self._retry.set_suspects([MicroBatch([*piece], rows.width) for piece in pieces])
+        results, counts = self._run_each(rows, pieces, forward)
         if len(pieces) == 1:
             return results[0], [1.0]
         self._num_splits += 1
-        losses = self._losses(results, counts).values()
-        # Also while the weights that are left give different losses.
-        is_open = bool(losses) and max(losses) - min(losses) > _ROUNDING * abs(min(losses))
-        if self._num_splits & (self._num_splits - 1) == 0 or is_open:
-            self._check(rows, pieces[0], results[0], trial)
-        weight, *_ = self._weights
-        loss = self._losses(results, counts).get(weight)
+        joined, is_open = self._join(results, counts)
+        # Also while the weights that a check has left give different numbers.
+        if self._num_splits & (self._num_splits - 1) == 0 or (self._weights and is_open):
+            self._check(rows, pieces[0], forward, snapshot, state)
+            joined, _ = self._join(results, counts)
+        weight, *_ = self._weights.get("loss", self._all_weights)
         # Metrics of rows whose losses are added up are means over rows.
-        return (loss, *self._outputs(results, counts)), _factors(min(weight, _ROWS), counts)
+        return joined, _factors(min(weight, _ROWS), counts)
 
     def _run_each(
-        self,
-        rows: BatchSource,
-        pieces: Sequence[Sequence[int]],
-        run: Callable[[Any], tuple[Any, ...]],
-        *,
-        retry: OOMRetry,
-    ) -> tuple[list[tuple[Any, ...]], list[_Counts]]:
+        self, rows: BatchSource, pieces: Sequence[Sequence[int]], forward: Callable[[Any], Results]
+    ) -> tuple[list[Results], list[_Counts]]:
+        results = []
         counts = []
-
-        def run_part(micro_batch: MicroBatch | None) -> tuple[Any, ...]:
-            assert micro_batch is not None, "evaluation in parts runs on one rank"
-            part = rows.part(micro_batch.rows)
-            num_rows = len(micro_batch.rows)
+        error = self.cannot_split("other ranks would wait for the collectives of its parts")
+        for piece in pieces:
+            part = rows.part(piece)
             # Before a function pops its labels.
-            counts.append((*self._labels.candidates(part, num_rows), num_rows))
-            return run(part)
+            counts.append((*self._labels.candidates(part, len(piece)), len(piece)))
+            with (
+                self._sharding.micro_batch(evaluates=True),
+                distributed.refuse_collectives(error) if self._has_others else nullcontext(),
+            ):
+                results.append(forward(part))
+        return results, counts
 
-        plan = MicroBatchPlan([MicroBatch([*piece], rows.width) for piece in pieces], len(pieces))
-        results = self._step.run_forward(plan, run_part, retry=retry, evaluates=True)
-        return [result for _, result in results], counts
-
-    def _losses(
-        self, results: Sequence[tuple[Any, ...]], counts: Sequence[_Counts]
-    ) -> dict[int, torch.Tensor]:
-        """Return the loss of all parts by each weight that is left; nothing without losses."""
-        losses = {}
-        for weight in self._weights:
-            terms = [
-                factor * loss
-                for factor, (loss, *_) in zip(_factors(weight, counts), results, strict=True)
-                if factor and loss is not None
-            ]
-            if terms:
-                losses[weight] = torch.stack(terms).sum()
-        return losses
+    # --- checks
 
     def _check(
         self,
         rows: BatchSource,
         piece: Sequence[int],
-        whole: tuple[Any, ...],
-        trial: Callable[[Any], tuple[Any, ...]],
+        forward: Callable[[Any], Results],
+        snapshot: Callable[[], Callable[[], object]],
+        state: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """Compare the results of a part with those of its halves.
 
@@ -238,43 +248,68 @@ class EvaluationParts:
             DoesNotFitError: they differ.
         """
         if len(piece) == 1:
-            self._warn("no two rows fit at once")
+            self._leave_unchecked("no two rows fit at once")
             return
-        random_state = RandomState(self._retry.memory.device)
+        undo = snapshot()
+        random_state = RandomState(self._memory.device)
         middle = len(piece) // 2
-        # Its own retry, so that a failure is blamed on the parts and not on their halves.
-        retry = self._retry.with_sizer(self.sizer)
-        halves = [piece[:middle], piece[middle:]]
-        results, counts = self._run_each(rows, halves, trial, retry=retry)
-        if random_state.changed():
-            random_state.restore()
-            self._warn("it draws random numbers")
+        before = state()
+        (whole,), _ = self._run_each(rows, [piece], forward)
+        after = state()
+        undo()
+        halves, counts = self._run_each(rows, [piece[:middle], piece[middle:]], forward)
+        after_halves = state()
+        draws = random_state.changed()
+        random_state.restore()
+        undo()
+        if draws:
+            self._leave_unchecked("it draws random numbers")
             return
-        loss, *outputs = whole
-        losses = self._losses(results, counts)
-        if losses and not math.isnan(float(loss)):
-            # NaN where a half without labels counts; losses of both signs may cancel out.
-            values = [abs(float(each)) for each in (loss, *(half for half, *_ in results))]
-            scale = max(filter(math.isfinite, values))
-            differences = {weight: abs(float(each - loss)) for weight, each in losses.items()}
-            least = min(filter(math.isfinite, differences.values()), default=math.inf)
-            if least > self._tolerance * scale:
-                raise self._cannot_split("the loss is not a mean or a sum over rows or labels")
-            near = 10 * least + _ROUNDING * scale
-            # The nearest first.
-            self._weights = sorted(
-                (weight for weight in self._weights if differences[weight] <= near),
-                key=differences.__getitem__,
-            )
-        joined = self._outputs(results, counts)
-        for one, other in zip(arrays_in(outputs), arrays_in(joined), strict=True):
+        joined, _ = self._join(halves, counts)
+        others = _leaves(joined)
+        for name, (value, *parts) in self._by_name([whole, *halves]).items():
+            if _is_number(value):
+                self._check_weights(name, value, parts, counts)
             # Generated tokens may differ by rounding.
-            if one.is_floating_point() and (
-                one.shape != other.shape or (one - other).norm() > _OTHER_OUTPUTS * one.norm()
+            elif value.is_floating_point() and (
+                value.shape != others[name].shape
+                or (value - others[name]).norm() > _OTHER_OUTPUTS * value.norm()
             ):
-                raise self._cannot_split(f"a row's logits of {tuple(one.shape)} depend on others")
+                form = tuple(value.shape)
+                raise self.cannot_split(f"a row's {name} of {form} depend on others")
+        for name, counted in after.items():
+            difference = (after_halves[name] - counted).norm()
+            added = (counted - before[name]).norm()
+            is_same = torch.equal(after_halves[name], counted)
+            if not is_same and not difference <= _OTHER_OUTPUTS * added:
+                raise self.cannot_split(f"{name} counts batches, or values of whole batches")
 
-    def _warn(self, reason: str) -> None:
+    def _check_weights(
+        self, name: str, whole: Any, parts: Sequence[Any], counts: Sequence[_Counts]
+    ) -> None:
+        if math.isnan(float(whole)):
+            return
+        # Evaluation may cast the model.
+        is_float32 = self._parameter.dtype.itemsize >= torch.float32.itemsize
+        tolerance = _TOLERANCE_FLOAT32 if self._is_exact and is_float32 else _TOLERANCE
+        totals = self._totals(name, parts, counts)
+        # NaN where a half without labels counts; losses of both signs may cancel out.
+        values = [abs(float(value)) for value in (whole, *parts)]
+        scale = max(filter(math.isfinite, values), default=0.0)
+        differences = {weight: abs(float(total - whole)) for weight, total in totals.items()}
+        least = min(filter(math.isfinite, differences.values()), default=math.inf)
+        if least > tolerance * scale:
+            raise self.cannot_split(f"the {name} is not a mean or a sum over rows or labels")
+        near = 10 * least + _ROUNDING * scale
+        # The nearest first.
+        self._weights[name] = sorted(
+            (weight for weight in totals if differences[weight] <= near),
+            key=differences.__getitem__,
+        )
+
+    def _leave_unchecked(self, reason: str) -> None:
+        if self._must_check:
+            raise self.cannot_split(f"its results cannot be checked, as {reason}")
         if self._num_splits == 1:
             log.warning(
                 "evaluation: results of parts are not checked, as %s; they are those of the batch"
@@ -282,51 +317,87 @@ class EvaluationParts:
                 reason,
             )
 
-    def _outputs(self, results: Sequence[tuple[Any, ...]], counts: Sequence[_Counts]) -> list[Any]:
-        num_rows = [rows for *_, rows in counts]
-        _, logits, labels = zip(*results, strict=True)
-        return [self._join(logits, num_rows, "logits"), self._join(labels, num_rows, "labels")]
+    # --- results
 
-    def _join(self, values: Sequence[Any], num_rows: Sequence[int], name: str) -> Any:
-        """Join an output of all parts by rows; other columns are padded where parts differ."""
-        first = values[0]
-        if first is None:
-            return None
-        if isinstance(first, Mapping):
-            items = {
-                key: self._join([value[key] for value in values], num_rows, f"{name}.{key}")
-                for key in first
-            }
-            return type(first)(items)  # type: ignore[call-arg]
-        if isinstance(first, list | tuple):
-            return type(first)(
-                self._join(items, num_rows, f"{name}[{number}]")
-                for number, items in enumerate(zip(*values, strict=True))
-            )
-        for value, rows in zip(values, num_rows, strict=True):
+    def _by_name(self, results: Sequence[Results]) -> dict[str, list[Any]]:
+        leaves = [_leaves(result) for result in results]
+        if any(each.keys() != leaves[0].keys() for each in leaves):
+            raise self.cannot_split("its parts have results of different forms")
+        return {name: [each[name] for each in leaves] for name in leaves[0]}
+
+    def _join(self, results: Sequence[Results], counts: Sequence[_Counts]) -> tuple[Results, bool]:
+        """Join the results of all parts: numbers by their weights, and outputs by rows, whose other
+        columns are padded where parts differ.
+
+        Returns:
+            The results, and whether the weights that are left give different numbers.
+        """
+        joined: Results = {}
+        is_open = False
+        for name, values in self._by_name(results).items():
+            if _is_number(values[0]):
+                totals = [*self._totals(name, values, counts).values()]
+                joined[name] = totals[0]
+                difference = float(max(totals) - min(totals))
+                is_open |= difference > _ROUNDING * abs(float(min(totals)))
+            else:
+                joined[name] = self._join_rows(name, values, counts)
+
+        def replace(value: Any, name: str) -> Any:
+            return joined[name] if name in joined else rebuild(value, name, replace)
+
+        return {name: replace(value, name) for name, value in results[0].items()}, is_open
+
+    def _join_rows(self, name: str, values: Sequence[Any], counts: Sequence[_Counts]) -> Any:
+        for value, (*_, rows) in zip(values, counts, strict=True):
             if not isinstance(value, torch.Tensor) or value.shape[:1] != (rows,):
                 form = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
-                raise self._cannot_split(f"{name}, {form} of {rows} rows, has no entry per row")
-        if first.dim() == 1:
+                raise self.cannot_split(f"{name}, {form} of {rows} rows, has no entry per row")
+        if values[0].dim() == 1:
             return torch.cat([*values])
         all_rows = [row for value in values for row in value]
         return pad_sequence(all_rows, batch_first=True, padding_value=_PADDING)
 
-    @property
-    def _tolerance(self) -> float:
-        """Difference of losses that rounding may cause; evaluation may cast the model."""
-        is_float32 = next(self.model.parameters()).dtype.itemsize >= torch.float32.itemsize
-        return _TOLERANCE_FLOAT32 if self._is_exact and is_float32 else _TOLERANCE
+    def _totals(
+        self, name: str, values: Sequence[Any], counts: Sequence[_Counts]
+    ) -> dict[int, Any]:
+        """Return the number of all parts by each weight that is left."""
+        return {
+            weight: _EXTREMES[weight](values)
+            if weight in _EXTREMES
+            else sum(
+                factor * value
+                for factor, value in zip(_factors(weight, counts), values, strict=True)
+                if factor
+            )
+            for weight in self._weights.get(name, self._all_weights)
+        }
 
-    def _cannot_split(self, problem: str) -> DoesNotFitError:
+    def cannot_split(self, problem: str) -> DoesNotFitError:
+        """Return the error of a batch that cannot run in parts, for a reason."""
         return DoesNotFitError(
             f"a batch of the evaluation ran out of memory, and cannot run in parts: {problem};"
             f" {self._fix}"
         )
 
 
+def _leaves(value: Any, name: str = "") -> Results:
+    """Return the values in a container by name; None is no value."""
+    if value is not None and not isinstance(value, Mapping | list | tuple):
+        return {name: value}
+    items = named_items(value, name)
+    return {path: leaf for key, item in items for path, leaf in _leaves(item, key).items()}
+
+
+def _is_number(value: Any) -> bool:
+    is_array = isinstance(value, torch.Tensor)
+    return (is_array and not value.dim() and value.dtype != torch.bool) or isinstance(
+        value, int | float
+    )
+
+
 def _factors(weight: int, counts: Sequence[_Counts]) -> list[float]:
-    """Return what the loss of each part is multiplied by."""
+    """Return what the number of each part is multiplied by."""
     total: float = 0 if weight == _SUM else sum(count[weight] for count in counts)
     # The loss of no label is NaN or 0, of any part.
     return [count[weight] / total if total else 1.0 for count in counts]

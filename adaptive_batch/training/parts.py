@@ -293,7 +293,7 @@ class RowsOfBatch(BatchSource):
 
         def take(value: Any, name: str) -> Any:
             if not self.is_divided.get(name):
-                return _rebuild(value, name, take)
+                return rebuild(value, name, take)
             length = _length(value)
             if length != self.num_rows:
                 remedy = (
@@ -343,7 +343,9 @@ def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
     """Return the number of rows, None where nothing shows it, and the names of lists that have an
     item for each row where they alone show it.
     """
-    entries = sorted(_entries(batch) or [("", batch)], key=lambda entry: entry[0] not in _ROW_KEYS)
+    entries = sorted(
+        named_items(batch) or [("", batch)], key=lambda entry: entry[0] not in _ROW_KEYS
+    )
     lists = {name: value for name, value in entries if _is_list(value)}
     num_rows = _most_common(_lengths_in(value for name, value in entries if name not in lists))
     if _is_list(batch) and _hold_rows([batch]):
@@ -418,7 +420,7 @@ def arrays_in(value: Any) -> Iterator[Any]:
     """Yield the tensors and arrays in a batch."""
     if _is_array(value):
         yield value
-    for _, item in _entries(value):
+    for _, item in named_items(value):
         yield from arrays_in(item)
 
 
@@ -427,7 +429,7 @@ def _lengths_in(values: Iterable[Any]) -> Iterator[int | None]:
     return (_length(array) for value in values for array in arrays_in(value))
 
 
-def _entries(value: Any, name: str = "") -> list[tuple[str, Any]]:
+def named_items(value: Any, name: str = "") -> list[tuple[str, Any]]:
     """Return the items of a container by name; nothing of another value."""
     if isinstance(value, _MAPPING):
         prefix = f"{name}." if name else ""
@@ -447,7 +449,7 @@ def _values(
     if _is_list(value) and not is_value and f"{name}[0]" not in known:
         lengths = set(_lengths_in(value))
         is_value = not lengths or (len(value) == num_rows and lengths != {num_rows})
-    entries = _entries(value, name)
+    entries = named_items(value, name)
     if is_value or not entries:
         yield name, value
         return
@@ -478,7 +480,7 @@ def copy_containers(value: Any) -> Any:
     be called again. Tensors are not copied.
     """
     if not isinstance(value, _MAPPING):
-        return _rebuild(value, "", lambda item, name: copy_containers(item))
+        return rebuild(value, "", lambda item, name: copy_containers(item))
     try:
         copy_of_value: Any = copy.copy(value)
         for key, item in value.items():
@@ -489,9 +491,9 @@ def copy_containers(value: Any) -> Any:
     return copy_of_value
 
 
-def _rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
+def rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
     """Return a copy of a container whose items are changed; another value as it is."""
-    items = [change(item, item_name) for item_name, item in _entries(value, name)]
+    items = [change(item, item_name) for item_name, item in named_items(value, name)]
     if isinstance(value, _MAPPING):
         return like_mapping(value, dict(zip(value, items, strict=True)))
     if not items:

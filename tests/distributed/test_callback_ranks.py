@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from adaptive_batch import SettingError, distributed
+from adaptive_batch import DoesNotFitError, SettingError, distributed
 from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
 
 TOO_MUCH = 2**50
@@ -64,6 +64,19 @@ def trained(
     strategy: str, limit: int | None, callback: AdaptiveCallback | None, accumulates: int
 ) -> tuple[list[float], torch.Tensor]:
     module = Module(limit, is_sharded=strategy != "ddp")
+    trainer = fitted(module, strategy, callback, accumulates)
+    # Of each rank's own half, in the last epoch: a failed attempt counts none.
+    assert trainer.logged_metrics["rows"] == 16
+    weights = [
+        getattr(parameter, "full_tensor", lambda own=parameter: own)().detach().reshape(-1)
+        for parameter in module.parameters()
+    ]
+    return module.losses, torch.cat(weights)
+
+
+def fitted(
+    module: Module, strategy: str, callback: AdaptiveCallback | None, accumulates: int
+) -> lightning.Trainer:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(32, 8, generator=generator)
     targets = torch.randint(0, 4, (32,), generator=generator)
@@ -83,14 +96,9 @@ def trained(
             callbacks=[callback] if callback else [],
         )
         rows = list(zip(inputs, targets, strict=True))
-        trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=False))
-        # Of each rank's own half, in the last epoch: a failed attempt counts none.
-        assert trainer.logged_metrics["rows"] == 16
-    weights = [
-        getattr(parameter, "full_tensor", lambda own=parameter: own)().detach().reshape(-1)
-        for parameter in module.parameters()
-    ]
-    return module.losses, torch.cat(weights)
+        loader = DataLoader(rows, batch_size=4, shuffle=False)
+        trainer.fit(module, loader, loader if isinstance(module, Validates) else None)
+    return trainer
 
 
 def differences(strategy: str, accumulates: int) -> dict[str, float]:
@@ -129,6 +137,50 @@ def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumu
         assert found["loss, parts"] <= 2e-6
         assert found["weights, parts"] <= 1e-5
         assert found["ranks, whole"] == found["ranks, parts"] == 0
+
+
+class Validates(Module):
+    """Normalizes by statistics that differ between ranks as a step ends, and runs out of memory in
+    validation too.
+    """
+
+    def __init__(self, limit: int | None, ranks: tuple[int, ...], *, is_sharded: bool) -> None:
+        super().__init__(None, is_sharded=is_sharded)
+        self.layers.insert(1, nn.BatchNorm1d(64))
+        self.most = limit
+        self.ranks = ranks
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        if self.most and distributed.rank() in self.ranks and len(inputs) > self.most:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        self.log("val_loss", cross_entropy(self.layers(inputs), targets), sync_dist=True)
+
+
+def validated(strategy: str, limit: int | None, callback: Any, ranks: tuple[int, ...]) -> Any:
+    module = Validates(limit, ranks, is_sharded=strategy != "ddp")
+    try:
+        return fitted(module, strategy, callback, 1).logged_metrics["val_loss"].item()
+    except DoesNotFitError as error:
+        return str(error)
+
+
+def validations() -> list[Any]:
+    return [
+        validated("ddp", None, None, ()),
+        validated("ddp", 2, AdaptiveCallback(), (1,)),
+        validated("fsdp2", 2, AdaptiveCallback(), (0, 1)),
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_validates_in_parts_alone_under_ddp_and_names_the_fix_under_fsdp():
+    for loss, own_loss, error in run_on_ranks(validations, 2):
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        assert error.endswith(
+            "other ranks would wait for the collectives of its parts; lower batch_size of the"
+            " DataLoader of validation_step"
+        )
 
 
 def refusal() -> str:

@@ -8,12 +8,13 @@ import functools
 import tempfile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.ranks import run_on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from adaptive_batch import distributed
+from adaptive_batch import DoesNotFitError, distributed
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, _Reduction
 
 
@@ -111,30 +112,54 @@ def test_ranks_agree_on_whether_a_loss_is_a_sum_once_any_has_seen_it():
     assert run_on_ranks(agreed, 2, *seen) == [[None, False, False]] * 2
 
 
-def error_of_evaluation() -> str:
-    """The error of an evaluation that runs out of memory on both ranks."""
+class Gathers(AdaptiveTrainer):
+    """Gathers a metric of all ranks in its loss, as some of TRL's trainers."""
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        result = super().compute_loss(model, inputs, *given, **named)
+        self.accelerator.gather(inputs["input_ids"].sum())
+        return result
+
+
+def evaluated(kind: type[Trainer], limit: int | None, ranks: tuple[int, ...] = (1,)) -> Any:
+    """Metrics and predictions, with memory that runs out on some ranks; or the error's text."""
     model = net()
+    forward = model.forward
 
-    @functools.wraps(model.forward)
-    def forward(**_: Any) -> None:
-        torch.empty(2**50, dtype=torch.uint8)
+    @functools.wraps(forward)
+    def limited(**named: Any) -> Any:
+        if limit and distributed.rank() in ranks and len(named["input_ids"]) > limit:
+            torch.empty(2**50, dtype=torch.uint8)
+        return forward(**named)
 
-    model.forward = forward
+    model.forward = limited
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, 64, (30, 8), generator=generator).tolist()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = AdaptiveTrainer(
+        arguments = {"per_device_eval_batch_size": 4, "use_cpu": True, "disable_tqdm": True}
+        trainer = kind(
             model,
-            TrainingArguments(folder, report_to="none", disable_tqdm=True, use_cpu=True),
-            eval_dataset=[{"input_ids": [1, 2, 3]}] * 32,
+            TrainingArguments(folder, report_to="none", **arguments),
             data_collator=collate,
         )
         try:
-            trainer.evaluate()
-        except torch.OutOfMemoryError as error:
+            output = trainer.predict([{"input_ids": row} for row in rows])
+        except DoesNotFitError as error:
             return str(error)
-    return ""
+    return output.metrics["test_loss"], output.predictions
+
+
+def evaluations() -> list[Any]:
+    whole, parts = evaluated(Trainer, None), evaluated(AdaptiveTrainer, 2)
+    return [*whole, *parts, evaluated(Gathers, 2, (0, 1))]
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_ranks_is_not_split_and_its_error_names_the_fix():
-    for message in run_on_ranks(error_of_evaluation, 2):
-        assert message.endswith("ranks evaluate whole batches: lower per_device_eval_batch_size")
+def test_a_rank_evaluates_its_batches_in_parts_alone_but_none_with_collectives():
+    for loss, predictions, own_loss, own_predictions, error in run_on_ranks(evaluations, 2):
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        np.testing.assert_allclose(own_predictions, predictions, rtol=1e-4, atol=1e-5)
+        assert error.endswith(
+            "cannot run in parts: other ranks would wait for the collectives of its parts; lower"
+            " per_device_eval_batch_size"
+        )

@@ -201,7 +201,10 @@ def test_nested_outputs_are_joined(tmp_path):
     [
         (Linear("pairs of rows"), "the loss is not a mean or a sum over rows or labels"),
         (Linear(extra=lambda logits: logits.mean(0)), r"logits\[1\], \(3,\) of .* rows, has no"),
-        (Linear(extra=lambda logits: logits @ logits.T), r"logits of \(4, 4\) depend on others"),
+        (
+            Linear(extra=lambda logits: logits @ logits.T),
+            r"logits\[1\] of \(4, 4\) depend on others",
+        ),
         (Linear(extra=lambda logits: logits - logits.mean(0)), "depend on others"),
         (Linear(extra=lambda logits: "a name"), "has no entry per row"),
     ],

@@ -23,23 +23,20 @@ def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(pl
         if len(batch["x"]) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         outputs = model(batch["x"]).detach()
-        return outputs.square().mean(), outputs, None
+        return {"loss": outputs.square().mean(), "outputs": outputs}
 
-    def trial(batch):
-        fail("check")
-        return forward(batch)
+    def snapshot():
+        is_of_check = evaluation._num_splits
+        return lambda: is_of_check and fail("check")
 
-    names = ["split", "num_labels", "is_sum", "is_shifted", "fix"]
-    options = {"is_exact": True, "options": StepOptions(), **dict.fromkeys(names)}
-    evaluation = EvaluationParts(model, **options)
-    join = evaluation._outputs
-    monkeypatch.setattr(evaluation, "_outputs", lambda *args: fail("outputs") or join(*args))
+    options = {"split": None, "num_labels": None, "fix": "", "options": StepOptions()}
+    evaluation = EvaluationParts(model, is_exact=True, **options)
+    join = evaluation._join
+    monkeypatch.setattr(evaluation, "_join", lambda *args: fail("outputs") or join(*args))
     batch = {"x": torch.randn(8, 4)}
-    (loss, outputs, _), weights = evaluation.run(
-        batch, forward, trial=trial, prepare=lambda batch: batch, snapshot=lambda: lambda: None
-    )
+    results, weights = evaluation.run(batch, forward, snapshot=snapshot)
     expected = model(batch["x"]).detach()
-    torch.testing.assert_close(outputs, expected)
-    torch.testing.assert_close(loss, expected.square().mean())
+    torch.testing.assert_close(results["outputs"], expected)
+    torch.testing.assert_close(results["loss"], expected.square().mean())
     assert weights == [0.25] * 4
     assert evaluation.sizer.limit_of_step == MicroBatchLimit(2)
