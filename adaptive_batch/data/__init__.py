@@ -26,7 +26,14 @@ from .layouts import (
     micro_batches,
     split_by_rows,
 )
-from .lengths import count_rows, longest_rows, mean_rows, measure_rows
+from .lengths import (
+    count_other_bytes,
+    count_rows,
+    largest_rows,
+    longest_rows,
+    mean_rows,
+    measure_rows,
+)
 from .order import ORDERS, RowOrder, row_order
 from .planned_epoch import PlannedEpoch, RowLengths, plan_token_batches
 from .read_ahead import ReadAhead
@@ -59,9 +66,11 @@ __all__ = [
     "balance_by_rows",
     "balance_by_tokens",
     "check_loss",
+    "count_other_bytes",
     "count_rows",
     "label_tokens",
     "largest_divisor",
+    "largest_rows",
     "lengthened",
     "longest_rows",
     "mean_rows",

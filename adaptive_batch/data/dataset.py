@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_whole, count
+from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
-from .lengths import count_rows, longest_rows, measure_rows
+from .lengths import count_other_bytes, count_rows, longest_rows, measure_rows
 from .read_ahead import ReadAhead
 
 # What torch's cross-entropy and Hugging Face's models take for no label.
@@ -50,8 +50,6 @@ class DatasetAdapter(Dataset[Any]):
             )
         self._dataset = dataset
         self._row_length = row_length
-        self._longest_first: list[int] = []
-        self._read: list[Any] = []
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -99,37 +97,43 @@ class DatasetAdapter(Dataset[Any]):
             raise SettingError("row_length", tokens, remedy)
         return max(1, length)
 
-    def describe(self, row: Any) -> str:
-        """Return how an error names a row, its length included unless all are alike."""
-        if isinstance(self._row_length, int):
-            return "one row"
-        return f"one row of {count(self.length(row), 'token')}"
-
     @property
     def knows_lengths(self) -> bool:
         """Return whether :attr:`lengths` are known without reading the dataset."""
-        return isinstance(self._row_length, int) or "lengths" in vars(self)
+        return self.are_alike or "_measured" in vars(self)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all rows have one length, so that none is read to measure it."""
+        return isinstance(self._row_length, int)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row: int64, `[rows]`."""
+        return self._measured[:, 0]
+
+    @property
+    def other_bytes(self) -> torch.Tensor:
+        """Bytes of each row beside its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
+        return self._measured[:, 1]
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
-        """Tokens of each row: int64, `[rows]`; measured once, by rank zero."""
+    def _measured(self) -> torch.Tensor:
+        """Both of each row, measured once, by rank zero."""
         if isinstance(self._row_length, int):
-            return torch.full((len(self),), self._row_length)
-        measured = distributed.from_rank_zero(
-            lambda: measure_rows(self, lambda _, row: (self.length(row),), show_progress=False)
+            return torch.tensor([[self._row_length, 0]]).repeat(len(self), 1)
+        return distributed.from_rank_zero(
+            lambda: measure_rows(
+                self,
+                lambda _, row: (self.length(row), count_other_bytes(row)),
+                num_numbers=2,
+                show_progress=False,
+            )
         )
-        return measured[:, 0]
 
     def longest(self, count: int) -> list[Any]:
-        """Return the `count` longest rows, each read once."""
-        if not self._longest_first:
-            self._longest_first = longest_rows(self.lengths, len(self))
-        self._read.extend(self[number] for number in self._longest_first[len(self._read) : count])
-        return self._read[:count]
-
-    def forget(self) -> None:
-        """Free the rows that were read for :meth:`longest`."""
-        self._read = []
+        """Return the `count` longest rows."""
+        return [self[number] for number in longest_rows(self.lengths, count)]
 
 
 def label_tokens(batch: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ CHUNK_SECONDS = 0.25
 # a forked worker can inherit a lock that nobody releases; a chunk is due after CHUNK_SECONDS
 STALLED_SECONDS = 60.0
 RECHECKED_ROWS = 8
+# A token and its label.
+_BYTES_PER_TOKEN = 16
 # Of SHA-256.
 _CHECKSUM_BYTES = 32
 
@@ -164,6 +166,31 @@ def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
     assert 1 <= count <= len(lengths)
     order: list[int] = torch.sort(lengths, descending=True, stable=True).indices[:count].tolist()
     return order
+
+
+def largest_rows(lengths: torch.Tensor, other_bytes: torch.Tensor) -> list[int]:
+    """Return the numbers of all rows, those first whose tensors have most bytes: rows of text alone
+    as :func:`longest_rows` has them.
+
+    Args:
+        lengths: int tensor ``[rows]``, tokens of each row.
+        other_bytes: int tensor ``[rows]``, see :func:`count_other_bytes`.
+    """
+    return longest_rows(lengths * _BYTES_PER_TOKEN + other_bytes, len(lengths))
+
+
+def count_other_bytes(row: Any) -> int:
+    """Return the bytes of the tensors and arrays of a row that are no numbers of tokens: those of
+    fractions or of several dimensions, such as images.
+    """
+    if hasattr(row, "nbytes") and hasattr(row, "dtype"):
+        is_text = row.ndim < 2 and "float" not in str(row.dtype)
+        return 0 if is_text else int(row.nbytes)
+    if isinstance(row, Mapping):
+        return sum(map(count_other_bytes, row.values()))
+    if isinstance(row, list | tuple) and row and not isinstance(row[0], int | float | str):
+        return sum(map(count_other_bytes, row))
+    return 0
 
 
 def mean_rows(num_tokens: int, lengths: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from adaptive_batch.memory import check_device_memory
 from adaptive_batch.schedules import RULES
 from adaptive_batch.training import (
     AdaptiveStep,
+    LongestRows,
     Part,
     SplitBatch,
     StepOptions,
@@ -160,15 +162,24 @@ class AdaptiveArguments:
         if dataset is None or isinstance(dataset, IterableDataset):
             raise self.not_searched("a stream, or several loaders, show no longest rows")
         rows = DatasetAdapter(dataset, self.row_length)
-        found = step.find_bound(
-            optimizer,
-            lambda num_rows: to_device(loader.collate_fn(rows.longest(num_rows))),
-            device_memory=self.device_memory,
-            headroom=self.headroom,
-            maximum=min(_MOST_ROWS, len(rows)),
-            batch_size=min(len(rows), batch_size),
-            accumulates=accumulates,
-        )
+        maximum = min(_MOST_ROWS, len(rows))
+        longest: LongestRows | None = LongestRows.of_dataset(rows)
+
+        def sample(rows: LongestRows, num_rows: int) -> Any:
+            return to_device(loader.collate_fn(rows.first(num_rows)))
+
+        while longest is not None:
+            found = step.find_bound(
+                optimizer,
+                partial(sample, longest),
+                device_memory=self.device_memory,
+                headroom=self.headroom,
+                maximum=maximum,
+                batch_size=min(len(rows), batch_size),
+                accumulates=accumulates,
+            )
+            maximum = found.max_batch_size
+            longest = longest.beside_longest
         log.info(
             "%s of the longest fit at once, found in %s",
             count(found.max_batch_size, "row"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from adaptive_batch.training import (
     REFERENCE,
     Choices,
     Evaluation,
+    LongestRows,
     ProbeOptions,
     SearchScope,
-    WorstRows,
     find_limit,
 )
 
@@ -157,7 +156,7 @@ class BoundFinder:
         results = self.find(
             trainer, scope, maximum=self.most_rows, rounds=plan.rounds, path=self.path
         )
-        fitting_rows = results[0].max_batch_size
+        fitting_rows = results[-1].max_batch_size
         if not (can_split or scope.accumulates) and (whole_step_rows or 0) > fitting_rows:
             is_configured = plan.whole_step_rows is not None
             whose = "batch_size" if is_configured else "the checkpoint's batch_size"
@@ -201,7 +200,9 @@ class BoundFinder:
         """
         row = self._job.task.filled(row)
         length = self._job.task.length(row)
-        rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
+        rows = LongestRows(
+            lambda size: [row] * size, length, f"one row of {count(length, 'token')}"
+        )
         scope = SearchScope(rows, accumulates=accumulates)
         (result,) = self.find(trainer, scope, maximum=maximum)
         return result
@@ -237,10 +238,8 @@ class BoundFinder:
             in_training_mode=True,
             lost_key="trial_rows_reference",
         )
-        # What fragments the allocator's cache is training.
-        rows = replace(worst, name=f"{worst.name}, even without gradients,", in_order=None)
-        scope = SearchScope(rows, evaluation=evaluation)
-        (result,) = self.find(trainer, scope, maximum=tried_rows, path=self.reference_path)
+        scope = SearchScope(worst, evaluation=evaluation)
+        *_, result = self.find(trainer, scope, maximum=tried_rows, path=self.reference_path)
         if isinstance(size, int) and size > result.max_batch_size:
             fitting_rows = result.max_batch_size
             problem = rows_fit(fitting_rows)

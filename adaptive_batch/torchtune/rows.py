@@ -22,7 +22,7 @@ from adaptive_batch._util import (
     fingerprint,
     installed_version,
 )
-from adaptive_batch.data import ReadAhead, measure_rows
+from adaptive_batch.data import ReadAhead, count_other_bytes, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .config_errors import as_dict, one_line
@@ -37,6 +37,7 @@ log = logging.getLogger("adaptive_batch")
 _TOKENS = 0
 _REAL = 1
 _WORST = 2
+_OTHER_BYTES = 3
 
 
 class Rows(Dataset[Any]):
@@ -117,6 +118,11 @@ class Rows(Dataset[Any]):
         """Those of them that are not padding: int64, `[rows]`."""
         return self._numbers[:, _REAL]
 
+    @property
+    def other_bytes(self) -> torch.Tensor:
+        """Bytes of each row beside its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
+        return self._numbers[:, _OTHER_BYTES]
+
     def recount(self) -> str:
         """Drop the lengths where a row that any rank has read has another length; return which row,
         or "".
@@ -185,20 +191,19 @@ class Rows(Dataset[Any]):
         configured = as_dict(self._job.cfg)
         blocks = configured[self._key], configured["tokenizer"]
         described = described_with_files(blocks), sources_of(self._dataset, blocks)
-        name = fingerprint("rows", described, installed_version("torchtune"))
+        name = fingerprint("rows and their bytes", described, installed_version("torchtune"))
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
         return measure_rows(
             self,
             self._measure,
-            num_numbers=3,
+            num_numbers=4,
             cache_file=self._cache_file,
             reads_cache=self._trusts_cache,
         )
 
     def _measure(self, number: int, row: Any) -> list[int]:
-        """Return a row's tokens, its real tokens, and its most extreme token id.
-
-        That is the one most likely outside of a vocabulary.
+        """Return a row's tokens, its real tokens, the token id that is most likely outside of a
+        vocabulary, and the bytes of all but its text.
         """
         extremes = []
         length = 0
@@ -217,7 +222,8 @@ class Rows(Dataset[Any]):
         # No vocabulary has negative ids, so without one the largest decides.
         if worst >= 0:
             worst = max(extremes)
-        return [length * len(self._task.fields), self.num_real_tokens(row), worst]
+        tokens = length * len(self._task.fields)
+        return [tokens, self.num_real_tokens(row), worst, count_other_bytes(row)]
 
     def _extreme_labels(self, number: int, key: str, labels: Any, *, num_tokens: int) -> list[int]:
         """Return the smallest and the largest label of a sequence that is not ignored."""

@@ -7,12 +7,14 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import torch
+
 from adaptive_batch import distributed
 from adaptive_batch._util import count
-from adaptive_batch.data import PlannedEpoch, RowLengths, longest_rows
+from adaptive_batch.data import PlannedEpoch, RowLengths
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress
-from adaptive_batch.training import WorstRows
+from adaptive_batch.training import LongestRows
 
 from .data import Data
 from .job import Job
@@ -29,7 +31,7 @@ class TrialRows:
     def __init__(self, job: Job, data: Data) -> None:
         self._job = job
         self._data = data
-        self._read: dict[int | str, WorstRows] = {}
+        self._read: dict[int | str, LongestRows] = {}
 
     def check(self) -> None:
         """Read the rows of each probed length; refuse those that the model does not take.
@@ -55,11 +57,11 @@ class TrialRows:
                 )
                 raise SettingError(key, length, remedy)
 
-    def probed(self) -> WorstRows:
+    def probed(self) -> LongestRows:
         """Return the rows of ``probe.sequence_length``."""
         return self.of_length(self._job.settings.probe.sequence_length)
 
-    def of_length(self, length: int | str) -> WorstRows:
+    def of_length(self, length: int | str) -> LongestRows:
         """Return rows of training.
 
         Args:
@@ -71,10 +73,8 @@ class TrialRows:
             self._read[length] = rows
         return rows
 
-    def _of_length(self, length: int | str) -> WorstRows:
+    def _of_length(self, length: int | str) -> LongestRows:
         dataset = self._data.dataset
-        order = longest_rows(dataset.lengths, len(dataset.lengths))
-        longest = int(dataset.lengths[order[0]])
         if length == "max_seq_len":
             limit = getattr(self._data.tokenizer, "max_seq_len", None)
             if limit is None:
@@ -84,46 +84,25 @@ class TrialRows:
                     "the tokenizer has no max_seq_len; set it, or give a number",
                 )
             length = int(limit) * len(self._job.task.fields)
-        target = longest if length == "longest" else int(length)
-        made: list[dict[str, Any]] = []
+        if length == "longest":
+            return LongestRows.of_dataset(
+                dataset, prepare=self._job.task.filled, order=cache(self._order)
+            )
+        tokens = int(length)
+        return LongestRows.of_dataset(
+            dataset,
+            length=tokens,
+            prepare=lambda row: self._resized(row, tokens),
+            order=cache(partial(self._order, tokens)),
+        )
 
-        def first(size: int) -> list[dict[str, Any]]:
-            while len(made) < size:
-                row = dataset[order[len(made) % len(order)]]
-                if length == "longest":
-                    made.append(self._job.task.filled(row))
-                else:
-                    made.append(self._resized(row, target))
-            return made[:size]
+    def of_validation(self) -> LongestRows:
+        """Return the largest rows of validation."""
+        return LongestRows.of_dataset(
+            self._data.dataset_val, prepare=self._job.task.filled, source=" of dataset_val"
+        )
 
-        # The order of an epoch is made only where a search asks for it, and once.
-        cached_order = cache(partial(self._order, target))
-
-        def in_order(begin: int, size: int) -> list[dict[str, Any]]:
-            numbers = cached_order()
-            if not numbers:
-                return first(size)
-            places = [place % len(numbers) for place in range(begin, begin + size)]
-            return [dataset[numbers[place]] for place in places]
-
-        return WorstRows(first, target, f"one row of {count(target, 'token')}", in_order)
-
-    def of_validation(self) -> WorstRows:
-        """Return the longest rows of validation."""
-        dataset = self._data.dataset_val
-        order = longest_rows(dataset.lengths, len(dataset.lengths))
-        length = int(dataset.lengths[order[0]])
-        made: list[dict[str, Any]] = []
-
-        def first(size: int) -> list[dict[str, Any]]:
-            rows = map(dataset.__getitem__, order[len(made) : size])
-            made.extend(map(self._job.task.filled, rows))
-            return made[:size]
-
-        name = f"one row of {count(length, 'token')} of dataset_val, even without gradients,"
-        return WorstRows(first, length, name)
-
-    def _order(self, longest: int) -> list[int]:
+    def _order(self, longest: int = sys.maxsize) -> torch.Tensor:
         """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
         data = self._data
         # A schedule changes the order little, and may need a rate, which is not there yet.
@@ -138,8 +117,7 @@ class TrialRows:
             measure=lambda: RowLengths(rows.lengths, rows.real_lengths),
         )
         order = epoch.order[:]
-        numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
-        return numbers
+        return order[data.dataset.lengths[order] <= longest]
 
     def _resized(self, row: dict[str, Any], length: int) -> dict[str, Any]:
         """Return a row of text cut or repeated to so many tokens."""

@@ -99,7 +99,7 @@ class Validation:
         evaluate = partial(self._engine.try_evaluation, loss=loss, length=length)
         scope = SearchScope(rows, evaluation=Evaluation(evaluate, bound_finder.rows.probed()))
         maximum = bound_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
-        (result,) = bound_finder.find(trainer, scope, maximum=maximum)
+        *_, result = bound_finder.find(trainer, scope, maximum=maximum)
         return result
 
     def run_where_due(self, step: int) -> None:

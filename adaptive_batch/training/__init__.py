@@ -28,7 +28,7 @@ from .row_loss import RowLoss, count_shifted_labels
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_result import PLACE_OF_STEP, StepResult
 from .throughput_search import Choices, kinds_to_choose_from
-from .trials import Evaluation, TriedStep, WorstRows
+from .trials import Evaluation, LongestRows, TriedStep
 
 __all__ = [
     "FORMS",
@@ -49,6 +49,7 @@ __all__ = [
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
+    "LongestRows",
     "MicroBatchSizer",
     "NonfiniteSteps",
     "OOMPolicy",
@@ -65,7 +66,6 @@ __all__ = [
     "StepResult",
     "Terms",
     "TriedStep",
-    "WorstRows",
     "configured_size",
     "count_shifted_labels",
     "differences",

@@ -50,7 +50,7 @@ from .part_step import PartStep
 from .parts import Part, SplitBatch
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .splitters import CustomSplit, RowSplitter, length_in_sample
-from .trials import TriedStep, WorstRows
+from .trials import LongestRows, TriedStep
 
 private = PrivateNames("memory estimates")
 
@@ -288,7 +288,7 @@ class AdaptiveStep:
         if batch_size is not None:
             check_whole("batch_size", batch_size)
         check_bool("accumulates", accumulates)
-        rows = WorstRows.of_sample(sample, self._split_batch.split_sample, self.memory.device)
+        rows = LongestRows.of_sample(sample, self._split_batch.split_sample, self.memory.device)
         if self.sizer.limit_of_step.unit == "tokens" and not rows.length:
             raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
         scope = SearchScope(
@@ -301,7 +301,8 @@ class AdaptiveStep:
         """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
         results = find_limit(tried, scope, options)
         self.sizer.set_bound(results[-1])
-        self.tried_one_part = not scope.accumulates and len(results) == 1
+        fits_whole = results[-1].max_batch_size >= (scope.whole_step_rows or 0)
+        self.tried_one_part = fits_whole and not scope.accumulates
         return results[-1]
 
     def _try_sample(

@@ -63,7 +63,7 @@ from .sizing import MicroBatchSizer
 from .splitters import RowSplitter
 from .step import Step
 from .throughput_search import Choices, ThroughputSearch
-from .trials import Evaluation, TriedStep, WorstRows
+from .trials import Evaluation, LongestRows, TriedStep
 
 log = logging.getLogger("adaptive_batch")
 
@@ -130,7 +130,7 @@ class SearchScope:
             once as fits.
     """
 
-    rows: WorstRows
+    rows: LongestRows
     accumulates: bool = False
     whole_step_rows: int | None = None
     evaluation: Evaluation | None = None
@@ -328,9 +328,10 @@ class BoundSearch:
             engine.largest_size = largest.size
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
-            raise DoesNotFitError(
-                f"{self._scope.rows.name} does not fit in {budget}; {engine.retry.remedies}"
-            )
+            row = self._scope.rows.name
+            if self._scope.evaluation:
+                row += ", even without gradients,"
+            raise DoesNotFitError(f"{row} does not fit in {budget}; {engine.retry.remedies}")
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
         result = replace(
@@ -475,9 +476,13 @@ def find_limit(
     """
     search = BoundSearch(tried, scope, options, cache=cache_of(scope), time_limit=time_limit)
     result = search.run()
-    if scope.accumulates or (scope.whole_step_rows or 0) <= result.max_batch_size:
+    if not scope.accumulates and (scope.whole_step_rows or 0) > result.max_batch_size:
+        scope = replace(scope, accumulates=True)
+    elif scope.rows.beside_longest is not None:
+        scope = replace(scope, rows=scope.rows.beside_longest)
+        options = replace(options, maximum=result.max_batch_size)
+    else:
         return [result]
-    scope = replace(scope, accumulates=True)
     return [result, *find_limit(tried, scope, options, cache_of=cache_of, time_limit=time_limit)]
 
 
@@ -540,6 +545,6 @@ def find_max_batch_size(
 
     tried = TriedStep(engine, optimizer, try_sample)
     split = RowSplitter(trims=True).split_sample
-    rows = WorstRows.of_sample(sample, split, engine.memory.device)
+    rows = LongestRows.of_sample(sample, split, engine.memory.device)
     (result,) = find_limit(tried, SearchScope(rows, accumulates=accumulates), options)
     return result

@@ -51,7 +51,6 @@ from .options import StepOptions
 from .rate import AdaptiveRate
 from .row_step import RowStep
 from .step_result import StepResult
-from .trials import WorstRows
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
@@ -246,7 +245,7 @@ class AdaptiveLoop:
             if batches.batching.batch_tokens:
                 timed_rows = mean_rows(batches.batching.batch_tokens, self._step.dataset.lengths)
             scope = SearchScope(
-                WorstRows.of_dataset(self._step.dataset, batches.order),
+                self._step.longest_rows(batches.order),
                 # On fewer ranks than training began with, a batch that is cut to the bound has more
                 # rows than the bound.
                 accumulates=(

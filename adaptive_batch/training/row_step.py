@@ -19,6 +19,7 @@ from adaptive_batch.data import (
     IGNORE_INDEX,
     LAYOUT_KINDS,
     DatasetAdapter,
+    RowOrder,
     check_loss,
     move_to_device,
 )
@@ -35,7 +36,7 @@ from .options import StepOptions, Terms
 from .parts import BatchSource, Part, RowsOfBatch
 from .step_result import StepResult
 from .throughput_search import Choices, kinds_to_choose_from
-from .trials import TriedStep
+from .trials import LongestRows, TriedStep
 
 private = PrivateNames("memory estimates")
 
@@ -303,14 +304,12 @@ class RowStep:
         """
         from adaptive_batch.estimate import estimate_step
 
-        dataset = self.dataset
-        (longest,) = dataset.longest(1)
+        longest = self.longest_rows()
 
         def forward_backward(device: FakeDevice, num_rows: int) -> None:
-            rows = dataset.longest(min(num_rows, len(dataset)))
             # Rows are collated on the host.
             with private.disable_current_modes():
-                batch = self.make_batch([rows[number % len(rows)] for number in range(num_rows)])
+                batch = self.make_batch(longest.first(num_rows))
                 isolated = self._isolate_rows(batch)
             made = {"batch": batch}
             device.batch(made)
@@ -325,7 +324,7 @@ class RowStep:
                 forward_backward,
                 self.clip,
                 devices,
-                sequence_length=dataset.length(longest),
+                sequence_length=longest.length,
                 accumulates=self.sizer.may_split,
                 maximum=check_whole("maximum", maximum),
                 context=context,
@@ -333,9 +332,20 @@ class RowStep:
             )
         finally:
             self.engine.compilations.forget()
-            dataset.forget()
 
     # --- what fits
+
+    def longest_rows(self, order: RowOrder | None = None) -> LongestRows:
+        """Return the rows of trials.
+
+        Args:
+            order: numbers of the rows in the order of training; None where trials need none.
+        """
+        return LongestRows.of_dataset(
+            self.dataset,
+            are_alike=self.dataset.are_alike,
+            order=None if order is None else lambda: order,
+        )
 
     def find_choices(self, objective: str, *, timed_rows: int) -> Choices | None:
         """Return the micro-batches that a search times; None where it takes the largest, or where a
@@ -367,10 +377,7 @@ class RowStep:
             row_length=self.dataset.length,
             keep_gradients=keep_gradients,
         )
-        try:
-            return self.step.search(tried, scope, options)
-        finally:
-            self.dataset.forget()
+        return self.step.search(tried, scope, options)
 
     def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
         self.engine.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)

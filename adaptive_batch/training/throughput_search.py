@@ -19,7 +19,7 @@ from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput, Tria
 
 from .compilations import Compilation, Compilations, describe_all
 from .model_checks import is_compiled
-from .trials import TriedStep, WorstRows
+from .trials import LongestRows, TriedStep
 
 log = logging.getLogger("adaptive_batch")
 
@@ -93,7 +93,7 @@ class ThroughputSearch:
         tried: TriedStep,
         dry_run: DryRun,
         choices: Choices,
-        worst: WorstRows,
+        worst: LongestRows,
         max_batch_size: int,
     ) -> None:
         assert worst.in_order is not None, "rows of no order are not trained on"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch._util import count
-from adaptive_batch.data import DatasetAdapter, RowOrder
+from adaptive_batch.data import RowOrder, largest_rows, longest_rows
 from adaptive_batch.memory import OptimizerInBackward
 
 from .parts import BatchSource
@@ -20,28 +20,42 @@ from .splitters import counted_sample, length_in_sample
 from .step import Step
 
 
+class MeasuredRows(Protocol):
+    """Rows by number, measured as :class:`.DatasetAdapter` does."""
+
+    @property
+    def lengths(self) -> torch.Tensor: ...
+    @property
+    def other_bytes(self) -> torch.Tensor: ...
+
+    def __getitem__(self, number: int) -> Any: ...
+
+
 @dataclass(frozen=True)
-class WorstRows:
-    """The rows of trials: the longest that training may meet.
+class LongestRows:
+    """The rows of trials: those of which training may meet no larger ones.
 
     Attributes:
-        first: function that returns that many of them, longest first, in the form that a trial
+        first: function that returns that many of them, largest first, in the form that a trial
             takes.
         length: tokens of the longest; 0 where they are not known.
         name: name of a single one in errors.
         in_order: function that returns rows in the order in which training takes them: any number
             from any position on; None where there is no order.
+        beside_longest: the same rows beside the one with most tokens, to which they are padded;
+            None where the first has as many.
     """
 
     first: Callable[[int], Any]
     length: int
     name: str
     in_order: Callable[[int, int], list[Any]] | None = None
+    beside_longest: LongestRows | None = None
 
     @classmethod
     def of_sample(
         cls, sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
-    ) -> WorstRows:
+    ) -> LongestRows:
         """Return the rows of a function that makes a batch of that many, as each trial makes its
         own.
 
@@ -51,25 +65,71 @@ class WorstRows:
             device: device whose random numbers stay as they were.
         """
         length = length_in_sample(sample, split, device)
-        name = f"one row of {count(length, 'token')}" if length else "one row"
         counted = counted_sample(sample, split)
-        return cls(lambda size: partial(counted, size), length, name)
+        return cls(lambda size: partial(counted, size), length, _name(length))
 
     @classmethod
-    def of_dataset(cls, dataset: DatasetAdapter, order: RowOrder) -> WorstRows:
-        """Return the longest rows of a dataset.
+    def of_dataset(
+        cls,
+        rows: MeasuredRows,
+        *,
+        length: int | None = None,
+        are_alike: bool = False,
+        source: str = "",
+        prepare: Callable[[Any], Any] = lambda row: row,
+        order: Callable[[], RowOrder | torch.Tensor] | None = None,
+    ) -> LongestRows:
+        """Return the rows of a dataset whose tensors have most bytes.
 
         Args:
-            dataset: rows, and their lengths.
-            order: numbers of the rows in the order of training.
+            rows: the dataset.
+            length: tokens that `prepare` cuts or fills each row to; None if it leaves them.
+            are_alike: whether all rows have one length, which errors do not name.
+            source: end of the name of a row.
+            prepare: function that returns what a trial takes of a row.
+            order: function that returns the numbers of rows in the order of training; None where
+                trials need no order.
         """
-        (longest,) = dataset.longest(1)
+        lengths = rows.lengths
+        numbers = largest_rows(lengths, rows.other_bytes)
+        read: list[Any] = []
 
-        def in_order(begin: int, num_rows: int) -> list[Any]:
-            places = torch.arange(begin, begin + num_rows) % len(order)
-            return [dataset[row] for row in order[places].tolist()]
+        def first(size: int) -> list[Any]:
+            for place in range(len(read), size):
+                read.append(prepare(rows[numbers[place % len(numbers)]]))
+            return read[:size]
 
-        return cls(dataset.longest, dataset.length(longest), dataset.describe(longest), in_order)
+        def in_order(begin: int, size: int) -> list[Any]:
+            assert order is not None
+            in_turn = order()
+            if not len(in_turn):
+                return first(size)
+            places = torch.arange(begin, begin + size) % len(in_turn)
+            return [rows[number] for number in in_turn[places].tolist()]
+
+        largest_length = int(lengths[numbers[0]]) if length is None else length
+        name = "one row" if are_alike else _name(largest_length) + source
+        made = cls(first, largest_length, name, None if order is None else in_order)
+        (longest,) = longest_rows(lengths, 1)
+        longest_length = int(lengths[longest])
+        if length is not None or longest_length == largest_length:
+            return made
+
+        @cache
+        def longest_row() -> Any:
+            return prepare(rows[longest])
+
+        beside = replace(
+            made,
+            first=lambda size: [longest_row(), *first(size - 1)],
+            length=longest_length,
+            name=_name(longest_length) + source,
+        )
+        return replace(made, beside_longest=beside)
+
+
+def _name(length: int) -> str:
+    return f"one row of {count(length, 'token')}" if length else "one row"
 
 
 @dataclass(frozen=True)
@@ -88,7 +148,7 @@ class Evaluation:
     """
 
     run: Callable[[Any], object]
-    trained: WorstRows
+    trained: LongestRows
     name: str = "evaluating rows"
     kind: bool | str = True
     in_training_mode: bool = False
@@ -103,7 +163,7 @@ class TriedStep:
         engine: runs its micro-batches.
         optimizer: optimizer of the model's parameters, or the optimizers in backward.
         try_rows: function that runs forward and backward of some rows at once, in the form of
-            :class:`WorstRows`; ``is_last=False`` where gradients are not reduced.
+            :class:`LongestRows`; ``is_last=False`` where gradients are not reduced.
         clip: function that clips the gradients before the optimizer's step.
         row_length: function that returns the tokens of a row.
         keep_gradients: function that leaves the unsharded gradients which are there between the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.sharded_model import make_rows
@@ -133,8 +134,9 @@ def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() 
         gradient(2, num_labels=lambda batch: (batch["labels"][:, 1:] != -100).sum())
 
 
-def test_a_row_is_named_with_its_length_unless_all_are_alike() -> None:
-    rows = make_rows([5])
-    assert DatasetAdapter(rows).describe(rows[0]) == "one row of 5 tokens"
-    assert DatasetAdapter(rows, lambda row: 7).describe(rows[0]) == "one row of 7 tokens"
-    assert DatasetAdapter(rows, 1).describe(rows[0]) == "one row"
+def test_rows_are_measured_by_tokens_and_by_the_bytes_of_all_but_text() -> None:
+    text = {"input_ids": torch.arange(5), "mask": [True] * 5, "weight": np.int64(3)}
+    tiles = [torch.ones(2, 3), {"pixels": np.ones((4, 4), np.uint8)}, (torch.ones(5),), "name"]
+    rows = DatasetAdapter([text, {**text, "tiles": tiles}])
+    assert (rows.lengths.tolist(), rows.other_bytes.tolist()) == ([5, 5], [0, 24 + 16 + 20])
+    assert DatasetAdapter([text], 7).other_bytes.tolist() == [0]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from adaptive_batch.data import DatasetAdapter, longest_rows, measure_rows
+from adaptive_batch.data import DatasetAdapter, largest_rows, longest_rows, measure_rows
 from adaptive_batch.data import lengths as lengths_module
 from adaptive_batch.errors import SettingError
 
@@ -323,6 +323,8 @@ def test_longest_rows_are_those_of_a_stable_sort(lengths, data):
     count = data.draw(st.integers(1, len(lengths)))
     expected = sorted(range(len(lengths)), key=lambda row: -lengths[row])[:count]
     assert longest_rows(torch.tensor(lengths), count) == expected
+    text_alone = torch.zeros(len(lengths), dtype=torch.int64)
+    assert largest_rows(torch.tensor(lengths), text_alone)[:count] == expected
 
 
 def test_a_loader_given_as_a_dataset_is_refused_with_what_to_give():

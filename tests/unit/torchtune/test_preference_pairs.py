@@ -56,11 +56,11 @@ from adaptive_batch.training import (
     BoundSearch,
     ConfiguredSize,
     Evaluation,
+    LongestRows,
     MicroBatchSizer,
     OOMPolicy,
     ProbeOptions,
     SearchScope,
-    WorstRows,
 )
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -347,7 +347,7 @@ def test_the_bound_of_the_reference_is_that_of_brute_force(kind):
     wired = job_on_pairs(kind, [row], limit=MicroBatchLimit(1), reference_limit=MicroBatchLimit(1))
     runner = wired.trainer.engine
     optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
-    worst = WorstRows(lambda size: [row] * size, 60, "one row")
+    worst = LongestRows(lambda size: [row] * size, 60, "one row")
 
     def search(maximum: int, device_memory: int | None = None) -> Any:
         tried = replace(wired.trainer.tried(), optimizer=optimizer)

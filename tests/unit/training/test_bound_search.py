@@ -32,7 +32,7 @@ from adaptive_batch.training import (
     find_max_batch_size,
 )
 from adaptive_batch.training.step import Step
-from adaptive_batch.training.trials import TriedStep, WorstRows
+from adaptive_batch.training.trials import LongestRows, TriedStep
 
 ROW = collate(make_rows((17,)))
 MAXIMUM = 24
@@ -122,7 +122,7 @@ def test_a_step_that_has_to_be_split_is_searched_again_with_gradients_in_memory(
         with step.trial():
             training.forward_backward(make_batch())
 
-    rows = WorstRows.of_sample(sample, RowsOfBatch, torch.device("cpu"))
+    rows = LongestRows.of_sample(sample, RowsOfBatch, torch.device("cpu"))
     results = find_limit(
         TriedStep(step, training.optimizer, try_sample),
         SearchScope(rows, whole_step_rows=step_rows),
@@ -140,7 +140,7 @@ def search_on(memory, has_order, headroom):
     runner = Step(training.model, MicroBatchSizer(), memory=memory)
     tried = TriedStep(runner, training.optimizer, training.forward_backward)
     in_order = (lambda begin, num_rows: [0] * num_rows) if has_order else None
-    rows = WorstRows(lambda size: [0] * size, 9, "one row", in_order)
+    rows = LongestRows(lambda size: [0] * size, 9, "one row", in_order)
     return BoundSearch(tried, SearchScope(rows), ProbeOptions("1GiB", headroom))
 
 
@@ -183,7 +183,9 @@ def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
     training = Training()
     runner = Step(training.model, MicroBatchSizer(), memory=CachingMemory())
     tried = TriedStep(runner, training.optimizer, training.forward_backward)
-    rows = WorstRows(lambda size: [0] * size, 9, "one row", lambda begin, num_rows: [0] * num_rows)
+    rows = LongestRows(
+        lambda size: [0] * size, 9, "one row", lambda begin, num_rows: [0] * num_rows
+    )
     search = BoundSearch(tried, SearchScope(rows), ProbeOptions("1GiB"))
     sizes = []
 

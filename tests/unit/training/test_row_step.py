@@ -6,6 +6,7 @@ import io
 import random
 import re
 from collections import namedtuple
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,7 @@ from adaptive_batch.errors import (
     DoesNotFitError,
     SettingError,
 )
+from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs
 from adaptive_batch.training import AdaptiveLoop
 from adaptive_batch.training.parts import LabelCounter
@@ -233,6 +235,59 @@ def test_one_row_that_does_not_fit_is_said_with_numbers():
     assert not re.search("tokenizer|optimizer_in_bwd|enable_", remedies)  # which nobody has here
     with pytest.raises(DoesNotFitError, match=r"^one row needs \d"):
         training(row_length=1).loop.find_bound(device_memory="40KiB")
+
+
+class Captions(nn.Module):
+    """Tokens, and tiles of pictures that lie beside them: `[rows, tiles, 16]`, or `[tiles, 16]` of
+    all rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.text, self.tiles, self.head = nn.Embedding(53, 8), nn.Linear(16, 8), nn.Linear(8, 53)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen = torch.tanh(self.tiles(batch["tiles"])).flatten(0, -2).mean(0)
+        logits = self.head(torch.tanh(self.text(batch["tokens"]) + seen))
+        return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("pads_tiles", [True, False])
+@pytest.mark.parametrize("expected", [1, 2, 9])
+def test_whatever_rows_meet_in_a_micro_batch_fits_where_the_longest_are_not_the_largest(
+    pads_tiles, expected
+):
+    """Half of the rows have 40 tokens and one tile, half have 36 tokens and 64 tiles."""
+    small, large = (
+        {"tokens": [1] * length, "labels": [1] * length, "tiles": torch.randn(tiles, 16)}
+        for length, tiles in ((40, 1), (36, 64))
+    )
+
+    def collate_captions(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        tiles = [row["tiles"] for row in rows]
+        join = partial(nn.utils.rnn.pad_sequence, batch_first=True) if pads_tiles else torch.cat
+        return {**collate([{**row, "row": 0} for row in rows]), "tiles": join(tiles)}
+
+    def begin() -> SimpleNamespace:
+        model = Captions()
+        rows, options = [small, large] * 12, {"mean_loss": model, "collate": collate_captions}
+        return training(model=model, rows=rows, optimizer=torch.optim.SGD, **options)
+
+    def largest_peak(size: int) -> int:
+        model, peaks = begin().model, []
+        for number in range(size + 1):
+            model.zero_grad()
+            with CountedMemory(torch.device("cpu")).measure(
+                model.parameters(), budget_bytes=2**40
+            ) as usage:
+                model(collate_captions([large] * number + [small] * (size - number))).backward()
+            peaks.append(usage.peak_bytes)
+        return max(peaks)
+
+    budget = (largest_peak(expected) + largest_peak(expected + 1)) // 2
+    found = begin().loop.find_bound(device_memory=budget, headroom=0.0)
+    assert found.max_batch_size == expected
 
 
 def test_the_power_of_two_below_the_bound_is_tried_too():
