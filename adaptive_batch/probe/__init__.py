@@ -11,7 +11,14 @@ from .finder import (
     try_again,
 )
 from .search import BinarySearch, Halving, Predictive, Search, Trial
-from .throughput import NEWER_FIELDS, OBJECTIVES, FastestSearch, Pieces, Throughput
+from .throughput import (
+    NEWER_FIELDS,
+    OBJECTIVES,
+    FastestSearch,
+    Pieces,
+    Throughput,
+    needs_times,
+)
 from .trial import DryRun, TrialStep
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "TrialStep",
     "load_latest",
     "load_result",
+    "needs_times",
     "run_search",
     "save_result",
     "try_again",

@@ -2,20 +2,16 @@
 
 The largest size that fits is a bound and no aim: from some size on, more tokens at once are hardly
 faster, while rows of uneven lengths are padded more. A step has the same rows in any layout, so the
-time of its micro-batches decides. The time is modelled as linear in what the micro-batches hold
-(:class:`.MicroBatchTime`), much alike in all layouts but for a factor. The model is fitted to
-micro-batches that were timed, and corrected by what trials of a near size took. The best choice by
-that model is tried, until the best is one that was tried before.
+time of its micro-batches decides. A few sizes of each layout run the same steps in turns.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
+from itertools import count, groupby
+from statistics import median
 
 from adaptive_batch._util import format_bytes, is_emulated
 from adaptive_batch.data import (
@@ -28,47 +24,21 @@ from adaptive_batch.data import (
 
 log = logging.getLogger("adaptive_batch")
 
+OBJECTIVES = ("throughput", "largest")
 
-@dataclass(frozen=True)
-class Objective:
-    """The goal of ``auto`` within the bound: the layout and the limit whose cost is least.
-
-    Attributes:
-        cost: a function ``cost(kind, limit, seconds)`` of a layout's kind, a limit, and the seconds
-            that they take for some steps of training; None takes as much at once as fits, and times
-            nothing.
-    """
-
-    cost: Callable[[str, MicroBatchLimit, float], float] | None = None
-
-    @property
-    def needs_times(self) -> bool:
-        """Whether micro-batches are timed for it, which `adaptive-batch emulate` prevents: there
-        the largest that fits is taken.
-        """
-        return self.cost is not None and not is_emulated()
-
-
-OBJECTIVES = {
-    "throughput": Objective(cost=lambda kind, limit, seconds: seconds),
-    "largest": Objective(),
-}
-
-MAX_TRIALS = 6
-# Of two sizes whose expected costs differ by less, the smaller is taken: it leaves memory free.
+# Sizes of each layout that are timed, as shares of the largest that may fit.
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+# Turns in which they run.
+_ROUNDS = 3
+# Of two sizes of one layout whose times differ by less, the smaller leaves memory free.
 _ALIKE = 0.01
-# The weight in a fit of what was timed in another layout, and of what was not timed at all.
-_OTHERS = 0.3
-_MADE_UP = 0.1
-# Fits of the time that layouts have in common, each with the factors of the last.
-_REFITS = 3
-# A size whose expected cost is higher by no more may prove faster, so it is tried.
-_NEAR = 0.08
-# Turns in which layouts are timed: the fewest are enough where the two fastest of each layout
-# differ by no more than this share, as on a machine without other work.
-_ROUNDS = 2
-_MOST_ROUNDS = 6
-_REPRODUCED = 0.03
+
+
+def needs_times(objective: str) -> bool:
+    """Return whether micro-batches are timed for an objective. `adaptive-batch emulate` has no
+    times: there the largest that fits is taken.
+    """
+    return objective == "throughput" and not is_emulated()
 
 
 @dataclass(frozen=True)
@@ -142,22 +112,20 @@ class Throughput:
 
 Pieces = tuple[list[MicroBatch], MicroBatchLayout]
 
-# The kind of a layout, and a limit.
-Choice = tuple[str, MicroBatchLimit]
+# A layout and a limit.
+Choice = tuple[MicroBatchLayout, MicroBatchLimit]
 
 
 class FastestSearch:
-    """Finds the layout and the limit whose micro-batches take least time for the same rows.
+    """Finds the layout and the limit whose micro-batches take least time for the same steps.
 
     Args:
-        run: a function that runs the sample once as the micro-batches of each of some layouts; it
-            returns the seconds of each micro-batch, None for a layout where one does not fit.
-        steps: tokens of each row of some steps of training, whose time is modelled.
-        sample: tokens of each row that is run in a trial, those of a step or a part of one.
+        run: function that runs the steps once in each of some layouts, and returns the seconds of
+            each micro-batch, None where one does not fit. Rows are numbered through all steps.
+        steps: tokens of each row of each step.
         layouts: the layouts to choose from.
-        limits: the limits of a layout, ascending.
+        limits: the smallest and the largest limit of a layout.
         step_seconds: the seconds that a step takes beside its micro-batches.
-        objective: the name of the goal, one of :data:`OBJECTIVES` that times something.
     """
 
     def __init__(
@@ -165,303 +133,171 @@ class FastestSearch:
         run: Callable[[list[Pieces]], list[list[float] | None]],
         *,
         steps: Sequence[Sequence[int]],
-        sample: Sequence[int],
         layouts: Sequence[MicroBatchLayout],
-        limits: Callable[[MicroBatchLayout], Sequence[MicroBatchLimit]],
+        limits: Callable[[MicroBatchLayout], tuple[MicroBatchLimit, MicroBatchLimit]],
         step_seconds: float = 0.0,
-        objective: str = "throughput",
     ) -> None:
-        cost = OBJECTIVES[objective].cost
-        assert cost is not None, f"{objective} times nothing"
-        self._cost = cost
         self._run = run
-        self._steps = steps
-        self._sample = sample
+        self._lengths = [length for lengths in steps for length in lengths]
+        numbers = count()
+        self._steps = [[next(numbers) for _ in lengths] for lengths in steps]
+        self._layouts = layouts
         self._limits = limits
-        self._layouts = {layout.kind: layout for layout in layouts}
-        # A trial runs the sample alone, so it bears that share of what a step takes beside.
-        self._step_seconds = step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)
-        self._timings: dict[str, list[tuple[MicroBatch, float]]] = {
-            kind: [] for kind in self._layouts
-        }
-        # The sample's micro-batches in a choice, and the seconds that they take at the speed that
-        # the machine had as the first choices were timed.
-        self._measured: dict[Choice, tuple[list[MicroBatch], float]] = {}
-        # The amount of a layout that did not fit.
-        self._too_large = dict.fromkeys(self._layouts, math.inf)
+        self._step_seconds = step_seconds * len(steps)
+        self._pieces: dict[Choice, Pieces] = {}
+        # At the speed that the machine had as the first choices were timed.
+        self._seconds: dict[Choice, float] = {}
 
-    def __call__(self) -> Throughput | None:
-        """Time as little as needed; return the fastest, None where nothing that was tried fits."""
-        while unknown := [
-            kind for kind in self._layouts if not self._timings[kind] and self._left(kind)
-        ]:
-            cuts = [self._small_and_large(kind) for kind in unknown]
-            self._learn(cuts, self._time(cuts))
-        # The first timings of a layout count as a trial of it.
-        while len(self._measured) < MAX_TRIALS - len(self._layouts):
-            # What did not fit in the last round leaves fewer limits in this one.
-            expected: dict[Choice, float] = {}
-            for kind in self._layouts:
-                for limit in self._left(kind):
-                    expected[kind, limit] = self._expected_cost(kind, limit)
-            chosen = self._next(expected)
-            if not chosen or chosen[0] in self._measured:
-                break
-            self._try(chosen)
-        if not self._measured:
-            return None
-        kind, limit = min(self._measured, key=lambda choice: self._expected_cost(*choice))
-        trials = tuple(
-            TimedTrial(*choice, self._rate(choice), self._padding(choice))
-            for choice in self._measured
-        )
-        return Throughput(kind, limit, self._rate((kind, limit)), self._layouts[kind].time, trials)
-
-    def _try(self, chosen: Sequence[Choice]) -> None:
-        """Time the sample in each choice; keep the seconds of a choice that is new and fits.
-
-        Where the last one was measured before, it shows how much slower the machine is now.
+    def __call__(self) -> list[Throughput]:
+        """Time a few sizes of each layout, and smaller ones while they are faster; return what
+        fits, fastest first.
         """
-        cuts = [self._cut(kind, limit) for kind, limit in chosen]
-        timings = self._time(cuts)
-        rival_timing = timings[-1]
-        if chosen[-1] in self._measured and rival_timing is not None:
-            slowness = sum(rival_timing) / self._measured[chosen[-1]][1]
-            timings = [timing and [seconds / slowness for seconds in timing] for timing in timings]
-        self._learn(cuts, timings)
-        for choice, (pieces, _), timing in zip(chosen, cuts, timings, strict=True):
-            if timing is None or choice in self._measured:
-                continue
-            self._measured[choice] = (pieces, sum(timing))
+        choices: list[Choice] = []
+        for layout in map(self._timed, self._layouts):
+            smallest, largest = self._limits(layout)
+            for share in _SHARES:
+                amount = max(smallest.amount, int(share * largest.amount))
+                choices += self._new((layout, replace(largest, amount=amount)))
+        while choices:
+            self._time(choices)
+            choices = self._smaller()
+        trials = tuple(
+            TimedTrial(layout.kind, limit, self._rate(choice), self._padding(choice))
+            for choice in self._seconds
+            for layout, limit in [choice]
+        )
+        return [
+            Throughput(layout.kind, limit, self._rate((layout, limit)), layout.time, trials)
+            for layout, limit in self._ranked()
+        ]
+
+    def _timed(self, layout: MicroBatchLayout) -> MicroBatchLayout:
+        """Return a layout with the time by which it groups rows: half of the rows run in the
+        smallest micro-batches and half in the largest, which shows what part of the time is fixed.
+        """
+        if not (layout.sorts and layout.pads):
+            return layout
+        smallest, largest = self._limits(layout)
+        cuts = [
+            self._cut(layout, limit, every=slice(first, None, 2))
+            for first, limit in enumerate((smallest, largest))
+        ]
+        small, large = self._medians(cuts)
+        small_tokens, large_tokens = (
+            sum(piece.run_tokens for piece in pieces) for pieces, _ in cuts
+        )
+        if not (small and large and small_tokens and large_tokens):
+            return layout
+        difference = len(cuts[0][0]) / small_tokens - len(cuts[1][0]) / large_tokens
+        if difference <= 0:
+            return layout
+        fixed = max(0.0, (small / small_tokens - large / large_tokens) / difference)
+        token = small / small_tokens - fixed * len(cuts[0][0]) / small_tokens
+        return replace(layout, time=MicroBatchTime(fixed, token=max(token, 1e-12)))
+
+    def _cut(
+        self, layout: MicroBatchLayout, limit: MicroBatchLimit, every: slice = slice(None)
+    ) -> Pieces:
+        """Return the micro-batches of the steps, or of some rows of each."""
+        pieces = []
+        for numbers in self._steps:
+            numbers = numbers[every]
+            for piece in micro_batches([self._lengths[row] for row in numbers], limit, layout):
+                pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
+        return pieces, layout
+
+    def _new(self, choice: Choice) -> list[Choice]:
+        """Return a choice, unless it cuts the steps as an earlier one does."""
+        pieces = self._cut(*choice)
+        if pieces in self._pieces.values():
+            return []
+        self._pieces[choice] = pieces
+        return [choice]
+
+    def _medians(self, cuts: Sequence[Pieces]) -> list[float | None]:
+        """Return the seconds of each cut, None where it does not fit.
+
+        Cuts run in turns. A turn that was slower than the fastest one counts as much faster.
+        """
+        rounds: dict[int, list[float]] = {place: [] for place in range(len(cuts))}
+        for _ in range(_ROUNDS):
+            timings = self._run([cuts[place] for place in rounds])
+            rounds = {
+                place: [*rounds[place], sum(seconds)]
+                for place, seconds in zip(rounds, timings, strict=True)
+                if seconds is not None
+            }
+        of_turns = [sum(turn) for turn in zip(*rounds.values(), strict=True)]
+        seconds = {
+            place: median(s * min(of_turns) / turn for s, turn in zip(own, of_turns, strict=True))
+            for place, own in rounds.items()
+        }
+        return [seconds.get(place) for place in range(len(cuts))]
+
+    def _time(self, choices: Sequence[Choice]) -> None:
+        """Time choices; one that was timed before shows how much slower the machine is now."""
+        medians = self._medians([self._pieces[choice] for choice in choices])
+        seconds = {
+            choice: median
+            for choice, median in zip(choices, medians, strict=True)
+            if median is not None
+        }
+        known = [choice for choice in seconds if choice in self._seconds]
+        speed = [self._seconds[choice] / seconds[choice] for choice in known]
+        for choice in [choice for choice in seconds if choice not in known]:
+            self._seconds[choice] = seconds[choice] * min(speed, default=1.0)
             log.info(
                 "timed %s, up to %s: %.0f tokens/s",
-                choice[0],
+                choice[0].kind,
                 _at_once(choice[1]),
                 self._rate(choice),
             )
 
-    def _left(self, kind: str) -> list[MicroBatchLimit]:
-        """Return the limits of a layout that may still fit."""
-        return [
-            limit
-            for limit in self._limits(self._layouts[kind])
-            if limit.amount < self._too_large[kind]
+    def _smaller(self) -> list[Choice]:
+        """Return half of the smallest size of each layout of which nothing fits, or of the fastest
+        layout, if that is its fastest; beside the fastest choice.
+        """
+        fastest = sorted(self._seconds, key=self._seconds.__getitem__)[:1]
+        smaller: list[Choice] = []
+        for layout, sizes in groupby(sorted(self._pieces, key=_kind), key=lambda choice: choice[0]):
+            choices = list(sizes)
+            smallest = min(choices, key=_amount)
+            half = replace(smallest[1], amount=_amount(smallest) // 2)
+            fits = any(choice in self._seconds for choice in choices)
+            is_worth = [smallest] == fastest or not fits
+            if is_worth and half.amount >= self._limits(layout)[0].amount:
+                smaller += self._new((layout, half))
+        return [*smaller, *fastest] if smaller else []
+
+    def _ranked(self) -> list[Choice]:
+        """Return the choices that fit, fastest first; the smaller of those that are alike."""
+        ranked = sorted(self._seconds, key=self._seconds.__getitem__)
+        alike = [
+            choice
+            for choice in ranked
+            if choice[0] == ranked[0][0]
+            and self._seconds[choice] <= (1 + _ALIKE) * self._seconds[ranked[0]]
         ]
-
-    def _cut(self, kind: str, limit: MicroBatchLimit) -> Pieces:
-        return micro_batches(self._sample, limit, self._layouts[kind]), self._layouts[kind]
-
-    def _small_and_large(self, kind: str) -> Pieces:
-        """Return half of the sample's rows in the smallest micro-batches, and half in the largest.
-
-        The two sizes together show what part of the time is fixed.
-        """
-        pieces = []
-        sizes = self._left(kind)
-        layout = self._layouts[kind]
-        for begin, limit in enumerate((sizes[0], sizes[-1])):
-            numbers = range(begin, len(self._sample), 2)
-            for piece in micro_batches([self._sample[number] for number in numbers], limit, layout):
-                pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
-        return pieces, layout
-
-    def _time(self, pieces: list[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of the sample's micro-batches in each layout, None where they do not
-        fit.
-
-        Layouts run in turns, so that what slows the machine slows all, and more often where a turn
-        differs from the others.
-        """
-        rounds: list[list[list[float]]] = [[] for _ in pieces]
-        fitting = list(range(len(pieces)))
-        for number in range(_MOST_ROUNDS):
-            if number >= _ROUNDS and all(_is_reproduced(rounds[place]) for place in fitting):
-                break
-            timings = self._run([pieces[place] for place in fitting])
-            for place, seconds in zip(fitting, timings, strict=True):
-                if seconds is None:
-                    rounds[place].clear()
-                else:
-                    rounds[place].append(seconds)
-            fitting = [place for place in fitting if rounds[place]]
-        medians = iter(_without_noise([rounds[place] for place in fitting]))
-        return [next(medians) if of_layout else None for of_layout in rounds]
-
-    def _learn(self, pieces: list[Pieces], timings: Sequence[list[float] | None]) -> None:
-        """Fit the time of each layout to its timings, with these among them, and, with less weight,
-        to all the rest; remember what did not fit.
-
-        The timings of another layout are multiplied by a factor that makes them as slow as its own.
-        """
-        for (micros, layout), seconds in zip(pieces, timings, strict=True):
-            if seconds is not None:
-                self._timings[layout.kind] += zip(micros, seconds, strict=True)
-            elif self._limits(layout)[0].unit == "rows":
-                self._too_large[layout.kind] = max(len(micro.rows) for micro in micros)
-            else:
-                self._too_large[layout.kind] = max(micro.run_tokens for micro in micros)
-        timed = {kind: own for kind, own in self._timings.items() if own}
-        if not timed:
-            return
-        # The common time and the factors depend on each other, so they are fitted in turns.
-        factors = dict.fromkeys(timed, 1.0)
-        for _ in range(_REFITS):
-            common: list[tuple[MicroBatch, float]] = []
-            for kind, own in timed.items():
-                common += [(piece, seconds / factors[kind]) for piece, seconds in own]
-            time = fitted(common)
-            for kind, own in timed.items():
-                modelled = time.of([piece for piece, _ in own])
-                factors[kind] = sum(seconds for _, seconds in own) / modelled
-        for kind, own in timed.items():
-            scaled: list[tuple[MicroBatch, float]] = []
-            for rival, others in timed.items():
-                if rival != kind:
-                    scaled += [(piece, s * factors[kind] / factors[rival]) for piece, s in others]
-            self._layouts[kind] = replace(self._layouts[kind], time=fitted(own, scaled))
-
-    def _expected_cost(self, kind: str, limit: MicroBatchLimit) -> float:
-        return self._cost(kind, limit, self._expected_seconds(kind, limit))
-
-    def _expected_seconds(self, kind: str, limit: MicroBatchLimit) -> float:
-        """Return the seconds of the steps by the model, corrected by the nearest measured size."""
-        layout = self._layouts[kind]
-        modelled = sum(
-            layout.time.of(micro_batches(lengths, limit, layout)) for lengths in self._steps
-        )
-        measured_limits = [measured for rival, measured in self._measured if rival == kind]
-        if not measured_limits:
-            return modelled
-
-        # A ratio tells how alike two sizes are, so their distance is one of logarithms.
-        def distance(measured: MicroBatchLimit) -> float:
-            return abs(math.log(measured.amount / limit.amount))
-
-        pieces, seconds = self._measured[kind, min(measured_limits, key=distance)]
-        return modelled * seconds / layout.time.of(pieces)
-
-    def _next(self, expected: dict[Choice, float]) -> list[Choice]:
-        """Return the choices to time next, the most promising first.
-
-        At first they are the best of each layout, then the best of all beside the best that was
-        measured.
-        """
-        tried_kinds = {kind for kind, _ in self._measured}
-        untried: list[Choice] = []
-        for kind in self._layouts:
-            choices = {choice: cost for choice, cost in expected.items() if choice[0] == kind}
-            if choices and kind not in tried_kinds:
-                untried.append(self._best(choices))
-        if untried:
-            return untried
-        measured = [choice for choice in expected if choice in self._measured]
-        if not measured:
-            return []
-        # The machine may have slowed meanwhile, so the rival is timed again in the same turns.
-        return [self._best(expected), min(measured, key=expected.__getitem__)]
-
-    def _best(self, expected: dict[Choice, float]) -> Choice:
-        """Return the smallest choice of those with about the least expected cost.
-
-        Where it was measured already, a smaller one that may prove faster comes before it.
-        """
-        cheapest = min(expected, key=expected.__getitem__)
-        costs = {choice: cost for choice, cost in expected.items() if choice[0] == cheapest[0]}
-        least_cost = expected[cheapest]
-        alike = [choice for choice, cost in costs.items() if cost <= (1 + _ALIKE) * least_cost]
-        near = [choice for choice, cost in costs.items() if cost <= (1 + _NEAR) * least_cost]
-        best = min(alike, key=_amount)
-        if best not in self._measured:
-            return best
-        smaller = [choice for choice in near if _amount(choice) < _amount(best)]
-        unmeasured = [choice for choice in smaller if choice not in self._measured]
-        return max(unmeasured, key=_amount, default=best)
+        first = min(alike, key=_amount, default=None)
+        return sorted(ranked, key=lambda choice: choice != first)
 
     def _rate(self, choice: Choice) -> float:
-        """Return the real tokens a second of a measured choice."""
-        return sum(self._sample) / (self._measured[choice][1] + self._step_seconds)
+        """Return the real tokens a second of a choice that was timed."""
+        return sum(self._lengths) / (self._seconds[choice] + self._step_seconds)
 
     def _padding(self, choice: Choice) -> float:
-        """Return the share of padding in the tokens of a measured choice."""
-        run_tokens = sum(piece.run_tokens for piece in self._measured[choice][0])
-        return 1 - sum(self._sample) / run_tokens
+        """Return the share of padding in the tokens of a choice."""
+        run_tokens = sum(piece.run_tokens for piece in self._pieces[choice][0])
+        return 1 - sum(self._lengths) / run_tokens
+
+
+def _kind(choice: Choice) -> str:
+    return choice[0].kind
 
 
 def _amount(choice: Choice) -> int:
     return choice[1].amount
 
 
-def _is_reproduced(rounds: Sequence[Sequence[float]]) -> bool:
-    """Return whether the two fastest rounds took about as long."""
-    fastest, second = sorted(map(sum, rounds))[:2]
-    return second <= (1 + _REPRODUCED) * fastest
-
-
-def _without_noise(layouts: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Return the seconds of each micro-batch of some layouts that were timed in the same rounds.
-
-    The least seconds of each micro-batch would make short ones seem faster: many of these run
-    between the turns of other programs, and a long one never does. So layouts are compared by the
-    median of whole rounds, each divided by how much slower it was than the fastest.
-    """
-    if not layouts:
-        return []
-    timings = [torch.tensor(rounds, dtype=torch.float64) for rounds in layouts]
-    of_rounds = torch.stack([timing.sum(1) for timing in timings])
-    slowness = of_rounds.sum(0) / of_rounds.sum(0).min()
-    seconds = []
-    for timing in timings:
-        even = timing / slowness[:, None]
-        pieces = even.quantile(0.5, 0)
-        seconds.append((pieces * even.sum(1).quantile(0.5) / pieces.sum()).tolist())
-    return seconds
-
-
 def _at_once(limit: MicroBatchLimit) -> str:
     return f"{limit.amount:,} {limit.unit} at once"
-
-
-def fitted(
-    timings: Sequence[tuple[MicroBatch, float]], alike: Sequence[tuple[MicroBatch, float]] = ()
-) -> MicroBatchTime:
-    """Fit the time of micro-batches to timings, by non-negative least squares of relative errors.
-
-    Few or similar micro-batches do not tell the parts from each other, so more are added: with a
-    third of the weight those that should take about as long as is said, and with a tenth some that
-    behave as :class:`.MicroBatchTime` does by default, at the mean speed of those that were timed.
-    """
-    usual = MicroBatchTime()
-    speed = sum(seconds for _, seconds in timings) / usual.of([piece for piece, _ in timings])
-    made_up = [
-        MicroBatch([0] * rows, length) for rows, length in ((1, 64), (8, 128), (1, 1024), (16, 512))
-    ]
-    pieces = [*(piece for piece, _ in (*timings, *alike)), *made_up]
-    targets = [
-        *(seconds for _, seconds in (*timings, *alike)),
-        *(speed * usual.of([piece]) for piece in made_up),
-    ]
-    target = torch.tensor(targets, dtype=torch.float64)
-    # The terms of the model: a micro-batch, its rows, its tokens, and attention's pairs of tokens.
-    features = torch.tensor(
-        [
-            (1, len(piece.rows), piece.run_tokens, sum(n * n for n in piece.lengths))
-            for piece in pieces
-        ],
-        dtype=torch.float64,
-    )
-    weight = torch.tensor([1.0] * len(timings) + [_OTHERS] * len(alike) + [_MADE_UP] * len(made_up))
-    # The relative error counts, so that long micro-batches do not outweigh short ones.
-    weight /= target.clamp(min=1e-9)
-    features = features * weight[:, None]
-    target = target * weight
-    scale = features.norm(dim=0)
-    features /= scale
-    gram = features.T @ features
-    solution = torch.zeros(len(scale), dtype=torch.float64)
-    of_target = features.T @ target
-    # For so few unknowns coordinate descent comes to the minimum.
-    for _ in range(500):
-        for unknown in range(len(scale)):
-            residual = of_target[unknown] - gram[unknown] @ solution
-            solution[unknown] = (residual + solution[unknown]).clamp(min=0)
-    return MicroBatchTime(*(solution / scale).tolist())

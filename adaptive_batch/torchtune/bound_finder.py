@@ -183,7 +183,7 @@ class BoundFinder:
         if settings.batch_tokens and not settings.grows:
             timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
         unit = sizer.limit_of_step.unit
-        return Choices(trainer.layout_kinds, unit, timed_rows, settings.probe.objective)
+        return Choices(trainer.layout_kinds, unit, timed_rows)
 
     def earlier(self, path: Path) -> ProbeResult | None:
         """Return what a file keeps of an earlier search of these settings; None for nothing."""

@@ -97,10 +97,7 @@ class ProbeCache:
         if scope.choices is not None:
             # What is fastest depends on the lengths of all rows.
             lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
-            choices = asdict(scope.choices)
-            # Files of before have this name.
-            choices["step_rows"] = choices.pop("timed_rows")
-            described_choices = [choices, lengths]
+            described_choices = [asdict(scope.choices), lengths]
         # Reading a row of some datasets draws random numbers, which training must not miss.
         with RandomState(job.device):
             shapes = _shapes(data.collator.collate(scope.rows.first(1)))

@@ -21,7 +21,7 @@ from adaptive_batch.data import LAYOUT_KINDS, LONG_ROWS, ORDERS, UNIFORM, Layout
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
-from adaptive_batch.probe import OBJECTIVES
+from adaptive_batch.probe import OBJECTIVES, needs_times
 from adaptive_batch.schedules import (
     RULES,
     Clock,
@@ -703,9 +703,7 @@ class Settings:
         grows_within = self.grows and not (grows_beyond and size.is_number)
         # With the optimizer in backward a step is one micro-batch.
         chooses_fastest = (
-            size.needs_search
-            and OBJECTIVES[self.probe.objective].needs_times
-            and not self.optimizer_in_bwd
+            size.needs_search and needs_times(self.probe.objective) and not self.optimizer_in_bwd
         )
         stays = size.needs_search and not self.step_varies
         divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts

@@ -112,7 +112,7 @@ class ProbeOptions:
         check_whole("maximum", self.maximum)
         check_bool("round_to_power_of_two", self.round_to_power_of_two)
         check_choice("search", self.search, SEARCHES)
-        check_choice("objective", self.objective, tuple(OBJECTIVES))
+        check_choice("objective", self.objective, OBJECTIVES)
 
 
 @dataclass(frozen=True)

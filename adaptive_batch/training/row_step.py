@@ -24,7 +24,7 @@ from adaptive_batch.data import (
     move_to_device,
 )
 from adaptive_batch.errors import SettingError
-from adaptive_batch.probe import OBJECTIVES, ProbeResult
+from adaptive_batch.probe import ProbeResult, needs_times
 
 from .adaptive_step import AdaptiveStep
 from .agreement import RankReport
@@ -355,10 +355,10 @@ class RowStep:
             objective: name of :data:`.OBJECTIVES`.
             timed_rows: rows of a step on one device.
         """
-        is_timed = self._chooses_fastest and OBJECTIVES[objective].needs_times
+        is_timed = self._chooses_fastest and needs_times(objective)
         if not is_timed or self.sizer.throughput is not None:
             return None
-        return Choices(self._compare_layouts(), "tokens", timed_rows, objective)
+        return Choices(self._compare_layouts(), "tokens", timed_rows)
 
     def search(
         self, optimizer: Optimizer, scope: SearchScope, options: ProbeOptions

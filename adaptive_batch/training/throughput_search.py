@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +24,11 @@ from .trials import LongestRows, TriedStep
 
 log = logging.getLogger("adaptive_batch")
 
-# Rows of training, at least, whose micro-batches are modelled.
-_MODELLED_ROWS = 256
 # Samples that are timed in the seconds that a search may take, where no other program slows them.
-_TIMED = 20
-# Tokens of a sample, at least: the time of fewer is noise.
+_TIMED = 30
+# Rows of a sample, at most, of steps that have fewer; and tokens, at least: the time of fewer is
+# noise.
+_MOST_ROWS = 256
 _LEAST_TOKENS = 1024
 # Rows whose micro-batches are run at once until nothing is compiled any more, and how often.
 _WARM_ROWS = 8
@@ -44,13 +45,11 @@ class Choices:
         kinds: of layouts.
         unit: of a padded limit, ``rows`` or ``tokens``; others are by tokens.
         timed_rows: of a step on one device, whose micro-batches are timed; 0 for as many as fit.
-        objective: name of what is sought.
     """
 
     kinds: Sequence[str]
     unit: str
     timed_rows: int
-    objective: str = "throughput"
 
 
 def kinds_to_choose_from(
@@ -105,13 +104,13 @@ class ThroughputSearch:
         self._layout = tried.engine.sizer.layout
         self._longest = self._layout.padded(worst.length)
         self._step_rows = choices.timed_rows or max_batch_size
+        self._max_batch_size = max_batch_size
+        rows = self._in_order(0, max(self._step_rows, _MOST_ROWS))
         self._steps = [
-            self._in_order(step * self._step_rows, self._step_rows)
-            for step in range(max(1, _MODELLED_ROWS // self._step_rows))
+            rows[begin : begin + self._step_rows]
+            for begin in range(0, len(rows) - self._step_rows + 1, self._step_rows)
         ]
-        self._lengths = [list(map(tried.row_length, rows)) for rows in self._steps]
-        # The most of the longest rows that fit in each kind of layout.
-        self._capacity = dict.fromkeys(choices.kinds, max_batch_size)
+        self._lengths = [list(map(tried.row_length, step)) for step in self._steps]
         self._compilations = Compilations()
         self._compiled: list[Compilation] = []
 
@@ -125,71 +124,77 @@ class ThroughputSearch:
             log.info("before micro-batches are timed: %s", describe_all(self._compiled))
         if not layouts:
             return None
-        pieces = micro_batches(self._lengths[0][:8], self._limits(layouts[0])[0], layouts[0])
+        few = self._lengths[0][:8]
+        pieces = micro_batches(few, self._limits(layouts[0])[0], layouts[0])
         # Some of the first time is for what is made once.
         for _ in range(2):
-            (warm,) = self._time(self._steps[0][:8], [(pieces, layouts[0])])
+            (warm,) = self._time(self._steps[0], [(pieces, layouts[0])])
         of_step = self._dry_run.time(
             [partial(self._tried.try_rows, self._steps[0][:1]), self._tried.step]
         )
         if warm is None or of_step is None:
             return None
-        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * sum(self._lengths[0][:8]) / sum(warm)))
-        rows = max(8, sum(so_far <= tokens for so_far in accumulate(self._lengths[0])))
-        while any(self._capacity[layout.kind] for layout in layouts):
-            search = FastestSearch(
-                partial(self._time, self._steps[0][:rows]),
-                steps=self._lengths,
-                sample=self._lengths[0][:rows],
-                layouts=[layout for layout in layouts if self._capacity[layout.kind]],
-                limits=self._limits,
-                step_seconds=of_step[1],
-                objective=self._choices.objective,
-            )
-            fastest = search()
-            if fastest is None:
-                return None
-            trial = self._try_largest(fastest)
+        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * sum(few) / sum(warm)))
+        steps = self._sample(max([tokens, *(self._fills(layout) for layout in layouts)]))
+        rows = [row for step in self._steps for row in step]
+        search = FastestSearch(
+            partial(self._time, rows),
+            steps=steps,
+            layouts=layouts,
+            limits=self._limits,
+            step_seconds=of_step[1],
+        )
+        for found in search():
+            trial = self._try_largest(found)
             if trial.fits:
                 return replace(
-                    fastest.with_peak(trial.peak_bytes),
+                    found.with_peak(trial.peak_bytes),
                     seconds=time.perf_counter() - self._began,
                     compile_seconds=sum(compilation.seconds for compilation in self._compiled),
                 )
         return None
 
-    def _limits(self, layout: MicroBatchLayout) -> list[MicroBatchLimit]:
-        """Return the limits of a layout that are of use and may fit, ascending."""
+    def _sample(self, num_tokens: int) -> list[list[int]]:
+        """Return the lengths of the first steps that have so many tokens, or of a part of the
+        first.
+        """
+        so_far = list(accumulate(map(sum, self._lengths)))
+        if so_far[0] <= num_tokens:
+            return self._lengths[: bisect_right(so_far, num_tokens)]
+        first = self._lengths[0]
+        num_rows = bisect_right(list(accumulate(first)), num_tokens) + 1
+        return [first[: max(8, num_rows)]]
+
+    def _fills(self, layout: MicroBatchLayout) -> int:
+        """Return the tokens that fill the largest micro-batch of a layout."""
+        _, largest = self._limits(layout)
+        if largest.unit == "tokens":
+            return largest.amount
+        return largest.amount * self._longest
+
+    def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
+        """Return the smallest and the largest limit of a layout that are of use and may fit."""
         unit = self._choices.unit if layout.is_usual else "tokens"
         row_amount = layout.amount(1, self._longest, unit=unit)
         step_amount = self._step_rows
         if unit == "tokens":
             step_amount = max(map(layout.run_tokens, self._lengths))
-        amount = max(row_amount, min(self._capacity[layout.kind] * row_amount, step_amount))
-        amounts = []
-        while amount >= row_amount:
-            amounts.append(amount)
-            amount //= 2
-        return [MicroBatchLimit(amount, unit) for amount in reversed(amounts)]
+        amount = max(row_amount, min(self._max_batch_size * row_amount, step_amount))
+        return MicroBatchLimit(row_amount, unit), MicroBatchLimit(amount, unit)
 
-    def _try_largest(self, fastest: Throughput) -> Trial:
-        """Run a trial of the most of the longest rows that a choice allows; where they do not fit,
-        no more than half of them are timed in its layout from now on.
-        """
-        layout = self._layout.of_kind(fastest.kind, time=fastest.time)
-        longest_rows = layout.rows_within(fastest.limit, self._longest)
+    def _try_largest(self, found: Throughput) -> Trial:
+        """Run a trial of the most of the longest rows that a choice allows."""
+        layout = self._layout.of_kind(found.kind, time=found.time)
         with self._tried.engine.sizer.trying(layout):
-            trial = self._dry_run(longest_rows)
-        if not trial.fits:
-            self._capacity[fastest.kind] = longest_rows // 2
-        return trial
+            return self._dry_run(layout.rows_within(found.limit, self._longest))
 
     def _settles(self, layout: MicroBatchLayout) -> bool:
-        """Run micro-batches of ever new rows, in the smallest and the largest limit that fits, as
+        """Run micro-batches of ever new rows, in the largest limit that fits and a quarter of it, as
         long as something is compiled for them; return whether that ended.
         """
-        limits = self._limits(layout)
-        sizes = [limits[0], limits[-1]]
+        smallest, largest = self._limits(layout)
+        quarter = replace(largest, amount=max(smallest.amount, largest.amount // 4))
+        sizes = [quarter, largest]
         variants: Counter[str] = Counter()
         self._compilations.new()
         for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
