@@ -1,16 +1,8 @@
 """The search for the maximum batch size: strategies, trials, the finder, its cache."""
 
-from .curve_cache import CachedCurve
-from .finder import (
-    ProbeResult,
-    TimeLimit,
-    load_latest,
-    load_result,
-    run_search,
-    save_result,
-    try_again,
-)
-from .search import BinarySearch, Halving, Predictive, Search, Trial
+from .finder import ProbeResult, TimeLimit, read_result, run_search, try_again
+from .search import BinarySearch, Halving, Predictive, Search, Trial, measured_curve
+from .store import Store
 from .throughput import (
     NEWER_FIELDS,
     OBJECTIVES,
@@ -25,7 +17,6 @@ __all__ = [
     "NEWER_FIELDS",
     "OBJECTIVES",
     "BinarySearch",
-    "CachedCurve",
     "DryRun",
     "FastestSearch",
     "Halving",
@@ -33,14 +24,14 @@ __all__ = [
     "Predictive",
     "ProbeResult",
     "Search",
+    "Store",
     "Throughput",
     "TimeLimit",
     "Trial",
     "TrialStep",
-    "load_latest",
-    "load_result",
+    "measured_curve",
     "needs_times",
+    "read_result",
     "run_search",
-    "save_result",
     "try_again",
 ]

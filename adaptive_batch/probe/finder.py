@@ -1,18 +1,15 @@
-"""Runs trials until a search ends: the result, its file, its table."""
+"""Runs trials until a search ends: the result and its table."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import (
-    atomic_write,
     count,
     format_bound,
     format_bytes,
@@ -21,13 +18,11 @@ from adaptive_batch._util import (
 )
 
 from .search import Search, Trial
+from .store import Store
 from .throughput import NEWER_FIELDS, Throughput
 
 log = logging.getLogger("adaptive_batch")
 
-_FORMAT = 4
-# Results of other lengths, devices or settings that a file keeps beside the newest.
-_KEPT = 31
 # More bytes than any device has.
 _ENDLESS = 2**62
 
@@ -314,47 +309,13 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
     return replace(known, trials=(*known.trials, trial), seconds=seconds, from_cache=True)
 
 
-def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
-    """Write a result as JSON, and keep earlier results that have another fingerprint.
-
-    Args:
-        result: the result.
-        path: the file, of this result and earlier ones.
-        fingerprint: a digest of all that the result depends on.
-        settings: a digest of the settings alone, whatever the device has free.
+def read_result(store: Store, value: str, *, name: str = "fingerprint") -> ProbeResult | None:
+    """Return the newest result that a store keeps under a value of a name; None where there is
+    none, or it cannot be used.
     """
-    earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
-    names = {"format": _FORMAT, "fingerprint": fingerprint, "settings": settings}
-    record = {**names, **result.record(), "earlier": earlier[-_KEPT:]}
-    atomic_write(path, json.dumps(record, indent=2), sync=True)
-
-
-def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
-    """Read a result that :func:`save_result` wrote.
-
-    None where there is none, it is torn, or it depends on something else.
-    """
-    records = _read_records(path)
-    for record in records:
-        if record["fingerprint"] == fingerprint:
-            return _result(record, path)
-    if records:
-        log.info("%s has no search of these settings, rows and this device: probing", path)
-    return None
-
-
-def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
-    """Read the last result of some settings, whatever the device had free then.
-
-    None where there is none.
-    """
-    records = [record for record in _read_records(path) if record.get("settings") == settings]
-    if not records:
+    record = store.get(value, name=name)
+    if record is None:
         return None
-    return _result(records[-1], path)
-
-
-def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
     try:
         result: ProbeResult = from_json(ProbeResult, record, optional=NEWER_FIELDS)
         # Only a size that was tried may be trained with, whatever the file claims.
@@ -363,23 +324,8 @@ def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
         return result
     except (ValueError, TypeError) as error:
-        log.warning("%s cannot be used (%r); probing again", path, error)
+        log.warning("%s cannot be used (%r); probing again", store.path, error)
         return None
-
-
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the results in a file, oldest first; none where it cannot be read."""
-    try:
-        latest = json.loads(path.read_text())
-        records = [*latest.pop("earlier"), latest]
-        if any(record["format"] != _FORMAT or "fingerprint" not in record for record in records):
-            raise ValueError("it was written by another version")
-        return records
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s cannot be read (%r); probing again", path, error)
-        return []
 
 
 def _agree(trial: Trial) -> Trial:

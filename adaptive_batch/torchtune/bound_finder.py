@@ -11,7 +11,7 @@ from adaptive_batch._util import count, rows_fit
 from adaptive_batch.data import mean_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.probe import ProbeResult, load_latest
+from adaptive_batch.probe import ProbeResult, Store, read_result
 from adaptive_batch.training import (
     REFERENCE,
     Choices,
@@ -188,7 +188,8 @@ class BoundFinder:
     def earlier(self, path: Path) -> ProbeResult | None:
         """Return what a file keeps of an earlier search of these settings; None for nothing."""
         length = self.rows.probed().length
-        return load_latest(path, settings=settings_name(self._job, self._data, length))
+        settings = settings_name(self._job, self._data, length)
+        return read_result(Store(path), settings, name="settings")
 
     def of_row(
         self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -9,15 +10,16 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from adaptive_batch import distributed
-from adaptive_batch._util import fingerprint, installed_version
-from adaptive_batch.memory import ALLOCATOR_VARIABLES, MemoryCurve, RandomState
-from adaptive_batch.probe import CachedCurve, ProbeResult, load_result, save_result
+from adaptive_batch._util import cache_directory, fingerprint, installed_version
+from adaptive_batch.memory import ALLOCATOR_VARIABLES, Line, MemoryCurve, RandomState
+from adaptive_batch.probe import ProbeResult, Store, measured_curve, read_result
 from adaptive_batch.training import ProbeOptions, SearchScope
 
 from .config_errors import as_dict
@@ -69,7 +71,7 @@ _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 class ProbeCache:
     """Results of earlier searches of the same trials.
 
-    Bounds lie in ``probe.json``, peaks in a curve.
+    Bounds lie in ``probe.json``, curves of peaks in the cache of the user. Rank zero asks for all.
 
     Args:
         job: job of the run.
@@ -90,7 +92,7 @@ class ProbeCache:
     ) -> None:
         self._job = job
         self._scope = scope
-        self._path = path
+        self._store = Store(path) if path else None
         probe = job.settings.probe
         self._reads = probe.cache
         described_choices = None
@@ -109,7 +111,7 @@ class ProbeCache:
             shapes,
             described_choices,
         ]
-        curve_name = fingerprint(
+        self._curve_name = fingerprint(
             _conditions(job, data, scope.rows.length),
             _sources(job),
             _kernels(job.device),
@@ -117,35 +119,53 @@ class ProbeCache:
             scope.evaluation.kind if scope.evaluation else False,
             shapes,
         )
-        self._curve = CachedCurve(curve_name, on=probe.cache)
+        self._curves = Store(cache_directory() / "curves" / f"{self._curve_name}.json")
 
     def known(self, budget: int) -> ProbeResult | None:
         """Return the result of a search within about the same budget, in bytes; None for none."""
-        if self._path is None or not self._reads:
+        if self._store is None or not self._reads:
             return None
-        return load_result(self._path, fingerprint=self._name(budget))
+        result = read_result(self._store, self._name(budget))
+        if result is None and self._store.path.exists():
+            log.info(
+                "%s has no search of these settings, rows and this device: probing",
+                self._store.path,
+            )
+        return result
 
     def expected(self) -> MemoryCurve | None:
         """Return the curve of earlier trials, or else the estimate of it."""
-        curve = self._curve.read()
-        if curve is None:
-            curve = self._estimate()
-            if curve is not None:
-                self._curve.write(curve)
+        if not self._reads:
+            return None
+        # A record that cannot be used is no reason to stop.
+        with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
+            record = self._curves.get(self._curve_name) or {}
+            return MemoryCurve(
+                tuple(
+                    Line(Fraction(fixed), Fraction(per_row), int(operation))
+                    for fixed, per_row, operation in record["lines"]
+                )
+            )
+        curve = self._estimate()
+        self._keep(curve)
         return curve
 
     def learn(self, result: ProbeResult) -> None:
         """Keep what a search has found, unless it was known."""
         if result.from_cache:
             return
-        self._curve.learn(result.trials)
-        if self._path is not None and distributed.is_rank_zero():
-            save_result(
-                result,
-                self._path,
-                fingerprint=self._name(result.budget_bytes),
-                settings=self._settings,
-            )
+        self._keep(measured_curve(result.trials))
+        if self._store is not None:
+            record = {"settings": self._settings, **result.record()}
+            self._store.put(self._name(result.budget_bytes), record)
+
+    def _keep(self, curve: MemoryCurve | None) -> None:
+        if self._reads and curve is not None:
+            lines = [
+                [str(line.fixed_bytes), str(line.bytes_per_row), line.operation]
+                for line in curve.lines
+            ]
+            self._curves.put(self._curve_name, {"lines": lines})
 
     def _name(self, budget: int) -> str:
         allocator = [self._job.memory.describe(), *map(os.environ.get, ALLOCATOR_VARIABLES)]

@@ -138,10 +138,10 @@ class SearchScope:
 
 
 class SearchCache(Protocol):
-    """What earlier searches have shown."""
+    """What earlier searches have shown; called on rank zero."""
 
     def known(self, budget: int) -> ProbeResult | None:
-        """Return what an earlier search found within a budget, in bytes; called on rank zero."""
+        """Return what an earlier search found within a budget, in bytes."""
 
     def expected(self) -> MemoryCurve | None:
         """Return the peak that is expected as a function of the rows."""
@@ -340,7 +340,7 @@ class BoundSearch:
             budget_bytes=min(budgets),
             budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
         )
-        if self._cache is not None:
+        if self._cache is not None and distributed.is_rank_zero():
             self._cache.learn(result)
         return result
 
@@ -433,7 +433,9 @@ class BoundSearch:
             return BinarySearch(maximum=self._maximum)
         if self._options.search == "halve":
             return Halving(start=self._maximum)
-        expected = self._cache.expected() if self._cache is not None else None
+        expected = None
+        if self._cache is not None:
+            expected = distributed.from_rank_zero(self._cache.expected)
         if expected is not None:
             expected_rows = expected.max_rows(budget)
             rows = self._maximum

@@ -189,8 +189,8 @@ class ThroughputSearch:
             return self._dry_run(layout.rows_within(found.limit, self._longest))
 
     def _settles(self, layout: MicroBatchLayout) -> bool:
-        """Run micro-batches of ever new rows, in the largest limit that fits and a quarter of it, as
-        long as something is compiled for them; return whether that ended.
+        """Run micro-batches of ever new rows, in the largest limit and in a quarter of it, as long
+        as something is compiled for them; return whether that ended.
         """
         smallest, largest = self._limits(layout)
         quarter = replace(largest, amount=max(smallest.amount, largest.amount // 4))

@@ -22,11 +22,11 @@ from adaptive_batch.probe import (
     Halving,
     Predictive,
     ProbeResult,
+    Store,
     TimeLimit,
     Trial,
-    load_result,
+    read_result,
     run_search,
-    save_result,
 )
 
 BUDGET = 16 * GIB
@@ -183,34 +183,18 @@ def result() -> ProbeResult:
     )
 
 
-def test_a_saved_result_comes_back_the_same(result, tmp_path):
-    path = tmp_path / "adaptive_batch" / "probe.json"
-    save_result(result, path, fingerprint="f")
-    assert load_result(path, fingerprint="f") == result
-    assert json.loads(path.read_text())["max_batch_size"] == 37
-
-
-def test_without_a_file_there_is_no_result_and_nothing_to_say(tmp_path, caplog):
-    assert load_result(tmp_path / "probe.json", fingerprint="f") is None
-    assert caplog.text == ""
-
-
-def test_a_result_of_other_settings_is_not_believed_and_it_is_said(result, tmp_path, caplog):
-    save_result(result, tmp_path / "probe.json", fingerprint="theirs")
-    with caplog.at_level(logging.INFO, logger="adaptive_batch"):
-        assert load_result(tmp_path / "probe.json", fingerprint="ours") is None
-    assert "probe.json has no search of these settings" in caplog.text
-
-
-def test_results_of_other_lengths_are_kept_beside_the_latest(result, tmp_path):
-    path = tmp_path / "probe.json"
+def test_results_of_other_lengths_are_kept_beside_the_latest(result, tmp_path, caplog):
+    store = Store(tmp_path / "adaptive_batch" / "probe.json")
+    assert read_result(store, "512") is None
     other = replace(result, sequence_length=1024)
-    save_result(result, path, fingerprint="512")
-    save_result(other, path, fingerprint="1024")
-    save_result(result, path, fingerprint="512")
-    assert load_result(path, fingerprint="512") == result
-    assert load_result(path, fingerprint="1024") == other
-    assert json.loads(path.read_text())["fingerprint"] == "512"
+    for name, each in (("512", result), ("1024", other), ("512", result)):
+        store.put(name, {"settings": "s", **each.record()})
+    assert (read_result(store, "512"), read_result(store, "1024")) == (result, other)
+    assert read_result(store, "other") is None
+    latest = json.loads(store.path.read_text())
+    assert (latest["fingerprint"], latest["max_batch_size"]) == ("512", 37)
+    assert read_result(store, "s", name="settings") == result
+    assert caplog.text == ""
 
 
 def torn(text):
@@ -250,31 +234,29 @@ def without(key):
         without("earlier"),
         edited(earlier=[{}]),
         edited(earlier=3),
-        edited(fingerprint=None),
     ],
 )
 def test_a_torn_foreign_or_old_file_is_not_believed_and_it_is_said(
     result, tmp_path, caplog, change
 ):
     path = tmp_path / "probe.json"
-    save_result(result, path, fingerprint="f")
+    Store(path).put("f", result.record())
     path.write_text(change(path.read_text()))
     with caplog.at_level(logging.INFO, logger="adaptive_batch"):
-        assert load_result(path, fingerprint="f") is None
+        assert read_result(Store(path), "f") is None
     assert f"{path}" in caplog.text
     assert "probing" in caplog.text
 
 
-def test_saving_is_whole_or_not_at_all(result, tmp_path):
-    path = tmp_path / "probe.json"
-    save_result(result, path, fingerprint="f")
-    with pytest.raises(TypeError):
-        save_result(
-            replace(result, resident_bytes=object()), path, fingerprint="f"
-        )  # dies in the midst of writing
-    assert load_result(path, fingerprint="f") == result
-    save_result(result, path, fingerprint="g")
-    assert load_result(path, fingerprint="g") == result
+def test_saving_is_whole_or_not_at_all(result, tmp_path, caplog):
+    store = Store(tmp_path / "probe.json")
+    store.put("f", result.record())
+    with pytest.raises(TypeError):  # dies in the midst of writing
+        store.put("f", {"seconds": object()})
+    assert read_result(store, "f") == result
+    (tmp_path / "a file").write_text("")
+    Store(tmp_path / "a file" / "probe.json").put("f", {})
+    assert "cannot be written" in caplog.text
 
 
 # two ranks: the smaller device decides; each rank writes what it found, and the facts below read
@@ -338,8 +320,8 @@ def test_the_largest_size_that_ran_with_retries_is_told_beside_the_bound(tmp_pat
     )  # of those that were tried
     assert result.num_out_of_memory == sum(trial.batch_size > 12 for trial in result.trials)
     assert "max_batch_size_with_retries: 10 (the allocator" in result.table()
-    save_result(result, tmp_path / "probe.json", fingerprint="a")
-    assert load_result(tmp_path / "probe.json", fingerprint="a") == result
+    Store(tmp_path / "probe.json").put("a", result.record())
+    assert read_result(Store(tmp_path / "probe.json"), "a") == result
     plain = run_search(lambda rows: Trial(rows, rows <= 9), search=BinarySearch(maximum=20))
     assert plain.max_batch_size_with_retries is None
     assert "with_retries" not in plain.table()
