@@ -29,7 +29,6 @@ from adaptive_batch import distributed
 from adaptive_batch.data import Batches, PlannedRows
 from adaptive_batch.distributed import Preemption, Watchdog, raising_on_request
 from adaptive_batch.torchtune import (
-    BoundFinder,
     Checkpoints,
     Data,
     FullModel,
@@ -110,7 +109,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler = RunProfiler(self.cfg.get(PROFILER_KEY, None), self.device)
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(self.bound_finder, self.sizers.training)
+            text = self.preview.alone(self.limit_finder, self.sizers.training)
             if distributed.is_rank_zero():
                 print(*self.without_effect.values(), text, sep="\n")
             return
@@ -159,9 +158,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.lost = None
         if not settings.preview:
             self.lost = LostRun.of(job, data, self.resumed)
-        self.bound_finder = BoundFinder(job, data, lost=self.lost, watch=self.watch)
+        self.limit_finder = LimitFinder(
+            job, data, lost=self.lost, watch=self.watch, event=self.log.event
+        )
         if settings.searches:
-            self.bound_finder.check()
+            self.limit_finder.check()
         check_scheduler(self.cfg)
         couple_batch(job, self.batches)
         self.preview = TrainingPreview(job, data, self.batches, self.resumed)
@@ -188,9 +189,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
-        self.limit_finder = LimitFinder(
-            job, data, trainer, self.batches, self.bound_finder, self.log, self.lost
-        )
         self.saver.keep("limits", self.sizers.training)
         if self.sizers.reference is not None:
             self.saver.keep("reference_limits", self.sizers.reference)
@@ -199,10 +197,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
             self.resumed.change_optimizer(trainer.optimizers)
-        self.limit_finder.find(self.resumed)
+        self.limit_finder.begin(trainer, self.batches, self.resumed)
         self.validation = None
         if self.settings.validation.is_on:
-            self.validation = Validation(job, data, trainer, self.bound_finder, self.log)
+            self.validation = Validation(job, data, trainer, self.limit_finder, self.log)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
@@ -317,13 +315,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler.begin_step(step.progress)
         # Several ranks try the longest row of all when they begin.
         if distributed.world_size() == 1:
-            self.limit_finder.try_longer(rows)
+            self.limit_finder.try_longer(self.trainer, self.batches, rows)
         if self.watch:
             self.watch.beat(f"step {step.progress.steps + 1}")
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.batches, self.rate)
-        self.limit_finder.log_if_one_by_one()
+        self.limit_finder.log_if_one_by_one(self.batches)
 
     # --- checkpoints
 

@@ -18,11 +18,11 @@ from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
-    BoundFinder,
     Checkpoints,
     Data,
     FullModel,
     Job,
+    LimitFinder,
     Settings,
     Sizers,
     Trainer,
@@ -63,9 +63,9 @@ def probe(
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
-    bound_finder = BoundFinder(job, data, watch=watch)
+    limit_finder = LimitFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
-    bound_finder.check()
+    limit_finder.check()
     trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
     trainer.check_layout()
     checkpoints.load_optimizer(trainer)
@@ -73,7 +73,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bound_finder.of_training(trainer, length=length)
+            *_, result = limit_finder.of_training(trainer, length=length)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -89,7 +89,7 @@ def probe(
         say(summary(results))
     if trainer.engine.reference is not None:
         step_rows = results[-1].batch_size * settings.gradient_accumulation_steps
-        of_reference = bound_finder.of_reference(trainer, step_rows=step_rows)
+        of_reference = limit_finder.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
     return results
 

@@ -1,7 +1,6 @@
 """The parts of the recipes; the only package that imports torchtune or omegaconf."""
 
 from .adapter_model import AdapterModel, builder_of
-from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
 from .checks import check_output_dir, not_read, without_effect
 from .data import Data
@@ -17,7 +16,7 @@ from .launch import (
     show_details,
     use_shipped_config,
 )
-from .limit_finder import LimitFinder
+from .limit_finder import LimitFinder, left_by_rounding
 from .log import TrainingLog
 from .lost_run import LostRun
 from .model import FullModel
@@ -36,7 +35,6 @@ from .validation import Validation
 
 __all__ = [
     "AdapterModel",
-    "BoundFinder",
     "Checkpoints",
     "Data",
     "Distillation",

@@ -1,62 +1,143 @@
-"""What fits at once in a run: configured, found before training, found again for longer rows; each
-finding is logged.
-"""
+"""What fits at once in a run: searched for before training, and again for longer rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from adaptive_batch import distributed
 from adaptive_batch._util import count, format_bytes, rows_fit
-from adaptive_batch.data import Batches, largest_divisor
+from adaptive_batch.data import Batches, largest_divisor, mean_rows
+from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
-from adaptive_batch.probe import ProbeResult, Throughput
-from adaptive_batch.training import has_batch_norm
+from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
+from adaptive_batch.training import (
+    REFERENCE,
+    Choices,
+    Evaluation,
+    LongestRows,
+    MicroBatchSizer,
+    ProbeOptions,
+    SearchScope,
+    find_limit,
+    has_batch_norm,
+)
 
-from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
-from .log import TrainingLog
 from .lost_run import TRIALS, LostRun
+from .probe_cache import ProbeCache, settings_name
 from .resumed_run import ResumedRun
 from .trainer import Trainer
+from .trial_rows import TrialRows
 
 
 class LimitFinder:
-    """Has the sizer of a run learn what fits, and logs it.
+    """Searches on the data and the model of a run; the sizers take what is found.
+
+    Use :meth:`check` before the weights are loaded and the others after.
 
     Args:
         job: job of the run.
         data: rows of the run.
-        trainer: model, loss and optimizer, with the sizer.
-        batches: steps of the run, which take the batch size that is found.
-        bound_finder: searches.
-        log: log of the run.
-        lost: why an earlier attempt of the run ended.
+        lost: record of an earlier attempt of the run; of a trial that ended all ranks without
+            showing whether its rows fit, up to half are tried. None for none.
+        watch: watchdog of this rank, of several; it keeps the time of trials.
+        event: function that logs what was found: a kind, a message and facts.
+
+    Attributes:
+        rows: rows of trials.
+        path: file ``probe.json``, whose results are taken after one trial where they depend on the
+            same things.
+        reference_path: file of those of the reference.
     """
 
     def __init__(
         self,
         job: Job,
         data: Data,
-        trainer: Trainer,
-        batches: Batches,
-        bound_finder: BoundFinder,
-        log: TrainingLog,
-        lost: LostRun,
+        *,
+        lost: LostRun | None = None,
+        watch: Watchdog | None = None,
+        event: Callable[..., object] = lambda kind, message, **facts: None,
     ) -> None:
         self._job = job
         self._data = data
-        self._trainer = trainer
-        self._batches = batches
         self._settings = job.settings
-        self._bound_finder = bound_finder
-        self._log = log
         self._lost = lost
+        self._watch = watch
+        self._event = event
+        self.rows = TrialRows(job, data)
+        self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
+        self.reference_path = self.path.with_name("probe_reference.json")
 
-    def find(self, resumed: ResumedRun) -> None:
+    def check(self) -> None:
+        """Read the rows of trials; refuse settings that the model or the data do not allow.
+
+        Raises:
+            SettingError: a probed length is beyond the model's, the memory allowed is below what
+                its weights need, or a configured batch is above what can be tried.
+        """
+        self._check_configured_batch()
+        self.rows.check()
+        if self._settings.validation.fits_itself:
+            # Lengths are read now, so that a row that the model does not take is refused now.
+            _ = self._data.dataset_val.lengths
+        self._job.check_weights_fit()
+
+    def _check_configured_batch(self) -> None:
+        """Refuse a batch to grow from that is above what can be tried."""
+        settings = self._settings
+        grows_from_configured = (
+            settings.batch_increase_function is not None and not settings.use_maximum_batch_size
+        )
+        cannot_split = grows_from_configured and not settings.micro_batch.is_given
+        largest_batch = self.most_rows
+        if cannot_split and settings.batch_size > largest_batch:
+            remedy = (
+                f"{largest_batch} rows are tried at most, as probe.maximum and the rows of an epoch"
+                f" allow; give {largest_batch} or less"
+            )
+            raise SettingError("batch_size", settings.batch_size, remedy)
+
+    @property
+    def most_rows(self) -> int:
+        """Largest number of rows that is of use at once.
+
+        It is bounded by the rows of a step or an epoch, and by ``probe.maximum``.
+        """
+        settings = self._settings
+        epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
+        whole_step_rows = settings.search_plan.whole_step_rows
+        if whole_step_rows is not None:
+            usable_rows = min(epoch_rows, whole_step_rows)
+        elif settings.batch_tokens:
+            usable_rows = epoch_rows
+        else:
+            usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
+        return self.rows_to_try(usable_rows)
+
+    def rows_to_try(self, usable_rows: int, key: str = "trial_rows") -> int:
+        """Return the most rows that are tried, of those that are of use at once.
+
+        Args:
+            usable_rows: these.
+            key: kind of the trials, of :data:`.TRIALS`.
+        """
+        most_rows = min(self._settings.probe.maximum, usable_rows)
+        lost_rows = self._lost.trial_rows(key) if self._lost else None
+        if lost_rows:
+            # A trial that ended all ranks would end them again, so fewer rows are tried.
+            most_rows = min(most_rows, lost_rows // 2)
+        return max(1, most_rows)
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def begin(self, trainer: Trainer, batches: Batches, resumed: ResumedRun) -> None:
         """Find how many rows fit at once, where any setting needs it; the batches take the batch
         size to train with: the checkpoint's, where that is kept.
 
@@ -65,65 +146,138 @@ class LimitFinder:
                 not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        sizer = self._trainer.engine.sizer
-        batches = self._batches
+        sizer = trainer.engine.sizer
         saved = resumed.state_of("limits")
-        self._log_notes()
-        self._trainer.check_layout()
+        self._log_notes(trainer)
+        trainer.check_layout()
         results = []
         plan = self._settings.search_plan
         if plan.chooses_fastest and saved:
-            sizer.load_throughput(saved, kinds=self._trainer.layout_kinds)
+            sizer.load_throughput(saved, kinds=trainer.layout_kinds)
         if plan.is_needed:
-            results = self._bound_finder.of_training(
-                self._trainer,
+            results = self.of_training(
+                trainer,
                 length=self._settings.probe.sequence_length,
                 kept_step_rows=batches.step_rows if resumed.keeps_batch else None,
+                sizer=sizer,
             )
-            self._log_searches(results)
-            sizer.set_bound(results[-1])
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
-            self._take_batch(results[-1], keeps_batch=resumed.keeps_batch)
+            self._take_batch(batches, results[-1], keeps_batch=resumed.keeps_batch)
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(result.num_out_of_memory for result in results))
-        lost_limit = self._lost.limit(sizer.conditions())
+        lost_limit = self._lost.limit(sizer.conditions()) if self._lost else None
         if lost_limit is not None:
             sizer.start_below(lost_limit)
             limit = batches.limit
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
-            self._log.event("limit", message, after=limit.amount, unit=limit.unit)
+            self._event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
-            self.try_longer(self._data.longest(1))
-        self._check_saved_maximum_fits()
-        self._find_for_reference(resumed.state_of("reference_limits"))
+            self.try_longer(trainer, batches, self._data.longest(1))
+        self._check_saved_maximum_fits(batches, sizer.max_batch_size)
+        self._begin_reference(trainer, batches, resumed.state_of("reference_limits"))
 
-    def _log_notes(self) -> None:
+    def of_training(
+        self,
+        trainer: Trainer,
+        *,
+        length: int | str,
+        kept_step_rows: int | None = None,
+        sizer: MicroBatchSizer | None = None,
+    ) -> list[ProbeResult]:
+        """Find the largest number of rows whose forward and backward fit in training, and within it
+        the fastest micro-batches, unless the sizer knows these, as of a checkpoint.
+
+        All that is resident in training is there in the trials, too.
+
+        Args:
+            trainer: trainer of the run.
+            length: ``longest``, ``max_seq_len`` or a number of tokens.
+            kept_step_rows: rows of a step on one device that a checkpoint keeps; None where it
+                keeps none.
+            sizer: takes what is found; None only reports it.
+
+        Returns:
+            The searches, of which the last counts. A step that fits itself is tried as one
+            micro-batch first. If it has to be several, it is tried again beside gradients.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            SettingError: with the optimizer in backward a step does not fit at once.
+        """
+        plan = self._settings.search_plan
+        whole_step_rows = kept_step_rows or plan.whole_step_rows
+        can_split = not self._settings.optimizer_in_bwd
+        scope = SearchScope(
+            self.rows.of_length(length),
+            # Fewer ranks than began the run have more rows of a step each.
+            accumulates=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
+            whole_step_rows=whole_step_rows if can_split else None,
+            choices=self._choices(trainer),
+        )
+        results = self.find(
+            trainer,
+            scope,
+            maximum=self.most_rows,
+            sizer=sizer,
+            report=self._log_search,
+            rounds=plan.rounds,
+            path=self.path,
+        )
+        fitting_rows = results[-1].max_batch_size
+        if not (can_split or scope.accumulates) and (whole_step_rows or 0) > fitting_rows:
+            is_configured = plan.whole_step_rows is not None
+            whose = "batch_size" if is_configured else "the checkpoint's batch_size"
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"{whose} {whole_step_rows} is above the {fitting_rows} rows that fit"
+                " here, and cannot be split into micro-batches; take a smaller one or more memory,"
+                " or start again with optimizer_in_bwd=False",
+            )
+        return results
+
+    def _choices(self, trainer: Trainer) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where as much as fits is
+        wanted, or the sizer knows what is fastest.
+        """
+        settings = self._settings
+        plan = settings.search_plan
+        sizer = trainer.engine.sizer
+        if not plan.chooses_fastest or sizer.throughput is not None:
+            return None
+        # A step that changes its size may have as many rows as fit.
+        timed_rows = plan.whole_step_rows or 0
+        if settings.batch_tokens and not settings.grows:
+            timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
+        unit = sizer.limit_of_step.unit
+        return Choices(trainer.layout_kinds, unit, timed_rows)
+
+    def _log_notes(self, trainer: Trainer) -> None:
         """Log a model whose results depend on micro-batches, and trials that ended all ranks."""
         settings = self._settings
-        if has_batch_norm(self._trainer.model) and (
+        if has_batch_norm(trainer.model) and (
             settings.adaptive or settings.on_out_of_memory == "shrink"
         ):
             message = (
                 "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones"
                 " change results"
             )
-            self._log.event("batch_norm", message)
+            self._event("batch_norm", message)
         for key, kind in TRIALS.items():
-            rows = self._lost.trial_rows(key)
+            rows = self._lost.trial_rows(key) if self._lost else None
             if rows:
                 message = (
                     f"a trial {kind}of {count(rows, 'row')} ended all ranks, so whether they fit is"
                     " not known; up to half are tried"
                 )
-                self._log.event("indeterminate", message, rows=rows)
+                self._event("indeterminate", message, rows=rows)
 
-    def _check_saved_maximum_fits(self) -> None:
+    def _check_saved_maximum_fits(self, batches: Batches, max_batch_size: int | None) -> None:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
-        saved_maximum = self._batches.saved_maximum
-        max_batch_size = self._trainer.engine.sizer.max_batch_size
+        saved_maximum = batches.saved_maximum
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and max_batch_size and saved_maximum > max_batch_size:
             raise SettingError(
@@ -134,61 +288,21 @@ class LimitFinder:
                 " start again with optimizer_in_bwd=False",
             )
 
-    def _find_for_reference(self, saved: Mapping[str, Any] | None) -> None:
-        """Find how many rows fit at once in a reference that runs apart from training, where that
-        is asked for or training's were searched for, too.
-        """
-        engine = self._trainer.engine
-        reference = engine.reference
-        settings = self._settings
-        if reference is None:
-            return
-        sizer = reference.sizer
-        if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
-            result = self._bound_finder.of_reference(
-                self._trainer, step_rows=self._batches.step_rows
-            )
-            sizer.set_bound(result)
-            engine.sizer.count_out_of_memory(result.num_out_of_memory)
-            peak = result.peak_bytes()
-            of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
-            self._log.event(
-                "reference_bound",
-                f"reference: {count(result.max_batch_size, 'row')} of"
-                f" {count(result.sequence_length, 'token')} fit at once{of_peak}; a micro-batch of"
-                f" it holds {sizer.limit_of_step}",
-                max_batch_size=result.max_batch_size,
-                sequence_length=result.sequence_length,
-                peak_bytes=peak,
-                trials=len(result.trials),
-                out_of_memory=result.num_out_of_memory,
-                from_cache=result.from_cache,
-                seconds=round(sum(result.seconds), 2),
-                search=result.record(),
-            )
-        if saved is not None:
-            sizer.load_state_dict(saved)
-
-    def _log_searches(self, results: Sequence[ProbeResult]) -> None:
-        """Log each search for the bound."""
-        for result in results:
-            self._log.event(
-                "bound",
-                "probe of the largest batch:\n" + result.table(),
-                max_batch_size=result.max_batch_size,
-                budget_gib=round(result.budget_bytes / GIB, 3),
-                trials=len(result.trials),
-                out_of_memory=result.num_out_of_memory,
-                from_cache=result.from_cache,
-                seconds=round(sum(result.seconds), 2),
-                search=result.record(),
-            )
+    def _log_search(self, result: ProbeResult) -> None:
+        self._event(
+            "bound",
+            "probe of the largest batch:\n" + result.table(),
+            budget_gib=round(result.budget_bytes / GIB, 3),
+            from_cache=result.from_cache,
+            search=result.record(),
+            **facts_of(result),
+        )
 
     def _log_throughput(self, fastest: Throughput) -> None:
         limit = fastest.limit
         rate = fastest.tokens_per_second
         size = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}"
-        self._log.event(
+        self._event(
             "throughput",
             f"{size}: {rate:,.0f} tokens/s in their trial",
             layout=fastest.kind,
@@ -200,12 +314,12 @@ class LimitFinder:
             timed=[asdict(trial) for trial in fastest.trials],
         )
 
-    def _take_batch(self, result: ProbeResult, *, keeps_batch: bool) -> None:
+    def _take_batch(self, batches: Batches, result: ProbeResult, *, keeps_batch: bool) -> None:
         """Have the batches take the size that was found, where that is asked for; refuse a
         configured one that is above it.
         """
         settings = self._settings
-        batch_size = self._batches.batch_size
+        batch_size = batches.batch_size
         max_batch_size = result.max_batch_size
         is_scheduled = settings.batch_size_schedule is not None
         if keeps_batch:
@@ -214,19 +328,19 @@ class LimitFinder:
                     f"batch_size {batch_size} is kept; {rows_fit(max_batch_size)} here, so it runs"
                     " as more micro-batches"
                 )
-                self._log.event(
+                self._event(
                     "limit", message, batch_size=batch_size, micro_batch_size=max_batch_size
                 )
             return
         if settings.search_plan.sets_batch:
             largest_batch = result.batch_size
-            self._batches.take_batch(largest_batch)
+            batches.take_batch(largest_batch)
             message = (
                 f"batch_size {batch_size} -> {largest_batch} (use_maximum_batch_size; bound"
                 f" {max_batch_size})"
             )
             message = ": ".join(filter(None, [message, left_by_rounding(result)]))
-            self._log.event(
+            self._event(
                 "batch_size", message, before=batch_size, after=largest_batch, bound=max_batch_size
             )
         elif not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
@@ -237,7 +351,9 @@ class LimitFinder:
             )
             raise SettingError("batch_size", batch_size, remedy)
 
-    def try_longer(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def try_longer(
+        self, trainer: Trainer, batches: Batches, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its
         length fit.
 
@@ -245,15 +361,15 @@ class LimitFinder:
             DoesNotFitError: not even this one.
             SettingError: fewer, and with the optimizer in backward a step cannot be split.
         """
-        sizer = self._trainer.engine.sizer
+        sizer = trainer.engine.sizer
         settings = self._settings
-        batch_size = self._batches.batch_size
+        batch_size = batches.batch_size
         row = max(rows, key=self._job.task.length)
         length = self._job.task.length(row)
         tried_length = sizer.tried_length
         if not tried_length or length <= tried_length:
             return
-        limit = self._batches.limit
+        limit = batches.limit
         tried_rows = sizer.layout.rows_within(limit, length)
         if (
             settings.grows
@@ -264,9 +380,12 @@ class LimitFinder:
             # The batch may grow to so many.
             tried_rows = max(tried_rows, sizer.max_batch_size)
         can_split = not settings.optimizer_in_bwd
-        result = self._bound_finder.of_row(
-            self._trainer, dict(row), maximum=tried_rows, accumulates=can_split
+        row = self._job.task.filled(dict(row))
+        longest = LongestRows(
+            lambda size: [row] * size, length, f"one row of {count(length, 'token')}"
         )
+        scope = SearchScope(longest, accumulates=can_split)
+        (result,) = self.find(trainer, scope, maximum=tried_rows)
         sizer.count_out_of_memory(result.num_out_of_memory)
         fitting_rows = result.max_batch_size
         message = (
@@ -277,8 +396,8 @@ class LimitFinder:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
         sizer.set_bound_of_longer(result, batch_size, tried_rows=tried_rows, can_split=can_split)
-        new_limit = self._batches.limit
-        self._log.event(
+        new_limit = batches.limit
+        self._event(
             "limit",
             f"{message}; a micro-batch holds {new_limit}",
             before=limit.amount,
@@ -289,21 +408,198 @@ class LimitFinder:
             out_of_memory=result.num_out_of_memory,
         )
 
-    def log_if_one_by_one(self) -> None:
+    def log_if_one_by_one(self, batches: Batches) -> None:
         """Log where equal numbers of rows leave no choice but micro-batches of one row."""
         if (
             self._settings.uniform_micro_batches not in ("rows", "both")
             or self._settings.batch_tokens
         ):
             return
-        limit = self._batches.limit
-        rows = self._batches.step_rows
-        layout = self._trainer.engine.sizer.layout
+        limit = batches.limit
+        rows = batches.step_rows
+        layout = batches.sizer.layout
         fitting_rows = layout.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
-            self._log.event(
+            self._event(
                 "uniform_micro_batches",
                 f"the {rows} rows of a step divide into equal micro-batches of up to {fitting_rows}"
                 " only one by one, which is slow; give a batch_size with divisors, such as a power"
                 " of two",
             )
+
+    # --- the reference ----------------------------------------------------------------------------
+
+    def _begin_reference(
+        self, trainer: Trainer, batches: Batches, saved: Mapping[str, Any] | None
+    ) -> None:
+        """Find how many rows fit at once in a reference that runs apart from training, where that
+        is asked for or training's were searched for, too.
+        """
+        engine = trainer.engine
+        reference = engine.reference
+        settings = self._settings
+        if reference is None:
+            return
+        sizer = reference.sizer
+        if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
+            result = self.of_reference(trainer, step_rows=batches.step_rows, sizer=sizer)
+            engine.sizer.count_out_of_memory(result.num_out_of_memory)
+            peak = result.peak_bytes()
+            of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
+            self._event(
+                "reference_bound",
+                f"reference: {count(result.max_batch_size, 'row')} of"
+                f" {count(result.sequence_length, 'token')} fit at once{of_peak}; a micro-batch of"
+                f" it holds {sizer.limit_of_step}",
+                sequence_length=result.sequence_length,
+                peak_bytes=peak,
+                from_cache=result.from_cache,
+                search=result.record(),
+                **facts_of(result),
+            )
+        if saved is not None:
+            sizer.load_state_dict(saved)
+
+    def of_reference(
+        self, trainer: Trainer, *, step_rows: int, sizer: MicroBatchSizer | None = None
+    ) -> ProbeResult:
+        """Find the largest number of rows that fit at once in a reference that runs apart from
+        training.
+
+        Args:
+            trainer: trainer of the run.
+            step_rows: rows of a step on one device; more are of no use unless steps grow.
+            sizer: takes what is found; None only reports it.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            SettingError: a number of rows is configured, and fewer fit.
+        """
+        settings = self._settings
+        size = settings.reference_micro_batch_size
+        reference = trainer.engine.reference
+        assert reference is not None, "the reference runs within training's micro-batches"
+        usable_rows = step_rows
+        if settings.grows or settings.batch_tokens:
+            usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
+        if isinstance(size, int):
+            usable_rows = size
+        tried_rows = self.rows_to_try(usable_rows, "trial_rows_reference")
+        worst = self.rows.probed()
+        evaluation = Evaluation(
+            reference.try_rows,
+            worst,
+            name="the reference on rows",
+            kind=REFERENCE,
+            in_training_mode=True,
+            lost_key="trial_rows_reference",
+        )
+        scope = SearchScope(worst, evaluation=evaluation)
+
+        def refuse_fewer(result: ProbeResult) -> None:
+            fitting_rows = result.max_batch_size
+            if not isinstance(size, int) or size <= fitting_rows:
+                return
+            problem = rows_fit(fitting_rows)
+            if fitting_rows == tried_rows:
+                problem = (
+                    f"no more than {count(tried_rows, 'row')} are tried, by probe.maximum or as a"
+                    " trial of more has ended all ranks"
+                )
+            remedy = f"{problem}; give {fitting_rows} or less, or auto"
+            raise SettingError("reference_micro_batch_size", size, remedy)
+
+        *_, result = self.find(
+            trainer,
+            scope,
+            maximum=tried_rows,
+            sizer=sizer,
+            report=refuse_fewer,
+            path=self.reference_path,
+        )
+        return result
+
+    # --- any search -------------------------------------------------------------------------------
+
+    def find(
+        self,
+        trainer: Trainer,
+        scope: SearchScope,
+        *,
+        maximum: int,
+        sizer: MicroBatchSizer | None = None,
+        report: Callable[[ProbeResult], object] = lambda result: None,
+        rounds: bool = False,
+        path: Path | None = None,
+    ) -> list[ProbeResult]:
+        """Find how many rows fit at once, with the run's options, cache and time.
+
+        Args:
+            trainer: trainer of the run.
+            scope: what is looked for.
+            maximum: most rows that are tried, see :meth:`rows_to_try`.
+            sizer: takes what is found; None for none.
+            report: function that is called with the result of each search.
+            rounds: whether the power of two at or below the bound is tried, too.
+            path: file that keeps the result; None for none.
+
+        Returns:
+            The result of each search; the last one counts, see :func:`find_limit`.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+        """
+        probe = self._settings.probe
+        options = ProbeOptions(
+            probe.device_memory,
+            probe.headroom,
+            distributed.minimum(maximum),
+            probe.search,
+            round_to_power_of_two=rounds,
+            trial_seconds=probe.trial_seconds,
+            memory_key="probe.device_memory",
+        )
+        return find_limit(
+            trainer.tried(),
+            scope,
+            options,
+            sizer=sizer,
+            report=report,
+            cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
+            time_limit=self._time_limit,
+        )
+
+    def earlier(self, path: Path) -> ProbeResult | None:
+        """Return what a file keeps of an earlier search of these settings; None for nothing."""
+        length = self.rows.probed().length
+        settings = settings_name(self._job, self._data, length)
+        return read_result(Store(path), settings, name="settings")
+
+    def _time_limit(self, doing: str) -> AbstractContextManager[object]:
+        """Return a context that ends all ranks where one does not end its trial in time."""
+        if self._watch is None:
+            return nullcontext()
+        return self._watch.time_limit(self._settings.probe.trial_timeout, doing)
+
+
+def facts_of(result: ProbeResult) -> dict[str, Any]:
+    """Return what each event of a search says."""
+    return {
+        "max_batch_size": result.max_batch_size,
+        "trials": len(result.trials),
+        "out_of_memory": result.num_out_of_memory,
+        "seconds": round(sum(result.seconds), 2),
+    }
+
+
+def left_by_rounding(result: ProbeResult) -> str:
+    """Return how many rows the power of two leaves unused, and the remedy; empty for none."""
+    max_batch_size = result.max_batch_size
+    batch_size = result.batch_size
+    if batch_size == max_batch_size:
+        return ""
+    return (
+        f"the power of two leaves {max_batch_size - batch_size} of the {max_batch_size} rows that"
+        f" fit unused ({1 - batch_size / max_batch_size:.0%}); probe.round_to_power_of_two=False"
+        " trains with all of them"
+    )

@@ -25,9 +25,9 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import AdaptiveRate, MicroBatchSizer, same_answers
 
-from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
+from .limit_finder import LimitFinder, left_by_rounding
 from .rate import build_rate, stand_in
 from .resumed_run import ResumedRun
 from .settings import Settings
@@ -196,12 +196,12 @@ class TrainingPreview:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=batches.ranks, notes=notes), as_record(stages)
 
-    def alone(self, bound_finder: BoundFinder, sizer: MicroBatchSizer) -> str:
+    def alone(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> str:
         """Return the preview of a run that tries and trains nothing, with the bound that is known,
         below what is not the checkpoint's.
 
         Args:
-            bound_finder: source of the bound, where one is needed.
+            limit_finder: source of the bound, where one is needed.
             sizer: takes the bound.
         """
         settings = self._settings
@@ -212,7 +212,7 @@ class TrainingPreview:
         lines = [message for _, message, _ in resumed.changes()]
         plan = settings.search_plan
         if plan.is_needed:
-            result, source = known_bound(settings, bound_finder)
+            result, source = known_bound(settings, limit_finder)
             bound = "not known, so nothing is cut, and micro-batches are not known"
             if result is not None:
                 bound = str(result.max_batch_size)
@@ -221,7 +221,7 @@ class TrainingPreview:
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 batch_size = result.batch_size
                 lines += filter(None, [left_by_rounding(result)])
-        lines += filter(None, [known_of_reference(settings, bound_finder)])
+        lines += filter(None, [known_of_reference(settings, limit_finder)])
         known = batches.first_batch_size
         batches.begin_epoch(batch_size=batch_size)
         ahead = self.look_ahead(progress, from_this_epoch=batches.grows_at(progress))
@@ -309,7 +309,7 @@ class TrainingPreview:
         return notes
 
 
-def known_bound(settings: Settings, finder: BoundFinder) -> tuple[ProbeResult | None, str]:
+def known_bound(settings: Settings, finder: LimitFinder) -> tuple[ProbeResult | None, str]:
     """Return what fits in training without a trial, None where that is unknown; and the source."""
     rows = settings.probe.assumed_maximum
     source = "probe.assumed_maximum says so"
@@ -328,7 +328,7 @@ def known_bound(settings: Settings, finder: BoundFinder) -> tuple[ProbeResult | 
     return ProbeResult(rows, batch_size, (), (), sequence_length=length), source
 
 
-def known_of_reference(settings: Settings, finder: BoundFinder) -> str:
+def known_of_reference(settings: Settings, finder: LimitFinder) -> str:
     """Return what a micro-batch of the reference holds, as far as that is known without a trial;
     empty where it runs within those of training.
     """

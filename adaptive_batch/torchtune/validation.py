@@ -21,9 +21,9 @@ from adaptive_batch.training import (
     SearchScope,
 )
 
-from .bound_finder import BoundFinder
 from .data import Data
 from .job import Job
+from .limit_finder import LimitFinder, facts_of
 from .log import TrainingLog
 from .sizers import counted_by
 from .trainer import Trainer
@@ -37,7 +37,7 @@ class Validation:
 
     Args:
         job, data, trainer: of the run.
-        bound_finder: finds what fits, for ``batch_size_val: auto``.
+        limit_finder: finds what fits, for ``batch_size_val: auto``.
         log: log of the run; out-of-memory errors are also counted by the sizer of training.
 
     Attributes:
@@ -52,7 +52,7 @@ class Validation:
         job: Job,
         data: Data,
         trainer: Trainer,
-        bound_finder: BoundFinder,
+        limit_finder: LimitFinder,
         log: TrainingLog,
     ) -> None:
         settings = job.settings
@@ -67,39 +67,38 @@ class Validation:
         )
         size = ConfiguredSize(micro_batch_size=validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
-            result = self._find(trainer, bound_finder)
-            self._engine.sizer.count_out_of_memory(result.num_out_of_memory)
-            tokens = data.layout_val.run_tokens([result.sequence_length] * result.max_batch_size)
-            size = ConfiguredSize(micro_batch_tokens=tokens)
-            log.event(
-                "validation_bound",
-                f"validation: {count(result.max_batch_size, 'row')} of"
-                f" {count(result.sequence_length, 'token')} fit at once",
-                max_batch_size=result.max_batch_size,
-                sequence_length=result.sequence_length,
-                trials=len(result.trials),
-                out_of_memory=result.num_out_of_memory,
-                seconds=round(sum(result.seconds), 2),
-            )
+            size = ConfiguredSize(micro_batch_tokens="auto")
         sizer = MicroBatchSizer(
             size,
             layout=data.layout_val,
             memory=job.memory,
             on_change=counted_by(self._engine.sizer, log.limit_change, kind="validation_limit"),
         )
+        if validation.fits_itself:
+            result = self._find(trainer, limit_finder, sizer)
+            self._engine.sizer.count_out_of_memory(result.num_out_of_memory)
+            log.event(
+                "validation_bound",
+                f"validation: {count(result.max_batch_size, 'row')} of"
+                f" {count(result.sequence_length, 'token')} fit at once",
+                sequence_length=result.sequence_length,
+                **facts_of(result),
+            )
         loss = replace(data.loss_val(self._engine.loss), dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._engine, loss, sizer)
 
-    def _find(self, trainer: Trainer, bound_finder: BoundFinder) -> ProbeResult:
+    def _find(
+        self, trainer: Trainer, limit_finder: LimitFinder, sizer: MicroBatchSizer
+    ) -> ProbeResult:
         """Find the largest number of the longest rows that fit, without gradients."""
         data = self._data
-        rows = bound_finder.rows.of_validation()
+        rows = limit_finder.rows.of_validation()
         length = data.layout_val.padded(rows.length)
         loss = data.loss_val(self._engine.loss)
         evaluate = partial(self._engine.try_evaluation, loss=loss, length=length)
-        scope = SearchScope(rows, evaluation=Evaluation(evaluate, bound_finder.rows.probed()))
-        maximum = bound_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
-        *_, result = bound_finder.find(trainer, scope, maximum=maximum)
+        scope = SearchScope(rows, evaluation=Evaluation(evaluate, limit_finder.rows.probed()))
+        maximum = limit_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
+        *_, result = limit_finder.find(trainer, scope, maximum=maximum, sizer=sizer)
         return result
 
     def run_where_due(self, step: int) -> None:

@@ -299,8 +299,7 @@ class AdaptiveStep:
 
     def search(self, tried: TriedStep, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
         """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
-        results = find_limit(tried, scope, options)
-        self.sizer.set_bound(results[-1])
+        results = find_limit(tried, scope, options, sizer=self.sizer)
         fits_whole = results[-1].max_batch_size >= (scope.whole_step_rows or 0)
         self.tried_one_part = fits_whole and not scope.accumulates
         return results[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -285,7 +284,6 @@ class BoundSearch:
             DoesNotFitError: one row does not fit.
             RankLostError: a rank ran out of memory where the others cannot be told.
         """
-        start = time.perf_counter()
         budgets = distributed.all_gather(self._budget)
         log.info(
             "probing %s%s on %s, up to %s in %s, with %s",
@@ -313,9 +311,7 @@ class BoundSearch:
                     result = replace(result, counts_eager=True)
                 choices = self._scope.choices
                 if choices and result.max_batch_size and result.throughput is None:
-                    # About twice the time of the search by memory.
-                    seconds = distributed.maximum(int(1e6 * (time.perf_counter() - start))) * 2e-6
-                    fastest = self._fastest(choices, result.max_batch_size, seconds=seconds)
+                    fastest = self._fastest(choices, result.max_batch_size)
                     result = replace(result, throughput=fastest)
         finally:
             if is_compiled(self._tried.engine.model):
@@ -344,16 +340,13 @@ class BoundSearch:
             self._cache.learn(result)
         return result
 
-    def _fastest(
-        self, choices: Choices, max_batch_size: int, *, seconds: float
-    ) -> Throughput | None:
-        """Find the fastest micro-batches within what fits, in about so many seconds."""
+    def _fastest(self, choices: Choices, max_batch_size: int) -> Throughput | None:
+        """Find the fastest micro-batches within what fits."""
         compiles = is_compiled(self._tried.engine.model)
         with any_number_of_variants() if compiles else nullcontext():
-            search = ThroughputSearch(
+            return ThroughputSearch(
                 self._tried, self._dry_run, choices, self._scope.rows, max_batch_size
-            )
-            return search(seconds=seconds)
+            )()
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try what an earlier search found; search where that is nothing, or too large now."""
@@ -457,16 +450,23 @@ def find_limit(
     scope: SearchScope,
     options: ProbeOptions,
     *,
+    sizer: MicroBatchSizer | None = None,
+    report: Callable[[ProbeResult], object] = lambda result: None,
     cache_of: Callable[[SearchScope], SearchCache | None] = lambda scope: None,
     time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
 ) -> list[ProbeResult]:
-    """Find how many rows fit. If a step that was tried as one micro-batch has to be several, search
-    again with the gradients in memory that the later ones meet.
+    """Find how many rows fit, and run no more at once: the one way from a question to a sizer.
+
+    If a step that was tried as one micro-batch has to be several, search again with the gradients
+    in memory that the later ones meet; and where the largest rows have fewer tokens than another,
+    beside that one.
 
     Args:
         tried: step that trials run.
         scope: what the search looks for.
         options: how it goes about it.
+        sizer: takes what is found, and refuses a configured size above it; None for none.
+        report: function that is called with the result of each search.
         cache_of: function that returns the cache of a search; None for no cache.
         time_limit: see :class:`BoundSearch`.
 
@@ -475,17 +475,24 @@ def find_limit(
 
     Raises:
         DoesNotFitError: one row does not fit.
+        SettingError: a configured size of a micro-batch is above what fits.
     """
-    search = BoundSearch(tried, scope, options, cache=cache_of(scope), time_limit=time_limit)
-    result = search.run()
-    if not scope.accumulates and (scope.whole_step_rows or 0) > result.max_batch_size:
-        scope = replace(scope, accumulates=True)
-    elif scope.rows.beside_longest is not None:
-        scope = replace(scope, rows=scope.rows.beside_longest)
-        options = replace(options, maximum=result.max_batch_size)
-    else:
-        return [result]
-    return [result, *find_limit(tried, scope, options, cache_of=cache_of, time_limit=time_limit)]
+    results: list[ProbeResult] = []
+    while True:
+        search = BoundSearch(tried, scope, options, cache=cache_of(scope), time_limit=time_limit)
+        result = search.run()
+        results.append(result)
+        report(result)
+        if not scope.accumulates and (scope.whole_step_rows or 0) > result.max_batch_size:
+            scope = replace(scope, accumulates=True)
+        elif scope.rows.beside_longest is not None:
+            scope = replace(scope, rows=scope.rows.beside_longest)
+            options = replace(options, maximum=result.max_batch_size)
+        else:
+            break
+    if sizer is not None:
+        sizer.set_bound(result)
+    return results
 
 
 def find_max_batch_size(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch.data import LAYOUT_KINDS, MicroBatchLayout, MicroBatchLimit, micro_batches
@@ -24,11 +23,10 @@ from .trials import LongestRows, TriedStep
 
 log = logging.getLogger("adaptive_batch")
 
-# Samples that are timed in the seconds that a search may take, where no other program slows them.
-_TIMED = 30
-# Rows of a sample, at most, of steps that have fewer; and tokens, at least: the time of fewer is
-# noise.
+# What is timed holds so many of the largest micro-batches, of up to so many rows, or of a step.
+_LARGEST_IN_SAMPLE = 3
 _MOST_ROWS = 256
+# Tokens of it, at least: the time of fewer is noise.
 _LEAST_TOKENS = 1024
 # Rows whose micro-batches are run at once until nothing is compiled any more, and how often.
 _WARM_ROWS = 8
@@ -105,41 +103,25 @@ class ThroughputSearch:
         self._longest = self._layout.padded(worst.length)
         self._step_rows = choices.timed_rows or max_batch_size
         self._max_batch_size = max_batch_size
-        rows = self._in_order(0, max(self._step_rows, _MOST_ROWS))
-        self._steps = [
-            rows[begin : begin + self._step_rows]
-            for begin in range(0, len(rows) - self._step_rows + 1, self._step_rows)
-        ]
-        self._lengths = [list(map(tried.row_length, step)) for step in self._steps]
+        self._rows = self._in_order(0, max(self._step_rows, _MOST_ROWS))
+        self._lengths = list(map(tried.row_length, self._rows))
         self._compilations = Compilations()
         self._compiled: list[Compilation] = []
 
-    def __call__(self, *, seconds: float) -> Throughput | None:
-        """Find it, in about so many seconds, compilations not counted; None where nothing fits, or
-        where each layout is compiled again for each shape.
-        """
+    def __call__(self) -> Throughput | None:
+        """Find it; None if nothing fits, or if all layouts are compiled again for new shapes."""
         layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
         if is_compiled(self._tried.engine.model):
             layouts = [layout for layout in layouts if self._settles(layout)]
             log.info("before micro-batches are timed: %s", describe_all(self._compiled))
-        if not layouts:
-            return None
-        few = self._lengths[0][:8]
-        pieces = micro_batches(few, self._limits(layouts[0])[0], layouts[0])
-        # Some of the first time is for what is made once.
-        for _ in range(2):
-            (warm,) = self._time(self._steps[0], [(pieces, layouts[0])])
         of_step = self._dry_run.time(
-            [partial(self._tried.try_rows, self._steps[0][:1]), self._tried.step]
+            [partial(self._tried.try_rows, self._rows[:1]), self._tried.step]
         )
-        if warm is None or of_step is None:
+        if of_step is None:
             return None
-        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * sum(few) / sum(warm)))
-        steps = self._sample(max([tokens, *(self._fills(layout) for layout in layouts)]))
-        rows = [row for step in self._steps for row in step]
         search = FastestSearch(
-            partial(self._time, rows),
-            steps=steps,
+            self._time,
+            steps=self._sample(layouts),
             layouts=layouts,
             limits=self._limits,
             step_seconds=of_step[1],
@@ -154,23 +136,20 @@ class ThroughputSearch:
                 )
         return None
 
-    def _sample(self, num_tokens: int) -> list[list[int]]:
-        """Return the lengths of the first steps that have so many tokens, or of a part of the
-        first.
-        """
-        so_far = list(accumulate(map(sum, self._lengths)))
-        if so_far[0] <= num_tokens:
-            return self._lengths[: bisect_right(so_far, num_tokens)]
-        first = self._lengths[0]
-        num_rows = bisect_right(list(accumulate(first)), num_tokens) + 1
-        return [first[: max(8, num_rows)]]
+    def _sample(self, layouts: Sequence[MicroBatchLayout]) -> list[list[int]]:
+        """Return the lengths of the rows of the first steps that are timed."""
+        largest = [self._limits(layout)[1] for layout in layouts]
+        fills = [
+            limit.amount * (1 if limit.unit == "tokens" else self._longest) for limit in largest
+        ]
+        tokens = max([_LEAST_TOKENS, *(_LARGEST_IN_SAMPLE * amount for amount in fills)])
+        num_rows = bisect_right(list(accumulate(self._lengths)), tokens) + 1
+        sample = self._lengths[: max(8, num_rows)]
+        return self._in_steps(sample)
 
-    def _fills(self, layout: MicroBatchLayout) -> int:
-        """Return the tokens that fill the largest micro-batch of a layout."""
-        _, largest = self._limits(layout)
-        if largest.unit == "tokens":
-            return largest.amount
-        return largest.amount * self._longest
+    def _in_steps(self, lengths: Sequence[int]) -> list[list[int]]:
+        starts = range(0, len(lengths), self._step_rows)
+        return [list(lengths[begin : begin + self._step_rows]) for begin in starts]
 
     def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
         """Return the smallest and the largest limit of a layout that are of use and may fit."""
@@ -178,7 +157,7 @@ class ThroughputSearch:
         row_amount = layout.amount(1, self._longest, unit=unit)
         step_amount = self._step_rows
         if unit == "tokens":
-            step_amount = max(map(layout.run_tokens, self._lengths))
+            step_amount = max(map(layout.run_tokens, self._in_steps(self._lengths)))
         amount = max(row_amount, min(self._max_batch_size * row_amount, step_amount))
         return MicroBatchLimit(row_amount, unit), MicroBatchLimit(amount, unit)
 
@@ -226,23 +205,22 @@ class ThroughputSearch:
                 break
         return True
 
-    def _time(self, sample: Sequence[Any], pieces: Sequence[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of each micro-batch of the sample's rows, in each of some layouts.
-
-        None where they do not fit.
+    def _time(self, cuts: Sequence[Pieces]) -> list[list[float] | None]:
+        """Return the seconds of each micro-batch of rows in some layouts, None where one does not
+        fit.
         """
         timings = []
-        for of_layout, layout in pieces:
-            last = len(of_layout)
+        for pieces, layout in cuts:
+            last = len(pieces)
             with self._tried.engine.sizer.trying(layout):
                 seconds = self._dry_run.time(
                     [
                         partial(
                             self._tried.try_rows,
-                            [sample[row] for row in piece.rows],
+                            [self._rows[row] for row in piece.rows],
                             is_last=place == last,
                         )
-                        for place, piece in enumerate(of_layout, start=1)
+                        for place, piece in enumerate(pieces, start=1)
                     ]
                 )
             timings.append(seconds)

@@ -24,9 +24,9 @@ from torchtune.modules.peft import get_adapter_params
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import (
-    BoundFinder,
     Data,
     Job,
+    LimitFinder,
     Settings,
     Sizers,
     Trainer,
@@ -365,7 +365,7 @@ def tried(run: RealRun, sizes: Sequence[int]) -> ProbeResult:
 
 def searched(run: RealRun, search: Search) -> ProbeResult:
     """Search the longest rows as the recipes do, by a search that no configuration names."""
-    finder = BoundFinder(run.job, run.data)
+    finder = LimitFinder(run.job, run.data)
     probe, trainer = run.job.settings.probe, run.trainer
     options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
     return BoundSearch(
@@ -382,7 +382,7 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
 
 def found(run: RealRun) -> ProbeResult:
     """Search the longest rows by the recipes' own search."""
-    finder = BoundFinder(run.job, run.data)
+    finder = LimitFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
         *_, result = finder.of_training(run.trainer, length="longest")

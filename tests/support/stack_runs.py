@@ -34,7 +34,7 @@ from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Sizers, Trainer, builder_of
+from adaptive_batch.torchtune import Data, Job, LimitFinder, Settings, Sizers, Trainer, builder_of
 from adaptive_batch.torchtune.model import Weights
 
 from .allocator_on_stack import described
@@ -223,7 +223,7 @@ def train(run: StackRun) -> Outcome:
 
 def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
     """Search as training does before it begins."""
-    finder = BoundFinder(job, data)
+    finder = LimitFinder(job, data)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"

@@ -18,10 +18,10 @@ from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.torchtune import (
-    BoundFinder,
     Checkpoints,
     Data,
     Job,
+    LimitFinder,
     Settings,
     Sizers,
     Trainer,
@@ -69,7 +69,7 @@ def searched(
     if memory:
         job.memory = memory
     data = Data.read(job)
-    bounds = BoundFinder(job, data)
+    bounds = LimitFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, Checkpoints(cfg, settings), Sizers.of(job, data))
     return bounds.of_training(trainer, length="longest")[-1]
@@ -153,7 +153,7 @@ def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
             job,
             data,
             SearchScope(
-                BoundFinder(job, data).rows.of_length("longest"),
+                LimitFinder(job, data).rows.of_length("longest"),
                 choices=Choices(kinds, "tokens", 4) if kinds else None,
             ),
             ProbeOptions(maximum=8),
