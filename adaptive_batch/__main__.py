@@ -1,5 +1,5 @@
 """The command line of the package itself: ``adaptive-batch check | configs | keys | audit |
-report | emulate``, which is also ``python -m adaptive_batch``.
+report | emulate | run``, which is also ``python -m adaptive_batch``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             usage="adaptive-batch emulate --device h100 [options] -- python train.py ...",
         )
     )
+    _add_run(
+        commands.add_parser(
+            "run",
+            help="run a program that trains with Transformers' Trainer, in parts that fit",
+            usage="adaptive-batch run [options] -- python train.py ...",
+        )
+    )
     # A folder's name may be anything, and a terminal may know ASCII alone.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -118,6 +125,40 @@ def _add_emulate(emulate: argparse.ArgumentParser) -> None:
         help="put the CUDA build of an installed CPU build of torch into the cache folder, once",
     )
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    for name, what in (("size", "rows"), ("tokens", "tokens, padding included,")):
+        run.add_argument(
+            f"--micro-batch-{name}",
+            metavar="N",
+            type=_number_or_auto,
+            help=f"the most {what} of a part: a number, or auto for what a search finds",
+        )
+    run.add_argument(
+        "--device-memory", metavar="SIZE", help="memory that the search may use, such as 12GiB"
+    )
+    run.add_argument(
+        "--loss-reduction",
+        choices=("auto", "mean", "sum"),
+        help="whether losses of parts are weighted or added up; if not what the trainer shows",
+    )
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _run_program(options: argparse.Namespace) -> int:
+    from adaptive_batch.integrations.program import run_program
+
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not program:
+        raise SettingError("PROGRAM", None, "give the program after --")
+    names = ("micro_batch_size", "micro_batch_tokens", "device_memory", "loss_reduction")
+    given = {name: getattr(options, name) for name in names}
+    return run_program(program, {name: value for name, value in given.items() if value is not None})
 
 
 def _emulate(options: argparse.Namespace) -> int:
@@ -190,6 +231,8 @@ def emulated_device(name_or_size: str, architecture: str) -> Device:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "emulate":
         return _emulate(options)
+    if options.command == "run":
+        return _run_program(options)
     if options.command == "audit":
         from adaptive_batch.report import audit
 

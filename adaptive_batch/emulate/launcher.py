@@ -142,8 +142,10 @@ def _environment(
         "ADAPTIVE_BATCH_CACHE": str(records / "adaptive_batch"),
         "ADAPTIVE_BATCH_EMULATED": "1",
     }
-    paths = [str(Path(__file__).with_name("inject")), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[1] / "inject"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    hooks = [str(Path(__file__).with_name("process.py")), os.environ.get("ADAPTIVE_BATCH_HOOKS")]
+    environment["ADAPTIVE_BATCH_HOOKS"] = os.pathsep.join(filter(None, hooks))
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return environment
 

@@ -37,7 +37,7 @@ from .pairs import COLLATOR, by_pairs
 from .part_logs import log_calls, merge_lists
 from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
 
-__all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
+__all__ = ["AdaptiveArguments", "AdaptiveTrainer", "adopt"]
 
 log = logging.getLogger("adaptive_batch")
 
@@ -125,6 +125,10 @@ class AdaptiveTrainer(Trainer):
         self, *arguments: Any, adaptive: AdaptiveArguments | None = None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
+        self._begin(adaptive)
+
+    def _begin(self, adaptive: AdaptiveArguments | None) -> None:
+        """Begin without a step; what runs one is made with the first."""
         if adaptive is not None:
             self.adaptive = adaptive
         self._check_arguments()
@@ -493,6 +497,34 @@ class AdaptiveTrainer(Trainer):
         if self._growth is not None and self._growth.learning_rate is not None:
             return self._growth.learning_rate
         return float(super()._get_learning_rate())
+
+
+def adopt(trainer: Trainer, adaptive: AdaptiveArguments | None = None) -> AdaptiveTrainer:
+    """Let a trainer that is built, of any class, run its steps as :class:`AdaptiveTrainer` does.
+
+    Its class becomes one of the same name that derives from AdaptiveTrainer too. Call it before
+    ``train()``; a second call changes nothing.
+
+    Args:
+        trainer: the trainer.
+        adaptive: how steps are run; None for :class:`AdaptiveArguments` as it is.
+
+    Returns:
+        The same object.
+
+    Raises:
+        SettingError: it is no Trainer of Transformers, or an argument cannot be used.
+    """
+    kind = type(trainer)
+    if not isinstance(trainer, Trainer):
+        raise SettingError("trainer", kind.__name__, "give a transformers.Trainer")
+    if not isinstance(trainer, AdaptiveTrainer):
+        bases = (AdaptiveTrainer,) if kind is Trainer else (kind, AdaptiveTrainer)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        trainer.__class__ = type(kind.__name__, bases, names)
+        assert isinstance(trainer, AdaptiveTrainer)
+        trainer._begin(adaptive)
+    return trainer
 
 
 class _Metrics:

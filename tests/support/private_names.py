@@ -19,7 +19,7 @@ _NOT_PRIVATE = {
     # Names that Python documents.
     *("_current_frames", "_exit", "_fields", "_getframe", "_replace"),
     # A key of torchtune's configurations, the start of the names of operators, a module of ours.
-    *("_component_", "_scaled_dot_product_", "_adaptive_batch_emulate"),
+    *("_component_", "_scaled_dot_product_", "_adaptive_batch_"),
     # The names in it count.
     "torch._C",
 }

@@ -27,7 +27,7 @@ from transformers import (
 
 from adaptive_batch import AdaptiveBatches, Sampling, SettingError, StepOptions, geometric
 from adaptive_batch.integrations.pairs import by_pairs
-from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
+from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, adopt
 
 NUM_ROWS = 24
 # More than any machine has: allocating it is an out-of-memory error.
@@ -140,6 +140,40 @@ def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_
     assert trainer.adaptive_step.num_micro_batches == 6
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
+
+
+class ScalesLoss(Trainer):
+    """A trainer of somebody else's."""
+
+    def compute_loss(self, *arguments, **keywords):
+        return 2 * super().compute_loss(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("kind", [Trainer, ScalesLoss])
+def test_a_trainer_that_is_built_is_adopted_once(tmp_path, kind):
+    def adopted(*arguments, adaptive=None, **keywords):
+        trainer = kind(*arguments, **keywords)
+        assert adopt(trainer, adaptive) is trainer
+        assert adopt(trainer, AdaptiveArguments(micro_batch_size=1)) is trainer
+        assert isinstance(trainer, kind)
+        assert (type(trainer).__name__, type(trainer).__module__) == (
+            (kind.__name__, kind.__module__)
+            if kind is not Trainer
+            else ("Trainer", "transformers.trainer")
+        )
+        return trainer
+
+    _, plain, weights = trained(kind, tmp_path)
+    _, ours, own = trained(adopted, tmp_path)
+    assert ours == plain
+    assert torch.equal(own, weights)
+    adaptive = AdaptiveArguments(micro_batch_size=2)
+    trainer, ours, own = trained(adopted, tmp_path, adaptive=adaptive)
+    assert trainer.adaptive_step.num_micro_batches == 3
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+    with pytest.raises(SettingError, match=r"^trainer='Linear': give a transformers.Trainer"):
+        adopt(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("keys", [(), ("return_flash_attn_kwargs",), ("return_seq_idx",)])

@@ -1,0 +1,68 @@
+"""Start a program whose code is not changed: each Trainer of Transformers that it builds is adopted
+when its ``train()`` is called, in child processes too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adaptive_batch.errors import AdaptiveBatchError
+
+from .arguments import AdaptiveArguments
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
+    """Run a program, and return its exit status.
+
+    Where no trainer was adopted by its end, a line on the error stream says so.
+
+    Args:
+        command: the program with its arguments.
+        arguments: arguments of :class:`AdaptiveArguments`, as JSON values.
+
+    Raises:
+        SettingError: an argument cannot be used.
+        AdaptiveBatchError: the program cannot be started.
+    """
+    # What it raises is said before the program starts.
+    AdaptiveArguments(**arguments)
+    with tempfile.TemporaryDirectory(prefix="adaptive_batch-") as folder:
+        adopted = Path(folder, "adopted")
+        try:
+            program = subprocess.Popen(command, env=_environment(adopted, arguments))
+        except OSError as error:
+            problem = f"{command[0]} cannot be started: {error.strerror}"
+            raise AdaptiveBatchError(problem) from None
+        # Ctrl-C reaches the program by itself, and a scheduler asks this process alone.
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
+        code = program.wait()
+        if not adopted.exists():
+            print(
+                "adaptive-batch run: no Trainer of Transformers has trained, so nothing was split"
+                " or run again; for other loops see AdaptiveStep",
+                file=sys.stderr,
+            )
+    return code if code >= 0 else 128 - code
+
+
+def _environment(adopted: Path, arguments: Mapping[str, Any]) -> dict[str, str]:
+    hooks = [os.environ.get("ADAPTIVE_BATCH_HOOKS", ""), str(Path(__file__).with_name("hook.py"))]
+    paths = [str(_PACKAGE / "inject"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "ADAPTIVE_BATCH_HOOKS": os.pathsep.join(filter(None, hooks)),
+        "ADAPTIVE_BATCH_ARGUMENTS": json.dumps(arguments),
+        "ADAPTIVE_BATCH_ADOPTED": str(adopted),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }

@@ -1,0 +1,113 @@
+"""`adaptive-batch run` adopts the trainers of a program whose code it does not change."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from adaptive_batch.__main__ import main
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"loss": (self.linear(x).squeeze(1) - y).square().mean()}
+
+rows = [{"x": torch.randn(4), "y": torch.randn(())} for _ in range(12)]
+arguments = TrainingArguments(
+    sys.argv[1], per_device_train_batch_size=6, max_steps=2, report_to="none", use_cpu=True,
+    save_strategy="no", disable_tqdm=True, logging_steps=1,
+)
+trainer = Trainer(Model(), arguments, train_dataset=rows)
+trainer.train()
+print(type(trainer).__name__, trainer.adaptive_step.num_micro_batches)
+"""
+
+
+def run(tmp_path, *command, **environment):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    return subprocess.run(
+        [sys.executable, "-m", "adaptive_batch", "run", *command],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_program_trains_with_memory_for_half_of_its_batch(tmp_path):
+    done = run(tmp_path, "--", sys.executable, "train.py", "output")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Trainer 2"
+    assert "runs its steps in parts that fit, and again in smaller ones" in done.stderr
+    assert "out of memory with 6 rows" in done.stderr
+    assert "no Trainer" not in done.stderr
+
+
+def test_a_child_of_a_program_is_adopted_with_the_size_that_is_given(tmp_path):
+    child = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'train.py', 'out']))"
+    done = run(tmp_path, "--micro-batch-size", "2", "--", sys.executable, "-c", child)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Trainer 3"
+    assert "(micro_batch_size=2)" in done.stderr
+
+
+def test_the_exit_status_is_the_programs_and_one_line_says_that_nothing_was_adopted(tmp_path):
+    done = run(tmp_path, "--", sys.executable, "-c", "raise SystemExit(7)")
+    assert done.returncode == 7
+    assert done.stderr.splitlines() == [
+        "adaptive-batch run: no Trainer of Transformers has trained, so nothing was split or run"
+        " again; for other loops see AdaptiveStep"
+    ]
+
+
+def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
+    program = textwrap.dedent("""
+        import sys
+        print("transformers" in sys.modules, "torch" in sys.modules)
+    """)
+    done = run(
+        tmp_path,
+        "--",
+        sys.executable,
+        "-c",
+        program,
+        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    )
+    assert done.stdout.splitlines()[-2:] == ["own sitecustomize", "False False"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--micro-batch-size", "0", "--", "true"], "micro_batch_size=0"),
+        (["--micro-batch-size", "2", "--micro-batch-tokens", "8", "--", "true"], "micro_batch"),
+        (["--micro-batch-size", "many", "--", "true"], "invalid"),
+        (["--micro-batch-size", "2"], "give the program after --"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_the_program_starts(arguments, said, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", *arguments])
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_program_that_cannot_be_started_is_named(capsys):
+    assert main(["run", "--", "no-such-program"]) == 1
+    assert "no-such-program cannot be started" in capsys.readouterr().err
