@@ -27,7 +27,6 @@ from .clock import UNITS, Clock, TrainingClock, decay_of, time_by
 from .epoch_plan import EpochPlan, Pace
 from .learning_rate import (
     RULES,
-    SCALED_WITH_BATCH,
     Reference,
     check_scaled,
     factors_at,
@@ -58,7 +57,6 @@ __all__ = [
     "EXAMPLES",
     "KEY",
     "RULES",
-    "SCALED_WITH_BATCH",
     "UNITS",
     "ClampedBatch",
     "Clock",

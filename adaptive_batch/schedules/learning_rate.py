@@ -163,7 +163,8 @@ def scale_steps(optimizer: Any, scale: Scale | None) -> None:
     Between two steps the groups hold the unscaled values. So whatever reads, multiplies or saves
     them there, such as a scheduler, a warm-up or a checkpoint, never meets a scaled one, also where
     a step is skipped or raises. The scaling lasts until this is called again: a step that is
-    repeated after an error is scaled as the first attempt was.
+    repeated after an error is scaled as the first attempt was. In a step that a CUDA graph captures
+    this raises SettingError.
 
     Args:
         optimizer: optimizer whose former scaling, if any, is replaced.
@@ -209,11 +210,19 @@ class _ScaledSteps:
     def _begin(self, *_: Any) -> None:
         # The hook repeats what the method has begun.
         self._end()
-        if self.scale is not None:
-            for group in self._optimizer.param_groups:
-                scaled = self.scale(self._optimizer, group)
-                self._scaled.append((group, {key: group[key] for key in scaled}, scaled))
-                group.update(scaled)
+        if self.scale is None:
+            return
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            remedy = (
+                "its step is captured in a CUDA graph, and a replay does not scale the rate; call"
+                " step() outside of the graph"
+            )
+            raise SettingError("optimizer", type(self._optimizer).__name__, remedy)
+        for group in self._optimizer.param_groups:
+            scaled = self.scale(self._optimizer, group)
+            self._scaled.append((group, {key: group[key] for key in scaled}, scaled))
+            group.update(scaled)
 
     def _end(self, *_: Any) -> None:
         for group, unscaled, scaled in self._scaled:

@@ -19,7 +19,6 @@ from adaptive_batch._util import check_choice, check_state
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     RULES,
-    SCALED_WITH_BATCH,
     Clock,
     Progress,
     Reference,
@@ -286,19 +285,17 @@ class AdaptiveRate:
                 write_rate(group, float(base) * factor)
 
     def describe(self) -> str | None:
-        """Return a line on what is scaled with the batch, before the first step; None where nothing
-        is.
-        """
-        scaled = []
-        groups = self._optimizers[0].param_groups
-        if self._rule != "none":
-            scaled.append(("lr", self.base, self._rule))
-        scaled += [
-            (name, base, SCALED_WITH_BATCH[name])
-            for name, base in read_scaled(groups, self._follow).items()
-        ]
+        """Return a line on what is scaled with the batch; None where nothing is."""
+        rules = {"lr": self._rule, **self._follow}
+        followers = read_scaled(self._optimizers[0].param_groups, self._follow)
+        bases = {"lr": self.base, **followers}
         belongs = f"belongs to {self.reference} a step, and is scaled by the rule"
-        return "; ".join(f"{name} {base:g} {belongs} {rule}" for name, base, rule in scaled) or None
+        lines = [
+            f"{name} {bases[name]:g} {belongs} {rule}"
+            for name, rule in rules.items()
+            if rule != "none"
+        ]
+        return "; ".join(lines) or None
 
     def describe_unscaled(self, batch: int, *, configured: int) -> str | None:
         """Return a line on a rate that does not follow the batch; None where it does, or the batch
