@@ -99,6 +99,24 @@ def test_private_names_of_torch_are_asked_for_in_one_place(path):
         assert [name for name in private if not name.startswith(allowed)] == []
 
 
+def used_at_import(tree):
+    """Yield the nodes that run as a module is imported: all but the bodies of functions."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            yield node
+            yield from used_at_import(node)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_private_name_is_bound_at_import(path):
+    """So a renamed one stops only what uses it. The base class of a mode is the exception."""
+    for node in used_at_import(ast.parse(path.read_text())):
+        is_bound = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "private"
+        is_checked = isinstance(node, ast.Call) and ast.unparse(node.func) == "private"
+        assert not is_bound, ast.unparse(node)
+        assert not is_checked, ast.unparse(node)
+
+
 def test_each_private_name_is_used():
     text = "".join(path.read_text() for path in FILES if path.name != "_torch.py")
     attributes = {*re.findall(r"\bprivate\.(\w+)", text), "TorchDispatchMode"}

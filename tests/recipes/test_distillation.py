@@ -1,4 +1,8 @@
-"""Distillation through the real command line: what adapts the batch works as for other rows."""
+"""Distillation through the real command line: runs resume, both models are estimated, and mistakes
+are refused.
+
+Steps are proved in tests/unit/torchtune/test_distillation.py, their bits in tests/parity/.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,11 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import FINDS, figures, records, same_weights
+from support.cli import FINDS, figures, same_weights
 from support.distillation import FULL, LORA, METRICS, OURS, write_teacher
 from support.stops import stopped_after
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import audit
-
-# AdamW would turn rounding into steps.
-SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05", "epochs=1")
-SPLITS = {
-    "rows": ("micro_batch_size=3",),
-    "tokens, packed": ("micro_batch_tokens=150", "micro_batch_layout=packed"),
-    "as much as fits": ("micro_batch_size=auto", "probe.device_memory=8MiB"),
-    "as many tokens as fit": ("micro_batch_tokens=auto", "probe.device_memory=8MiB"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -32,52 +26,6 @@ def lora(small):
 @pytest.fixture(scope="module")
 def full(small):
     return (*FULL, *write_teacher(small))
-
-
-@pytest.fixture(scope="module")
-def whole(small, lora):
-    return small.run_in_process(OURS, *lora, *SGD, "batch_size=16")
-
-
-@pytest.mark.parametrize(
-    "split",
-    [
-        pytest.param(split, marks=[pytest.mark.slow] * (split == "as many tokens as fit"))
-        for split in SPLITS
-    ],
-)
-def test_losses_and_metrics_do_not_depend_on_the_split(small, lora, whole, split):
-    divided = small.run_in_process(OURS, *lora, *SGD, "batch_size=16", *SPLITS[split])
-    assert min(figures(divided, "micro_batches")) > 1
-    for name in ("loss", *METRICS):
-        assert figures(divided, name) == pytest.approx(figures(whole, name), rel=1e-5), name
-    assert audit(divided.output_dir).holds
-
-
-def test_every_weight_of_a_student_is_trained(small, full):
-    """The order of a step's rows does not change with its split."""
-    own = (*full, *SGD, "batch_size=16")
-    whole, divided = (
-        small.run_in_process(OURS, *own, f"micro_batch_size={size}") for size in (16, 5)
-    )
-    assert figures(divided, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
-    assert figures(whole, "loss")[-1] < figures(whole, "loss")[0]
-
-
-def test_the_bound_is_the_same_whatever_searches_for_it(small, lora):
-    bounds = {}
-    for search in ("predict", "binary"):
-        found = small.run_in_process(
-            OURS, *lora, *FINDS, f"probe.search={search}", "probe.cache=False"
-        )
-        (bounds[search],) = (record["max_batch_size"] for record in records(found, "bound"))
-    assert bounds["predict"] == bounds["binary"] > 1
-    probed = small.run_in_process(
-        "adaptive_probe", *lora, "probe.device_memory=24MiB", "probe.cache=False",
-        "probe.round_to_power_of_two=False",
-    )  # fmt: skip
-    saved = json.loads((probed.output_dir / "adaptive_batch" / "probe.json").read_text())
-    assert saved["max_batch_size"] == bounds["binary"]
 
 
 @pytest.mark.slow
@@ -124,29 +72,6 @@ def test_another_ratio_is_named_on_resuming(small, lora, capsys):
         "kd_ratio=0.9", "preview=True",
     )  # fmt: skip
     assert "kd_ratio" in capsys.readouterr().out
-
-
-def test_the_batch_grows_with_its_rate_and_is_validated(small, lora):
-    held_out = (
-        "dataset_val._component_=torchtune.datasets.instruct_dataset",
-        "dataset_val.source=json",
-        f"dataset_val.data_files={small.folder}/train.jsonl",
-        "dataset_val.column_map.input=signature",
-        "dataset_val.column_map.output=docstring",
-        "dataset_val.split=train",
-        "dataset_val.train_on_input=False",
-        "run_val_every_n_steps=4",
-        "batch_size_val=5",
-    )
-    finished = small.run_in_process(
-        OURS, *lora, *held_out, "epochs=2", "grow_beyond_maximum=True",
-        "batch_increase_function=support.components.four_more", "probe.device_memory=24MiB",
-        "lr_scaling=sqrt", "log_gradient_noise_scale=True",
-    )  # fmt: skip
-    sizes = figures(finished, "batch_size")
-    assert sizes[-1] == sizes[0] + 4
-    (first, *_) = map(float, finished.figures("val_loss"))
-    assert first == pytest.approx(figures(finished, "loss")[0], rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
-"""The versions of torch: an older one is refused, a newer one is warned of, and a renamed private
-name stops only what uses it.
+"""The versions of torch: an older one is refused, a newer one is warned of, and a private name that
+is gone is named in the error.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import runpy
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.paths import ROOT, subprocess_environment
+from support.paths import ROOT
 from support.torch_versions import PAIRS
 from torch.torch_version import TorchVersion
 
@@ -83,52 +80,6 @@ def test_the_names_of_an_object_or_a_module_are_checked():
         private(module, "FakeShop")
     with pytest.raises(TorchVersionError, match=re.escape(f"{prefix}torch._gone, so FSDP2")):
         private("torch._gone", "name")
-
-
-COUNTING = {"estimate", "search"}
-# The parts of tests/support/renamed_names.py that a renamed name may stop; others stop none.
-MAY_STOP = {
-    "torch.utils._python_dispatch.TorchDispatchMode": {*COUNTING, "recipes"},
-    "torch._subclasses.fake_tensor.FakeTensor": COUNTING,
-    "torch._subclasses.fake_tensor.FakeTensorMode": {"estimate"},
-    "torch._C._current_graph_task_id": COUNTING,
-    "torch._C._storage_Use_Count": COUNTING,
-    "torch.utils._python_dispatch._disable_current_modes": {*COUNTING, "step_with_statistics"},
-    "torch.utils._pytree.tree_leaves": {"estimate"},
-    "torch.utils._pytree.tree_map_only": {"estimate"},
-}
-
-
-@pytest.fixture(scope="module")
-def renamed():
-    finished = subprocess.run(
-        [sys.executable, ROOT / "tests/support/renamed_names.py"],
-        check=True,
-        timeout=300,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=subprocess_environment(),
-    )
-    return json.loads(finished.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_no_name_is_bound_at_import_but_that_of_a_base_class(renamed):
-    assert renamed["bound"] == {}
-
-
-@pytest.mark.slow
-def test_a_renamed_name_stops_only_its_users_and_the_error_names_both(renamed):
-    stopped = {
-        name: {part: error for part, error in errors.items() if error}
-        for name, errors in renamed["stopped"].items()
-    }
-    assert stopped["torch.utils._python_dispatch.TorchDispatchMode"]
-    for name, errors in stopped.items():
-        assert set(errors) <= MAY_STOP.get(name, set()), (name, errors)
-        for error in errors.values():
-            assert error.startswith(f"torch {torch.__version__} has no {name}, so "), error
-            assert error.endswith(f" cannot be used{TESTED}"), error
 
 
 def test_the_declared_versions_are_the_tested_ones():
