@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler
 
 from adaptive_batch import distributed
@@ -21,13 +20,11 @@ from adaptive_batch._util import (
 )
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
-    Clock,
     Progress,
     Schedule,
     Seesaw,
     needs_noise_scale,
     reads_tokens,
-    schedule_of,
 )
 
 from .batches import Batches, Event, Sizer
@@ -188,20 +185,6 @@ class AdaptiveBatches(Batches):
         training began with.
         """
         return -(-batch_size * self.ranks // distributed.data_parallel_size())
-
-    def couple(
-        self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
-    ) -> None:
-        """Couple a schedule that follows the learning rate, such as `seesaw`, to the rate's own.
-
-        Args:
-            lr_scheduler: scheduler of the rate, a function of the number of steps.
-            lr_clock: what it counts: ``samples`` or ``tokens``.
-
-        Raises:
-            SettingError: a scheduler or a clock that it cannot follow.
-        """
-        self.couple_rate(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
 
     def __iter__(self) -> Iterator[list[int]]:
         rule = self.batching.batch_size_schedule

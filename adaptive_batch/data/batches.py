@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
 from adaptive_batch import distributed
@@ -24,6 +25,7 @@ from adaptive_batch.schedules import (
     decay_of,
     next_batch_size,
     request_batch,
+    schedule_of,
     time_by,
 )
 
@@ -63,26 +65,19 @@ class PlannedRows(NamedTuple):
         own: row numbers of this rank.
         following: row numbers that this rank takes next if the next step is as large and ranks take
             rows in turn.
+        tokens: real tokens of all ranks' rows; 0 where they are not counted ahead of training.
     """
 
     progress: Progress
     numbers: list[int]
     own: list[int]
     following: list[int]
-
-
-class _HandedOut(NamedTuple):
-    """A step that is not done, and the real tokens of its rows over all ranks, as far as they are
-    counted.
-    """
-
-    step: PlannedRows
-    tokens: int
+    tokens: int = 0
 
     @property
     def after(self) -> Progress:
-        """Progress when it is done."""
-        return self.step.progress.after_step(rows=len(self.step.numbers), tokens=self.tokens)
+        """Progress when the step is done."""
+        return self.progress.after_step(rows=len(self.numbers), tokens=self.tokens)
 
 
 class Batches(Sampler[list[int]]):
@@ -139,9 +134,10 @@ class Batches(Sampler[list[int]]):
         self._rows = rows
         self._order_of = order
         self._counts_tokens = counts_tokens
+        self._plans_tokens = counts_tokens or bool(batching.batch_tokens)
         self._event = event
         self._is_begun = False
-        self._ahead: deque[_HandedOut] = deque()
+        self._ahead: deque[PlannedRows] = deque()
         # The last epoch at whose beginning the growth function was called.
         self._grown_in = -1
         # The batch of a schedule that was logged last.
@@ -417,15 +413,22 @@ class Batches(Sampler[list[int]]):
         """Row numbers of the current epoch in the order of their use."""
         return self._epoch_of(self._progress).order
 
-    def left_out(self) -> dict[str, int]:
-        """Count the rows of an epoch that is over which no step has used, by reason."""
-        return self._epoch.left_out(self._progress)
+    def describe_epoch(self) -> tuple[str, dict[str, Any]]:
+        """Describe the epoch that is over: the rows that were trained, and those that no step has
+        used, by reason; as text and as facts.
+        """
+        progress = self._progress
+        reasons = self._epoch.left_out(progress)
+        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
+        message = f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}"
+        return message, {
+            "epoch": progress.epoch,
+            "used": progress.epoch_rows,
+            "left_out": sum(reasons.values()),
+            "reasons": reasons,
+        }
 
     # --- the clock of the rate
-
-    @property
-    def _plans_tokens(self) -> bool:
-        return self._counts_tokens or bool(self.batching.batch_tokens)
 
     @property
     def plan(self) -> EpochPlan:
@@ -477,40 +480,29 @@ class Batches(Sampler[list[int]]):
             plan = self.reference
         return Pace(self.reference, plan or self.plan)
 
-    def couple_rate(self, schedule: Callable[[float], float], clock: Clock) -> None:
-        """Couple a batch schedule that follows the rate to the rate's own, a function of the clock.
+    def couple(
+        self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
+    ) -> None:
+        """Couple a schedule that follows the learning rate, such as `seesaw`, to the rate's own.
 
         Both read one clock, that of an epoch of the constant batch: however the batch grows, the
         rate's schedule takes as much data.
 
+        Args:
+            lr_scheduler: scheduler of the rate, a function of the number of steps.
+            lr_clock: what it counts: ``samples`` or ``tokens``.
+
         Raises:
-            SettingError: the clock counts steps or two units, or an epoch ends by steps: there are
-                fewer then for the same data.
+            SettingError: a scheduler or a clock that it cannot follow.
         """
-        batching = self.batching
-        rule = batching.batch_size_schedule
-        assert isinstance(rule, Seesaw)
-        if clock.warmup != clock.decay or clock.decay == "steps":
-            remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
-            raise SettingError("lr_clock", str(clock), remedy)
-        if batching.max_steps_per_epoch is not None:
-            remedy = (
-                f"{rule} takes fewer steps for the same data, so that these would be more of it;"
-                " set it to null, in a new run"
-            )
-            raise SettingError(
-                "max_steps_per_epoch",
-                batching.max_steps_per_epoch,
-                f"{remedy}, and take fewer rows of the dataset",
-            )
-        rate_left_at = decay_of(schedule)
+        clock = lr_clock if isinstance(lr_clock, Clock) else Clock.from_config(lr_clock)
+        rate_left_at = decay_of(schedule_of(lr_scheduler))
 
         def decay(progress: Progress) -> float:
             of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
             return rate_left_at(time_by(clock.decay, of_constant_batch))
 
-        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
-        self.batching = replace(batching, batch_size_schedule=coupled)
+        self.batching = self.batching.coupled(decay, clock)
         self._go_to(self._progress)
 
     # --- ahead of training
@@ -598,13 +590,11 @@ class Batches(Sampler[list[int]]):
         self._check_num_rows()
         # A run that resumes within an epoch has logged them before.
         if self.batching.batch_tokens and not progress.epoch_rows:
-            self._log_token_steps(epoch)
+            for kind, message, facts in epoch.describe_token_steps():
+                self._event(kind, message, epoch=progress.epoch, **facts)
         step = self._next_step(epoch, progress)
         while step is not None:
-            tokens = 0
-            if self._counts_tokens:
-                tokens = int(epoch.lengths.real[step.numbers].sum())
-            self._ahead.append(_HandedOut(step, tokens))
+            self._ahead.append(step)
             yield step
             if self._progress.epoch > progress.epoch:
                 return
@@ -622,44 +612,6 @@ class Batches(Sampler[list[int]]):
         if self._order_of is None and num_rows != self.num_rows:
             remedy = f"it had {self.num_rows} when training began; keep its length"
             raise SettingError("dataset", count(num_rows, "row"), remedy)
-
-    def _log_token_steps(self, epoch: PlannedEpoch) -> None:
-        """Log the rows of an epoch that are in no step, and the steps that have more than
-        `batch_tokens` for `min_rows_per_batch`.
-        """
-        batching = self.batching
-        number = epoch.begin.epoch
-        batches, budgets, _ = epoch.token_steps
-        least = batching.min_rows_per_batch
-        if least > 1:
-            tokens = [int(epoch.lengths.all[rows].sum()) for rows in batches.tolist()]
-            over = [
-                held
-                for held, budget in zip(tokens, budgets, strict=True)
-                if held > budget * self.ranks
-            ]
-            if over:
-                message = (
-                    f"epoch {number}: {len(over)} of {count(len(tokens), 'step')} have more than"
-                    f" batch_tokens, up to {max(over)} over all ranks, for"
-                    f" min_rows_per_batch={least}"
-                )
-                self._event("over_budget", message, epoch=number, steps=len(over))
-        rows_by_reason = {
-            f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
-        }
-        if batching.drop_last:
-            rows_by_reason["of the last step (drop_last)"] = batches[-1]
-        for reason, rows in rows_by_reason.items():
-            if not rows:
-                continue
-            numbers = ", ".join(map(str, sorted(rows)[:10]))
-            if len(rows) > 10:
-                numbers += ", ..."
-            verb = "is" if len(rows) == 1 else "are"
-            dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
-            message = f"epoch {number}: {dropped}: {numbers}"
-            self._event("dropped", message, epoch=number, rows=sorted(rows))
 
     def _next_step(self, epoch: PlannedEpoch, progress: Progress) -> PlannedRows | None:
         """Return the rows of the step at a progress; None where the epoch is over."""
@@ -681,7 +633,8 @@ class Batches(Sampler[list[int]]):
         pace = self.pace
         if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, numbers, own, following)
+        tokens = epoch.num_tokens(numbers) if self._counts_tokens else 0
+        return PlannedRows(progress, numbers, own, following, tokens)
 
     def _rows_of_rank(self, numbers: Sequence[int], limit: MicroBatchLimit) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among the `numbers` of all ranks.
@@ -706,12 +659,12 @@ class Batches(Sampler[list[int]]):
     @property
     def newest(self) -> PlannedRows:
         """The step that was handed out last."""
-        return self._ahead[-1].step
+        return self._ahead[-1]
 
     @property
     def oldest(self) -> PlannedRows:
         """The oldest step that was handed out and is not done."""
-        return self._ahead[0].step
+        return self._ahead[0]
 
     def size_of_step(
         self, step: PlannedRows, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool
@@ -723,7 +676,7 @@ class Batches(Sampler[list[int]]):
             return len(step.numbers)
         if distributed.data_parallel_size() == 1:
             return sum(map(self._rows.num_real_tokens, rows))
-        return int(self._epoch.lengths.real[step.numbers].sum())
+        return self._epoch.num_tokens(step.numbers)
 
     def done(
         self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any
@@ -744,9 +697,9 @@ class Batches(Sampler[list[int]]):
             raise ValueError(
                 "no batch is waiting: call step() once for each batch that was handed out"
             )
-        step, counted_tokens = self._ahead.popleft()
+        step = self._ahead.popleft()
         if tokens is None:
-            tokens = counted_tokens
+            tokens = step.tokens
         self._progress = self._progress.after_step(
             rows=len(step.numbers), tokens=tokens, batch=step.progress.batch, **measured
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptive_batch._util import check_bool, check_choice, check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
+    Clock,
+    Progress,
     Reference,
     Schedule,
     Seesaw,
@@ -102,6 +104,28 @@ class Batching(Sampling):
             if self.batch_increase_function is not None:
                 remedy = "give it or batch_increase_function, not both"
                 raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
+
+    def coupled(self, decay: Callable[[Progress], float], clock: Clock) -> Batching:
+        """Return the same with its schedule coupled to the rate, whose decay is a function of
+        progress by a clock.
+
+        Raises:
+            SettingError: the clock counts steps or two units, or an epoch ends by steps: there are
+                fewer then for the same data.
+        """
+        rule = self.batch_size_schedule
+        assert isinstance(rule, Seesaw)
+        if clock.warmup != clock.decay or clock.decay == "steps":
+            remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
+            raise SettingError("lr_clock", str(clock), remedy)
+        if self.max_steps_per_epoch is not None:
+            remedy = (
+                f"{rule} takes fewer steps for the same data, so that these would be more of it;"
+                " set it to null, in a new run, and take fewer rows of the dataset"
+            )
+            raise SettingError("max_steps_per_epoch", self.max_steps_per_epoch, remedy)
+        coupled = rule.coupled(self.batch_tokens or self.batch_size, decay)
+        return replace(self, batch_size_schedule=coupled)
 
     @property
     def depends_on_lengths(self) -> bool:

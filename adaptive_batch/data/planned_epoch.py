@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EpochPlan, Progress, needs_noise_scale
 
@@ -159,6 +160,10 @@ class PlannedEpoch:
         plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
         return TokenSteps(batches, budgets, plan)
 
+    def num_tokens(self, numbers: Sequence[int]) -> int:
+        """Return the real tokens of some rows."""
+        return int(self.lengths.real[numbers].sum())
+
     # --- steps
 
     def next_step(self, progress: Progress, *, requested: int) -> tuple[int, int]:
@@ -292,6 +297,40 @@ class PlannedEpoch:
             reason = "an error"
         reasons = {reason: rest, "long_rows": long_rows}
         return {reason: rows for reason, rows in reasons.items() if rows}
+
+    def describe_token_steps(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield a kind of event, a message and facts for the steps that have more than
+        `batch_tokens` for `min_rows_per_batch`, and for the rows that are in no step.
+        """
+        batching = self.batching
+        epoch = self.begin.epoch
+        batches, budgets, _ = self.token_steps
+        least = batching.min_rows_per_batch
+        if least > 1:
+            tokens = [int(self.lengths.all[rows].sum()) for rows in batches.tolist()]
+            most = [budget * self.ranks for budget in budgets]
+            over = [held for held, budget in zip(tokens, most, strict=True) if held > budget]
+            if over:
+                message = (
+                    f"epoch {epoch}: {len(over)} of {count(len(tokens), 'step')} have more than"
+                    f" batch_tokens, up to {max(over)} over all ranks, for"
+                    f" min_rows_per_batch={least}"
+                )
+                yield "over_budget", message, {"steps": len(over)}
+        rows_by_reason = {
+            f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
+        }
+        if batching.drop_last:
+            rows_by_reason["of the last step (drop_last)"] = batches[-1]
+        for reason, rows in rows_by_reason.items():
+            if not rows:
+                continue
+            numbers = ", ".join(map(str, sorted(rows)[:10]))
+            if len(rows) > 10:
+                numbers += ", ..."
+            verb = "is" if len(rows) == 1 else "are"
+            dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
+            yield "dropped", f"epoch {epoch}: {dropped}: {numbers}", {"rows": sorted(rows)}
 
 
 def plan_token_batches(

@@ -101,7 +101,7 @@ def couple_batch(job: Job, batches: Batches) -> None:
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )
-        batches.couple_rate(schedule_of(scheduler), job.settings.rate.lr_clock)
+        batches.couple(scheduler, lr_clock=job.settings.rate.lr_clock)
 
 
 def check_scheduler(cfg: DictConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from adaptive_batch._util import count
 from adaptive_batch.data import Batches, PlannedRows
 from adaptive_batch.errors import NonfiniteLossError, SettingError
-from adaptive_batch.schedules import NoiseScale, Progress
+from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, StepResult
 
 from .job import Job
@@ -139,7 +139,7 @@ class StepTally:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self._job.cfg.dataset), remedy)
         num_nonfinite = self._nonfinite.count()
-        self._log_epoch(progress, batches.left_out(), num_nonfinite)
+        self._log_epoch(batches, num_nonfinite)
         self._epoch = _EpochCounts()
         skips = self._settings.on_nonfinite_loss == "skip"
         if skips and num_nonfinite == num_steps > 0:
@@ -149,14 +149,12 @@ class StepTally:
                 " the data and dtype"
             )
 
-    def _log_epoch(
-        self, progress: Progress, reasons: Mapping[str, int], num_nonfinite: int
-    ) -> None:
+    def _log_epoch(self, batches: Batches, num_nonfinite: int) -> None:
         """Log the rows of an epoch that were trained and left out, and how many steps had no label
         or no finite loss.
         """
         event = self._log.event
-        of_steps = f"of {count(progress.epoch_steps, 'step')}"
+        of_steps = f"of {count(batches.progress.epoch_steps, 'step')}"
         if self._epoch.unlabelled:
             message = (
                 f"{self._epoch.unlabelled} {of_steps} had no label at all, and changed nothing"
@@ -166,16 +164,8 @@ class StepTally:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
             message = f"{num_nonfinite} {of_steps} had a loss or gradients that are not finite{end}"
             event("nonfinite_steps", message, steps=num_nonfinite)
-        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
-        event(
-            "epoch",
-            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')}"
-            f" trained{left_out}{self._padding_of_epoch()}",
-            epoch=progress.epoch,
-            used=progress.epoch_rows,
-            left_out=sum(reasons.values()),
-            reasons=reasons,
-        )
+        message, facts = batches.describe_epoch()
+        event("epoch", f"{message}{self._padding_of_epoch()}", **facts)
 
     def _padding_of_epoch(self) -> str:
         """Return what part of the tokens that ran were padding, with the key that would remove it,

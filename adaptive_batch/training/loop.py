@@ -442,17 +442,8 @@ class AdaptiveLoop:
 
     def _end_epoch(self) -> None:
         """Report the epoch that is over, and go to the next one."""
-        progress = self.progress
-        reasons = self._batches.left_out()
-        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
-        self._batches.report(
-            "epoch",
-            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}",
-            epoch=progress.epoch,
-            used=progress.epoch_rows,
-            left_out=sum(reasons.values()),
-            reasons=reasons,
-        )
+        message, facts = self._batches.describe_epoch()
+        self._batches.report("epoch", message, **facts)
         self._batches.end_epoch()
 
     def _find_batch_size(self) -> None:

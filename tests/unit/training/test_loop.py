@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch import OOMPolicy
+from adaptive_batch.data import ReadAhead
 from adaptive_batch.errors import (
     GrowthFunctionError,
     NonfiniteLossError,
@@ -646,6 +648,18 @@ def test_an_iterator_that_ends_in_a_scripts_function_ends_no_step() -> None:
     dataset = type("Rows", (), {"__len__": lambda _: len(ROWS), "__getitem__": ends})()
     with pytest.raises(RuntimeError, match=r"row \d+ of the dataset raised StopIteration"):
         next(iter(training(rows=dataset).loop))
+
+
+def test_a_thread_reads_the_rows_of_the_next_step_where_the_dataset_is_wrapped() -> None:
+    expected = []
+
+    class Noted(ReadAhead):
+        def expect(self, numbers: Iterable[int]) -> None:
+            expected.append([*numbers])
+
+    one = training(rows=Noted(ROWS), batch_size=4)
+    steps = [step.rows for step in train(one)]
+    assert expected == [*steps[1:], []]
 
 
 def test_a_collate_function_may_take_from_its_rows() -> None:
