@@ -36,8 +36,8 @@ OPTIONAL = {
     "report": {"matplotlib", "jinja2"},
     "_util": {"tqdm"},
     "doctor": {"packaging"},
-    # Lightning brings it.
-    "integrations": {"torchmetrics"},
+    # Lightning brings the first, Axolotl the second; its plugin adopts a Trainer of Transformers.
+    "integrations": {"torchmetrics", "pydantic", "transformers"},
 }
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 

@@ -67,10 +67,11 @@ def _adopt(trainer: Any) -> None:
     given = json.loads(os.environ["ADAPTIVE_BATCH_ARGUMENTS"])
     if not isinstance(trainer, AdaptiveTrainer):
         log = logging.getLogger("adaptive_batch")
+        if log.level == logging.NOTSET:
+            log.setLevel(logging.INFO)
         if not log.hasHandlers():
             # The program shows no log of its own.
             log.addHandler(logging.StreamHandler())
-            log.setLevel(logging.INFO)
         adopt(trainer, AdaptiveArguments(**given))
         if trainer.args.process_index == 0:
             chosen = ", ".join(f"{name}={value}" for name, value in given.items())

@@ -273,8 +273,10 @@ class AdaptiveTrainer(Trainer):
             return False
         if self._reduction.is_seen_sum is not None:
             return self._reduction.is_seen_sum
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
+        # Not every release of Trainer has it.
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is not None:
+            return bool(is_scaled)
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
     def _sees_sum(self, model: nn.Module, part: Part) -> bool | None:
