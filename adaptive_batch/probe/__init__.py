@@ -1,6 +1,6 @@
 """The search for the maximum batch size: strategies, trials, the finder, its cache."""
 
-from .finder import ProbeResult, TimeLimit, read_result, run_search, try_again
+from .finder import ProbeResult, read_result, run_search, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial, measured_curve
 from .store import Store
 from .throughput import (
@@ -26,7 +26,6 @@ __all__ = [
     "Search",
     "Store",
     "Throughput",
-    "TimeLimit",
     "Trial",
     "TrialStep",
     "measured_curve",

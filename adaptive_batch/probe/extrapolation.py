@@ -61,58 +61,64 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
        that rise clear of it.
     """
     last = points[-1]
+    safe = _grow(last, STEEPEST)
     if len(points) == 1:
-        return max(2.0, _grow(last, STEEPEST))
+        return max(2.0, safe)
     previous = points[-2]
-    bends = last.share / previous.share > (last.rows / previous.rows) ** 1.001
-    power_of_growth = 1.1
-    if bends or len(points) == 2:
-        power_of_growth = STEEPEST
-    safe = _grow(last, power_of_growth)
-    noisy = _noisy(points, rounding)
-    triples = zip(points, points[1:], points[2:], strict=False)
+    if len(points) > 2 and last.share / previous.share <= (last.rows / previous.rows) ** 1.001:
+        # It has not bent.
+        safe = _grow(last, 1.1)
     proportional = _straight(Point(0, 0.0), previous, last, rounding)
-    has_line = any(_straight(*triple, rounding) for triple in triples)
-    exact = proportional or (has_line and not noisy)
+    power = _proven_power(points, rounding)
     row = (last.share - previous.share) / (last.rows - previous.rows)
     # A byte or so is lost in floats.
-    full = 1 + 1e-9 if exact else 1.05
+    full = 1 + 1e-9 if proportional or power == 1 else 1.05
     if last.share + row > full:
         return None
     # Nothing is fixed, so this is the steepest line there can be.
     if proportional:
-        return min(_reach(previous, last, 1, 1.0), LEAP * last.rows)
+        return _reach(previous, last, 1, 1.0)
     # Otherwise a peak that is flat close below the budget would take a trial for each row.
     if resident_known and row * last.rows < GENTLE * last.share:
         return max(safe, 1.25 * last.rows)
-    rises = last.share > previous.share
-    if len(points) >= 3 and rises and _straight(points[-3], previous, last, rounding):
-        return _follow(previous, last, 1, safe)
-    power = None
-    if len(points) >= 4:
-        power = _power(*points[-4:-1])
     if power:
-        error = last.share - _at(points[-4], previous, power, last.rows)
-        if abs(error) <= max(EXACT * (last.share - points[-4].share), rounding):
-            target = _follow(previous, last, power, safe)
-            if target < last.rows + 0.95:
-                return None
-            return target
-    if noisy:
+        end = _reach(previous, last, power, 1.0)
+        if end < last.rows + 0.95:
+            return None
+        if last.share > KNEE:
+            return min(end, LEAP * last.rows)
+        # Below the knee, go no further than is safe from the knee on.
+        knee_rows = _reach(previous, last, power, KNEE)
+        return max(safe, min(end, _grow(Point(knee_rows, KNEE), 2)))
+    if _noisy(points, rounding):
         return _next_rows_in_noise(points, safe)
     return safe
 
 
-def _follow(previous: Point, last: Point, power: float, safe: float) -> float:
-    """Return the rows at which a proven curve fills the budget.
-
-    Below the knee, go no further than is safe from the knee on.
+def _proven_power(points: Sequence[Point], rounding: float) -> float | None:
+    """Return the exponent of a curve ``fixed + c * rows ** power`` that the last trial lies on: 1
+    of a line through the two before it, 0.3 to 3 of a curve through the three before it; None where
+    it lies on neither.
     """
-    end = _reach(previous, last, power, 1.0)
-    if last.share > KNEE:
-        return min(end, LEAP * last.rows)
-    knee = Point(_reach(previous, last, power, KNEE), KNEE)
-    return max(safe, min(end, _grow(knee, 2)))
+    last = points[-1]
+    if len(points) < 3 or last.share <= points[-2].share:
+        return None
+    if _straight(points[-3], points[-2], last, rounding):
+        return 1
+    if len(points) < 4 or not points[-4].share < points[-3].share < points[-2].share:
+        return None
+    first, second, third = points[-4:-1]
+    # Bisection: with a higher exponent the curve through the first two rises more beyond them.
+    low = 0.3
+    high = 3.0
+    for _ in range(50):
+        power = (low + high) / 2
+        if _at(first, second, power, third.rows) < third.share:
+            low = power
+        else:
+            high = power
+    tolerance = max(EXACT * (last.share - first.share), rounding)
+    return low if abs(last.share - _at(first, second, low, last.rows)) <= tolerance else None
 
 
 def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
@@ -122,7 +128,7 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
     not rise clear of noise. The first that does tells no power, so the steepest is taken from it,
     to `HALFWAY`; the next two tell one, good for a step to `NEARLY`; from there each estimate of
     the end is as good as its peak, so their mean is taken, a little below. Where a row is more than
-    noise a line will do.
+    noise a line through the last two will do, held back by noise.
     """
     last = points[-1]
     lowest = min(point.share for point in points)
@@ -131,57 +137,38 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
     risen = [point for point in points if point.share - fixed > 3 * UNCERTAIN * fixed]
     if last not in risen:
         return max(safe, LEAP * last.rows)
-    first = risen[0]
     rise = last.share - fixed
     room = max(0.0, 1 - fixed)
     if FINE * last.rows * math.pow(room / rise, 1 / STEEPEST) < 1:
-        return _next_row_of_few(points, safe)
+        low = Point(points[-2].rows, points[-2].share * (1 - NOISE))
+        high = Point(last.rows, last.share * (1 + NOISE))
+        return max(safe, _reach(low, high, 1.05, 1.0))
     power = STEEPEST
     if len(risen) > 1:
-        power = math.log(rise / (first.share - fixed)) / math.log(last.rows / first.rows)
+        rows, share = risen[0]
+        power = math.log(rise / (share - fixed)) / math.log(last.rows / rows)
         power = min(max(power, 0.85), STEEPEST)
     if last.share < NEARLY - 2 * UNCERTAIN:
-        is_first_rise = len(risen) == 1
-        goal = HALFWAY if is_first_rise else NEARLY
+        goal = HALFWAY if len(risen) == 1 else NEARLY
         return max(safe, last.rows * math.pow(max(1.0, (goal - fixed) / rise), 1 / power))
     near = [point for point in risen if point.share > NEARLY - 4 * UNCERTAIN]
     ends = [point.rows * math.pow(room / (point.share - fixed), 1 / power) for point in near]
     end = sum(ends) / len(ends)
     if end < last.rows * (1 + REACHED):
         return None
-    return max(last.rows * (1 + FINE), min(end * (1 - FINE), last.rows * 1.05))
-
-
-def _next_row_of_few(points: Sequence[Point], safe: float) -> float:
-    """Follow the line from the nearest trial that is clear of noise.
-
-    It is held back by noise, near the end by a row or so.
-    """
-    last = points[-1]
-    first = next(
-        (point for point in reversed(points[:-1]) if last.share - point.share > 0.1), points[0]
-    )
-    low = Point(first.rows, first.share * (1 - NOISE))
-    high = Point(last.rows, last.share * (1 + NOISE))
-    target = max(safe, _reach(low, high, 1.05, 1.0))
-    # So near the budget a step is small.
-    if last.share > 0.97:
-        target = min(target, last.rows * 1.03)
-    return min(target, LEAP * last.rows)
+    return max(last.rows * (1 + FINE), end * (1 - FINE))
 
 
 def _noisy(points: Sequence[Point], rounding: float) -> bool:
     """Return whether a peak lies where a maximum of lines never does.
 
-    That is below the first peak, below the line through the two before it, or above the budget.
+    That is below the first peak, or below the line through the two before it.
     """
-    if points[-1].share > 1 + rounding:
-        return True
     if points[1].share < points[0].share - rounding:
         return True
     for first, second, third in zip(points, points[1:], points[2:], strict=False):
         tolerance = max(10 * EXACT * abs(third.share - first.share), rounding)
-        if _above(first, second, third) < -tolerance:
+        if third.share - _at(first, second, 1, third.rows) < -tolerance:
             return True
     return False
 
@@ -212,31 +199,7 @@ def _reach(first: Point, second: Point, power: float, share: float) -> float:
     return math.pow(max(0.0, start + part * (end - start)), 1 / power)
 
 
-def _above(first: Point, second: Point, third: Point) -> float:
-    """Return how far the third point lies above the line through the first two."""
-    return third.share - _at(first, second, 1, third.rows)
-
-
 def _straight(first: Point, second: Point, third: Point, rounding: float) -> bool:
     """Return whether three points lie on one line, as exactly as bytes can say."""
     tolerance = max(EXACT * abs(third.share - first.share), rounding)
-    return abs(_above(first, second, third)) <= tolerance
-
-
-def _power(first: Point, second: Point, third: Point) -> float | None:
-    """Return the exponent of ``fixed + c * rows ** power`` through three points, 0.3 to 3.
-
-    It is None where they do not rise.
-    """
-    if not first.share < second.share < third.share:
-        return None
-    # Bisection: with a higher exponent the curve through the first two rises more beyond them.
-    low = 0.3
-    high = 3.0
-    for _ in range(50):
-        power = (low + high) / 2
-        if _at(first, second, power, third.rows) < third.share:
-            low = power
-        else:
-            high = power
-    return low
+    return abs(third.share - _at(first, second, 1, third.rows)) <= tolerance

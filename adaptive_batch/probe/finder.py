@@ -84,22 +84,25 @@ class ProbeResult:
 
     def peak_bytes(self) -> int | None:
         """Return the peak of the bound's own trial, the optimizer's phase included."""
-        fitting = [trial for trial in self.trials if trial.fits]
-        peaks = []
-        for trial in fitting:
-            if trial.batch_size == self.max_batch_size:
-                peaks += [trial.peak_bytes, trial.optimizer_peak_bytes]
-        return max((peak for peak in peaks if peak is not None), default=None)
+        peaks = [
+            peak
+            for trial in self.trials
+            if trial.fits and trial.batch_size == self.max_batch_size
+            for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
+            if peak is not None
+        ]
+        return max(peaks, default=None)
 
     def bytes_per_row(self) -> float | None:
         """Return the slope of the peak between the two largest sizes that fit.
 
         None where fewer than two were measured.
         """
-        fitting = [trial for trial in self.trials if trial.fits]
         # A size may have been tried twice; its last peak counts.
         peaks = {
-            trial.batch_size: trial.peak_bytes for trial in fitting if trial.peak_bytes is not None
+            trial.batch_size: trial.peak_bytes
+            for trial in self.trials
+            if trial.fits and trial.peak_bytes is not None
         }
         if len(peaks) < 2:
             return None
@@ -113,39 +116,19 @@ class ProbeResult:
         bound.
         """
         lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
-        for trial, seconds in zip(self.trials, self.seconds, strict=True):
-            lines.append(self._line_of_trial(trial, seconds))
-        lines += self._lines_of_memory()
-        if self.budgets_of_ranks:
-            lines.append(self._line_of_ranks())
-        lines += self._lines_of_bound()
-        if self.counts_eager:
-            lines.append(
-                "peaks are those of the eager program, which is what can be counted here: compiled"
-                " it needs less as a rule, and more rows may fit"
-            )
-        if self.throughput:
-            lines.append(self.throughput.table())
-        return "\n".join(lines)
-
-    def _line_of_trial(self, trial: Trial, seconds: float) -> str:
         length = self.sequence_length or "-"
-        peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
-        fits = "yes" if trial.fits else "no"
-        # A trial that stopped half-way has no rate.
-        rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
-        return f"{trial.batch_size:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}"
-
-    def _lines_of_memory(self) -> list[str]:
+        for trial, seconds in zip(self.trials, self.seconds, strict=True):
+            rows = trial.batch_size
+            peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+            fits = "yes" if trial.fits else "no"
+            # A trial that stopped half-way has no rate.
+            rate = f"{rows / seconds:.1f}" if seconds and trial.fits else "-"
+            lines.append(f"{rows:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}")
         fixed = format_bytes(self.resident_bytes)
-        lines = [f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)"]
-        optimizer_peaks = [
-            trial.optimizer_peak_bytes
-            for trial in self.trials
-            if trial.optimizer_peak_bytes is not None
-        ]
-        if optimizer_peaks:
-            peak = format_bytes(max(optimizer_peaks))
+        lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)")
+        optimizer_peaks = [trial.optimizer_peak_bytes for trial in self.trials]
+        if known_peaks := [peak for peak in optimizer_peaks if peak is not None]:
+            peak = format_bytes(max(known_peaks))
             lines.append(f"optimizer's step: {peak} at its peak, whatever the batch")
         slope = self.bytes_per_row()
         if slope is not None:
@@ -156,7 +139,28 @@ class ProbeResult:
             free = format_bytes(max(0, self.budget_bytes - bound_peak))
             allowed = format_bytes(self.budget_bytes)
             lines.append(f"free at the bound: {free} of the {allowed} allowed")
-        return lines
+        if self.budgets_of_ranks:
+            lines.append(self._line_of_ranks())
+        with_retries = self.max_batch_size_with_retries
+        if with_retries is not None:
+            lines.append(
+                f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives"
+                " back its cache and asks again, which is slow)"
+            )
+        bound = f"max_batch_size: {self.bound}"
+        if self.from_cache:
+            bound += ", known from before and tried again"
+        if self.batch_size != self.max_batch_size:
+            bound += f"; rounded down to a power of two: {self.batch_size}"
+        lines.append(bound)
+        if self.counts_eager:
+            lines.append(
+                "peaks are those of the eager program, which is what can be counted here: compiled"
+                " it needs less as a rule, and more rows may fit"
+            )
+        if self.throughput:
+            lines.append(self.throughput.table())
+        return "\n".join(lines)
 
     def _line_of_ranks(self) -> str:
         budgets = self.budgets_of_ranks
@@ -172,46 +176,14 @@ class ProbeResult:
             f" {format_bytes(max(budgets))}"
         )
 
-    def _lines_of_bound(self) -> list[str]:
-        lines = []
-        with_retries = self.max_batch_size_with_retries
-        if with_retries is not None:
-            lines.append(
-                f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives"
-                " back its cache and asks again, which is slow)"
-            )
-        bound = f"max_batch_size: {self.bound}"
-        if self.from_cache:
-            bound += ", known from before and tried again"
-        if self.batch_size != self.max_batch_size:
-            bound += f"; rounded down to a power of two: {self.batch_size}"
-        return [*lines, bound]
-
-
-@dataclass(frozen=True)
-class TimeLimit:
-    """How long a trial may take, and what is known of how long it takes before the first.
-
-    Attributes:
-        seconds: that it may take.
-        known_rows, known_seconds: a run of so many rows took so long.
-    """
-
-    seconds: float
-    known_rows: int
-    known_seconds: float
-
-    def most_rows(self) -> int:
-        """Return the rows whose trial ends in time, where time grows as the rows do."""
-        return int(self.known_rows * self.seconds / max(self.known_seconds, 1e-9))
-
 
 def run_search(
     run_trial: Callable[[int], Trial],
     *,
     search: Search,
     fewest: int = 1,
-    time_limit: TimeLimit | None = None,
+    trial_seconds: float | None = None,
+    seconds_of_fewest: float = 0.0,
     round_to_power_of_two: bool = False,
     sequence_length: int = 0,
     resident_bytes: int = 0,
@@ -226,8 +198,9 @@ def run_search(
         run_trial: runs one trial of that many rows; see :class:`.DryRun`.
         search: decides which size is tried next.
         fewest: rows that the model needs; fewer are not tried.
-        time_limit: what a trial may take; None for any time. Few rows take longer each than many,
-            so that sizes grow until one shows that the next would take too long.
+        trial_seconds: what a trial may take; None for any time. Few rows take longer each than
+            many, so that sizes grow until one shows that the next would take too long.
+        seconds_of_fewest: what the fewest rows took before the first trial.
         round_to_power_of_two: also find the size to train with by rounding the bound down; it is
             tried if it was not.
         sequence_length, resident_bytes, budget_bytes: for the result.
@@ -243,23 +216,26 @@ def run_search(
         log.info("trial %d: %s", len(trials), _outcome(trial))
         return trial
 
+    def rows_in_time(rows: int, took: float) -> int:
+        """Return the rows whose trial ends in time, where time grows as the rows do."""
+        return distributed.minimum(int(rows * (trial_seconds or 0) / max(took, 1e-9)))
+
     maximum = search.maximum
-    if time_limit is not None:
-        search.try_at_most(distributed.minimum(max(fewest, time_limit.most_rows())))
+    if trial_seconds is not None:
+        search.try_at_most(max(fewest, rows_in_time(fewest, seconds_of_fewest)))
     while (size := search.candidate) is not None and size >= fewest:
         trial = run(size)
         search.record(trial)
-        if time_limit is not None and trial.fits:
-            time_limit = replace(time_limit, known_rows=size, known_seconds=seconds[-1])
-            rows_in_time = distributed.minimum(time_limit.most_rows())
+        if trial_seconds is not None and trial.fits:
+            most_rows = rows_in_time(size, seconds[-1])
             # A few rows more are not worth another trial of that length.
-            search.try_at_most(rows_in_time if rows_in_time >= 2 * size else search.best)
+            search.try_at_most(most_rows if most_rows >= 2 * size else search.best)
     max_batch_size = search.best
-    if time_limit is not None and max_batch_size == search.maximum < maximum:
+    if trial_seconds is not None and max_batch_size == search.maximum < maximum:
         log.info(
             "more than %s are not tried: a trial would take longer than %g s (trial_seconds)",
             count(max_batch_size, "row"),
-            time_limit.seconds,
+            trial_seconds,
         )
     batch_size = max_batch_size
     if round_to_power_of_two and max_batch_size:
@@ -337,41 +313,26 @@ def _agree(trial: Trial) -> Trial:
     if distributed.world_size() == 1:
         return trial
     fails = not trial.fits
-    # A rank that ran with retries does not fit, but has not run out of memory.
-    is_out_of_memory = fails and not trial.retried
-    # The rank that held least counts, and not one that did not run out.
-    least_held = _ENDLESS
-    if trial.held_bytes is not None:
-        least_held = trial.held_bytes
-    fails_anywhere, is_out_of_memory_anywhere, peak, optimizer_peak, held = (
-        distributed.all_reduce_max(
-            [
-                fails,
-                is_out_of_memory,
-                _as_number(trial.peak_bytes),
-                _as_number(trial.optimizer_peak_bytes),
-                -least_held,
-            ]
-        )
+    numbers = trial.peak_bytes, trial.optimizer_peak_bytes
+    # Of what was held the least counts, and not that of a rank that did not run out.
+    held_bytes = _ENDLESS if trial.held_bytes is None else trial.held_bytes
+    fails_anywhere, is_out_of_memory_anywhere, least_held, *peaks = distributed.all_reduce_max(
+        [
+            fails,
+            # A rank that ran with retries does not fit, but has not run out of memory.
+            fails and not trial.retried,
+            -held_bytes,
+            *(-1 if number is None else number for number in numbers),
+        ]
     )
-    trace = None
-    if not fails_anywhere:
-        trace = distributed.from_rank_zero(lambda: trial.trace)
+    peak_bytes, optimizer_peak_bytes = (None if peak < 0 else peak for peak in peaks)
+    trace = None if fails_anywhere else distributed.from_rank_zero(lambda: trial.trace)
     return Trial(
         trial.batch_size,
         not fails_anywhere,
-        _as_peak(peak),
-        _as_peak(optimizer_peak),
+        peak_bytes,
+        optimizer_peak_bytes,
         trace,
         retried=bool(fails_anywhere and not is_out_of_memory_anywhere),
-        held_bytes=None if held == -_ENDLESS else -held,
+        held_bytes=None if least_held == -_ENDLESS else -least_held,
     )
-
-
-def _as_number(peak_bytes: int | None) -> int:
-    """Return a peak as ranks exchange it: a negative number where it is not known."""
-    return -1 if peak_bytes is None else peak_bytes
-
-
-def _as_peak(number: int) -> int | None:
-    return None if number < 0 else number

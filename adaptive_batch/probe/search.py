@@ -209,21 +209,18 @@ class Predictive(Search):
             resolution = max(1, CLOSE * best)
         if too_many - best <= resolution:
             return None
-        traced = self._rows_by_trace()
+        measured = measured_curve(self._trials)
+        traced = too_many if measured is None else self._allowed(measured, self._budget_bytes)
         # From `too_many` on, a trial has shown that the traces are wrong.
-        if traced is not None and traced < too_many:
-            if traced <= best:
-                return None
-            return traced
+        if traced < too_many:
+            return traced if traced > best else None
         refuted = self._refutes_budget()
         if refuted is not None:
             return self._rows_from_below(refuted)
         points = self._points()
         # The device does not report the peak.
         if not points or points[-1].rows != best:
-            if failed:
-                return (best + too_many) // 2
-            return min(2 * best, self.maximum)
+            return (best + too_many) // 2 if failed else min(2 * best, self.maximum)
         target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
         if target is None:
             return None
@@ -239,9 +236,7 @@ class Predictive(Search):
         too_many = self._too_many
         if self._expected is None or too_many == 1:
             return None
-        part = 0.5
-        if self._trials[-1].retried:
-            part = 1 - NEAR * 2 ** (len(self._trials) - 1)
+        part = 1 - NEAR * 2 ** (len(self._trials) - 1) if self._trials[-1].retried else 0.5
         return max(1, math.floor(too_many * max(part, 0.5)))
 
     def _bears_out(self, curve: MemoryCurve) -> bool:
@@ -269,10 +264,8 @@ class Predictive(Search):
         # Memory that is counted tensor by tensor; an allocator gives whole blocks.
         is_exact = self._granularity_bytes == 1
         if not self._trials:
-            budget_bytes: float = self._budget_bytes
-            if not is_exact:
-                budget_bytes *= SURE
-            return max(1, self._allowed(curve, budget_bytes))
+            sure = 1 if is_exact else SURE
+            return max(1, self._allowed(curve, sure * self._budget_bytes))
         scale = self._scale(curve, self._trials[-1])
         resident = self._resident_bytes
         room = (self._budget_bytes - self._resident_bytes) / scale
@@ -298,16 +291,7 @@ class Predictive(Search):
 
     def _allowed(self, curve: MemoryCurve, budget_bytes: float) -> int:
         rows = curve.max_rows(int(budget_bytes))
-        if rows is None:
-            return self.maximum
-        return min(rows, self.maximum)
-
-    def _rows_by_trace(self) -> int | None:
-        """Return the rows that fit, where the curve has been measured."""
-        curve = measured_curve(self._trials)
-        if curve is None:
-            return None
-        return self._allowed(curve, self._budget_bytes)
+        return self.maximum if rows is None else min(rows, self.maximum)
 
     def _refutes_budget(self) -> Trial | None:
         """Return the trial that held most when memory ran out with part of the budget left.
@@ -332,7 +316,15 @@ class Predictive(Search):
         """
         best = self.best
         too_many = self._too_many
-        sure_rows = self._sure_rows(refuted.held_bytes or 0)
+        held_bytes = refuted.held_bytes or 0
+        curve = measured_curve(self._trials)
+        if curve is not None:
+            sure_rows = self._allowed(curve, held_bytes)
+        else:
+            # The peak of a row does not grow with the rows.
+            share = (held_bytes - self._resident_bytes) / self._free_bytes
+            last = self._points()[-1:]
+            sure_rows = max((math.floor(rows * share / full) for rows, full in last), default=0)
         if best < sure_rows < too_many:
             return sure_rows
         fewer = [trial.batch_size for trial in self._trials if trial.batch_size < best]
@@ -341,18 +333,6 @@ class Predictive(Search):
         if sure_rows == best:
             step = math.floor(CLOSE * refuted.batch_size)
         return best + max(1, min(step, (too_many - best) // 2))
-
-    def _sure_rows(self, held_bytes: int) -> int:
-        """Return the rows whose peak stays within what was held, as far as is known."""
-        curve = measured_curve(self._trials)
-        if curve is not None:
-            return self._allowed(curve, held_bytes)
-        points = self._points()
-        if not points:
-            return 0
-        # The peak of a row does not grow with the rows.
-        share = (held_bytes - self._resident_bytes) / self._free_bytes
-        return math.floor(points[-1].rows * share / points[-1].share)
 
     def _points(self) -> list[Point]:
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]

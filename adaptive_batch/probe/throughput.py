@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import count
 from statistics import median
 
 from adaptive_batch._util import format_bytes, is_emulated
@@ -92,11 +92,13 @@ class Throughput:
 
     def with_peak(self, peak_bytes: int | None) -> Throughput:
         """Return the same result, with this peak in the trial of the fastest choice."""
-        trials = list(self.trials)
-        for index, trial in enumerate(trials):
-            if (trial.kind, trial.limit) == (self.kind, self.limit):
-                trials[index] = replace(trial, peak_bytes=peak_bytes)
-        return replace(self, trials=tuple(trials))
+        trials = tuple(
+            replace(trial, peak_bytes=peak_bytes)
+            if (trial.kind, trial.limit) == (self.kind, self.limit)
+            else trial
+            for trial in self.trials
+        )
+        return replace(self, trials=trials)
 
     def table(self) -> str:
         """Return aligned text: a line for each trial, then the fastest choice."""
@@ -165,9 +167,8 @@ class FastestSearch:
             self._time(choices)
             choices = self._smaller()
         trials = tuple(
-            TimedTrial(layout.kind, limit, self._rate(choice), self._padding(choice))
+            TimedTrial(choice[0].kind, choice[1], self._rate(choice), self._padding(choice))
             for choice in self._seconds
-            for layout, limit in [choice]
         )
         return [
             Throughput(layout.kind, limit, self._rate((layout, limit)), layout.time, trials)
@@ -189,11 +190,10 @@ class FastestSearch:
         small_tokens, large_tokens = (
             sum(piece.run_tokens for piece in pieces) for pieces, _ in cuts
         )
-        if not (small and large and small_tokens and large_tokens):
+        fewer = len(cuts[0][0]) * large_tokens - len(cuts[1][0]) * small_tokens
+        if not (small and large and fewer > 0):
             return layout
-        difference = len(cuts[0][0]) / small_tokens - len(cuts[1][0]) / large_tokens
-        if difference <= 0:
-            return layout
+        difference = fewer / small_tokens / large_tokens
         fixed = max(0.0, (small / small_tokens - large / large_tokens) / difference)
         token = small / small_tokens - fixed * len(cuts[0][0]) / small_tokens
         return replace(layout, time=MicroBatchTime(fixed, token=max(token, 1e-12)))
@@ -264,8 +264,8 @@ class FastestSearch:
         """
         fastest = sorted(self._seconds, key=self._seconds.__getitem__)[:1]
         smaller: list[Choice] = []
-        for layout, sizes in groupby(sorted(self._pieces, key=_kind), key=lambda choice: choice[0]):
-            choices = list(sizes)
+        for layout in dict.fromkeys(layout for layout, _ in self._pieces):
+            choices = [choice for choice in self._pieces if choice[0] == layout]
             smallest = min(choices, key=_amount)
             half = replace(smallest[1], amount=_amount(smallest) // 2)
             fits = any(choice in self._seconds for choice in choices)
@@ -300,10 +300,6 @@ def _is_reproduced(rounds: Sequence[float]) -> bool:
     """Return whether the two fastest rounds took about as long."""
     fastest, second = sorted(rounds)[:2]
     return second <= (1 + _REPRODUCED) * fastest
-
-
-def _kind(choice: Choice) -> str:
-    return choice[0].kind
 
 
 def _amount(choice: Choice) -> int:

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -41,214 +40,6 @@ from .search import Trial
 
 # What runs each micro-batch of a step.
 TrialStep = Sequence[Callable[[], None]]
-
-
-@dataclass
-class _Attempt:
-    """How far a run came.
-
-    Attributes:
-        is_prepared: whether the gradients were made that are there when it begins.
-        has_run: whether it came to its end, so that no other rank waits for it; it may still be
-            over its budget.
-        usage: memory that it used; None where it ran out of memory.
-        held_bytes: most bytes held before it ran out of memory; None where that is not known.
-        message: message of the device where it ran out of memory.
-    """
-
-    is_prepared: bool = False
-    has_run: bool = False
-    usage: Usage | None = None
-    held_bytes: int | None = None
-    message: str = ""
-
-
-class _Meter:
-    """Runs a part of a trial and measures it, with the gradients that training has when it begins;
-    what does not fit is cleared away on all ranks.
-
-    Args:
-        model: model of the trial.
-        optimizer: optimizer of its parameters, or the optimizers in backward.
-        memory: memory of the device.
-        budget_bytes: bytes that a trial may use, all that is resident included.
-        sharding: sharding of the model.
-        accumulates: whether gradients are there when a forward begins.
-        keep_gradients: function that leaves the unsharded gradients that are there in mid-step, if
-            `accumulates`; None where gradients are only the parameters' own.
-        remedies: end of the error that one row does not fit.
-        held: frozen modules that lie on the device beside the model.
-
-    Attributes:
-        retried: whether the allocator had to ask twice in what was measured last.
-        held_bytes: most bytes held before that ran out of memory; None where it did not, or that is
-            not known.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | OptimizerInBackward,
-        *,
-        memory: DeviceMemory,
-        budget_bytes: int,
-        sharding: Sharding,
-        accumulates: bool,
-        keep_gradients: Callable[[], object] | None,
-        remedies: str,
-        held: Sequence[nn.Module],
-    ) -> None:
-        self.retried = False
-        self.held_bytes: int | None = None
-        self._model = model
-        self._optimizer = optimizer
-        self._memory = memory
-        self._budget_bytes = budget_bytes
-        self._sharding = sharding
-        self._accumulates = accumulates
-        self._keep_gradients = keep_gradients if accumulates else None
-        self._remedies = remedies
-        self._held = held
-
-    def measure(
-        self,
-        run: Callable[[], object],
-        what: str,
-        *,
-        within: int | None = None,
-        prepare: bool = True,
-        is_timed: bool = False,
-        is_first: bool = False,
-    ) -> Usage | None:
-        """Run, and return what it used; None where it does not fit on some rank.
-
-        What makes the allocator free its cache and ask again does not fit.
-
-        Args:
-            run: function that runs what is measured.
-            what: its name in errors.
-            within: bytes that it may use; None for the budget.
-            prepare: whether gradients are made that are there when it begins.
-            is_timed: whether `run` times itself, so that nothing is counted in Python meanwhile.
-            is_first: whether ranks learn their collectives from it.
-
-        Raises:
-            DoesNotFitError: the first row of several ranks ran out of memory.
-            RankLostError: out of memory where the other ranks cannot be told.
-            RuntimeError: it failed for another reason than memory.
-        """
-        budget_bytes = self._budget_bytes if within is None else within
-        attempt = self._attempt(run, what, budget_bytes, prepare=prepare, is_timed=is_timed)
-        usage = attempt.usage
-        self.retried = usage is not None and usage.retried
-        self.held_bytes = attempt.held_bytes
-        fits = usage is not None and not usage.retried
-        # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
-        can_rejoin = attempt.has_run or distributed.world_size() == 1
-        if not can_rejoin:
-            can_rejoin = attempt.is_prepared and self._sharding.can_finish
-        if not can_rejoin:
-            if is_first:
-                raise self.does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
-            raise self._lost(what, attempt.message, budget_bytes)
-        try:
-            if not fits:
-                self.drop_gradients()
-                recover(self._memory)
-                self._sharding.finish()
-            fits_everywhere = not distributed.any_of_ranks(not fits)
-        except Exception as error:
-            if distributed.world_size() == 1 or not is_out_of_memory(error):
-                raise
-            raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
-        if fits and not fits_everywhere:
-            self.drop_gradients()
-            self._memory.release()
-        if not fits_everywhere:
-            return None
-        return usage
-
-    def _attempt(
-        self,
-        run: Callable[[], object],
-        what: str,
-        budget_bytes: int,
-        *,
-        prepare: bool,
-        is_timed: bool,
-    ) -> _Attempt:
-        """Run until it ends or runs out of memory.
-
-        Nothing is released here: the traceback of an error keeps tensors alive until the except
-        block has been left.
-        """
-        attempt = _Attempt()
-        usage: Usage | None = None
-        try:
-            if prepare:
-                self.prepare_gradients()
-            attempt.is_prepared = True
-            # Counting in Python would be timed along with the run.
-            is_counted = not is_timed or self._memory.granularity_bytes > 1
-            measuring = self._memory.measure(self.resident(), budget_bytes=budget_bytes)
-            with measuring if is_counted else nullcontext(Usage(0)) as usage:
-                run()
-                attempt.has_run = True
-            attempt.usage = usage
-        except AdaptiveBatchError:
-            raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
-            attempt.message = str(error) or type(error).__name__
-            if usage is not None:
-                attempt.held_bytes = usage.peak_bytes
-        return attempt
-
-    def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
-        return RankLostError(
-            f"{what} ran out of memory on {self._memory.device} within"
-            f" {format_bytes(budget_bytes)}, where the other ranks wait and cannot be told:"
-            f" {message.partition(chr(10))[0]}",
-            {"doing": what, "error": message},
-        )
-
-    def does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
-        """Return the error of what needs more than the budget."""
-        place = str(self._memory.device)
-        if distributed.world_size() > 1:
-            place = f"rank {distributed.rank()}"
-        allowed = format_bytes(self._budget_bytes)
-        return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
-
-    def resident(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that training holds between two of its steps."""
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            yield tensor
-            if tensor.grad is not None:
-                yield tensor.grad
-        for module in self._held:
-            yield from (*module.parameters(), *module.buffers())
-        yield from self._sharding.kept_gradients()
-        yield from optimizer_state_tensors(optimizers_of(self._optimizer))
-
-    def prepare_gradients(self) -> None:
-        """Make the gradients that are there when a forward begins."""
-        if self._keep_gradients:
-            self.drop_gradients()
-            self._keep_gradients()
-            return
-        for parameter in self._model.parameters():
-            if not self._accumulates:
-                parameter.grad = None
-            elif parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def drop_gradients(self) -> None:
-        """Leave no gradient."""
-        self._sharding.reset()
-        for parameter in self._model.parameters():
-            parameter.grad = None
 
 
 class DryRun:
@@ -331,17 +122,16 @@ class DryRun:
         self._row = row
         self._steps = steps
         self._leaves_cache = leaves_cache
-        self._meter = _Meter(
-            model,
-            optimizer,
-            memory=memory,
-            budget_bytes=budget_bytes,
-            sharding=sharding or sharding_of(model),
-            accumulates=accumulates,
-            keep_gradients=keep_gradients,
-            remedies=remedies,
-            held=held,
-        )
+        self._optimizer = optimizer
+        self._sharding = sharding or sharding_of(model)
+        self._accumulates = accumulates
+        self._keep_gradients = keep_gradients if accumulates else None
+        self._remedies = remedies
+        self._held = held
+        # Of what was measured last: whether the allocator had to ask twice, and the most bytes held
+        # before it ran out of memory; None where it did not, or that is not known.
+        self._retried = False
+        self._held_bytes: int | None = None
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
@@ -357,7 +147,7 @@ class DryRun:
             stack.callback(snapshot.restore)
             if self._steps is not None:
                 stack.callback(_keep_place_of_states, self._optimizers)
-            stack.callback(self._meter.drop_gradients)
+            stack.callback(self._drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.dry_run())
             if not self._model.training:
@@ -386,7 +176,7 @@ class DryRun:
         phase = f"a trial of {count(batch_size, 'row')}"
         try:
             if self._steps is None:
-                usage = self._meter.measure(lambda: self._forward_backward(batch_size), phase)
+                usage = self._measure(lambda: self._forward_backward(batch_size), phase)
             else:
                 usage = self._try_steps(self._steps(batch_size), phase)
         except RankLostError as lost:
@@ -399,8 +189,8 @@ class DryRun:
                 False,
                 None,
                 optimizer_peak_bytes,
-                retried=self._meter.retried,
-                held_bytes=self._meter.held_bytes,
+                retried=self._retried,
+                held_bytes=self._held_bytes,
             )
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
@@ -420,8 +210,8 @@ class DryRun:
                     torch.accelerator.synchronize()
                 seconds.append(time.perf_counter() - start)
 
-        usage = self._meter.measure(run, "timing micro-batches", prepare=False, is_timed=True)
-        self._meter.drop_gradients()
+        usage = self._measure(run, "timing micro-batches", prepare=False, is_timed=True)
+        self._drop_gradients()
         if usage is None:
             return None
         # Ranks exchange whole numbers.
@@ -430,7 +220,7 @@ class DryRun:
 
     def _try_steps(self, steps: Iterator[TrialStep], phase: str) -> Usage | None:
         """Run steps as training does."""
-        self._meter.drop_gradients()
+        self._drop_gradients()
 
         def run() -> None:
             for step in steps:
@@ -438,9 +228,9 @@ class DryRun:
                     forward_backward()
                 if not self._in_backward:
                     self._step()
-                self._meter.drop_gradients()
+                self._drop_gradients()
 
-        return self._meter.measure(run, phase, prepare=False)
+        return self._measure(run, phase, prepare=False)
 
     def evaluation(
         self,
@@ -454,13 +244,13 @@ class DryRun:
 
         What training has between two of its steps is resident.
         """
-        self._meter.drop_gradients()
+        self._drop_gradients()
         modes = [(module, module.training) for module in self._model.modules()]
         if not in_training_mode:
             self._model.eval()
         try:
             phase = f"a trial of evaluating {count(batch_size, 'row')}"
-            usage = self._meter.measure(lambda: evaluate(batch_size), phase, prepare=False)
+            usage = self._measure(lambda: evaluate(batch_size), phase, prepare=False)
         finally:
             # A module may do more in train() than note its mode.
             self._model.train()
@@ -478,23 +268,21 @@ class DryRun:
         """
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
-            self._meter.prepare_gradients()
-            with self._memory.measure(
-                self._meter.resident(), budget_bytes=self.budget_bytes
-            ) as usage:
+            self._prepare_gradients()
+            with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as usage:
                 pass
             self.resident_bytes = usage.resident_bytes
             return
         needs = f"more than {format_bytes(self.budget_bytes)}"
         # A step that ran out of memory leaves states half made.
         snapshot.restore_optimizers()
-        available = self._memory.available_bytes(self._meter.resident())
+        available = self._memory.available_bytes(self._resident())
         # With more than the budget the step may fit, and its peak says how much it needs.
         if not distributed.any_of_ranks(available <= self.budget_bytes):
             failed_again, peaks = self._whole_step(available)
             if failed_again is None and peaks:
                 needs = format_bytes(max(peaks))
-        raise self._meter.does_not_fit(failed, needs)
+        raise self._does_not_fit(failed, needs)
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
         """Run forward and backward of the fewest rows, the optimizer's step, and the former again.
@@ -510,7 +298,7 @@ class DryRun:
             start = time.perf_counter()
             is_fewest = run == self._run_fewest
             # Ranks learn their collectives from the first rows that run.
-            usage = self._meter.measure(
+            usage = self._measure(
                 run, phase, within=budget_bytes, prepare=is_fewest, is_first=is_fewest
             )
             if is_fewest:
@@ -526,6 +314,133 @@ class DryRun:
 
     def _run_fewest(self) -> None:
         self._forward_backward(self._fewest)
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    def _measure(
+        self,
+        run: Callable[[], object],
+        what: str,
+        *,
+        within: int | None = None,
+        prepare: bool = True,
+        is_timed: bool = False,
+        is_first: bool = False,
+    ) -> Usage | None:
+        """Run a part of a trial, and return what it used; None where it does not fit on some rank,
+        which is cleared away on all of them.
+
+        What makes the allocator free its cache and ask again does not fit.
+
+        Args:
+            run: function that runs what is measured.
+            what: its name in errors.
+            within: bytes that it may use; None for the budget.
+            prepare: whether gradients are made that are there when it begins.
+            is_timed: whether `run` times itself, so that nothing is counted in Python meanwhile.
+            is_first: whether ranks learn their collectives from it.
+
+        Raises:
+            DoesNotFitError: the first row of several ranks ran out of memory.
+            RankLostError: out of memory where the other ranks cannot be told.
+            RuntimeError: it failed for another reason than memory.
+        """
+        budget_bytes = self.budget_bytes if within is None else within
+        usage: Usage | None = None
+        message = ""
+        is_prepared = has_run = False
+        self._held_bytes = None
+        # Nothing is released in the except block: the traceback keeps tensors alive until it has
+        # been left.
+        try:
+            if prepare:
+                self._prepare_gradients()
+            is_prepared = True
+            # Counting in Python would be timed along with the run.
+            is_counted = not is_timed or self._memory.granularity_bytes > 1
+            measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
+            with measuring if is_counted else nullcontext(Usage(0)) as usage:
+                run()
+                # No other rank waits for it; it may still be over its budget.
+                has_run = True
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
+            message = str(error) or type(error).__name__
+            if usage is not None:
+                self._held_bytes = usage.peak_bytes
+                usage = None
+        self._retried = usage is not None and usage.retried
+        fits = usage is not None and not usage.retried
+        # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
+        can_rejoin = has_run or distributed.world_size() == 1
+        if not can_rejoin and not (is_prepared and self._sharding.can_finish):
+            if is_first:
+                raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
+            raise self._lost(what, message, budget_bytes)
+        try:
+            if not fits:
+                self._drop_gradients()
+                recover(self._memory)
+                self._sharding.finish()
+            fits_everywhere = not distributed.any_of_ranks(not fits)
+        except Exception as error:
+            if distributed.world_size() == 1 or not is_out_of_memory(error):
+                raise
+            raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
+        if fits and not fits_everywhere:
+            self._drop_gradients()
+            self._memory.release()
+        if not fits_everywhere:
+            return None
+        return usage
+
+    def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
+        return RankLostError(
+            f"{what} ran out of memory on {self._memory.device} within"
+            f" {format_bytes(budget_bytes)}, where the other ranks wait and cannot be told:"
+            f" {message.partition(chr(10))[0]}",
+            {"doing": what, "error": message},
+        )
+
+    def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
+        """Return the error of what needs more than the budget."""
+        place = str(self._memory.device)
+        if distributed.world_size() > 1:
+            place = f"rank {distributed.rank()}"
+        allowed = format_bytes(self.budget_bytes)
+        return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
+
+    def _resident(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that training holds between two of its steps."""
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+        for module in self._held:
+            yield from (*module.parameters(), *module.buffers())
+        yield from self._sharding.kept_gradients()
+        yield from optimizer_state_tensors(optimizers_of(self._optimizer))
+
+    def _prepare_gradients(self) -> None:
+        """Make the gradients that are there when a forward begins."""
+        if self._keep_gradients:
+            self._drop_gradients()
+            self._keep_gradients()
+            return
+        for parameter in self._model.parameters():
+            if not self._accumulates:
+                parameter.grad = None
+            elif parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _drop_gradients(self) -> None:
+        """Leave no gradient."""
+        self._sharding.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
 
 def _keep_place_of_states(optimizers: Iterable[Optimizer]) -> None:

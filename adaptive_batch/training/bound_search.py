@@ -48,7 +48,6 @@ from adaptive_batch.probe import (
     ProbeResult,
     Search,
     Throughput,
-    TimeLimit,
     Trial,
     TrialStep,
     run_search,
@@ -366,7 +365,8 @@ class BoundSearch:
             self._run_trial,
             search=self._strategy or self._named_strategy(budget, resident_bytes),
             fewest=self._fewest,
-            time_limit=self._trial_time,
+            trial_seconds=self._options.trial_seconds,
+            seconds_of_fewest=self._dry_run.seconds_of_fewest,
             round_to_power_of_two=self._options.round_to_power_of_two,
             sequence_length=self._scope.rows.length,
         )
@@ -375,14 +375,6 @@ class BoundSearch:
             # Training begins with the cache that this trial leaves.
             self._run_trial(max_batch_size)
         return result
-
-    @property
-    def _trial_time(self) -> TimeLimit | None:
-        """What a trial may take, once the fewest rows have run."""
-        seconds = self._options.trial_seconds
-        if seconds is None:
-            return None
-        return TimeLimit(seconds, self._fewest, self._dry_run.seconds_of_fewest)
 
     def _run_trial(self, size: int) -> Trial:
         # Rows are read before anything is measured.

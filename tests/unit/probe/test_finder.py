@@ -23,7 +23,6 @@ from adaptive_batch.probe import (
     Predictive,
     ProbeResult,
     Store,
-    TimeLimit,
     Trial,
     read_result,
     run_search,
@@ -89,11 +88,10 @@ def test_a_size_whose_trial_would_take_too_long_is_not_tried(
         return device(rows)
 
     # A single row takes longer than each of many.
-    limit = TimeLimit(20, known_rows=1, known_seconds=5)
     caplog.set_level("INFO", "adaptive_batch")
     with monkeypatch.context() as patched:
         patched.setattr("adaptive_batch.probe.finder.time.perf_counter", lambda: clock[0])
-        result = run_search(trial, search=SEARCHES[search](), time_limit=limit)
+        result = run_search(trial, search=SEARCHES[search](), trial_seconds=20, seconds_of_fewest=5)
     says_so = "are not tried: a trial would take longer than 20 s" in caplog.text
     assert says_so == bool(row_seconds)
     if row_seconds:
