@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +23,8 @@ from torchtune.models.qwen2 import lora_qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.report import read_records
-from adaptive_batch.torchtune import AdapterModel, Settings, builder_of
-from adaptive_batch.torchtune.checks import check_adapters_train, check_chunks, check_loss
+from adaptive_batch.torchtune import AdapterModel, builder_of
+from adaptive_batch.torchtune.checks import check_adapters_train, check_chunks
 from adaptive_batch.torchtune.estimate_changes import candidates, with_overrides
 
 POINTS = (*LORA, "epochs=1", "save_every_n_steps=3", "save_adapter_weights_only=True")
@@ -103,31 +101,6 @@ def test_the_other_recipe_that_goes_on_from_a_folder_is_named(small, begun):
         small.run_in_process(
             OURS, *LORA, f"output_dir={whole.output_dir}", "resume_from_checkpoint=True"
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS])
-def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kind):
-    wide = make_wide_setup(tmp_path)
-    finds = (
-        "use_maximum_batch_size=True",
-        "probe.device_memory=32MiB",
-        "probe.round_to_power_of_two=False",
-        "epochs=1",
-    )
-    found = wide.run_in_process(OURS, *LORA, *KINDS[kind], *finds, "max_steps_per_epoch=1")
-    records = read_records(found.output_dir / "adaptive_batch" / "run.jsonl")
-    bound = next(record for record in records if record["kind"] == "bound")
-    assert bound["trials"] <= 5
-    assert bound["out_of_memory"] == 0
-    bisected = wide.run_in_process(
-        OURS, *LORA, *KINDS[kind], *finds, "max_steps_per_epoch=1", "probe.search=binary"
-    )
-    others = read_records(bisected.output_dir / "adaptive_batch" / "run.jsonl")
-    assert (
-        next(record for record in others if record["kind"] == "bound")["max_batch_size"]
-        == bound["max_batch_size"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -242,21 +215,6 @@ def test_adapters_train_with_the_optimizer_in_backward(small):
     stepped = small.run_in_process(OURS, *keys, "optimizer_in_bwd=True")
     losses = [float(loss) for loss in whole.losses]
     assert [float(loss) for loss in stepped.losses] == pytest.approx(losses, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama2/7B_lora_dpo"])
-def test_preferences_are_refused_in_one_line(name):
-    cfg = OmegaConf.load(
-        Path(torchtune.__file__).parents[1] / "recipes" / "configs" / f"{name}.yaml"
-    )
-
-    def check() -> None:
-        Settings.from_config(cfg)
-        check_loss(object(), cfg)
-
-    with pytest.raises(SettingError, match="preferences") as refused:
-        check()
-    assert "\n" not in str(refused.value)
 
 
 def test_a_loss_of_chunks_is_refused_for_a_model_that_returns_none():

@@ -27,7 +27,7 @@ from torchtune.data import padded_collate_packed
 
 from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import FakeDevice, FakeStep, read_estimate
+from adaptive_batch.estimate import FakeDevice, read_estimate
 from adaptive_batch.memory import ALLOCATOR_VARIABLES
 from adaptive_batch.torchtune import Settings, estimate_devices
 from adaptive_batch.torchtune.fake_run import FakeRun
@@ -35,16 +35,6 @@ from adaptive_batch.torchtune.fake_run import FakeRun
 SMALL = Combination("qwen2", 32)
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 STOCK_SAMPLE = (
-    *(
-        pytest.param(name, marks=pytest.mark.nightly)
-        for name in (
-            "code_llama2/7B_full_low_memory.yaml",
-            "llama3_1/8B_full.yaml",
-            "llama3_1/8B_full_dpo.yaml",
-            "mistral/7B_full_low_memory.yaml",
-            "qwen2_5/0.5B_full_single_device.yaml",
-        )
-    ),
     "gemma2/2B_full.yaml",
     "llama3/8B_full_single_device.yaml",
     "phi3/mini_full.yaml",
@@ -129,24 +119,6 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     on_cuda, _ = planned(cfg, device="cuda", estimate={"sequence_lengths": [64]})
     assert any(sentence.startswith("flex attention: packed rows") for sentence in on_cuda.left_out)
     assert huge.numel() == 5 * 2**34
-
-
-@pytest.mark.slow
-def test_what_fits_is_traced_itself_at_each_length_and_on_each_kind_of_device(monkeypatch):
-    trace, traced = FakeStep.trace, []
-    monkeypatch.setattr(
-        FakeStep,
-        "trace",
-        lambda *args, **options: traced.append(args) or trace(*args, **options),
-    )
-    asked = {"devices": ["H100", "L4"], "sequence_lengths": [32, 64]}
-    plan, _ = small(device="cuda", probe={"maximum": 9}, estimate=asked)
-    assert [[fit.max_batch_size for fit in device.lengths] for device in plan.devices] == [
-        [9, 9],
-        [9, 9],
-    ]
-    assert len({step for step, _ in traced}) == 2
-    assert [rows for _, rows in traced].count(9) == 4
 
 
 @pytest.mark.slow
@@ -434,21 +406,6 @@ def test_torchtunes_own_configurations_can_be_planned(name):
     assert length.check.counted_bytes == length.check.expected_bytes
 
 
-@pytest.mark.slow
-def test_a_model_of_real_size_is_planned_in_little_memory():
-    before = _resident_bytes()
-    plan, _ = planned(
-        Combination("qwen2_5_0_5b", 256, dtype="bf16").to_estimate(sequence_lengths=[256])
-    )
-    (length,) = plan.lengths
-    assert length.resident.parameters == 2 * 494_032_768
-    assert _resident_bytes() - before < 2**29
-
-
-def _resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 # --- what is refused
 
 
@@ -511,16 +468,6 @@ def test_no_process_group_is_left_behind():
 
 
 # --- what is left out is said
-
-
-@pytest.mark.slow
-def test_compiling_for_a_cpu_is_said_to_be_counted_otherwise():
-    plan, said = small(compile=True, enable_activation_checkpointing=True)
-    assert any(sentence.startswith("compile=True: ") for sentence in plan.left_out)
-    assert "left out: compile=True: " in said
-    eager, _ = small(enable_activation_checkpointing=True)
-    assert eager.lengths[0].curve == plan.lengths[0].curve
-    assert not any(sentence.startswith("compile") for sentence in eager.left_out)
 
 
 @pytest.mark.slow
@@ -591,29 +538,6 @@ def test_rows_fit_while_paged_states_lie_on_the_host():
 def test_an_optimizer_of_bitsandbytes_whose_states_are_not_known_is_refused():
     with pytest.raises(SettingError, match=r"optimizer\._component_='bitsandbytes\.optim\.LARS'"):
         small(optimizer={"_component_": "bitsandbytes.optim.LARS"})
-
-
-@pytest.mark.slow
-def test_on_an_accelerator_a_compiled_optimizer_holds_what_stays():
-    length = Combination("qwen2", 32, "AdamW8bit", device="cuda").planned()
-    gradients = length.resident.parameters
-    assert length.optimizer_peak_bytes == length.resident.total + gradients
-    eager = Combination("qwen2", 32, "AdamW8bit").planned()
-    assert eager.optimizer_peak_bytes > length.optimizer_peak_bytes
-
-
-@pytest.mark.slow
-def test_what_a_device_needs_beside_tensors_is_taken_off():
-    plan, _ = planned(
-        Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32]),
-        estimate={"headroom": 0.1},
-    )
-    (target,) = plan.devices
-    free = 80 * 2**30 - 500 * 2**20
-    assert target.budget_bytes == free - int(free * 0.1)
-    assert sum(size for _, size in target.taken) == 80 * 2**30 - target.budget_bytes
-    on_cpu, _ = small(estimate={"headroom": 0.1})
-    assert on_cpu.devices[0].budget_bytes == 80 * 2**30 - int(80 * 2**30 * 0.1)
 
 
 def test_where_the_context_alone_takes_more_than_the_device_has_nothing_is_left():
@@ -743,28 +667,6 @@ def test_dropout_in_attention_keeps_no_weights_on_an_accelerator():
     without, _ = planned(cfg, device="cuda")
     with_it, _ = planned(cfg, device="cuda", model={"attn_dropout": 0.1})
     assert with_it.lengths[0].peak_bytes(7) == without.lengths[0].peak_bytes(7)
-
-
-class Recurrent(torch.nn.Module):
-    """Predicts the next word by an LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = torch.nn.Embedding(50, 16)
-        self.layer = torch.nn.LSTM(16, 16, batch_first=True)
-        self.output = torch.nn.Linear(16, 50)
-
-    def forward(self, tokens):
-        return self.output(self.layer(self.words(tokens))[0])
-
-
-def test_what_recurrent_layers_keep_besides_is_said_to_be_left_out():
-    sys.modules["models_of_this_test"] = sys.modules[__name__]
-    cfg = SMALL.to_estimate(sequence_lengths=[32])
-    cfg.model = {"_component_": "models_of_this_test.Recurrent"}
-    plan, _ = planned(cfg)
-    assert any("recurrent" in sentence for sentence in plan.left_out)
-    assert not any("recurrent" in sentence for sentence in small()[0].left_out)
 
 
 class InParts(torch.nn.Module):

@@ -1,8 +1,7 @@
-"""Ranks that are killed or asked to end: the run goes on by itself, to the same bits. The long
-form: benchmarks/kills_on_ranks.py.
+"""Ranks that are asked to end save one point, and the run resumes to the same bits. Ranks that are
+killed: benchmarks/kills_on_ranks.py.
 """
 
-import random
 import signal
 
 import pytest
@@ -10,10 +9,6 @@ from support import killed_runs
 from support.killed_runs_on_ranks import (
     RANKS,
     WAYS,
-    Killer,
-    killed_before_its_first_save,
-    killed_under_torchrun,
-    run_killed,
     send_after,
     undisturbed,
 )
@@ -32,31 +27,6 @@ KINDS = ("preempted", "resume_point")
 @pytest.fixture(scope="module")
 def whole(small):
     return undisturbed(small, PLAIN)
-
-
-@pytest.mark.nightly
-def test_a_killed_rank_ends_the_others_with_one_message_and_the_restarted_run_has_no_difference(
-    small, whole
-):
-    aims = [("among steps", (0,)), ("in a save", (1,))]
-    killer = Killer(small.fresh_folder(), random.Random(0), whole, kills=len(aims), aims=aims)
-    assert run_killed(small, PLAIN, killer) == []
-    assert [kill.victims for kill in killer.done] == [(0,), (1,)]
-    for kill in killer.done:
-        (said,) = kill.said
-        assert "has gone" in said
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_killed_before_its_first_save_begins_again_and_leaves_earlier_ones_alone(
-    small, whole
-):
-    found = killed_before_its_first_save(small, whole)
-    assert [kill["hit"] for kill in found["kills"]] == [
-        "before its first line",
-        "before its first save",
-    ]
-    assert found["differing"] == []
 
 
 @pytest.mark.nightly
@@ -82,9 +52,3 @@ def test_ranks_of_which_one_or_all_are_asked_to_end_save_one_point_and_resume_to
     )
     assert done.exit_statuses == [0] * RANKS, done.output
     assert killed_runs.differences(folder, whole.folder) == []
-
-
-@pytest.mark.nightly
-def test_under_torchrun_a_killed_rank_leaves_no_process_and_the_run_goes_on_by_itself(small, whole):
-    found = killed_under_torchrun(small, whole, kills=1, seed=0)
-    assert found["differing"] == []

@@ -4,7 +4,6 @@ what a ramp makes of it.
 
 import math
 import shutil
-from itertools import accumulate
 
 import pytest
 import torch
@@ -138,19 +137,6 @@ GROWING = (
     f"lr_scheduler._component_={COSINE}",
     *WARM,
 )
-BATCHES = [4] * 4 + [8] * 4 + [16]
-BEFORE = [0, *accumulate(BATCHES)][
-    :-1
-]  # samples before each step; 4 of these are a step of the constant batch
-
-
-def test_by_tokens_the_schedule_is_at_the_part_of_each_epochs_tokens(small):
-    finished = small.run_in_process(OURS, *GROWING, "lr_clock=tokens")
-    tokens = [0, *figures(finished, "tokens_seen")[:-1]]
-    an_epoch = sum(5 + row % 16 for row in range(32))
-    assert tokens != [samples * an_epoch / 32 for samples in BEFORE]
-    expected = [RATE * cosine(seen / an_epoch * 8, warmup=3, total=16) for seen in tokens]
-    assert figures(finished, "lr") == pytest.approx(expected)
 
 
 def test_by_steps_the_schedule_ends_at_the_last_step_that_is_planned(small):
@@ -176,34 +162,6 @@ def test_by_steps_a_growth_function_too_is_asked_how_many_there_are(small):
     assert figures(finished, "lr") == pytest.approx(
         [RATE * cosine(step, warmup=3, total=total) for step in range(total)]
     )
-
-
-@pytest.mark.parametrize("decay", ["samples", "tokens"])
-def test_warm_up_in_steps_and_decay_in_another_unit(small, decay):
-    """What is left of the decay after the warm-up is spread over what is left of the run."""
-    early = (
-        f"{KEY}.thresholds=[4sp,12sp]",
-        f"{KEY}.batch_sizes=[4,8,16]",
-    )  # grows within the warm-up
-    finished = small.run_in_process(
-        OURS, *GROWING, *early, f"lr_clock={{warmup: steps, decay: {decay}}}"
-    )
-    batches = [4, 8, 16, 4, 16, 16]
-    assert figures(finished, "batch_size") == batches
-    if decay == "samples":
-        clock = [samples / 4 for samples in [0, *accumulate(batches)]]
-    else:
-        clock = [
-            tokens / sum(5 + row % 16 for row in range(32)) * 8
-            for tokens in [0, *figures(finished, "tokens_seen")]
-        ]
-    assert clock[3] > 3  # where the three steps of warm-up end
-    expected = [0, 1 / 3, 2 / 3]
-    expected += [
-        cosine(3 + (now - clock[3]) * (16 - 3) / (16 - clock[3]), warmup=3, total=16)
-        for now in clock[3:-1]
-    ]
-    assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ what is trained stays the same.
 """
 
 import json
-import re
 
 import pytest
 import torch
@@ -84,26 +83,6 @@ def test_packed_rows_train_alike_in_other_ways(small, way):
     ]
     assert validated[0] == pytest.approx(validated[1], rel=1e-5)
     assert bool(validated[0]) == way.startswith("validation")
-
-
-@pytest.mark.parametrize("fails_in_backward", [False, True])
-@pytest.mark.parametrize("setting", ["micro_batch_tokens=600", "micro_batch_size=16"])
-def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_lost(
-    small, whole, setting, fails_in_backward
-):
-    keys = (
-        "model._component_=support.components.watched",
-        "model.tokens_fit=120",
-        "micro_batch_layout=packed",
-    )
-    fails = f"model.fails_in_backward={fails_in_backward}"
-    folder = small.run_in_process(OURS, *BASE, *keys, fails, setting).output_dir
-    changes = records(folder, "limit")
-    assert changes
-    assert figures(folder, "oom_count") == [len(changes)] * 2
-    assert where_steps_stood(folder) == where_steps_stood(whole)
-    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
-    assert figures(folder, "padding_fraction") == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -224,34 +203,6 @@ def test_a_run_that_goes_on_where_less_fits_cuts_its_steps_by_what_fits(small, a
     assert figures(folder, "loss") == pytest.approx(figures(finished.output_dir, "loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("setting", ["micro_batch_size=3", "micro_batch_tokens=100"])
-def test_a_number_that_is_given_when_a_run_goes_on_is_taken_in_place_of_what_it_chose(
-    small, automatic, setting
-):
-    keys, finished = automatic
-    folder = stopped_after(finished, small, 2)
-    others = [key for key in keys if not key.startswith("micro_batch")]
-    resume_run(small, folder, *others, setting)
-    plan = records(folder, "plan")[-1]
-    assert (plan["limit"], plan["unit"]) == (
-        int(setting.partition("=")[2]),
-        "rows" if "size" in setting else "tokens",
-    )
-    assert figures(folder, "loss") == pytest.approx(figures(finished.output_dir, "loss"), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_layout_that_may_not_be_chosen_any_more_is_not_taken_from_the_checkpoint(
-    small, automatic
-):
-    keys, finished = automatic
-    assert chosen(finished.output_dir)[-1][0] != "padded"
-    folder = stopped_after(finished, small, 2)
-    more = ("uniform_micro_batches=rows", f"output_dir={folder}", "resume_from_checkpoint=True")
-    small.run_in_process(OURS, *keys, *more)
-    assert chosen(folder)[-1][0] == "padded"
-
-
 def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
     keys, finished = automatic
     keys = [key for key in keys if not key.startswith("save_every")]
@@ -336,86 +287,6 @@ def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(sma
 
 
 @pytest.mark.slow
-def test_a_dataset_of_one_row_can_be_packed(small):
-    keys = (
-        "dataset._component_=support.components.OfLengths",
-        "dataset.lengths=[9]",
-        "epochs=1",
-        "batch_size=1",
-    )
-    for setting in (("micro_batch_layout=packed",), AUTO):
-        folder = small.run_in_process(OURS, *keys, *setting).output_dir
-        assert len(records(folder, "step")) == 1
-
-
-# --- refused
-
-REFUSED = {
-    "an unknown word": (
-        ["micro_batch_layout=loose"],
-        "micro_batch_layout='loose'",
-        "padded, grouped, packed",
-    ),
-    "an unknown objective": (
-        ["probe.objective=fast"],
-        "probe.objective='fast'",
-        "throughput, largest",
-    ),
-    "packed and equal rows": (
-        [PACKED, "uniform_micro_batches=rows"],
-        PACKED[:18],
-        "uniform_micro_batches=rows",
-    ),
-    "grouped and equal rows": (
-        ["micro_batch_layout=grouped", "uniform_micro_batches=both"],
-        "micro_batch_layout",
-        "uniform_micro_batches=both",
-    ),
-    "packed to a multiple": (
-        [PACKED, "pad_to_multiple_of=8"],
-        PACKED[:18],
-        "pad_to_multiple_of is 8",
-    ),
-    "packed by a function": (
-        [PACKED, "collate_fn=torchtune.data.padded_collate_sft"],
-        PACKED[:18],
-        "collate_fn makes batches of its own",
-    ),
-    "rows that are packed": (
-        [PACKED, "dataset.packed=True"],
-        PACKED[:18],
-        "its rows are packed already",
-    ),
-    "grouped with the optimizer in backward": (
-        ["micro_batch_layout=grouped", "optimizer_in_bwd=True"],
-        "micro_batch_layout='grouped'",
-        "optimizer_in_bwd=False",
-    ),
-    "rows with pictures": (
-        [PACKED, "dataset._component_=support.components.with_pictures"],
-        PACKED[:18],
-        "rows have encoder",
-    ),
-    "tensor parallelism": (
-        [PACKED, "tensor_parallel_dim=2"],
-        "tensor_parallel_dim|micro_batch_layout",
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_before_anything_is_written(small, case):
-    overrides, names, says = REFUSED[case]
-    folder = small.fresh_folder()
-    with pytest.raises(SettingError) as refused:
-        small.run_in_process(OURS, *overrides, f"output_dir={folder}")
-    assert re.search(names, str(refused.value))
-    assert says in str(refused.value)
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.slow
 def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(small):
     keys = (
         "model._component_=support.components.attending_otherwise",
@@ -448,31 +319,6 @@ def test_layouts_can_be_planned(small, layout):
     assert found["lengths"][0]["max_batch_size"] <= padded["lengths"][0]["max_batch_size"]
 
 
-# --- two ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "keys",
-    [AUTO, ("micro_batch_layout=grouped", UNITS["tokens"]), (PACKED, UNITS["tokens"])],
-    ids=str,
-)
-def test_two_ranks_train_alike_what_one_device_trains(small, whole, keys):
-    attempt = launch(small, 2, *BASE, "batch_size=8", "drop_last=False", *keys)[-1]
-    assert attempt.exit_statuses == [0, 0], attempt.output[-6000:]
-    folder = attempt.output_dir
-    assert [sorted(step["rows"]) for step in records(folder, "step")] == [
-        sorted(step["rows"]) for step in records(whole, "step")
-    ]
-    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
-    assert audit(folder).holds
-    assert len(chosen(folder)) == (keys is AUTO)
-    if (
-        keys is AUTO and chosen(folder)[0][0] == "packed"
-    ):  # on one of the ranks alone, some of it would be padding
-        assert figures(folder, "padding_fraction") == [0, 0]
-
-
 def test_a_name_or_a_number_beside_the_tokens_is_no_matter_to_torchtunes_collate(small):
     ids = (*ROWS, "dataset._component_=support.components.WithIds", "micro_batch_tokens=100")
     for layout in ("padded", "packed"):
@@ -483,3 +329,16 @@ def test_a_name_or_a_number_beside_the_tokens_is_no_matter_to_torchtunes_collate
         small.run_in_process(
             OURS, *BASE, *ids, "collate_fn=torchtune.data.padded_collate_sft", "preview=True"
         )
+
+
+@pytest.mark.slow
+def test_two_ranks_choose_alike_and_train_what_one_device_trains(small, whole):
+    (attempt,) = launch(small, 2, *BASE, "batch_size=8", "drop_last=False", *AUTO)
+    assert attempt.exit_statuses == [0, 0], attempt.output[-6000:]
+    folder = attempt.output_dir
+    assert [sorted(step["rows"]) for step in records(folder, "step")] == [
+        sorted(step["rows"]) for step in records(whole, "step")
+    ]
+    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert audit(folder).holds
+    assert len(chosen(folder)) == 1

@@ -102,19 +102,6 @@ def test_however_a_step_is_split_its_rows_and_its_loss_are_the_same(small, whole
     assert figures(finished, "micro_batches") == [len(step) for step in components.STEPS]
 
 
-@pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_auto_is_the_bound_that_was_tried_unrounded(small, unit):
-    key = {"rows": "micro_batch_size", "tokens": "micro_batch_tokens"}[unit]
-    finished = small.run_in_process(OURS, *BASE, f"{key}=auto", SMALL_MEMORY)
-    (plan,) = records(finished, "plan")
-    bound = records(finished, "bound")[-1]["max_batch_size"]
-    assert bound & (bound - 1)  # no power of two
-    assert (plan["limit"], plan["unit"]) == (
-        bound if unit == "rows" else bound * max(LENGTHS),
-        unit,
-    )
-
-
 def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one_that_fits_is_not(
     small,
 ):
@@ -137,13 +124,6 @@ def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one
     }  # what was to be accumulated fits at once
 
 
-def test_the_step_as_one_micro_batch_is_what_it_is_without_the_key(small, whole):
-    finished = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", MUCH_MEMORY)
-    expected, _ = whole
-    assert finished.losses == expected.losses
-    assert same_weights(finished.weights(0), expected.weights(0))
-
-
 def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
     found = ("use_maximum_batch_size=True", SMALL_MEMORY)
     for setting in ("micro_batch_size=30", "micro_batch_tokens=1600"):
@@ -152,12 +132,6 @@ def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
             SettingError, match=rf"^{key}={value}: \d+ rows.* fit; give \d+ or less(, or auto)?$"
         ):
             small.run_in_process(OURS, *BASE, setting, *found)
-
-
-def test_lengths_are_padded_to_a_multiple_but_never_beyond_the_model(small, whole):
-    finished = small.run_in_process(OURS, *BASE, "pad_to_multiple_of=24", "model.max_seq_len=56")
-    assert {m.length for step in components.STEPS for m in step} <= {24, 48, 56}
-    assert figures(finished, "loss") == pytest.approx(figures(whole[0], "loss"), rel=1e-5)
 
 
 # --- rows longer than any that was tried
@@ -196,19 +170,6 @@ def test_a_batch_that_grows_runs_no_more_of_the_longest_rows_at_once_than_fit(sm
     (plan,) = records(finished, "plan")
     assert plan["batch_size"] > fit  # as many rows of 20 tokens fit
     assert plan["limit"] <= fit
-
-
-def test_a_limit_in_tokens_counts_rows_as_they_are_padded(small):
-    padded = (
-        "pad_to_multiple_of=40",
-        f"batch_size={len(LENGTHS)}",
-        "micro_batch_tokens=auto",
-        MUCH_MEMORY,
-    )
-    finished = small.run_in_process(OURS, *BASE, *padded)
-    (plan,) = records(finished, "plan")
-    assert plan["limit"] == len(LENGTHS) * 64  # 80, but for what the model takes
-    assert figures(finished, "micro_batches") == [1]
 
 
 GROWS = (
@@ -251,10 +212,6 @@ def test_a_row_that_grows_in_mid_run_lowers_what_is_run_at_once(small):
 
 FAILURES = {
     "forward": ("model.rows_fit=5", "micro_batch_size=16"),
-    "backward": ("model.rows_fit=5", "micro_batch_size=16", "model.fails_in_backward=True"),
-    "no key of ours": ("model.rows_fit=5", "drop_last=False"),
-    "the fourth micro-batch": ("model.tokens_fit=100", "micro_batch_size=2"),
-    "tokens": ("model.tokens_fit=300", "micro_batch_tokens=900"),
     "tokens, backward": (
         "model.tokens_fit=300",
         "micro_batch_tokens=900",
@@ -312,32 +269,6 @@ def test_a_lowered_limit_outlives_a_resume(small):
     assert figures(rest, "micro_batches")[-2:] == [4, 4]  # although all rows would fit now
     assert rest.losses == uninterrupted.losses[2:]
     assert same_weights(rest.weights(1), uninterrupted.weights(1))
-
-
-def test_a_resume_with_another_setting_finds_its_limit_anew(small):
-    settings = (*BASE, "epochs=2")
-    uninterrupted = small.run_in_process(OURS, *settings, "micro_batch_size=16", "model.rows_fit=5")
-    folder = interrupted_after_first_epoch(uninterrupted, small)
-    rest = small.run_in_process(
-        OURS, *settings, "micro_batch_size=8", f"output_dir={folder}", *ANOTHER_MODEL
-    )
-    assert figures(rest, "micro_batches")[-2:] == [2, 2]
-
-
-def test_growth_does_not_win_limit_back(small):
-    finished = small.run_in_process(
-        OURS,
-        *BASE,
-        "batch_increase_function=support.components.four_more",
-        "batch_size=8",
-        MUCH_MEMORY,
-        "epochs=2",
-        "metric_logger.after_step=1",
-        "metric_logger.rows_fit=5",
-    )
-    steps = [(step["batch_size"], step["micro_batches"]) for step in records(finished, "step")]
-    assert steps == [(8, 1), (8, 2), (8, 2), (8, 2), (12, 3), (12, 3), (8, 2)]
-    assert [plan["limit"] for plan in records(finished, "plan")] == [8, 4]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,17 @@ REFUSED = {
         f"{PICTURES} uniform_micro_batches=lengths",
         "optimizer_in_bwd=True uniform_micro_batches=rows",
     ],
+    "micro_batch_layout": [
+        "micro_batch_layout=loose",
+        "micro_batch_layout=packed uniform_micro_batches=rows",
+        "micro_batch_layout=grouped uniform_micro_batches=both",
+        "micro_batch_layout=packed pad_to_multiple_of=8",
+        "micro_batch_layout=packed collate_fn=torchtune.data.padded_collate_sft",
+        "micro_batch_layout=packed dataset.packed=True",
+        "micro_batch_layout=grouped optimizer_in_bwd=True",
+        f"{PICTURES} micro_batch_layout=packed",
+    ],
+    "probe.objective": ["probe.objective=fast"],
     "pad_to_multiple_of": [f"{PICTURES} pad_to_multiple_of=8"],
     "min_rows_per_batch": [
         f"{OF_LENGTHS} batch_tokens=45 min_rows_per_batch=3",

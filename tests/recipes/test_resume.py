@@ -2,14 +2,11 @@
 with a reason why not.
 """
 
-import math
 import re
 import resource
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,16 +113,6 @@ def test_a_run_goes_on_after_it_was_moved_with_its_data(small, whole):
     shutil.copy(small.folder / "train.jsonl", data)
     resume_run(small, moved, SAVES, *DROPOUT, f"dataset.data_files={data}")
     assert_the_same(moved, whole)
-
-
-@pytest.mark.slow
-def test_more_epochs_go_on_from_the_last_step_of_a_run_that_is_done(small):
-    overrides = ("save_every_n_steps=4", *DROPOUT)
-    longer = small.run_in_process(OURS, *overrides, "epochs=2")
-    done = small.run_in_process(OURS, *overrides, "epochs=1")
-    resume_run(small, done.output_dir, *overrides, "epochs=2")
-    assert went_on_from(done.output_dir) == "step_8"
-    assert_the_same(done.output_dir, longer)
 
 
 @pytest.mark.parametrize(
@@ -271,23 +258,6 @@ def test_asked_while_the_last_epoch_is_saved_it_is_done(small, whole):
     assert not records(done.output_dir, "preempted")
 
 
-@pytest.mark.slow
-def test_asked_in_validation_it_ends_after_it(small):
-    rows = ("dataset_val._component_=support.stops.AskingRows", "dataset_val.lengths=[9,20,14,30]")
-    overrides = (SAVES, *DROPOUT, *rows, "run_val_every_n_steps=2")
-    whole = small.run_in_process(OURS, *overrides)
-    folder = small.fresh_folder()
-    at = ends_early(
-        small, folder, *overrides, *asking_to_end("null"), "dataset_val.asks_after_step=4"
-    )
-    assert records(folder, "validation")[-1]["steps"] == at == 4
-    resume_run(small, folder, *overrides)
-    assert_the_same(folder, whole)
-
-
-# --- the newest that is whole
-
-
 def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
     overrides = ("save_every_n_steps=4", *DROPOUT)
     whole = small.run_in_process(OURS, *overrides)
@@ -298,6 +268,9 @@ def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
     assert_the_same(folder, whole)
     (end,) = records(folder, "end")[-1:]
     assert re.match(r"16 steps, 64 samples trained, \d+\.\d s in all\nsaved in ", end["message"])
+
+
+# --- the newest that is whole
 
 
 def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_on_with(
@@ -494,20 +467,6 @@ def test_a_bit_that_flipped_in_an_epoch_is_seen_and_a_resume_point_gone_on_from(
     (said,) = records(folder, "passed_over")
     assert f"{Path(name).name} has another checksum" in said["message"]
     assert_the_same(folder, whole)
-
-
-def test_with_a_clock_that_went_back_the_newer_run_is_gone_on_with(small, whole, monkeypatch):
-    folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-    now = time.time_ns()
-    monkeypatch.setattr(time, "time_ns", lambda: now - 86_400 * 10**9)
-    monkeypatch.setattr(time, "time", lambda: now / 1e9 - 86_400)
-    other = ("seed=8", *DROPOUT, "epochs=3")
-    ends_early(small, folder, *other, *ASKING_IN_EPOCH_0, "overwrite_output_dir=True")
-    found = resume_run(small, folder, *other)
-    assert went_on_from(folder) == "epoch_0"
-    assert len({start["run"] for start in records(folder, "start")}) == 2
-    assert found.losses[-16:] == small.run_in_process(OURS, *other).losses[-16:]
 
 
 def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
@@ -746,25 +705,6 @@ def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
     assert audit(folder).holds
 
 
-# --- what is left to look at
-
-
-@pytest.mark.slow
-def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, whole):
-    folder = stopped_after(whole, small, 9, taken_back=2)
-    resume_run(small, folder, SAVES, *DROPOUT)
-    for command, printed in (
-        ("audit", "holds: each of 32 rows exactly once"),
-        ("report", "report.html"),
-    ):
-        ran = [sys.executable, "-m", "adaptive_batch", command, str(folder)]
-        done = subprocess.run(ran, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert printed in done.stdout
-    assert "restarted" in (folder / "adaptive_batch" / "report.html").read_text()
-    assert (folder / "adaptive_batch" / "report.png").stat().st_size > 10_000
-
-
 # --- on another device, or with another batch
 
 
@@ -867,27 +807,6 @@ def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
     changes = {(record["kind"], record["before"], record["after"]) for record in said}
     assert changes == {("batch_size", 8, 4), ("use_maximum_batch_size", True, False)}
     assert audit(folder).holds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "at"), [(4, 8, 3), (3, 7, 4)])
-def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, before, after, at):
-    """Warm-up of 3 and a cosine over two epochs of the new batch; a last, short step is dropped, as
-    torchtune does.
-    """
-    overrides = (f"save_every_n_steps={at}", *FEATURES["cosine"])
-    whole = small.run_in_process(OURS, *overrides, f"batch_size={before}")
-    folder = stopped_after(whole, small, at)
-    resume_run(small, folder, *overrides, f"batch_size={after}")
-    steps, done = 32 // after, before * at
-    left = (32 - done) // after
-    of_this_epoch = [steps * (done + after * step) / (done + after * left) for step in range(left)]
-    clocks = [*of_this_epoch, *range(steps, 2 * steps)]
-    curve = [0.5 * (1 + math.cos(math.pi * (clock - 3) / (2 * steps - 3))) for clock in clocks]
-    rates = [
-        0.01 * (clock / 3 if clock < 3 else high) for clock, high in zip(clocks, curve, strict=True)
-    ]
-    assert [step["lr"] for step in resumed_steps(folder)] == pytest.approx(rates, rel=1e-9)
 
 
 # --- where things lie, and how they are written

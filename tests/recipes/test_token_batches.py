@@ -9,12 +9,9 @@ import pytest
 from support import components
 from support.cli import (
     OURS,
-    cosine_after,
     figures,
-    interrupted_after_first_epoch,
     losses,
     records,
-    same_weights,
 )
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]  # all different
@@ -26,7 +23,6 @@ WATCHED = (
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")
 BUDGET = 150
 BASE = (*ROWS, *WATCHED, *SGD, f"batch_tokens={BUDGET}", "micro_batch_tokens=4096")
-COSINE = cosine_after(2)
 
 
 def epochs_of_steps(finished):
@@ -121,103 +117,6 @@ def test_rows_over_the_budget_are_dropped_and_listed_or_each_a_step_of_its_own(s
     assert not records(alone, "dropped")
 
 
-def test_drop_last_leaves_out_the_step_that_the_end_of_the_epoch_cut(small):
-    kept, dropped = (
-        small.run_in_process(OURS, *BASE, "epochs=1", f"drop_last={drop}") for drop in (False, True)
-    )
-    assert dropped.losses == kept.losses[:-1]
-
-
-@pytest.mark.parametrize("uniform", ["rows", "lengths", "both"])
-def test_all_micro_batches_of_a_step_are_alike(small, uniform):
-    settings = (
-        "epochs=1",
-        "batch_tokens=400",
-        "micro_batch_tokens=150",
-        f"uniform_micro_batches={uniform}",
-    )
-    finished = small.run_in_process(OURS, *BASE, *settings)
-    (steps,) = epochs_of_steps(finished)
-    assert sorted(chain.from_iterable(steps)) == list(range(32))
-    assert max(figures(finished, "micro_batches")) > 1
-    for step in components.STEPS:
-        assert all(len(micro_batch.rows) * micro_batch.length <= 150 for micro_batch in step)
-        if uniform != "lengths":
-            assert len({len(micro_batch.rows) for micro_batch in step}) == 1
-        if uniform != "rows":
-            assert len({micro_batch.length for micro_batch in step}) == 1
-
-
-# --- the order of rows
-
-ONE_AT_ONCE = (
-    "micro_batch_tokens=null",
-    "micro_batch_size=32",
-)  # rows of a step stay in their order
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "by", [("batch_tokens=150",), ("batch_tokens=null", "batch_size=8")], ids=" ".join
-)
-@pytest.mark.parametrize(
-    ("order", "runs"),
-    [
-        ("sample_order=dataloader", None),
-        ("sample_order=random", None),
-        ("sample_order=seqlen", 1),
-        ("sample_order=seqlen sample_window=16", 2),
-    ],
-)
-def test_the_order_is_what_was_asked_for_and_a_new_one_each_epoch(small, by, order, runs):
-    finished = small.run_in_process(OURS, *BASE, *ONE_AT_ONCE, "epochs=2", *by, *order.split())
-    orders = [list(chain.from_iterable(steps)) for steps in epochs_of_steps(finished)]
-    assert all(sorted(rows) == list(range(32)) for rows in orders)
-    for rows in orders:
-        falls = sum(LENGTHS[after] < LENGTHS[before] for before, after in pairwise(rows))
-        assert falls == runs - 1 if runs else falls > 4
-    assert (orders[0] != orders[1]) == (
-        runs != 1
-    )  # no two lengths are equal, so one sorted order is all there is
-
-
-def test_random_follows_the_seed(small):
-    def order(seed):
-        finished = small.run_in_process(
-            OURS, *BASE, *ONE_AT_ONCE, "epochs=1", "sample_order=random", f"seed={seed}"
-        )
-        return list(chain.from_iterable(epochs_of_steps(finished)[0]))
-
-    assert order(1) == order(1) != order(2)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("sample_order=random", *COSINE, "lr_scaling=linear", "reference_batch_size=120tok"),
-        (
-            "sample_order=seqlen",
-            "sample_window=16",
-            "lr_scheduler._component_=support.schedulers.step_lr",
-            "lr_scaling=sqrt",
-        ),
-    ],
-    ids=["cosine, linear", "counted steps, sqrt"],
-)
-def test_a_resumed_run_goes_on_exactly_its_learning_rate_included(small, overrides):
-    settings = (*BASE, "epochs=2", "model.attn_dropout=0.2", "micro_batch_tokens=128", *overrides)
-    whole = small.run_in_process(OURS, *settings)
-    first = figures(whole, "epoch").count(0)
-    folder = interrupted_after_first_epoch(whole, small)
-    rest = small.run_in_process(
-        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
-    assert rest.losses == whole.losses[first:]
-    assert losses(folder, name="lr") == losses(whole.output_dir, name="lr")[first:]
-    assert len(set(losses(folder, name="lr"))) > 1
-    assert same_weights(rest.weights(1), whole.weights(1))
-
-
 # --- the learning rate
 
 RATE = 0.01
@@ -269,16 +168,6 @@ def test_the_default_reference_counts_what_is_accumulated_and_not_what_is_found(
     )
     assert figures(found, "batch_size") == [32]
     assert figures(found, "lr") == pytest.approx([RATE * 32 / 12])
-
-
-def test_the_rate_that_is_logged_is_the_one_that_is_applied(small):
-    scaled = small.run_in_process(
-        OURS, *SHORT_END, "lr_scaling=linear", "reference_batch_size=24", f"optimizer.lr={2 * RATE}"
-    )
-    plain = small.run_in_process(OURS, *SHORT_END)
-    assert figures(scaled, "lr") == figures(plain, "lr") == [RATE, RATE]
-    assert scaled.losses == plain.losses
-    assert same_weights(scaled.weights(0), plain.weights(0))
 
 
 def test_a_search_with_rows_shorter_than_all_of_the_dataset_takes_them_more_than_once(small):

@@ -11,7 +11,6 @@ from support.cli import (
     LOG,
     NUM_ROWS,
     OURS,
-    interrupted_after_first_epoch,
     losses,
     records,
     same_weights,
@@ -60,38 +59,6 @@ def test_training_is_the_same_to_the_bit_with_it_and_without(small, validated):
     without = small.run_in_process(OURS, *STEPS, DROPOUT, "epochs=2")
     assert validated.losses == without.losses
     assert same_weights(validated.weights(1), without.weights(1))
-
-
-def test_rows_that_draw_random_numbers_when_they_are_read_leave_no_trace(small):
-    draws = (
-        "dataset._component_=support.components.Augmented",
-        "batch_size=4",
-        "epochs=1",
-        "micro_batch_size=4",
-    )
-    own = (
-        "dataset_val._component_=support.components.Augmented",
-        "run_val_every_n_steps=1",
-        "batch_size_val=auto",
-    )
-    validated = small.run_in_process(OURS, *draws, *own, "probe.device_memory=1GiB")
-    assert len(values(validated)) == 4
-    assert validated.losses == small.run_in_process(OURS, *draws).losses
-
-
-def test_a_resumed_run_validates_as_the_uninterrupted_one(small, validated):
-    folder = interrupted_after_first_epoch(validated, small)
-    rest = small.run_in_process(
-        OURS,
-        *STEPS,
-        *VALIDATED,
-        DROPOUT,
-        "epochs=2",
-        f"output_dir={folder}",
-        "resume_from_checkpoint=True",
-    )
-    again = [record["steps"] for record in records(rest, "validation")]
-    assert again == [2, 4, 6, 8, 6, 8]
 
 
 def test_its_loss_is_that_of_training_on_the_same_rows_without_dropout(small):
@@ -162,13 +129,6 @@ def test_running_out_of_memory_in_it_takes_nothing_from_training(small):
     assert [step["oom_count"] for step in steps] == [0, 0, 2, 2]
     assert finished.losses == expected.losses
     assert not records(finished, "limit")
-
-
-def test_running_out_of_memory_in_training_takes_nothing_from_it(small):
-    small.run_in_process(
-        OURS, *WATCHED, *STEPS, *VALIDATED, "batch_size_val=10", "model.rows_fit=3"
-    )
-    assert [len(seen.rows) for seen in evaluated()] == [10, 10]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,12 @@ of the learning rate.
 
 import itertools
 
-import torch
-from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
-from torchtune.training.metric_logging import DiskLogger
 
 CALLS = itertools.count()
-TRAINED = {}  # the step that training is at, as far as a logger has told
 
 
 # --- batch_size_schedule: rule(progress)
-
-
-def four_more_each_epoch(progress):
-    return 4 + 4 * progress.epoch
 
 
 def waves(progress):
@@ -32,10 +24,6 @@ def takes_two(progress, batch_size):
     return 4
 
 
-def raises(progress):
-    raise KeyError("no such stage")
-
-
 def returns_none(progress):
     return None
 
@@ -47,12 +35,6 @@ def returns_huge(progress):
 def raises_in_second_epoch(progress):
     if progress.epoch == 1:
         raise KeyError("no such stage")
-    return 4
-
-
-def raises_in_training(progress):
-    if TRAINED.get("step", 0) >= 12:
-        raise KeyError("lost in mid-run")
     return 4
 
 
@@ -71,21 +53,6 @@ def doubles_its_tokens(progress):
 
 
 NOT_CALLABLE = 3
-
-
-class Telling(DiskLogger):
-    """A log that tells :func:`raises_in_training` where training is."""
-
-    def __init__(self, log_dir, filename):
-        super().__init__(log_dir, filename)
-        TRAINED.clear()
-
-    def log_dict(self, payload, step):
-        super().log_dict(payload, step)
-        TRAINED["step"] = step
-
-
-# --- batch_increase_function: f(epoch, batch_size)
 
 
 # --- lr_scheduler
@@ -120,31 +87,3 @@ def refuses_a_long_warm_up(optimizer, num_warmup_steps, num_training_steps, last
             f"{num_warmup_steps} steps of warm-up are more than all {num_training_steps}"
         )
     return linear(optimizer, num_training_steps, last_epoch)
-
-
-# --- model
-
-
-class InItsOwnType(nn.Module):
-    """Each token sees the mean of those before it; unlike torchtune's own layers, it never goes
-    through float32.
-    """
-
-    def __init__(self, *, vocab_size, embed_dim, **_):
-        super().__init__()
-        self.embed = nn.Embedding(vocab_size, embed_dim)
-        self.hidden = nn.Linear(embed_dim, embed_dim)
-        self.output = nn.Linear(embed_dim, vocab_size)
-
-    def forward(self, tokens, **_):
-        x = self.embed(tokens)
-        seen = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
-        return self.output(torch.tanh(self.hidden(x.cumsum(1) / seen)))
-
-
-def write_base(folder, **model):
-    """A base checkpoint of :class:`InItsOwnType` in torchtune's own format; returns its tensors."""
-    torch.manual_seed(0)
-    state = InItsOwnType(**model).double().state_dict()
-    torch.save(state, folder / "model.pt")
-    return state

@@ -60,10 +60,6 @@ def takes_one(epoch):
     return 0
 
 
-def no_more(epoch, batch_size):
-    return 0
-
-
 NOT_CALLABLE = 3
 
 

@@ -55,18 +55,6 @@ def more_than_two_rows_in_the_teacher_on_rank_one() -> None:
         _fail(Trainer, "reference_logits", from_call=5, where=lambda tokens, **_: len(tokens) > 2)
 
 
-def second_validation_on_rank_one() -> None:
-    """Rank one runs out of memory in the second validation, where more than two rows are evaluated
-    at once.
-    """
-    if os.environ["RANK"] == "1":
-
-        def where(tokens: torch.Tensor, **_: Any) -> bool:
-            return not torch.is_grad_enabled() and len(tokens) > 2
-
-        _fail(Trainer, "logits", from_call=8, where=where)
-
-
 def clipping_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its fifth step, in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

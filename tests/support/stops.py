@@ -10,13 +10,10 @@ import signal
 import time
 from pathlib import Path
 
-from support.components import OfLengths
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
 
 from adaptive_batch.report.auditing import RECORD
-
-LOGGED = []  # steps
 
 
 def ask_to_end(by=signal.SIGTERM):
@@ -31,12 +28,9 @@ class AskingToEnd(DiskLogger):
         self.at_step = at_step
         self.by = by
         self.times = times
-        LOGGED.clear()
 
     def log_dict(self, payload, step):
         super().log_dict(payload, step)
-        if "loss" in payload:
-            LOGGED.append(step)
         if step == self.at_step and "loss" in payload:
             for _ in range(self.times):
                 ask_to_end(self.by)
@@ -83,22 +77,6 @@ class AskingCheckpointer(FullModelHFCheckpointer):
         if epoch == self.at_epoch:
             ask_to_end()
         super().save_checkpoint(state_dict, epoch, **rest)
-
-
-class AskingRows(OfLengths):
-    """Rows of which the first that is read after a step was logged by :class:`AskingToEnd` asks the
-    process to end.
-    """
-
-    def __init__(self, tokenizer, lengths, *, asks_after_step=None, **rest):
-        super().__init__(tokenizer, lengths, **rest)
-        self.asks_after_step = asks_after_step
-
-    def __getitem__(self, number):
-        if LOGGED and LOGGED[-1] == self.asks_after_step:
-            LOGGED.clear()
-            ask_to_end()
-        return super().__getitem__(number)
 
 
 class Limiting(DiskLogger):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pickle
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,9 +21,7 @@ import torch
 import torchao.optim
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from support import saving_process
 from support.examples import examples
-from support.saving_process import tree
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -384,56 +382,6 @@ def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
 # What a kill leaves
 
 
-KILLS = 30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
-def test_killed_at_any_moment_the_last_whole_point_loads_and_is_what_was_saved(tmp_path, mode):
-    vouched, killed_while_saving = 0, 0
-    with helper("kills", tmp_path, mode, KILLS) as saver:
-        for _ in range(KILLS):
-            answer = json.loads(saver.stdout.readline())
-            assert answer["killed"]
-            vouched = max([vouched, *map(int, answer["vouched"])])
-            killed_while_saving += any(name.startswith(".saving-") for name in hidden(tmp_path))
-            point, _ = newest_complete(*checkpoints_in(tmp_path))
-            if point is None:
-                assert vouched == 0
-            else:
-                assert point.step in (
-                    vouched,
-                    vouched + 1,
-                )  # or whole, and killed before it could say so
-                vouched = point.step
-                assert_same(
-                    point.load(),
-                    (tree(vouched), {"step": vouched, "seen": torch.full((100,), vouched)}),
-                )
-            saver.stdin.write(f"{vouched}\n")
-            saver.stdin.flush()
-    assert killed_while_saving > 0
-    save(tmp_path, vouched + 1, keep_last=2)
-    assert hidden(tmp_path) == []
-    assert len(steps_there(tmp_path)) <= 2
-
-
-@contextlib.contextmanager
-def helper(*arguments):
-    """support/saving_process.py, running; it must end well."""
-    command = [sys.executable, saving_process.__file__, *map(str, arguments)]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield child
-        child.stdin.close()
-        assert child.wait(60) == 0
-    finally:
-        child.kill()
-        child.wait()
-        child.stdin.close()
-        child.stdout.close()
-
-
 def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
     """Every prefix of the files, in the order in which they are written, and every file
     cut short.
@@ -649,38 +597,57 @@ def test_nothing_is_removed_without_a_number(tmp_path):
 # A disk that is full
 
 
-@pytest.fixture(scope="module")
-def limits(tmp_path_factory):
-    """Runs one case in a child of its own, and says what became of it."""
-    with helper("limits", tmp_path_factory.mktemp("limits")) as child:
+@pytest.fixture
+def limit_files():
+    """Set the most bytes of a file, None for no limit; the limit of before is put back."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def run(folder, mode, limit_bytes):
-            child.stdin.write(json.dumps([str(folder), mode, limit_bytes]) + "\n")
-            child.stdin.flush()
-            return json.loads(child.stdout.readline())
+    def limit(num_bytes):
+        soft = before[0] if num_bytes is None else num_bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
 
-        yield run
+    yield limit
+    limit(None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async"])
+def failure_of_second_save(
+    output_dir, *, asynchronous=False, limit=lambda num_bytes: None, at=None
+):
+    """Save a point, fail to save a larger one, and save again where there is room."""
+    points = CheckpointManager(output_dir, keep_last=1, asynchronous=asynchronous)
+
+    def save_and_wait(step, state, small):
+        points.save(step, state, small)
+        points.wait()
+
+    save_and_wait(1, values(1), None)
+    limit(at)
+    larger = {"weight": torch.ones(2_000_000)}, {"small": torch.ones(50_000)}
+    with pytest.raises(CheckpointError) as failed:
+        save_and_wait(2, *larger)
+    limit(None)
+    assert newest_complete(*checkpoints_in(output_dir))[0].step == 1
+    assert [path.name for path in output_dir.iterdir()] == ["step_1"]
+    save_and_wait(3, values(3), None)
+    assert newest_complete(*checkpoints_in(output_dir))[0].step == 3
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    "limit_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"]
+    "num_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"]
 )
 def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(
-    tmp_path, limits, mode, limit_bytes
+    tmp_path, limit_files, asynchronous, num_bytes
 ):
-    found = limits(tmp_path / "out", mode, limit_bytes)
-    assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
-    (message,) = found["told"]
-    assert (
-        "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and a little more,"
-        " and " in message
+    message = failure_of_second_save(
+        tmp_path, asynchronous=asynchronous, limit=limit_files, at=num_bytes
     )
+    assert "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and" in message
     assert "what was saved before is untouched" in message
 
 
-def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
+def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path):
     """A real full disk, where this process may mount one; the test above shows the same
     everywhere.
     """
@@ -692,11 +659,9 @@ def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
     if mounted.returncode:
         pytest.skip("mounting is not allowed here; RLIMIT_FSIZE stands in for it above")
     try:
-        found = limits(disk, "sync", None)
+        message = failure_of_second_save(disk)
     finally:
         subprocess.run(["umount", disk], check=True)
-    assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
-    (message,) = found["told"]
     told = (
         r"failed \((\[Errno 28\] )?No space left on device\): it needs 8,000,000 bytes and a little"
         r" more, and 4,\d{3},\d{3} bytes"
