@@ -535,9 +535,15 @@ class Batches(Sampler[list[int]]):
         Returns:
             For each step: progress before it, the numbers of its rows, the plan of its epoch.
         """
-        for at, size, epoch, plan in self._steps_ahead(progress, sizes, counts_tokens=True):
-            assert plan is not None
-            yield at, epoch.order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
+        progress = replace(progress, rows_per_epoch=self.num_rows)
+        for batch_size in sizes.values():
+            epoch = self._epoch_of(progress)
+            rule = self.rule(batch_size)
+            plan = epoch.divide(progress, rule, counts_tokens=self._plans_tokens)
+            for at, size, step_end in epoch.walk(progress, rule, counts_tokens=True):
+                yield at, epoch.order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
+                progress = step_end
+            progress = progress.after_epoch()
 
     def count_steps(
         self, progress: Progress, sizes: Mapping[int, int], *, sees_tokens: bool = True
@@ -546,26 +552,20 @@ class Batches(Sampler[list[int]]):
         in training.
         """
         sees_tokens = sees_tokens or bool(self.batching.batch_tokens)
-        counts_tokens = sees_tokens and self.batching.batch_size_schedule is not None
-        return sum(1 for _ in self._steps_ahead(progress, sizes, counts_tokens=counts_tokens))
-
-    def _steps_ahead(
-        self, progress: Progress, sizes: Mapping[int, int], *, counts_tokens: bool
-    ) -> Iterator[tuple[Progress, int, PlannedEpoch, EpochPlan | None]]:
-        """Yield progress before each step, the number of its rows, its epoch, and the plan of that
-        if tokens are counted.
-        """
         progress = replace(progress, rows_per_epoch=self.num_rows)
+        num_steps = 0
         for batch_size in sizes.values():
             epoch = self._epoch_of(progress)
             rule = self.rule(batch_size)
-            plan = None
-            if counts_tokens:
-                plan = epoch.divide(progress, rule, counts_tokens=self._plans_tokens)
-            for at, size, step_end in epoch.walk(progress, rule, counts_tokens=counts_tokens):
-                yield at, size, epoch, plan
-                progress = step_end
+            if self.batching.batch_size_schedule is None:
+                rows = rule(progress) * self.ranks
+                num_steps += epoch.num_steps_left(progress, global_rows=rows)
+            else:
+                for _, _, step_end in epoch.walk(progress, rule, counts_tokens=sees_tokens):
+                    num_steps += 1
+                    progress = step_end
             progress = progress.after_epoch()
+        return num_steps
 
     def num_micro_batches(self, numbers: Sequence[int], *, batch_size: int) -> int:
         """Return how many micro-batches this rank's rows of a step have, of which `batch_size` run

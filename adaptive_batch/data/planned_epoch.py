@@ -175,27 +175,37 @@ class PlannedEpoch:
             requested: rows that are requested for it on one device; with `batch_tokens` its tokens
                 are those that were planned.
         """
-        if self.batching.batch_tokens:
-            step = progress.epoch_steps
+        batching = self.batching
+        step = progress.epoch_steps
+        if batching.batch_tokens:
             if step >= self.token_steps.plan.steps:
                 return progress.batch, 0
             return self.token_steps.budgets[step], self.token_steps.plan.rows_of_step(step)
-        return requested, self._rows_of_next_step(progress, requested * self.ranks)
+        global_rows = requested * self.ranks
+        left = self.num_rows - progress.epoch_rows
+        is_cut = batching.max_steps_per_epoch is not None and step >= batching.max_steps_per_epoch
+        if is_cut or (batching.drop_last and left < global_rows):
+            return requested, 0
+        return requested, min(global_rows, left)
+
+    def num_steps_left(self, progress: Progress, *, global_rows: int) -> int:
+        """Return how many steps are left of the epoch; by rows, of so many each."""
+        if self.batching.batch_tokens:
+            return max(0, self.token_steps.plan.steps - progress.epoch_steps)
+        most_steps = self.batching.max_steps_per_epoch
+        if most_steps is not None:
+            most_steps = max(0, most_steps - progress.epoch_steps)
+        rest = EpochPlan.of(
+            self.num_rows - progress.epoch_rows,
+            global_rows=global_rows,
+            drop_last=self.batching.drop_last,
+            max_steps=most_steps,
+        )
+        return rest.steps
 
     def is_over(self, progress: Progress) -> bool:
-        """Return whether the epoch has no step left."""
-        if self.batching.batch_tokens:
-            return progress.epoch_steps >= self.token_steps.plan.steps
-        return self._rows_of_next_step(progress, 1) == 0
-
-    def _rows_of_next_step(self, progress: Progress, global_rows: int) -> int:
-        most_steps = self.batching.max_steps_per_epoch
-        left = self.num_rows - progress.epoch_rows
-        if most_steps is not None and progress.epoch_steps >= most_steps:
-            return 0
-        if self.batching.drop_last and left < global_rows:
-            return 0
-        return min(global_rows, left)
+        """Return whether the epoch has no step left, however few rows it may have."""
+        return self.num_steps_left(progress, global_rows=1) == 0
 
     def walk(
         self, progress: Progress, rule: Callable[[Progress], int], *, counts_tokens: bool

@@ -174,6 +174,7 @@ def test_batches_by_tokens_hold_what_they_may():
 
 def test_an_epoch_of_many_rows_begins_at_once():
     batches = AdaptiveBatches(Rows(50_000_000), 8)
+    assert len(batches) == 6_250_000
     with device_memory(torch.device("cpu")).measure([], budget_bytes=100 * 2**20):
         first = list(itertools.islice(batches, 500))
     taken = [row for rows in first for row in rows]
