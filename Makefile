@@ -79,7 +79,7 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/mypy
 
 test-install: $(INSTALLED)  ## the wheel in a new environment; a minute or two of downloading
-	$(BIN)/python -m pytest -m "install and not nightly" tests/project/test_packaging.py
+	$(BIN)/python -m pytest -m install tests/project/test_packaging.py
 
 test-readme: $(INSTALLED)  ## each command and Python block of the pages
 	$(PYTEST) -m readme

@@ -32,7 +32,7 @@ from support.cli import (
     STOCK,
     Finished,
     SmallSetup,
-    interrupted_after_first_epoch,
+    interrupted,
     make_setup,
     resume,
     same_weights,
@@ -90,7 +90,7 @@ def compare_resumed(setup: SmallSetup, features: Features) -> list[dict[str, Any
     """The second epoch after a stop, ours from our own checkpoint and from the stock recipe's."""
     overrides = [override for feature in features for override in FEATURES[feature]]
     stock, ours = (setup.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
-    folders = [interrupted_after_first_epoch(begun, setup) for begun in (stock, ours, stock)]
+    folders = [interrupted(begun, setup) for begun in (stock, ours, stock)]
     expected = resume(setup, STOCK, folders[0], *overrides)
     from_ours, from_stock = (resume(setup, OURS, folder, *overrides) for folder in folders[1:])
     return [

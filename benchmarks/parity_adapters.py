@@ -31,8 +31,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
-from support.cli import FEATURES, Finished, SmallSetup, make_setup
-from support.stock import Task, interrupted, run_tasks
+from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup
+from support.stock import Task, run_tasks
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("accumulation", "clipping", "packed")},

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.cli import FEATURES, OURS, STOCK, Finished, SmallSetup, make_setup, same_weights
-from support.stock import STOCK_ON_RANKS, RunsFailedError, Task, interrupted, resuming, run_tasks
+from support.stock import STOCK_ON_RANKS, RunsFailedError, Task, resuming, run_tasks
 
 Overrides = tuple[str, ...]
 
@@ -225,7 +225,7 @@ def compare_resumed(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, 
         BY_STOCK: (STOCK_ON_RANKS, ours),
     }
     tasks = [
-        resuming(recipe, interrupted(begun, setup), case.overrides)
+        resuming(setup, recipe, begun, case.overrides)
         for recipe, runs in ways.values()
         for case, begun in zip(cases, runs, strict=True)
     ]

@@ -13,7 +13,6 @@ as tests/support/corrected_distillation.py corrects it (docs/distillation.md).
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import distillation, preferences
 from support.adapters import same_epoch
-from support.cli import FEATURES, LOG, Finished, SmallSetup, make_setup, same_weights
+from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup, same_weights
 from support.stock import Task, run_tasks
 
 EXTRAS = {
@@ -198,10 +197,7 @@ def compare_resumed(setup: SmallSetup, kind: str, features: Sequence[str]) -> li
     begun = {name: setup.run_in_process(name, *own) for name in (recipe, KINDS[kind].stock)}
     rows = []
     for name, run in begun.items():
-        folder = setup.fresh_folder()
-        shutil.copytree(run.output_dir, folder, dirs_exist_ok=True)
-        shutil.rmtree(folder / "epoch_1")
-        (folder / "logs" / LOG).unlink()
+        folder = interrupted(run, setup)
         resumed = setup.run_in_process(
             recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
         )

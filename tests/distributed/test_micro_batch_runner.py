@@ -4,7 +4,6 @@ has which rows.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,11 +65,6 @@ class Way:
 
     def __str__(self) -> str:
         return ", ".join(f"{key}={value}" for key, value in vars(self).items())
-
-
-ALL_WAYS = [
-    Way(*way) for way in itertools.product((True, False), CAPACITIES, (True, False), (True, False))
-]
 
 
 def ways(number: int) -> list[Way]:
@@ -162,68 +156,6 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
     return found
 
 
-def steps_in_a_row(way: Way) -> float:
-    """Three deals after each other with one runner, as training has them: how far the weights are
-    from those by hand.
-    """
-    world_size, rank = distributed.world_size(), distributed.rank()
-    model = Decoder(checkpointing=way.checkpointing)
-    reference = twin(model)
-    divided(model, reshard_after_forward=way.reshards)
-    run = runner_of(
-        model,
-        limit=CAPACITIES[way.unit],
-        syncs_every_micro_batch=way.syncs_every_micro_batch,
-        max_grad_norm=0.5,
-    )
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, reference)]
-    for deal in (
-        "uneven",
-        "the first rank has no rows",
-        "some rows have no label",
-        "no row has a label",
-        "even",
-    ):
-        dealt, rows = _dealt(deal, world_size)
-        if not int(run.run(dealt[rank]).label_tokens):
-            continue
-        expected, *_ = by_hand(reference, rows)
-        scale = min(1.0, 0.5 / (norm_of(expected) + 1e-6))
-        reference.zero_grad(set_to_none=True)
-        for name, parameter in reference.named_parameters():
-            parameter.grad = expected[name] * scale if name in expected else None
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    return relative_error(whole_parameters(model), whole_parameters(reference))
-
-
-def noise_of(way: Way, deal: str) -> dict[str, Any]:
-    """What a step says of its noise, and the same by hand: of the first micro-batches."""
-    world_size, rank = distributed.world_size(), distributed.rank()
-    dealt, rows = _dealt(deal, world_size)
-    model = Decoder()
-    reference = twin(model)
-    divided(model, reshard_after_forward=way.reshards)
-    run = runner_of(
-        model,
-        limit=CAPACITIES[way.unit],
-        syncs_every_micro_batch=way.syncs_every_micro_batch,
-        max_grad_norm=0.1,
-        measures_noise=True,
-    )
-    sample = run.run(dealt[rank]).noise
-    first = [row for mine in dealt for row in mine[: CAPACITIES["rows"].amount]]
-    small, _, small_tokens = by_hand(reference, first)
-    small = {name: gradient.clone() for name, gradient in small.items()}
-    big, _, big_tokens = by_hand(reference, rows)
-    ratio = small_tokens / len(first) * len(rows) / big_tokens
-    return {
-        "sample": sample and tuple(float(value) for value in vars(sample).values()),
-        "by hand": (len(first), norm_of(small) ** 2, len(rows), norm_of(big) ** 2, ratio),
-    }
-
-
 def out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -262,15 +194,10 @@ def everything() -> dict[str, Any]:
 
 def _everything() -> dict[str, Any]:
     world_size = distributed.world_size()
-    facts: dict[str, Any] = {"steps": {}, "in a row": {}, "noise": {}}
+    facts: dict[str, Any] = {"steps": {}}
     for number, deal in enumerate(DEALS):
         for way in ways(number)[number % 4 :: 4] if world_size == 4 else ways(number):
             facts["steps"][str(way), deal] = errors_of(way, deal)
-    for way in ways(0)[: 1 if world_size == 4 else 4]:
-        facts["in a row"][str(way)] = steps_in_a_row(way)
-    for sync in (True, False):
-        for deal in ("uneven",) if world_size == 4 else ("uneven", "some rows have no label"):
-            facts["noise"][sync, deal] = noise_of(Way(sync, "rows", True, False), deal)
     if world_size > 1:
         facts["fillers"] = fillers_that_do_not_fit()
     return facts
@@ -301,18 +228,6 @@ def test_gradients_loss_and_norms_are_those_of_one_device(ranks):
     }
     assert wrong == {}
     assert {len(facts["steps"]) for facts in ranks} == {len(DEALS) * (1 if len(ranks) == 4 else 4)}
-
-
-def test_steps_after_each_other_leave_the_weights_of_one_device(ranks):
-    assert [
-        error for facts in ranks for error in facts["in a row"].values() if not error <= CLOSE
-    ] == []
-
-
-def test_the_noise_is_that_of_the_first_micro_batches_of_all_ranks(ranks):
-    for facts in ranks:
-        for case, noise in facts["noise"].items():
-            assert noise["sample"] == pytest.approx(noise["by hand"], rel=1e-9), case
 
 
 def test_a_rank_without_rows_that_runs_out_of_memory_says_that_one_row_does_not_fit(ranks):

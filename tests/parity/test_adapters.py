@@ -7,11 +7,9 @@ saves an epoch, so runs of two epochs save the adapters alone.
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
-from support.cli import FEATURES, LOG, SmallSetup
+from support.cli import FEATURES, SmallSetup, interrupted
 from support.stock import Task, run_tasks
 
 ALONE = "save_adapter_weights_only=True"
@@ -64,10 +62,7 @@ def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes_and_that_fr
     ours, stock = (small.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
 
     def resume(recipe, begun):
-        folder = small.fresh_folder()
-        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-        shutil.rmtree(folder / "epoch_1")
-        (folder / "logs" / LOG).unlink()
+        folder = interrupted(begun, small)
         return small.run_in_process(
             recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
         )

@@ -4,12 +4,10 @@ for what is wrong in these: tests/support/corrected_distillation.py.
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from support.adapters import adapters, same_epoch
-from support.cli import LOG, SmallSetup
+from support.cli import SmallSetup, interrupted
 from support.distillation import (
     CORRECTED,
     LORA,
@@ -96,10 +94,7 @@ def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes(small, lora
     own = (*lora, "epochs=2", "max_steps_per_epoch=3", ALONE)
     ours, stock = (small.run_in_process(name, *own) for name in (OURS, CORRECTED))
     for begun in (ours, stock):
-        folder = small.fresh_folder()
-        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-        shutil.rmtree(folder / "epoch_1")
-        (folder / "logs" / LOG).unlink()
+        folder = interrupted(begun, small)
         resumed = small.run_in_process(
             OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
         )

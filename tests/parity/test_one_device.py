@@ -18,7 +18,7 @@ from support.cli import (
     MODEL,
     OURS,
     STOCK,
-    interrupted_after_first_epoch,
+    interrupted,
     resume,
     same_weights,
     weights,
@@ -114,11 +114,9 @@ def test_the_command_line_gives_what_the_stock_recipe_gives(small):
 def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoint(small, features):
     overrides = overrides_of(features)
     stock, ours = (small.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
-    from_stock, from_ours = (
-        interrupted_after_first_epoch(finished, small) for finished in (stock, ours)
-    )
-    from_stock_by_ours = interrupted_after_first_epoch(stock, small)
-    from_ours_by_stock = interrupted_after_first_epoch(ours, small)
+    from_stock, from_ours = (interrupted(finished, small) for finished in (stock, ours))
+    from_stock_by_ours = interrupted(stock, small)
+    from_ours_by_stock = interrupted(ours, small)
     expected = resume(small, STOCK, from_stock, *overrides)
     assert 2 * len(expected.losses) == len(stock.losses)
     others = ((OURS, from_ours), (OURS, from_stock_by_ours), (STOCK, from_ours_by_stock))

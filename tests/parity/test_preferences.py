@@ -8,11 +8,9 @@ logs the sum of their losses.
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from support.adapters import KINDS, make_wide_setup, same_epoch
-from support.cli import LOG, SmallSetup, same_weights
+from support.cli import SmallSetup, interrupted, same_weights
 from support.preferences import (
     LORA,
     METRICS,
@@ -84,10 +82,7 @@ def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes(small, pair
     ours, stock = (small.run_in_process(name, *own) for name in (OURS, STOCK))
 
     def resume(recipe, begun):
-        folder = small.fresh_folder()
-        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-        shutil.rmtree(folder / "epoch_1")
-        (folder / "logs" / LOG).unlink()
+        folder = interrupted(begun, small)
         return small.run_in_process(
             recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
         )

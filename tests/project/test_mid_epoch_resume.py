@@ -28,13 +28,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Run:
-    """A loop of three epochs with dropout, in batches that grow, under accelerate or without it.
+    """A loop of three epochs with dropout under accelerate, in batches that grow."""
 
-    Args:
-        accelerates: whether accelerate prepares all and does backward.
-    """
-
-    def __init__(self, *, accelerates, num_workers=0):
+    def __init__(self, *, num_workers):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -45,11 +41,9 @@ class Run:
             num_workers=num_workers,
             generator=torch.Generator(),
         )
-        self.accelerator = None
-        if accelerates:
-            self.accelerator = Accelerator(cpu=True)
-            model, optimizer, loader = self.accelerator.prepare(model, optimizer, loader)
-            self.accelerator.register_for_checkpointing(self.batches)
+        self.accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = self.accelerator.prepare(model, optimizer, loader)
+        self.accelerator.register_for_checkpointing(self.batches)
         self.model = model
         self.optimizer = optimizer
         self.loader = loader
@@ -58,10 +52,7 @@ class Run:
 
     def forward_backward(self, part):
         loss = self.model(part.batch["x"]).square().mean() * part.share
-        if self.accelerator is not None:
-            self.accelerator.backward(loss)
-        else:
-            loss.backward()
+        self.accelerator.backward(loss)
 
     def train(self, *, stops_after=None):
         for epoch in range(self.batches.progress.epoch, NUM_EPOCHS):
@@ -74,43 +65,25 @@ class Run:
                 if self.batches.progress.steps == stops_after:
                     return
 
-    def save(self, folder):
-        if self.accelerator is not None:
-            self.accelerator.save_state(str(folder))
-            return
-        states = [part.state_dict() for part in (self.model, self.optimizer, self.batches)]
-        torch.save([*states, torch.get_rng_state()], folder / "state.pt")
-
-    def load(self, folder):
-        if self.accelerator is not None:
-            self.accelerator.load_state(str(folder))
-            return
-        *states, random_numbers = torch.load(folder / "state.pt", weights_only=True)
-        for part, state in zip((self.model, self.optimizer, self.batches), states, strict=True):
-            part.load_state_dict(state)
-        torch.set_rng_state(random_numbers)
-
     def weights(self):
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accelerates", [False, True], ids=["plain", "accelerate"])
 def test_a_loop_that_stops_in_epoch_1_reads_the_rows_that_are_left_in_their_order(
-    tmp_path, accelerates, num_workers
+    tmp_path, num_workers
 ):
-    whole = Run(accelerates=accelerates, num_workers=num_workers)
+    whole = Run(num_workers=num_workers)
     whole.train()
     steps = [sum(epoch == number for epoch, _ in whole.order) for number in range(NUM_EPOCHS)]
     # In the midst of epoch 1, and at its end.
     for stops_after in (steps[0] + 2, steps[0] + steps[1]):
         folder = tmp_path / str(stops_after)
-        folder.mkdir()
-        stopped = Run(accelerates=accelerates, num_workers=num_workers)
+        stopped = Run(num_workers=num_workers)
         stopped.train(stops_after=stops_after)
-        stopped.save(folder)
-        resumed = Run(accelerates=accelerates, num_workers=num_workers)
-        resumed.load(folder)
+        stopped.accelerator.save_state(str(folder))
+        resumed = Run(num_workers=num_workers)
+        resumed.accelerator.load_state(str(folder))
         resumed.train()
         assert stopped.order + resumed.order == whole.order
         assert torch.equal(resumed.weights(), whole.weights())

@@ -7,14 +7,7 @@ import shutil
 import pytest
 from omegaconf import OmegaConf
 from support import components
-from support.cli import (
-    FEATURES,
-    NUM_ROWS,
-    OURS,
-    interrupted_after_first_epoch,
-    records,
-    resume_run,
-)
+from support.cli import FEATURES, NUM_ROWS, OURS, interrupted, records, resume_run
 
 from adaptive_batch.errors import (
     CheckpointError,
@@ -130,8 +123,8 @@ def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
         )
 
 
-def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
-    rest = resume_run(small, interrupted, "batch_size=8", "epochs=3")
+def test_what_differs_from_the_checkpoint_is_said(small, stopped):
+    rest = resume_run(small, stopped, "batch_size=8", "epochs=3")
     said = {
         record["kind"]: record["message"]
         for record in records(rest, "epochs") + records(rest, "batch_size")
@@ -144,20 +137,20 @@ def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
         SettingError,
         match="optimizer_in_bwd=True: the optimizer's state in the checkpoint was saved with False",
     ):
-        resume_run(small, interrupted, "optimizer_in_bwd=True")
+        resume_run(small, stopped, "optimizer_in_bwd=True")
 
 
 def test_use_maximum_batch_size_turned_on_at_a_resume_is_heard(small):
     grown = small.run_in_process(OURS, GROW, "probe.device_memory=24MiB", "epochs=2")
-    folder = interrupted_after_first_epoch(grown, small)
+    folder = interrupted(grown, small)
     rest = resume_run(
         small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB", WITHOUT_GROWTH
     )
     assert records(rest, "step")[-2]["batch_size"] == probe_file(rest)["batch_size"] > 4
 
 
-def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted):
-    rest = resume_run(small, interrupted, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
+def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, stopped):
+    rest = resume_run(small, stopped, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
     assert {step["lr"] for step in records(rest, "step")} == {0.01}
     (said,) = records(rest, "lr")
     assert said["message"] == (
@@ -214,8 +207,8 @@ def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved
 
 
 @pytest.fixture
-def interrupted(small, plain):
-    return interrupted_after_first_epoch(plain, small)
+def stopped(small, plain):
+    return interrupted(plain, small)
 
 
 @pytest.fixture(scope="module")
@@ -223,14 +216,14 @@ def plain(small):
     return small.run_in_process(OURS)
 
 
-def test_weights_of_another_save_are_refused(small, plain, interrupted):
-    shutil.rmtree(interrupted / "epoch_0")
-    shutil.copytree(plain.output_dir / "epoch_1", interrupted / "epoch_0")
+def test_weights_of_another_save_are_refused(small, plain, stopped):
+    shutil.rmtree(stopped / "epoch_0")
+    shutil.copytree(plain.output_dir / "epoch_1", stopped / "epoch_0")
     with pytest.raises(
         CheckpointError,
         match="epoch_0 is skipped: its weights are of another save than the recipe state",
     ):
-        resume_run(small, interrupted)
+        resume_run(small, stopped)
 
 
 @pytest.mark.parametrize(

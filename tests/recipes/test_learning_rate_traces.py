@@ -42,11 +42,6 @@ SCHEDULERS = {
         (f"lr_scheduler._component_={COSINE}", *WARM),
         lambda one, total: get_cosine_schedule_with_warmup(one, 3, total),
     ),
-    "linear": (("lr_scheduler._component_=support.batch_rules.linear",), batch_rules.linear),
-    "LinearLR": (
-        ("lr_scheduler._component_=support.batch_rules.linear_that_counts",),
-        batch_rules.linear_that_counts,
-    ),
     "OneCycleLR": (
         ("lr_scheduler._component_=support.batch_rules.one_cycle",),
         batch_rules.one_cycle,
@@ -59,8 +54,6 @@ SCHEDULERS = {
 EVERY = ("lr_clock=samples", "lr_clock=tokens", "lr_clock=steps")
 CASES = {
     "cosine": (*EVERY, MIXED),
-    "linear": EVERY,
-    "LinearLR": ("lr_clock=steps",),
     "OneCycleLR": ("lr_clock=steps",),
     "SequentialLR": ("lr_clock=steps",),
 }
@@ -123,27 +116,6 @@ def cosine(step, *, warmup, total):
     if step < warmup:
         return step / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-
-
-GROWING = (
-    *BASE,
-    f"dataset.lengths={[5 + row % 16 for row in range(32)]}",
-    "epochs=2",
-    "grow_beyond_maximum=True",
-    "micro_batch_size=4",
-    f"{KEY}._component_=adaptive_batch.schedules.steps",
-    f"{KEY}.batch_sizes=[4,8,16]",
-    f"{KEY}.thresholds=[16sp,48sp]",
-    f"lr_scheduler._component_={COSINE}",
-    *WARM,
-)
-
-
-def test_by_steps_the_schedule_ends_at_the_last_step_that_is_planned(small):
-    finished = small.run_in_process(OURS, *GROWING, "lr_clock=steps")
-    assert figures(finished, "lr") == pytest.approx(
-        [RATE * cosine(step, warmup=3, total=9) for step in range(9)]
-    )
 
 
 def test_by_steps_a_growth_function_too_is_asked_how_many_there_are(small):
@@ -252,27 +224,6 @@ def test_by_steps_a_schedule_ends_at_the_last_step_of_a_batch_size_that_was_chan
     first = small.run_in_process(OURS, *settings, "batch_size=2")
     ends_at(rates(first), 32)
     ends_at(go_on(small, first, 18, *settings, "batch_size=8"), 22)
-
-
-def test_by_steps_a_schedule_of_the_rate_ends_at_the_last_step_of_a_schedule_that_was_changed(
-    small,
-):
-    settings = (
-        *BASE,
-        f"dataset.lengths={[12] * 32}",
-        *ENDS,
-        "save_every_n_steps=3",
-        *CONSTANT[-2:],
-        CONSTANT[0],
-    )
-    first = small.run_in_process(OURS, *settings, f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]")
-    ends_at(rates(first), 16)
-    changed = (
-        f"{KEY}.batch_sizes=[4,16]",
-        f"{KEY}.thresholds=[3ba]",
-        f"resume_allow_changes=[{KEY}]",
-    )
-    ends_at(go_on(small, first, 3, *settings, *changed), 3 + 2 + 2)  # 16 and 4 rows, then two of 16
 
 
 def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_have_unlike_numbers_of_steps(

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 from support import components
-from support.cli import OURS, figures, interrupted_after_first_epoch, losses, records, same_weights
+from support.cli import OURS, figures, interrupted, losses, records, same_weights
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.report import read_records
@@ -264,7 +264,7 @@ ANOTHER_MODEL = ("resume_from_checkpoint=True", "resume_allow_changes=[model]")
 def test_a_lowered_limit_outlives_a_resume(small):
     settings = (*BASE, DROPOUT, "epochs=2", "micro_batch_size=16")
     uninterrupted = small.run_in_process(OURS, *settings, "model.rows_fit=5")
-    folder = interrupted_after_first_epoch(uninterrupted, small)
+    folder = interrupted(uninterrupted, small)
     rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", *ANOTHER_MODEL)
     assert figures(rest, "micro_batches")[-2:] == [4, 4]  # although all rows would fit now
     assert rest.losses == uninterrupted.losses[2:]

@@ -420,7 +420,7 @@ def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     )
 
 
-def interrupted_after_first_epoch(finished: Finished, setup: SmallSetup) -> Path:
+def interrupted(finished: Finished, setup: SmallSetup) -> Path:
     """A copy of a run of two epochs as a kill in the second one would have left it, with an empty
     log.
     """
@@ -431,15 +431,17 @@ def interrupted_after_first_epoch(finished: Finished, setup: SmallSetup) -> Path
     return folder
 
 
-def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Finished:
-    """Go on in a folder, each recipe in its own way: the stock one needs its checkpoint files
-    typed.
-    """
-    typed = [
+def typed_files(folder: Path) -> tuple[str, ...]:
+    """The override by which a stock recipe goes on from the first epoch of a folder."""
+    files = [
         path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))
     ]
-    files = f"checkpointer.checkpoint_files=[{','.join(map(str, typed))}]"
-    own = (files,) if recipe == STOCK else ()
+    return (f"checkpointer.checkpoint_files=[{','.join(map(str, files))}]",)
+
+
+def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Finished:
+    """Go on in a folder, each recipe in its own way."""
+    own = typed_files(folder) if recipe == STOCK else ()
     return setup.run_in_process(
         recipe, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True", *own
     )

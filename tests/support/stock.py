@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from support.cli import LOG, OURS, Finished, SmallSetup
+from support.cli import OURS, Finished, SmallSetup, interrupted, typed_files
 from support.ranks import end_of_ranks, reserved_port
 from torchtune import training
 from torchtune.datasets import SFTDataset, instruct_dataset
@@ -88,26 +87,10 @@ def run_tasks(
     return [Finished(0, "", task.output_dir) for task in tasks]
 
 
-def interrupted(finished: Finished, setup: SmallSetup) -> Path:
-    """A copy of a run of two epochs as a kill in the second one would have left it, with an empty
-    log.
-    """
-    folder = setup.fresh_folder()
-    shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "epoch_1")
-    (folder / "logs" / LOG).unlink()
-    return folder
-
-
-def resuming(recipe: str, folder: Path, overrides: Sequence[str]) -> Task:
-    """The run that goes on in a folder, each recipe in its own way: the stock one needs its
-    checkpoint files typed.
-    """
-    typed = [
-        path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))
-    ]
-    files = f"checkpointer.checkpoint_files=[{','.join(map(str, typed))}]"
-    own = () if recipe == OURS else (files,)
+def resuming(setup: SmallSetup, recipe: str, begun: Finished, overrides: Sequence[str]) -> Task:
+    """The second epoch of a run that was stopped after its first, each recipe in its own way."""
+    folder = interrupted(begun, setup)
+    own = () if recipe == OURS else typed_files(folder)
     return Task(recipe, folder, (*overrides, "resume_from_checkpoint=True", *own))
 
 

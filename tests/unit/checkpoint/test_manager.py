@@ -486,22 +486,6 @@ def test_damage_is_named_and_the_next_older_is_taken(tmp_path, harm, reason):
     assert passed_over.describe() == f"{tmp_path / 'step_3'} is skipped: {passed_over.reason}"
 
 
-def test_older_damage_is_not_spoken_of(tmp_path):
-    save(tmp_path, 1, 2)
-    (tmp_path / "step_1" / "state.pt").write_bytes(b"")
-    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
-    assert (point.step, passed_over) == (2, [])
-
-
-def test_all_damaged_is_none_with_every_reason(tmp_path):
-    save(tmp_path, 1, 2)
-    for step in (1, 2):
-        (tmp_path / f"step_{step}" / ".metadata").unlink()
-    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
-    assert point is None
-    assert len(passed_over) == 2
-
-
 def test_a_newer_format_is_passed_over_by_name_and_stays(tmp_path):
     save(tmp_path, 1, 2)
     manifest = tmp_path / "step_2" / "resume.json"
