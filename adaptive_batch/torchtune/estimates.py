@@ -48,10 +48,10 @@ from .estimate_changes import candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .job import own_compiler
 from .keys import load_function
+from .limit_finder import TrialRows
 from .model import FullModel
 from .settings import Settings
 from .tasks import task_of
-from .trial_rows import TrialRows
 
 
 def estimate_devices(

@@ -6,10 +6,12 @@ from .batch_forms import FORMS, BatchForm
 from .bound_search import (
     SEARCHES,
     BoundSearch,
+    Choices,
     ProbeOptions,
     SearchScope,
     find_limit,
     find_max_batch_size,
+    kinds_to_choose_from,
 )
 from .evaluation import Evaluator
 from .evaluation_parts import EvaluationParts
@@ -27,7 +29,6 @@ from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
 from .row_loss import RowLoss, count_shifted_labels
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_result import PLACE_OF_STEP, StepResult
-from .throughput_search import Choices, kinds_to_choose_from
 from .trials import Evaluation, LongestRows, TriedStep
 
 __all__ = [

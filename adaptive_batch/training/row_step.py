@@ -29,13 +29,12 @@ from adaptive_batch.probe import ProbeResult, needs_times
 from .adaptive_step import AdaptiveStep
 from .agreement import RankReport
 from .batch_forms import FORMS
-from .bound_search import ProbeOptions, SearchScope
+from .bound_search import Choices, ProbeOptions, SearchScope, kinds_to_choose_from
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions, Terms
 from .parts import BatchSource, Part, RowsOfBatch
 from .step_result import StepResult
-from .throughput_search import Choices, kinds_to_choose_from
 from .trials import LongestRows, TriedStep
 
 private = PrivateNames("memory estimates")

@@ -49,7 +49,7 @@ from adaptive_batch.torchtune import (
     without_effect,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.torchtune.trial_rows import TrialRows
+from adaptive_batch.torchtune.limit_finder import TrialRows
 from adaptive_batch.training import (
     FORMS,
     REFERENCE,
