@@ -70,6 +70,7 @@ class TrialRows:
                     key, length, f"the model takes {count(longest, 'token')} at most"
                 )
             rows = self.of_length(length)
+            rows = rows.beside_longest or rows
             if rows.length > longest:
                 remedy = (
                     f"rows have up to {count(rows.length, 'token')}, and the model takes {longest}"
