@@ -35,15 +35,3 @@ def test_every_cell_leads_to_a_record_that_names_its_command_and_no_folder(compa
             cells = row.strip("| ").split(" | ")
             assert len(cells) == heading.count("|") - 1
             assert all(re.fullmatch(rf"\[[^\]]+\]\[{table}\]", cell) for cell in cells[1:])
-
-
-def test_a_table_is_drawn_anew_between_its_marks(compare, tmp_path):
-    for table in compare.CELLS:
-        record = json.loads(compare.newest_record(table).read_text())
-        (tmp_path / f"compare_{table}-2099-01-01.json").write_text(json.dumps(record))
-    drawn = compare.page_with_tables(PAGE, tmp_path)
-    assert drawn.count("(../benchmarks/results/compare_resume-2099-01-01.json)") == 1
-    without_tables = re.sub(r"(<!-- \w+: .*?-->).*?(<!-- end -->)", r"\1\2", PAGE, flags=re.DOTALL)
-    assert without_tables == re.sub(
-        r"(<!-- \w+: .*?-->).*?(<!-- end -->)", r"\1\2", drawn, flags=re.DOTALL
-    )

@@ -143,24 +143,6 @@ def test_a_tuned_epoch_is_the_same_model_in_transformers_and_torchtune(made, sma
     assert all(same)
 
 
-@torch.inference_mode()
-def test_the_log_probability_of_an_answer_is_that_of_its_tokens(made):
-    model = demo.load(made / "base")
-    short, long = [3, 5, 7, 9], [3, 5, 8, 2, 4, 6]
-    pair = {
-        "chosen_input_ids": short,
-        "chosen_labels": [-100, -100, *short[2:]],
-        "rejected_input_ids": long,
-        "rejected_labels": [-100, -100, *long[2:]],
-    }
-    found = demo.answer_log_probs(model, [pair, pair], pad_id=0)
-    assert found.shape == (2, 2)
-    for answer, log_probs in zip((short, long), found, strict=True):
-        each = model(torch.tensor([answer])).float().log_softmax(-1)[0]
-        expected = sum(each[place - 1, answer[place]] for place in range(2, len(answer)))
-        torch.testing.assert_close(log_probs, expected.expand(2))
-
-
 @pytest.mark.slow
 def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
     finished = small.run_in_fork(

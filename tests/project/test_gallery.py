@@ -6,14 +6,11 @@ Its commands of the demo are run by tests/project/test_commands_of_pages.py.
 import re
 import runpy
 import shlex
-import subprocess
 from itertools import pairwise
 
 import pytest
 from support.commands import run_command
 from support.pages import ROOT, blocks, is_read_only
-
-import adaptive_batch
 
 BLOCKS = [block for block in blocks() if block.page == "docs/gallery.md"]
 TOOL = runpy.run_path(str(ROOT / "docs" / "tools" / "gallery.py"))
@@ -27,15 +24,6 @@ def test_its_pictures_are_drawn_by_its_tool_and_small():
         picture = (ROOT / "docs" / "images" / name).read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) < 200_000
-
-
-def test_its_tool_writes_what_commands_print_below_them(tmp_path):
-    page = "# A\n\n```bash\nadaptive-batch --version\n```\n\n```text\nold\n```\n\nend\n"
-    written = TOOL["with_outputs"](page, tmp_path)
-    assert written == page.replace("old", adaptive_batch.__version__)
-    failing = page.replace("--version", "audit nowhere")
-    with pytest.raises(subprocess.CalledProcessError):
-        TOOL["with_outputs"](failing, tmp_path)
 
 
 def test_each_of_its_commands_shows_what_it_prints():

@@ -89,7 +89,10 @@ def test_the_loss_of_each_full_batch_of_samples_is_the_mean_over_the_steps_that_
 
 RULES = {
     "steps by optimizer steps, down and up": steps_rule([12, 4, 20], ["2ba", "8ba"]),
-    "steps by tokens": steps_rule([4, 7, 16], ["200tok", "900tok"]),
+    "steps by tokens, warm-up in steps": (
+        *steps_rule([4, 7, 16], ["200tok", "900tok"]),
+        "lr_clock={warmup: steps, decay: tokens}",
+    ),
     "a ramp by tokens in pairs": (
         f"{RULE}linear_ramp",
         *ramp(start=4, end=16, over="1000tok", multiple_of=2),

@@ -29,12 +29,6 @@ def more_than_two_rows_on_rank_one() -> None:
         )
 
 
-def more_than_two_pairs_in_the_policy_on_rank_one() -> None:
-    """Rank one runs out of memory before the model that trains, with more than two pairs."""
-    if os.environ["RANK"] == "1":
-        _fail(Trainer, "logits", from_call=5, where=lambda tokens: len(tokens) > 4)
-
-
 def more_than_two_pairs_in_the_reference_on_rank_one() -> None:
     """Rank one runs out of memory before the reference, with more than two pairs."""
     if os.environ["RANK"] == "1":
@@ -47,12 +41,6 @@ def trials_of_more_than_two_pairs_in_the_reference_on_rank_one() -> None:
     """
     if os.environ["RANK"] == "1":
         _fail(Trainer, "reference_logits", from_call=1, where=lambda tokens: len(tokens) > 4)
-
-
-def more_than_two_rows_in_the_teacher_on_rank_one() -> None:
-    """Rank one runs out of memory before the teacher, with more than two rows."""
-    if os.environ["RANK"] == "1":
-        _fail(Trainer, "reference_logits", from_call=5, where=lambda tokens, **_: len(tokens) > 2)
 
 
 def clipping_on_rank_one() -> None:

@@ -146,15 +146,6 @@ def full_plan():
     )
 
 
-def test_a_plan_that_is_saved_and_read_says_the_same(tmp_path):
-    plan = full_plan()
-    plan.save(tmp_path / "estimate.json")
-    read = read_estimate(tmp_path / "estimate.json")
-    assert read == plan
-    assert read.table() == plan.table()
-    assert read.table_of_changes() == plan.table_of_changes()
-
-
 @pytest.mark.parametrize(
     "content",
     [
