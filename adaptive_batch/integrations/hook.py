@@ -52,7 +52,12 @@ def _adopting(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def adopt_and_train(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
         _adopt(trainer)
-        return train(trainer, *arguments, **keywords)
+        try:
+            return train(trainer, *arguments, **keywords)
+        finally:
+            # A trainer with a step of its own may never reach ours.
+            if getattr(trainer, "adaptive_step", None) is not None:
+                Path(os.environ["ADAPTIVE_BATCH_ADOPTED"]).touch()
 
     return adopt_and_train
 
@@ -60,7 +65,7 @@ def _adopting(train: Callable[..., Any]) -> Callable[..., Any]:
 def _adopt(trainer: Any) -> None:
     folder = str(Path(__file__).parents[2])
     if folder not in sys.path:
-        # Last, as the program's environment may have what lies beside this package.
+        # Appended, so that the program's own packages win over those installed beside this one.
         sys.path.append(folder)
     from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, adopt
 
@@ -75,6 +80,5 @@ def _adopt(trainer: Any) -> None:
         adopt(trainer, AdaptiveArguments(**given))
         if trainer.args.process_index == 0:
             chosen = ", ".join(f"{name}={value}" for name, value in given.items())
-            how = f" ({chosen})" if chosen else ", and again in smaller ones where memory runs out"
-            log.info("%s runs its steps in parts that fit%s", type(trainer).__name__, how)
-    Path(os.environ["ADAPTIVE_BATCH_ADOPTED"]).touch()
+            how = f"in parts that fit ({chosen})" if chosen else "in parts if memory runs out"
+            log.info("%s is adopted, and runs its steps %s", type(trainer).__name__, how)

@@ -34,7 +34,7 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
         SettingError: an argument cannot be used.
         AdaptiveBatchError: the program cannot be started.
     """
-    # What it raises is said before the program starts.
+    # Refuse bad arguments before the program starts.
     AdaptiveArguments(**arguments)
     with tempfile.TemporaryDirectory(prefix="adaptive_batch-") as folder:
         adopted = Path(folder, "adopted")
@@ -43,21 +43,26 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
         except OSError as error:
             problem = f"{command[0]} cannot be started: {error.strerror}"
             raise AdaptiveBatchError(problem) from None
-        # Ctrl-C reaches the program by itself, and a scheduler asks this process alone.
+        # The terminal sends Ctrl-C to the program too; a scheduler signals this process only.
         signal.signal(signal.SIGINT, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
+        for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda number, _: program.send_signal(number))
         code = program.wait()
         if not adopted.exists():
             print(
-                "adaptive-batch run: no Trainer of Transformers has trained, so nothing was split"
-                " or run again; for other loops see AdaptiveStep",
+                "adaptive-batch run: no Trainer of Transformers has trained in parts; a program"
+                " that starts with -S, -I, -E or another PYTHONPATH is not reached, and for other"
+                " loops see AdaptiveStep",
                 file=sys.stderr,
             )
     return code if code >= 0 else 128 - code
 
 
 def _environment(adopted: Path, arguments: Mapping[str, Any]) -> dict[str, str]:
-    hooks = [os.environ.get("ADAPTIVE_BATCH_HOOKS", ""), str(Path(__file__).with_name("hook.py"))]
+    # Within another run, the hook is there once.
+    hooks = os.environ.get("ADAPTIVE_BATCH_HOOKS", "").split(os.pathsep)
+    hooks = list(dict.fromkeys([*hooks, str(Path(__file__).with_name("hook.py"))]))
     paths = [str(_PACKAGE / "inject"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,

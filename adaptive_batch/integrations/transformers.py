@@ -501,6 +501,13 @@ class AdaptiveTrainer(Trainer):
         return float(super()._get_learning_rate())
 
 
+class _Adopted:
+    """First base of the class of an adopted trainer, whose own bases are not told of a subclass."""
+
+    def __init_subclass__(cls) -> None:
+        """Do nothing: the class of the trainer may take keywords there."""
+
+
 def adopt(trainer: Trainer, adaptive: AdaptiveArguments | None = None) -> AdaptiveTrainer:
     """Let a trainer that is built, of any class, run its steps as :class:`AdaptiveTrainer` does.
 
@@ -521,7 +528,9 @@ def adopt(trainer: Trainer, adaptive: AdaptiveArguments | None = None) -> Adapti
     if not isinstance(trainer, Trainer):
         raise SettingError("trainer", kind.__name__, "give a transformers.Trainer")
     if not isinstance(trainer, AdaptiveTrainer):
-        bases = (AdaptiveTrainer,) if kind is Trainer else (kind, AdaptiveTrainer)
+        bases = (
+            (_Adopted, AdaptiveTrainer) if kind is Trainer else (_Adopted, kind, AdaptiveTrainer)
+        )
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         trainer.__class__ = type(kind.__name__, bases, names)
         assert isinstance(trainer, AdaptiveTrainer)

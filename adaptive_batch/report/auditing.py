@@ -1,7 +1,7 @@
 """The proof that each row was used exactly once in every epoch, across all restarts.
 
-It needs the run log alone: each record that counts is compared with what the records before it lead
-to expect.
+It needs the run log alone: each record that counts is compared with what follows from the records
+before it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def audit_records(records: Iterable[Record | None]) -> Audit:
         lines += [(heading, sentence) for sentence in sentences[:_MOST]]
         if len(sentences) > _MOST:
             lines.append((heading, f"and {len(sentences) - _MOST:,} more"))
-    verdict = f"holds: {proof.holds_for()}"
+    verdict = f"holds: {proof.conclusion()}"
     if problems:
         verdict = f"DOES NOT HOLD: problems: {len(problems):,}"
     lines.append(("verdict", verdict))
@@ -106,20 +106,20 @@ class _Proof:
     def __init__(self, *, has_beginning: bool) -> None:
         self.epochs: list[_Epoch] = []
         self._problems: list[str] = []
-        # Those so far; None where the next record is believed, as after a gap that was named.
+        # Those so far; None after a gap that was reported: the next record is taken as it is.
         self._totals: dict[str, int] | None = {"steps": 0, "samples": 0, "tokens": 0}
         # Rows of the dataset.
         self._num_rows = 0
         # Rows that an epoch without a step has dropped, by its number.
         self._dropped: defaultdict[int, list[Any]] = defaultdict(list)
-        self._is_over = False
+        self._has_ended = False
         if not has_beginning:
             self._problems.append("the beginning of the run is not in the log")
             self._totals = None
 
     def finish(self) -> list[str]:
         """Return all problems, once the last record was added."""
-        self._close(is_done=self._is_over)
+        self._close(is_done=self._has_ended)
         return self._problems
 
     def add(self, entry: Entry) -> None:
@@ -140,7 +140,7 @@ class _Proof:
                 self._problems.append(f"{entry.kind} at step {saved}, expected up to step {steps}")
                 self._totals = None
         elif entry.kind == "end":
-            self._is_over = True
+            self._has_ended = True
         elif entry.kind in ("step", "epoch", "dropped"):
             self._of_epoch(entry.kind, record, whole(record, "epoch"))
 
@@ -164,7 +164,7 @@ class _Proof:
 
     def _start(self, record: Record) -> None:
         """Compare where training resumes with where the steps before end."""
-        self._is_over = False
+        self._has_ended = False
         # Rows of an epoch that has no step yet are listed again when it begins.
         self._dropped.clear()
         progress = record.get("progress")
@@ -176,6 +176,7 @@ class _Proof:
         epoch = self.epochs[-1] if self.epochs else _Epoch(0, self._num_rows)
         end = {**self._totals, "epoch": epoch.number, "epoch_rows": epoch.position}
         found = {name: progress.get(name) for name in end}
+        is_within = epoch.position > 0 and epoch.ending is None
         if found["epoch"] == epoch.number:
             # The epoch continues, or ends again.
             epoch.ending = None
@@ -183,9 +184,11 @@ class _Proof:
         elif self.epochs:
             end |= {"epoch": epoch.number + 1, "epoch_rows": 0}
         if found != end:
-            self._problems.append(f"resumed at step {found['steps']}: {_unlike(found, end)}")
+            self._problems.append(
+                f"resumed at step {found['steps']}: {_describe_differences(found, end)}"
+            )
             self._totals = None
-        elif epoch.number == end["epoch"] and epoch.position and epoch.num_rows != self._num_rows:
+        elif epoch.number == end["epoch"] and is_within and epoch.num_rows != self._num_rows:
             self._problems.append(
                 f"resumed at step {found['steps']} within epoch {epoch.number}: the dataset has"
                 f" {self._num_rows:,} rows, expected {epoch.num_rows:,}"
@@ -211,7 +214,7 @@ class _Proof:
                 "tokens_seen": max(self._totals["tokens"], found["tokens_seen"]),
             }
             if found != expected:
-                self._problems.append(f"{subject}: {_unlike(found, expected)}")
+                self._problems.append(f"{subject}: {_describe_differences(found, expected)}")
         self._totals = {
             "steps": found["step"],
             "samples": found["samples_seen"],
@@ -242,7 +245,7 @@ class _Proof:
         if self.epochs:
             self._problems += self.epochs[-1].close(is_done=is_done)
 
-    def holds_for(self) -> str:
+    def conclusion(self) -> str:
         """Return what is proved of the epochs."""
         # Epochs of which the same is proved are named together: a run may have hundreds.
         parts = []
@@ -306,7 +309,9 @@ class _Epoch:
         if self.ending is not None:
             reasons = self.ending.get("reasons")
         if isinstance(reasons, Mapping):
-            self.reasons = {str(reason): rows for reason, rows in reasons.items() if rows}
+            self.reasons = {
+                str(reason): rows for reason, rows in reasons.items() if rows and type(rows) is int
+            }
         if self.ending is not None:
             found = [
                 self.ending.get("used"),
@@ -373,7 +378,7 @@ def _compare_repeated(entries: Sequence[Entry]) -> tuple[list[str], list[str], s
         num_alike += bool(attempts) and not unlike
         # The first difference is enough: a step is named once.
         for at, names in unlike[:1]:
-            sentence = f"step {entry.steps} was repeated with another {', '.join(names)}"
+            sentence = f"step {entry.steps} was not repeated alike: {', '.join(names)}"
             if reason := _reason_of_difference(entries[:place], at, names):
                 notes.append(f"{sentence}: {reason}")
             else:
@@ -397,10 +402,10 @@ def _differences(earlier: Record, later: Record) -> list[str]:
 def _reason_of_difference(entries: Sequence[Entry], at: int, differences: Sequence[str]) -> str:
     """Return what explains that a step came out otherwise; empty where nothing does.
 
-    A setting that was changed on resume does: between a ``start`` and its first step a record has a
-    ``before`` and an ``after`` that differ, and is not that of a growth rule, which records what
-    was ``requested``. A loss alone may also differ where the limit of a micro-batch changed after
-    the step that training went back to: sums are then rounded differently.
+    A setting that was changed on resume does. Such a change is a record between a start and the
+    next step whose ``before`` and ``after`` differ; records of growth rules, which have
+    ``requested``, do not count. A loss alone may also differ where the limit of a micro-batch
+    changed after the step that training went back to: sums are then rounded differently.
 
     Args:
         entries: up to the repetition.
@@ -429,7 +434,7 @@ def _reason_of_difference(entries: Sequence[Entry], at: int, differences: Sequen
     return ""
 
 
-def _unlike(found: Mapping[str, object], expected: Mapping[str, object]) -> str:
+def _describe_differences(found: Mapping[str, object], expected: Mapping[str, object]) -> str:
     """Return the values that are not as expected, with both."""
     return ", ".join(
         f"{name} {found[name]} instead of {value}"

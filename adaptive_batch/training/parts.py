@@ -371,7 +371,7 @@ def _hold_rows(lists: Sequence[Sequence[Any]]) -> bool:
     if len(lists) == 1 and isinstance(items[0], _MAPPING) and len(items) > _MOST_VIEWS:
         return True
     # One list of tensors may have a table beside those of all rows.
-    num_dimensions = 2 if len(lists) == 1 and _is_array(items[0]) else 1
+    num_dimensions = 2 if len(lists) == 1 and is_array(items[0]) else 1
     return None in lengths or len(lengths) > num_dimensions
 
 
@@ -403,12 +403,12 @@ def _length(value: Any) -> int | None:
         return int(value.batch_sizes[0])
     if isinstance(value, torch.Tensor):
         return value.size(0) if value.dim() else None
-    if _is_list(value) or (_is_array(value) and value.ndim):
+    if _is_list(value) or (is_array(value) and value.ndim):
         return len(value)
     return None
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Return whether a value is a tensor, an array of NumPy or a packed sequence."""
     if isinstance(value, torch.Tensor | PackedSequence):
         return True
@@ -418,7 +418,7 @@ def _is_array(value: Any) -> bool:
 
 def arrays_in(value: Any) -> Iterator[Any]:
     """Yield the tensors and arrays in a batch."""
-    if _is_array(value):
+    if is_array(value):
         yield value
     for _, item in named_items(value):
         yield from arrays_in(item)

@@ -80,8 +80,8 @@ class MicroBatchSizer:
             search.
         throughput: what is fastest, which ``auto`` takes; None for as much as fits.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
-        is_packed: whether the batch of this step is one row of several documents, of which what a
-            search found counts in tokens.
+        is_packed: whether this step's batch is packed: then a limit that a search found counts
+            tokens.
     """
 
     def __init__(
@@ -350,4 +350,6 @@ class MicroBatchSizer:
 
 
 def _smaller(limit: MicroBatchLimit, other: MicroBatchLimit | None) -> MicroBatchLimit:
-    return limit if other is None or other.amount >= limit.amount else other
+    if other is None or other.unit != limit.unit or other.amount >= limit.amount:
+        return limit
+    return other

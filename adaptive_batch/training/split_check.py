@@ -92,20 +92,27 @@ class SplitCheck:
         self._knows_first_label = False
         self._num_splits = 0
         self._num_label_checks = 0
-        self._has_cut = False
+        # Whether a batch was cut, and whether one was packed.
+        self._forms = [False, False]
         self._num_parts = 0
         # Whether rows of the last check had no gradient, or none that is finite.
         self._lacks_gradient = False
         self._warned: set[str] = set()
 
-    def _begin_split(self, counts: Sequence[tuple[float, float]], *, cuts: bool) -> bool:
+    def _begin_split(self, counts: Sequence[tuple[float, float]], rows: BatchSource) -> bool:
         """Count a split; return whether to check it."""
         self._num_splits += 1
         is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
         is_due |= self._lacks_gradient and self._num_splits < max(_CHECKED)
-        if not self._has_cut:
-            self._has_cut = distributed.any_of_ranks(cuts)
-            is_due |= self._has_cut
+        # The first batch of a form is checked, whenever it comes.
+        if not all(self._forms):
+            forms = [
+                was or is_one
+                for was, is_one in zip(self._forms, (rows.cuts, rows.is_packed), strict=True)
+            ]
+            forms = list(map(bool, distributed.all_reduce_max([int(form) for form in forms])))
+            is_due |= forms != self._forms
+            self._forms = forms
         if is_due or self._knows_first_label:
             return is_due
         shares = set(map(shares_of, zip(*counts, strict=True)))
@@ -139,7 +146,7 @@ class SplitCheck:
                 "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
                 " changes results"
             )
-        if not self._begin_split(counts, cuts=rows.cuts):
+        if not self._begin_split(counts, rows):
             return
         self._step.check_hooks(num_parts)
         self._num_parts = num_parts
@@ -418,7 +425,9 @@ class _Candidates:
         length = max((piece.length for piece in pieces), default=0) or 1
         self._batch = batch
         self._number = number
-        self._size = 2 if 4 * length <= largest and num_rows >= 4 else 1
+        # One document on each side would hide in 16 bits what it sees of others.
+        has_room = batch.is_packed or 4 * length <= largest
+        self._size = 2 if has_room and num_rows >= 4 else 1
         # Among equal rows, the order decides.
         order = random.Random(number).sample(range(num_rows), num_rows)[:_CANDIDATES]
         self._counts = {row: labels.candidates(batch.part([row]), 1) for row in order}

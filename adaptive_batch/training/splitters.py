@@ -89,7 +89,7 @@ class RowSplitter:
         """
         rows = self.split_sample(batch, self._is_divided)
         # In a batch of one row, a tensor of all rows may have a first dimension of 1 too.
-        if isinstance(rows, RowsOfBatch) and rows.num_rows > 1:
+        if type(rows) is RowsOfBatch and rows.num_rows > 1:
             self._is_divided = rows.is_divided
         return rows
 
@@ -124,7 +124,7 @@ def counted_sample(
     sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
 ) -> Callable[[int], Any]:
     """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
-    earlier one had as many, or that has no more in it than one of fewer rows.
+    earlier one had as many, or a batch no larger than one for fewer rows.
     """
     has_rows = False
     first: tuple[int, int] | None = None

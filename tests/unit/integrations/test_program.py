@@ -53,7 +53,7 @@ def test_a_program_trains_with_memory_for_half_of_its_batch(tmp_path):
     done = run(tmp_path, "--", sys.executable, "train.py", "output")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "Trainer 2"
-    assert "runs its steps in parts that fit, and again in smaller ones" in done.stderr
+    assert "Trainer is adopted, and runs its steps in parts if memory runs out" in done.stderr
     assert "out of memory with 6 rows" in done.stderr
     assert "no Trainer" not in done.stderr
 
@@ -70,8 +70,9 @@ def test_the_exit_status_is_the_programs_and_one_line_says_that_nothing_was_adop
     done = run(tmp_path, "--", sys.executable, "-c", "raise SystemExit(7)")
     assert done.returncode == 7
     assert done.stderr.splitlines() == [
-        "adaptive-batch run: no Trainer of Transformers has trained, so nothing was split or run"
-        " again; for other loops see AdaptiveStep"
+        "adaptive-batch run: no Trainer of Transformers has trained in parts; a program that"
+        " starts with -S, -I, -E or another PYTHONPATH is not reached, and for other loops see"
+        " AdaptiveStep"
     ]
 
 

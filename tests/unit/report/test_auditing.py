@@ -284,7 +284,7 @@ def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_res
     again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
     records[again] = {**records[again], "loss": 9.5}
     assert audit_records(records).problems == (
-        f"step 4 was repeated with another loss ({records[5]['loss']}, then 9.5)",
+        f"step 4 was not repeated alike: loss ({records[5]['loss']}, then 9.5)",
     )
 
     start = next(i for i, record in enumerate(records) if record.get("resumed"))
