@@ -32,7 +32,7 @@ from adaptive_batch.schedules import (
 from .balance import balance_by_rows, balance_by_tokens
 from .batching import Batching
 from .layouts import MicroBatchLayout, MicroBatchLimit, micro_batches
-from .order import EpochOrder, RowOrder
+from .order import EpochOrder, RowOrder, SamplerOrder
 from .planned_epoch import PlannedEpoch, RowLengths, Rows
 
 # Called as event(kind, message, **facts).
@@ -90,7 +90,7 @@ class Batches(Sampler[list[int]]):
         sizer: decides what one micro-batch may hold; rows are balanced across the ranks so that
             these are even.
         counts_tokens: the tokens of an epoch must be known, and those of steps that are handed out.
-        order: orders the rows of an epoch; None for the configured order.
+        order: order of a script's sampler; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
     Attributes:
@@ -121,7 +121,7 @@ class Batches(Sampler[list[int]]):
         sizer: Sizer,
         *,
         counts_tokens: bool = False,
-        order: EpochOrder | None = None,
+        order: SamplerOrder | None = None,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self.batching = batching
@@ -149,7 +149,10 @@ class Batches(Sampler[list[int]]):
         self._lengths: RowLengths | None = None
         self._reference_lengths: RowLengths | None = None
         # The next epoch is looked at from within this one, step by step.
-        self._planned = lru_cache(maxsize=1)(partial(self._plan_epoch, measure=self._measure))
+        planned = partial(
+            self._plan_epoch, measure=self._measure, order_of=None if order is None else order.ahead
+        )
+        self._planned = lru_cache(maxsize=1)(planned)
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
         self._pace: Pace | None = None
@@ -160,9 +163,9 @@ class Batches(Sampler[list[int]]):
     @property
     def progress(self) -> Progress:
         """What training has consumed: the steps that are done; with the pace of the epoch."""
-        # A script's sampler is not drawn before its epoch begins.
-        if (self._is_begun or self._order_of is None) and self._progress.pace is not self.pace:
-            self._progress = replace(self._progress, pace=self.pace)
+        pace = self.pace
+        if self._progress.pace is not pace:
+            self._progress = replace(self._progress, pace=pace)
         return self._progress
 
     def resume(
@@ -318,11 +321,21 @@ class Batches(Sampler[list[int]]):
         self._progress = self._planned_from = progress
         self._planned.cache_clear()
         begin = progress.at_epoch_start()
-        self._epoch = self._plan_epoch(begin, measure=self._lengths_of_epoch)
+        self._epoch = self._plan_epoch(
+            begin, measure=self._lengths_of_epoch, order_of=self._order_of
+        )
         self._plan = self._pace = None
 
-    def _plan_epoch(self, begin: Progress, *, measure: Callable[[], RowLengths]) -> PlannedEpoch:
-        """Plan the epoch that begins at a progress, by the lengths that a function returns."""
+    def _plan_epoch(
+        self,
+        begin: Progress,
+        *,
+        measure: Callable[[], RowLengths],
+        order_of: EpochOrder | None,
+    ) -> PlannedEpoch:
+        """Plan the epoch that begins at a progress, by the lengths and the order that functions
+        return.
+        """
         return PlannedEpoch(
             self.num_rows,
             self.batching,
@@ -330,7 +343,7 @@ class Batches(Sampler[list[int]]):
             self.ranks,
             self.sizer.layout.uniform in ("rows", "both"),
             measure,
-            self._order_of,
+            order_of,
         )
 
     def _measure(self) -> RowLengths:

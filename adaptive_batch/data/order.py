@@ -41,7 +41,6 @@ class RowOrder(Protocol):
 class EpochOrder(Protocol):
     """Gives the order of the rows of each epoch."""
 
-    def __len__(self) -> int: ...
     def __call__(self, *, epoch: int, lengths: torch.Tensor | None = None) -> RowOrder: ...
 
 
@@ -191,6 +190,19 @@ class SamplerOrder:
     def __call__(self, *, epoch: int, lengths: torch.Tensor | None = None) -> RowOrder:
         """Return the order of an epoch, whose rows are drawn when they are read."""
         return _SampledOrder(self, epoch)
+
+    def ahead(self, *, epoch: int, lengths: torch.Tensor | None = None) -> RowOrder:
+        """Return the order that an epoch would have if it began now, drawn without a trace."""
+        generator = getattr(self._sampler, "generator", None)
+        with torch.random.fork_rng(devices=[]):
+            if isinstance(generator, torch.Generator):
+                state = generator.get_state()
+            numbers = SamplerOrder(self._sampler).read(epoch, 0, len(self))
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+        if self._epoch >= 0 and hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(self._epoch)
+        return numbers
 
     def read(self, epoch: int, begin: int, end: int) -> torch.Tensor:
         """Return a part of the order of an epoch: of the current one, or of the next, which begins

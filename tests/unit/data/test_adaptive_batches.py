@@ -377,6 +377,23 @@ def test_the_order_of_a_sampler_is_taken():
         assert rows_of_epoch(seen, epoch) == order
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_looking_ahead_draws_nothing_from_a_sampler(sampler):
+    orders = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        rule = linear_ramp(3, 9, over=f"{2 * NUM_ROWS}tok")
+        batches = AdaptiveBatches(Rows(), 3, batch_size_schedule=rule, sampler=SAMPLERS[sampler](1))
+        orders.append([])
+        for _ in range(EPOCHS):
+            for rows in batches:
+                orders[-1].append(rows)
+                batches.step()
+                if looks:
+                    batches.num_steps(EPOCHS)
+    assert orders[0] == orders[1]
+
+
 def test_a_sampler_may_take_fewer_rows():
     subset = torch.utils.data.SubsetRandomSampler(range(10, 30))
     batches = AdaptiveBatches(Rows(), 6, sampler=subset)
