@@ -165,7 +165,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.limit_finder.check()
         check_scheduler(self.cfg)
         couple_batch(job, self.batches)
-        self.preview = TrainingPreview(job, data, self.batches, self.resumed)
+        self.preview = TrainingPreview(job, self.batches, self.resumed)
         self.preview.check()
 
     def _setup_log(self) -> None:
@@ -209,7 +209,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # A checkpoint of torchtune's own recipe counts epochs alone.
             self.batches.number_steps()
         self.log.too_short()
-        self.ahead = self.preview.look_ahead(self.batches.progress)
+        self.ahead = self.preview.look_ahead()
         self.tally = StepTally(
             self.job,
             self.trainer,

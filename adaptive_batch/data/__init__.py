@@ -2,7 +2,7 @@
 
 from .adaptive_batches import AdaptiveBatches
 from .balance import balance_by_rows, balance_by_tokens
-from .batches import Batches, Event, PlannedRows
+from .batches import Batches, Event, PlannedRows, StepAhead
 from .batching import Batching, Sampling
 from .dataset import (
     IGNORE_INDEX,
@@ -63,6 +63,7 @@ __all__ = [
     "RowLengths",
     "RowOrder",
     "Sampling",
+    "StepAhead",
     "balance_by_rows",
     "balance_by_tokens",
     "check_loss",

@@ -199,8 +199,7 @@ class AdaptiveBatches(Batches):
 
     def num_steps(self, epochs: int) -> int:
         """Return the steps that are left of so many epochs, as the rules answer now."""
-        sizes = self.sizes_ahead(epochs)
-        return self.count_steps(self.progress, sizes, sees_tokens=self._counts_tokens)
+        return self.count_steps(epochs, sees_tokens=self._counts_tokens)
 
     def step(self) -> None:
         """Count the oldest batch that was handed out as used, after ``optimizer.step()``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from adaptive_batch.schedules import (
     Pace,
     Progress,
     Seesaw,
+    copy_of,
     decay_of,
     next_batch_size,
     request_batch,
@@ -78,6 +79,50 @@ class PlannedRows(NamedTuple):
     def after(self) -> Progress:
         """Progress when the step is done."""
         return self.progress.after_step(rows=len(self.numbers), tokens=self.tokens)
+
+
+@dataclass
+class EpochAhead:
+    """An epoch that a walk ahead of training comes to.
+
+    Attributes:
+        batch_size: rows of a batch on one device, as a growth function makes them.
+        plan: plan of the epoch; None once the walk has left it, as an order of rows is large.
+        pace: what the clock of the rate counts by; None until the walk has left the epoch.
+    """
+
+    batch_size: int
+    plan: PlannedEpoch | None
+    pace: Pace | None = None
+
+
+class StepAhead(NamedTuple):
+    """A step that a walk ahead of training comes to.
+
+    Attributes:
+        progress: progress before the step, with the batch that is requested for it.
+        after: progress after it.
+        epoch: its epoch.
+    """
+
+    progress: Progress
+    after: Progress
+    epoch: EpochAhead
+
+    @property
+    def batch(self) -> int:
+        """What is requested for it on one device, in rows or tokens."""
+        return self.progress.batch
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step over all ranks."""
+        return self.after.samples - self.progress.samples
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of its rows, where they are counted."""
+        return self.after.tokens - self.progress.tokens
 
 
 class Batches(Sampler[list[int]]):
@@ -369,11 +414,9 @@ class Batches(Sampler[list[int]]):
             return self._epoch
         return self._planned(progress.at_epoch_start())
 
-    def begin_epoch(self, *, batch_size: int | None = None) -> None:
+    def begin_epoch(self) -> None:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
         epoch.
-
-        Where `batch_size` is known, no rule is called here; :meth:`steps` calls them all the same.
 
         Raises:
             SettingError: with `drop_last` an epoch has no whole step.
@@ -386,10 +429,7 @@ class Batches(Sampler[list[int]]):
                 self._event("recounted", message, epoch=progress.epoch)
             self._lengths = None
         self._go_to(progress)
-        if batch_size is not None:
-            self.batch_size = batch_size
-        else:
-            self._request(progress)
+        self._request(progress)
         if self.first_batch_size is None:
             self.begin_with(self.batch_size)
         if self.batching.drop_last:
@@ -520,70 +560,77 @@ class Batches(Sampler[list[int]]):
 
     # --- ahead of training
 
-    def sizes_ahead(self, epochs: int) -> dict[int, int]:
-        """Return the batch size in each epoch that is left of so many, as the growth function
-        answers now.
-        """
-        function = self.batching.batch_increase_function
-        progress = self._progress
-        size = self.batch_size
-        sizes = {}
-        for epoch in range(progress.epoch, epochs):
-            if function is not None and (epoch > progress.epoch or self.grows_at(progress)):
-                size = next_batch_size(
-                    function, epoch=epoch, batch_size=size, maximum=self.maximum()
-                ).after
-            sizes[epoch] = size
-        return sizes
-
     def ahead(
-        self, progress: Progress, sizes: Mapping[int, int]
-    ) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
-        """Walk through the rest of training without training.
+        self, epochs: int, *, counts_tokens: bool = True, plans: bool = False
+    ) -> Iterator[StepAhead]:
+        """Walk through what is left of so many epochs without training. A growth function is asked
+        once for each epoch, as a copy, and a schedule once for each step.
 
         Args:
-            progress: where training is.
-            sizes: batch size of each epoch to walk through, as a growth function makes them.
-
-        Returns:
-            For each step: progress before it, the numbers of its rows, the plan of its epoch.
+            epochs: epochs of training, those that are done included.
+            counts_tokens: whether progress counts the tokens of the steps.
+            plans: whether epochs get their paces as the walk leaves them.
         """
-        progress = replace(progress, rows_per_epoch=self.num_rows)
-        for batch_size in sizes.values():
-            epoch = self._epoch_of(progress)
+        function = copy_of(self.batching.batch_increase_function)
+        batch_size = self.batch_size
+        progress = replace(self._progress, rows_per_epoch=self.num_rows)
+        while progress.epoch < epochs:
+            begin = progress
+            batch_size = self._grown(function, begin, batch_size)
+            plan = self._epoch_of(begin)
+            epoch = EpochAhead(batch_size, plan)
             rule = self.rule(batch_size)
-            plan = epoch.divide(progress, rule, counts_tokens=self._plans_tokens)
-            for at, size, step_end in epoch.walk(progress, rule, counts_tokens=True):
-                yield at, epoch.order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
-                progress = step_end
+            sizes = []
+            for at, size, progress in plan.walk(begin, rule, counts_tokens=counts_tokens):
+                sizes.append(size)
+                yield StepAhead(at, progress, epoch)
+            if plans and begin.epoch == self._progress.epoch:
+                epoch.pace = self.pace
+            elif plans:
+                divided = plan.divide(begin, rule, counts_tokens=self._plans_tokens, sizes=sizes)
+                epoch.pace = self.pace_of(divided)
+            epoch.plan = None
             progress = progress.after_epoch()
 
-    def count_steps(
-        self, progress: Progress, sizes: Mapping[int, int], *, sees_tokens: bool = True
-    ) -> int:
+    def count_steps(self, epochs: int, *, sees_tokens: bool = True) -> int:
         """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens
         in training.
         """
         sees_tokens = sees_tokens or bool(self.batching.batch_tokens)
-        progress = replace(progress, rows_per_epoch=self.num_rows)
+        if self.batching.batch_size_schedule is not None:
+            return sum(1 for _ in self.ahead(epochs, counts_tokens=sees_tokens))
+        function = copy_of(self.batching.batch_increase_function)
+        batch_size = self.batch_size
+        progress = replace(self._progress, rows_per_epoch=self.num_rows)
         num_steps = 0
-        for batch_size in sizes.values():
-            epoch = self._epoch_of(progress)
-            rule = self.rule(batch_size)
-            if self.batching.batch_size_schedule is None:
-                rows = rule(progress) * self.ranks
-                num_steps += epoch.num_steps_left(progress, global_rows=rows)
-            else:
-                for _, _, step_end in epoch.walk(progress, rule, counts_tokens=sees_tokens):
-                    num_steps += 1
-                    progress = step_end
+        while progress.epoch < epochs:
+            batch_size = self._grown(function, progress, batch_size)
+            rows = self._rows_of_step(batch_size) * self.ranks
+            num_steps += self._epoch_of(progress).num_steps_left(progress, global_rows=rows)
             progress = progress.after_epoch()
         return num_steps
 
-    def num_micro_batches(self, numbers: Sequence[int], *, batch_size: int) -> int:
-        """Return how many micro-batches this rank's rows of a step have, of which `batch_size` run
-        at once if they fit; `numbers` are the rows of all ranks.
+    def _grown(
+        self, function: Callable[[int, int], int] | None, progress: Progress, batch_size: int
+    ) -> int:
+        """Return the batch size at a progress, where a growth function may be asked."""
+        if function is None or not self.grows_at(progress):
+            return batch_size
+        return next_batch_size(
+            function, epoch=progress.epoch, batch_size=batch_size, maximum=self.maximum()
+        ).after
+
+    def num_micro_batches(self, step: StepAhead) -> int:
+        """Return how many micro-batches this rank's rows of a step have, while the walk is in its
+        epoch.
         """
+        batching = self.batching
+        at = step.progress
+        assert step.epoch.plan is not None, "the walk has left the epoch"
+        batch_size = step.epoch.batch_size
+        if batching.batch_size_schedule is not None and not batching.batch_tokens:
+            batch_size = at.batch
+        numbers = step.epoch.plan.order[at.epoch_rows : step.after.epoch_rows].tolist()
         limit = self.sizer.limit(batch_size)
         rank_rows = [numbers[position] for position in self._rows_of_rank(numbers, limit)]
         lengths = self._epoch.lengths.all[rank_rows].tolist()

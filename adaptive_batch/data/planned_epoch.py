@@ -238,7 +238,12 @@ class PlannedEpoch:
             yield from self.lengths.real[order[block : block + _BLOCK_ROWS]].tolist()
 
     def divide(
-        self, progress: Progress, rule: Callable[[Progress], int], *, counts_tokens: bool
+        self,
+        progress: Progress,
+        rule: Callable[[Progress], int],
+        *,
+        counts_tokens: bool,
+        sizes: Sequence[int] | None = None,
     ) -> EpochPlan:
         """Divide the epoch into steps, as they are seen where training is.
 
@@ -246,6 +251,7 @@ class PlannedEpoch:
             progress: where training is: at the beginning of the epoch, or within it.
             rule: rows of a step on one device as a function of progress.
             counts_tokens: whether the plan has its tokens.
+            sizes: rows of all steps of a schedule, if it has been asked; None asks it.
         """
         batching = self.batching
         if batching.batch_tokens:
@@ -257,6 +263,9 @@ class PlannedEpoch:
             # It was another batch before a restart.
             if progress.epoch_rows != progress.epoch_steps * plan.global_rows:
                 plan = self._divide_rest(progress, rule)
+        elif sizes is not None:
+            plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
+            plan = replace(plan, rows=self.num_rows)
         elif needs_noise_scale(batching.batch_size_schedule):
             plan = replace(self._divide_rest(progress, rule), is_estimate=True)
         else:

@@ -9,11 +9,14 @@ in :mod:`.batch_schedules`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 import reprlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 
@@ -21,6 +24,7 @@ from .progress import Progress
 
 Schedule = Callable[[Progress], int]
 Increment = Callable[[int, int], int]
+Rule = TypeVar("Rule")
 KEY = "batch_size_schedule"
 INCREMENT_KEY = "batch_increase_function"
 # Far above any batch that can be trained; an answer beyond it is a mistake, in units for instance
@@ -89,6 +93,40 @@ def next_batch_size(
     # A batch that is above the bound already does not shrink.
     clamped = max(at_most(requested, maximum), batch_size)
     return ClampedBatch(requested, clamped, maximum)
+
+
+def check_increments(
+    increment: Increment, *, first_epoch: int, epochs: int, batch_size: int
+) -> list[int]:
+    """Call a growth function for all epochs that are ahead, before it is known what fits.
+
+    How far the batch will be cut is not known then, so an answer is a mistake where it is one both
+    for the batch that nothing has cut and for the one that training begins with.
+
+    Returns:
+        The batch size of each epoch that nothing has cut, as far as it can be used.
+
+    Raises:
+        GrowthFunctionError: an answer cannot be used; the message names its epoch and batch size.
+    """
+    increment = copy_of(increment)
+    sizes = [batch_size]
+    for epoch in range(first_epoch, epochs):
+        try:
+            batch = next_batch_size(increment, epoch=epoch, batch_size=sizes[-1], maximum=None)
+        except GrowthFunctionError:
+            next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=None)
+            break
+        sizes.append(batch.after)
+    return sizes[1:]
+
+
+def copy_of(rule: Rule) -> Rule:
+    """Return a copy where there can be one: a function that counts calls counts none made ahead."""
+    # What holds a file or a lock, for instance, has no copy.
+    with suppress(Exception):
+        return copy.deepcopy(rule)
+    return rule
 
 
 def at_most(rows: int, maximum: int | None) -> int:

@@ -47,6 +47,46 @@ class Stages(_Rule):
         """Whether it asks for the tokens that are trained."""
         return any(duration.unit == "tok" for _, duration in self.ends)
 
+    def unused(
+        self, steps: Sequence[Progress], *, most_rows: int | None, maximum: int | None
+    ) -> list[str]:
+        """Return a line for each stage that training ends before.
+
+        Args:
+            steps: progress before the first step of each stage that is ahead; stages that lie
+                before the first of them are not checked.
+            most_rows: the most rows of a step on one device that an epoch has and does not drop;
+                None for no limit.
+            maximum: what the batch is cut to; None for no limit.
+
+        Raises:
+            SettingError: a step of a stage would have more rows than an epoch; or a stage is over
+                before the step that is running at its beginning.
+        """
+        for batch in self.batches:
+            rows = at_most(batch, maximum)
+            if most_rows is not None and rows > most_rows:
+                remedy = (
+                    f"{rows} rows on each device are more than an epoch has for it, and drop_last"
+                    f" drops such a step; ask for {most_rows} or fewer, or set drop_last=False"
+                )
+                raise SettingError(KEY, batch, remedy)
+        used = {self.stage(progress) for progress in steps}
+        number = len(self.batches)
+        lines = []
+        for stage in sorted(set(range(min(used, default=number), number)) - used):
+            missing = (
+                f"no step has batch {self.batches[stage]}, asked for from {self.begins(stage)} on"
+            )
+            if stage < max(used):
+                remedy = (
+                    f"{missing}: that is over before the next step begins; make this stage longer,"
+                    " or leave it out"
+                )
+                raise SettingError(KEY, self, remedy)
+            lines.append(f"{missing}: training ends before it")
+        return lines
+
     def begins(self, stage: int) -> str:
         """Return where a stage begins, as text."""
         if stage == 0:

@@ -688,6 +688,46 @@ class LimitFinder:
             time_limit=self._time_limit,
         )
 
+    def known(self) -> tuple[ProbeResult | None, str]:
+        """Return what is known without a trial to fit in training, or None; and the source."""
+        rows = self._settings.probe.assumed_maximum
+        source = "probe.assumed_maximum says so"
+        if rows is None:
+            result = self.earlier(self.path)
+            if result is None:
+                remedy = "plan with one by probe.assumed_maximum=N"
+                return None, f"{self.path} has no search of these settings; {remedy}"
+            rows = result.max_batch_size
+            source = f"a search found that before ({self.path})"
+        rows = min(rows, self.most_rows)
+        batch_size = rows
+        if self._settings.search_plan.rounds:
+            batch_size = 1 << rows.bit_length() - 1
+        length = self.rows.probed().length
+        return ProbeResult(rows, batch_size, (), (), sequence_length=length), source
+
+    def known_of_reference(self) -> str:
+        """Return a line on what a micro-batch of the reference holds, as far as that is known
+        without a trial; empty where it runs within those of training.
+        """
+        size = self._settings.reference_micro_batch_size
+        if size is None:
+            return ""
+        if isinstance(size, int):
+            return f"reference: {count(size, 'row')} at once"
+        path = self.reference_path
+        result = self.earlier(path)
+        if result is None:
+            return (
+                "reference: as much at once as fits, which a search finds"
+                f" ({path} has none of these settings)"
+            )
+        return (
+            f"reference: {count(result.max_batch_size, 'row')} of"
+            f" {count(result.sequence_length, 'token')} at once"
+            f" (a search found that before: {path})"
+        )
+
     def earlier(self, path: Path) -> ProbeResult | None:
         """Return what a file keeps of an earlier search of these settings; None for nothing."""
         length = self.rows.probed().length

@@ -348,8 +348,7 @@ class AdaptiveLoop:
         now.
         """
         self._find_batch_size()
-        batches = self._batches
-        return batches.count_steps(batches.progress, batches.sizes_ahead(epochs))
+        return self._batches.count_steps(epochs)
 
     def run(self, rows: Sequence[Any]) -> StepResult:
         """Compute the gradients of the mean loss over the labels of a step, clip them, and set the

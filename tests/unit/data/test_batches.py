@@ -122,9 +122,24 @@ def growing(maximum=None, batch_size=2):
 @pytest.mark.parametrize(("maximum", "sizes"), [(None, [2, 5, 10, 10]), (8, [2, 5, 8, 8])])
 def test_looking_ahead_answers_as_growing_does(maximum, sizes):
     batches = growing(maximum)
-    ahead = batches.sizes_ahead(4)
+    ahead = {step.progress.epoch: step.epoch.batch_size for step in batches.ahead(4)}
     grown = [len(taken(batches)[0]) for _ in range(4)]
     assert [*ahead.values()] == grown == sizes
+
+
+def test_looking_ahead_asks_a_copy_of_the_growth_function_once_an_epoch():
+    class Counting:
+        calls = 0
+
+        def __call__(self, epoch, batch_size):
+            self.calls += 1
+            return self.calls
+
+    function = Counting()
+    batches = batches_of([1] * 30, batch_size=2, batch_increase_function=function)
+    ahead = {step.progress.epoch: step.epoch.batch_size for step in batches.ahead(3)}
+    assert [*ahead.values()] == [3, 5, 8]
+    assert function.calls == 0
 
 
 def test_an_epoch_that_is_resumed_does_not_grow_again():
@@ -177,12 +192,11 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
         rows, global_rows=batch_size * ranks, drop_last=drop_last, max_steps=max_steps
     )
     batches.resume(Progress())
-    walked = list(batches.ahead(Progress(), {0: batch_size}))
-    assert [len(numbers) for _, numbers, _ in walked] == [
-        plan.rows_of_step(step) for step in range(plan.steps)
-    ]
-    assert [progress.steps for progress, _, _ in walked] == list(range(plan.steps))
-    again = EpochPlan.of_sizes([len(numbers) for _, numbers, _ in walked], max_steps=max_steps)
+    walked = list(batches.ahead(1))
+    sizes = [step.rows for step in walked]
+    assert sizes == [plan.rows_of_step(step) for step in range(plan.steps)]
+    assert [step.progress.steps for step in walked] == list(range(plan.steps))
+    again = EpochPlan.of_sizes(sizes, max_steps=max_steps)
     if plan.steps > 1:
         assert again.slots == plan.slots
 
@@ -199,11 +213,29 @@ def test_going_on_in_mid_epoch_takes_the_same_steps(counts, lengths, data):
         batch_size=1,
         batch_size_schedule=lambda progress: counts[progress.steps % len(counts)],
     )
-    whole = list(batches.ahead(Progress(), {0: 1}))
-    assert [number for _, numbers, _ in whole for number in numbers] == list(range(len(lengths)))
-    assert all(progress.tokens == sum(lengths[: progress.samples]) for progress, _, _ in whole)
-    begin = data.draw(st.sampled_from(whole))[0]
-    assert list(batches.ahead(begin, {0: 1})) == whole[begin.steps :]
+    whole = [step.progress for step in batches.ahead(1)]
+    assert all(progress.tokens == sum(lengths[: progress.samples]) for progress in whole)
+    begin = data.draw(st.sampled_from(whole))
+    batches.resume(begin)
+    assert [step.progress for step in batches.ahead(1)] == whole[begin.steps :]
+
+
+@pytest.mark.parametrize(
+    "growth",
+    [
+        {"batch_size_schedule": linear_ramp(start=2, end=9, over="2ep")},
+        {"batch_increase_function": at_epochs({1: 3, 2: 5})},
+    ],
+    ids=["schedule", "growth"],
+)
+def test_the_pace_of_an_epoch_ahead_is_the_pace_that_it_is_trained_at(growth):
+    batches = batches_of([1] * 30, batch_size=2, **growth)
+    batches.begin_epoch()
+    paces = {step.progress.epoch: step.epoch for step in batches.ahead(3, plans=True)}
+    for epoch in range(3):
+        batches.begin_epoch()
+        assert batches.pace == paces[epoch].pace
+        taken(batches)
 
 
 def test_an_epoch_is_over_after_its_last_row_or_its_last_step():

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.schedules import at_epochs, check_increment, geometric, next_batch_size
+from adaptive_batch.schedules import (
+    at_epochs,
+    check_increment,
+    check_increments,
+    geometric,
+    next_batch_size,
+)
 from adaptive_batch.schedules.batch_rules import ClampedBatch
 
 rows = st.integers(1, 10**6)
@@ -281,3 +287,32 @@ def test_ready_made_increments_say_what_they_are_and_can_be_pickled():
     ]:
         assert repr(increment) == text
         assert pickle.loads(pickle.dumps(increment)) == increment
+
+
+# answers that are asked for before it is known what fits
+
+
+@pytest.mark.parametrize("answer", [-1, 4.0, None, True, 10**12], ids=repr)
+def test_a_later_answer_is_refused_too(answer):
+    with pytest.raises(GrowthFunctionError, match=r"\(epoch=3, batch_size=16\) returned"):
+        check_increments(
+            lambda epoch, batch_size: answer if epoch == 3 else 8,
+            first_epoch=0,
+            epochs=5,
+            batch_size=16,
+        )
+
+
+def test_an_answer_that_a_cut_may_make_good_is_not_refused():
+    check_increments(geometric(2), first_epoch=0, epochs=100, batch_size=16)
+    check_increments(
+        lambda epoch, batch_size: 32 - 2 * batch_size, first_epoch=0, epochs=5, batch_size=4
+    )
+
+
+def test_answers_are_asked_of_a_copy_for_the_epochs_that_are_ahead_alone():
+    asked = []
+    check_increments(
+        lambda epoch, batch_size: asked.append(epoch) or 1, first_epoch=2, epochs=4, batch_size=16
+    )
+    assert asked == [2, 3]

@@ -342,3 +342,59 @@ def test_what_cannot_be_called_with_progress_is_refused(rule, says):
 @pytest.mark.parametrize("build", EXAMPLES, ids=lambda build: build.__name__)
 def test_what_is_given_as_an_example_builds(build):
     assert callable(build(**yaml.safe_load(f"{{{EXAMPLES[build]}}}")))
+
+
+# stages that no step has
+
+
+BERT24 = ramp_by_doubling(64, "1ep", start=16)
+UNLIMITED = {"most_rows": None, "maximum": None}
+
+
+def begins(rule, *, rows, epochs, maximum=None):
+    """Progress before each step of training by a rule."""
+    progress, steps_ahead = Progress(rows_per_epoch=rows), []
+    for _ in range(epochs):
+        while progress.epoch_rows < rows:
+            batch = request_batch(rule, progress, maximum=maximum).after
+            steps_ahead.append(progress)
+            size = min(batch, rows - progress.epoch_rows)
+            progress = progress.after_step(rows=size, tokens=0)
+        progress = progress.after_epoch()
+    return steps_ahead
+
+
+def test_a_stage_that_training_ends_before_is_named():
+    assert BERT24.unused(begins(BERT24, rows=640, epochs=2), **UNLIMITED) == []
+    early = steps([16, 32, 64], ["1ep", "5ep"])
+    (late,) = early.unused(begins(early, rows=640, epochs=2), **UNLIMITED)
+    assert late == "no step has batch 64, asked for from 5ep on: training ends before it"
+
+
+def test_a_stage_that_is_too_short_for_a_step_is_refused():
+    short = steps([128, 16, 64], ["100sp", "120sp"])
+    with pytest.raises(
+        SettingError, match="no step has batch 16, asked for from 100sp on: that is over before"
+    ):
+        short.unused(begins(short, rows=640, epochs=1), **UNLIMITED)
+
+
+def test_equal_batches_are_stages_of_their_own_and_a_cut_is_no_absence():
+    back = steps([16, 32, 16], ["1ep", "5ep"])
+    assert len(back.unused(begins(back, rows=640, epochs=2), **UNLIMITED)) == 1
+    cut = begins(BERT24, rows=640, epochs=2, maximum=24)
+    assert BERT24.unused(cut, most_rows=None, maximum=24) == []
+
+
+def test_what_lies_behind_is_not_looked_for():
+    assert BERT24.unused(begins(BERT24, rows=640, epochs=2)[25:], **UNLIMITED) == []
+    assert BERT24.unused([], **UNLIMITED) == []
+
+
+def test_a_stage_that_drop_last_drops_whole_is_refused():
+    ahead = begins(BERT24, rows=100, epochs=2)
+    with pytest.raises(
+        SettingError, match=r"^batch_size_schedule=64: 64 rows on each device .*ask for 50 or fewer"
+    ):
+        BERT24.unused(ahead, most_rows=50, maximum=None)
+    BERT24.unused(ahead, most_rows=50, maximum=50)
