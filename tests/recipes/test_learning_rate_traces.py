@@ -46,16 +46,11 @@ SCHEDULERS = {
         ("lr_scheduler._component_=support.batch_rules.one_cycle",),
         batch_rules.one_cycle,
     ),
-    "SequentialLR": (
-        ("lr_scheduler._component_=support.batch_rules.sequence_that_counts",),
-        batch_rules.sequence_that_counts,
-    ),
 }
 EVERY = ("lr_clock=samples", "lr_clock=tokens", "lr_clock=steps")
 CASES = {
     "cosine": (*EVERY, MIXED),
     "OneCycleLR": ("lr_clock=steps",),
-    "SequentialLR": ("lr_clock=steps",),
 }
 TRACES = [(name, clock, ()) for name, clocks in CASES.items() for clock in clocks]
 TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]]

@@ -128,27 +128,19 @@ SHORT_END = (
     "epochs=1",
     "batch_size=12",
 )
-RULES = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    ("reference", "amount"),
-    [(None, 12), ("48", 48), ("300tok", 300)],
-    ids=["default", "rows", "tokens"],
-)
-def test_the_rate_follows_the_batch_that_was_really_stepped(small, rule, reference, amount):
-    given = () if reference is None else (f"reference_batch_size={reference}",)
-    finished = small.run_in_process(
-        OURS, *SHORT_END, f"lr_scaling={rule}", "drop_last=False", *given
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_the_rate_follows_the_batch_that_was_really_stepped(small, by_tokens):
+    keys = (
+        ("lr_scaling=sqrt", "reference_batch_size=300tok") if by_tokens else ("lr_scaling=linear",)
     )
-    batches = (
-        tokens_of_steps(finished) if reference == "300tok" else figures(finished, "batch_size")
-    )
+    finished = small.run_in_process(OURS, *SHORT_END, "drop_last=False", *keys)
     assert figures(finished, "batch_size") == [12, 12, 8]
-    assert figures(finished, "lr") == pytest.approx(
-        [RATE * RULES[rule](batch / amount) for batch in batches]
-    )
+    factors = [batch / 12 for batch in figures(finished, "batch_size")]
+    if by_tokens:
+        factors = [math.sqrt(tokens / 300) for tokens in tokens_of_steps(finished)]
+    assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in factors])
     assert [float(rate) for rate in losses(finished.output_dir, name="lr")] == figures(
         finished, "lr"
     )

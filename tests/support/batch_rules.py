@@ -4,7 +4,7 @@ of the learning rate.
 
 import itertools
 
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
 
 CALLS = itertools.count()
 
@@ -64,15 +64,6 @@ def linear(optimizer, num_training_steps, last_epoch=-1):
 
 def linear_that_counts(optimizer, num_training_steps, last_epoch=-1):
     return LinearLR(optimizer, 1.0, 0.1, total_iters=num_training_steps, last_epoch=last_epoch)
-
-
-def sequence_that_counts(optimizer, num_training_steps, last_epoch=-1):
-    """Up, and down in a cosine that computes each rate from the one before."""
-    parts = [
-        LambdaLR(optimizer, lambda step: (step + 1) / 4),
-        CosineAnnealingLR(optimizer, num_training_steps - 3),
-    ]
-    return SequentialLR(optimizer, parts, [3], last_epoch=last_epoch)
 
 
 def one_cycle(optimizer, num_training_steps, last_epoch=-1):

@@ -189,12 +189,10 @@ class Finished:
     """A run that has ended.
 
     Attributes:
-        returncode: of the process; 0 for a run within this one.
         output: what it printed; empty for a run within this process.
         output_dir: where it wrote.
     """
 
-    returncode: int
     output: str
     output_dir: Path
 
@@ -221,39 +219,27 @@ class SmallSetup:
     folder: Path
     config: Path
 
-    def run(
-        self,
-        recipe: str,
-        *overrides: str,
-        config: str | None = None,
-        expect: int = 0,
-        ranks: int | None = None,
-    ) -> Finished:
+    def run(self, recipe: str, *overrides: str, ranks: int | None = None) -> Finished:
         """Run ``tune run RECIPE --config CONFIG key=value ...`` as a person would.
 
         Args:
             recipe: its name.
             overrides: key=value; a run without ``output_dir`` gets a fresh one.
-            config: in place of the setup's own.
-            expect: the exit status; another one fails with what was printed.
             ranks: processes that torchrun starts; None for one process without it.
         """
-        arguments, output_dir = self._arguments(recipe, overrides, config)
+        arguments, output_dir = self._arguments(recipe, overrides, None)
         launched = [] if ranks is None else ["--nproc_per_node", str(ranks)]
         command = [str(TUNE), arguments[0], *launched, *arguments[1:]]
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         done = subprocess.run(
             command,
             env=subprocess_environment(**self._environment()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            **both,
         )
-        if done.returncode != expect:
-            raise AssertionError(
-                f"exit status {done.returncode}, not {expect}, of {command}:\n{done.stdout[-6000:]}"
-            )
-        return Finished(done.returncode, done.stdout, output_dir)
+        assert done.returncode == 0, f"{command}:\n{done.stdout[-6000:]}"
+        return Finished(done.stdout, output_dir)
 
     def run_in_fork(
         self, recipe: str, *overrides: str, config: str | None = None, expect: int = 0
@@ -270,7 +256,7 @@ class SmallSetup:
             joins_streams=True,
         )
         assert status == expect, f"exit status {status} of {arguments}:\n{printed[-6000:]}"
-        return Finished(status, printed, output_dir)
+        return Finished(printed, output_dir)
 
     def run_in_process(self, recipe: str, *overrides: str, config: str | None = None) -> Finished:
         """The same command line within this process, which saves the import of torch; an error is
@@ -283,7 +269,7 @@ class SmallSetup:
             except SystemExit as ended:
                 if ended.code:
                     raise AssertionError(f"exit status {ended.code} of {arguments}") from ended
-        return Finished(0, "", output_dir)
+        return Finished("", output_dir)
 
     @property
     def base(self) -> Path:

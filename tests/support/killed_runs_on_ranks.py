@@ -28,6 +28,7 @@ from adaptive_batch.report import read_records
 
 RANKS = 2
 ENDS_WITHIN = 60.0  # seconds from a kill to the end of the last rank
+COMMAND_ENDS_WITHIN = 400.0  # seconds, after which `tune run` is ended
 TOLD_AFTER = 10.0  # seconds in which survivors are to end by themselves
 MOST_RUNS = 4  # of a way, until it was killed at all moments
 _PAUSE = 0.0005
@@ -277,14 +278,12 @@ class TuneRun:
         output: what it printed.
         kills: in their order.
         left: processes that outlived it.
-        seconds: that it took.
     """
 
     returncode: int
     output: str
     kills: list[Kill]
     left: list[int]
-    seconds: float
 
 
 def tune_run(
@@ -293,7 +292,6 @@ def tune_run(
     *overrides: str,
     restarts: int,
     act: Callable[[dict[int, int]], Kill | None],
-    timeout: float = 400.0,
 ) -> TuneRun:
     """Run the real command line.
 
@@ -304,7 +302,6 @@ def tune_run(
         restarts: that torchrun may make.
         act: called once with the ranks of each attempt as soon as they are there; returns what it
             has killed.
-        timeout: seconds after which the command is ended.
     """
     command = [
         str(TUNE),
@@ -327,7 +324,7 @@ def tune_run(
             stderr=subprocess.STDOUT,
         )
         try:
-            while process.poll() is None and time.monotonic() - begin < timeout:
+            while process.poll() is None and time.monotonic() - begin < COMMAND_ENDS_WITHIN:
                 ranks = ranks_of(folder)
                 if len(ranks) == RANKS and not seen & set(ranks.values()):
                     seen |= set(ranks.values())
@@ -338,9 +335,7 @@ def tune_run(
             process.terminate()  # torchrun passes it on
             process.wait()
     time.sleep(0.5)
-    return TuneRun(
-        process.returncode, printed.read_text(), kills, left_of(folder), time.monotonic() - begin
-    )
+    return TuneRun(process.returncode, printed.read_text(), kills, left_of(folder))
 
 
 def facts(kill: Kill) -> dict[str, Any]:

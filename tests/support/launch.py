@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from support.cli import OURS, SmallSetup, losses, weights
 from support.ranks import reserved_port
@@ -30,6 +31,8 @@ _context.set_forkserver_preload(
     ["adaptive_full_finetune", "torchtune._cli.tune", "support.components", "support.launch"]
 )
 
+TIMEOUT = 150.0  # seconds of an attempt, after which what still runs is killed
+
 
 @dataclass
 class Attempt:
@@ -38,16 +41,14 @@ class Attempt:
     Attributes:
         exit_statuses: of the ranks; None for one that had to be killed as the time was over.
         outputs: what each printed, on both streams.
-        seconds: until the last had ended.
         output_dir: where it wrote.
         spread: seconds from the end of the first to that of the last.
     """
 
     exit_statuses: list[int | None]
     outputs: list[str]
-    seconds: float
     output_dir: Path
-    spread: float = 0.0
+    spread: float
 
     @property
     def output(self) -> str:
@@ -70,11 +71,10 @@ def launch(
     *overrides: str,
     recipe: str = OURS,
     restarts: int = 0,
-    timeout: float = 150.0,
-    environment: Callable[[int], dict[str, str]] | None = None,
-    during: Callable[[list[int]], None] | None = None,
+    environment: Callable[[int], dict[str, str]] = lambda rank: {},
+    during: Callable[[list[int]], None] = lambda processes: None,
     before: str = "",
-    ends_others_after: float | None = None,
+    ends_others_after: float = TIMEOUT,
 ) -> list[Attempt]:
     """Run the recipe on ranks until it ends well or has been started again `restarts` times.
 
@@ -84,111 +84,67 @@ def launch(
         overrides: key=value; a run without ``output_dir`` gets a fresh one.
         recipe: its module.
         restarts: how often all are started again after one has failed, as ``--max-restarts``.
-        timeout: seconds for one attempt, after which what still runs is killed.
         environment: of a rank, beside torchrun's; a value of ``key=value`` pairs given as
             ``OVERRIDES`` goes to that rank alone.
         during: called in each attempt with the process numbers of the ranks, as soon as they run.
         before: the dotted path of a function without arguments that each rank calls first.
         ends_others_after: seconds after a rank has failed at which the others are told to end, as
-            torchrun tells them at once; None for never, as they are to end by themselves.
+            torchrun tells them at once; by default never, as they are to end by themselves.
     """
     arguments, output_dir = setup._arguments(recipe, overrides, None)
     attempts: list[Attempt] = []
     launch_id = uuid.uuid4().hex
     while True:
+        folder = setup.fresh_folder()
         with reserved_port() as port:
-            attempt = _attempt(
-                setup,
-                world_size,
-                arguments[2:],
-                output_dir,
-                recipe=recipe,
-                number=len(attempts),
-                launch_id=launch_id,
-                port=port,
-                timeout=timeout,
-                environment=environment or (lambda rank: {}),
-                during=during,
-                before=before,
-                ends_others_after=ends_others_after,
-            )
-        attempts.append(attempt)
-        if not any(attempts[-1].exit_statuses) or len(attempts) > restarts:
+            common = {
+                **setup._environment(),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RESTART_COUNT": str(len(attempts)),
+                "TORCHELASTIC_RUN_ID": launch_id,
+            }
+            processes = []
+            for rank in range(world_size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **environment(rank)}
+                printed = str(folder / f"{rank}.txt")
+                args = (recipe, arguments[2:], {**common, **own}, printed, before)
+                processes.append(_context.Process(target=_rank, args=args))
+            for process in processes:
+                process.start()
+            during([process.pid or 0 for process in processes])
+            spread = _wait(processes, ends_others_after)
+        statuses = [process.exitcode for process in processes]
+        for process in processes:
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+        # A file is not there yet where a rank was killed at once.
+        files = [folder / f"{rank}.txt" for rank in range(world_size)]
+        outputs = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+        attempts.append(Attempt(statuses, outputs, output_dir, spread))
+        if not any(statuses) or len(attempts) > restarts:
             return attempts
 
 
-def _attempt(
-    setup: SmallSetup,
-    world_size: int,
-    arguments: list[str],
-    output_dir: Path,
-    *,
-    recipe: str,
-    number: int,
-    launch_id: str,
-    port: int,
-    timeout: float,
-    environment: Callable[[int], dict[str, str]],
-    during: Callable[[list[int]], None] | None,
-    before: str,
-    ends_others_after: float | None,
-) -> Attempt:
-    folder = setup.fresh_folder()
-    begin = time.monotonic()
-    common = {
-        **setup._environment(),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(number),
-        "TORCHELASTIC_RUN_ID": launch_id,
-    }
-    processes = [
-        _context.Process(
-            target=_rank,
-            args=(
-                recipe,
-                arguments,
-                {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment(rank)},
-                str(folder / f"{rank}.txt"),
-                before,
-            ),
-        )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    if during is not None:
-        during([process.pid or 0 for process in processes])
-    statuses: list[int | None] = [None] * world_size
-    first = last = 0.0
-    told = False
-    while any(process.is_alive() for process in processes) and time.monotonic() - begin < timeout:
+def _wait(processes: list[Any], ends_others_after: float) -> float:
+    """Wait until all have ended or the time is over; return the seconds from the end of the first
+    to that of the last.
+    """
+    begin, first, told = time.monotonic(), 0.0, False
+    while any(process.is_alive() for process in processes) and time.monotonic() - begin < TIMEOUT:
         time.sleep(0.02)
         if not first and any(process.exitcode is not None for process in processes):
             first = time.monotonic()
         failed = any(process.exitcode for process in processes)
-        if (
-            failed
-            and not told
-            and ends_others_after is not None
-            and time.monotonic() - first > ends_others_after
-        ):
+        if failed and not told and time.monotonic() - first > ends_others_after:
             told = True
             for process in processes:
                 process.terminate()
     last = time.monotonic()
-    for rank, process in enumerate(processes):
-        statuses[rank] = process.exitcode
-        if process.exitcode is None:
-            process.kill()
-        process.join()
-    printed = [
-        folder / f"{rank}.txt" for rank in range(world_size)
-    ]  # not there yet where a rank was killed at once
-    outputs = [path.read_text(errors="replace") if path.exists() else "" for path in printed]
-    return Attempt(statuses, outputs, last - begin, output_dir, spread=last - (first or last))
+    return last - (first or last)
 
 
 def _rank(

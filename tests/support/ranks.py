@@ -70,7 +70,6 @@ def end_of_ranks(
     *arguments: Any,
     timeout: float = 120.0,
     begins_group: bool = True,
-    environment: dict[str, str] | None = None,
     context: multiprocessing.context.BaseContext = FORKED,
 ) -> list[Ended]:
     """The same where ranks may fail, hang or be killed: how each ended, by rank.
@@ -90,7 +89,6 @@ def end_of_ranks(
                     port,
                     folder,
                     begins_group,
-                    environment or {},
                 ),
             )
             for rank in range(world_size)
@@ -138,7 +136,6 @@ def _run(
     port: int,
     folder: str,
     begins_group: bool,
-    environment: dict[str, str],
 ) -> None:
     # Trials and retries collect garbage; what the server has imported need not be looked through.
     gc.freeze()
@@ -150,7 +147,6 @@ def _run(
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        **environment,
     )
     result, error = None, None
     try:

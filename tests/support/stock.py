@@ -84,7 +84,7 @@ def run_tasks(
             for rank, one in enumerate(ended)
         ]
         raise RunsFailedError("\n\n".join(said))
-    return [Finished(0, "", task.output_dir) for task in tasks]
+    return [Finished("", task.output_dir) for task in tasks]
 
 
 def resuming(setup: SmallSetup, recipe: str, begun: Finished, overrides: Sequence[str]) -> Task:
