@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -81,8 +81,8 @@ SEARCHES = ("predict", "binary", "halve")
 # Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
 # cache.
 _DRAWN_STEPS = 12
-# What is timed holds so many of the largest micro-batches, of up to so many rows, or of a step.
-_LARGEST_IN_SAMPLE = 3
+# What is timed holds so many of the largest micro-batches, or a step; of up to so many rows.
+_LARGEST_IN_SAMPLE = 2
 _MOST_ROWS = 256
 # Tokens of it, at least: the time of fewer is noise.
 _LEAST_TOKENS = 1024
@@ -511,7 +511,7 @@ class ThroughputSearch:
         of_step = self._dry_run.time(
             [partial(self._tried.try_rows, self._rows[:1]), self._tried.step]
         )
-        if of_step is None:
+        if of_step is None or not layouts:
             return None
         search = FastestSearch(
             self._time,
@@ -536,10 +536,10 @@ class ThroughputSearch:
         fills = [
             limit.amount * (1 if limit.unit == "tokens" else self._longest) for limit in largest
         ]
-        tokens = max([_LEAST_TOKENS, *(_LARGEST_IN_SAMPLE * amount for amount in fills)])
-        num_rows = bisect_right(list(accumulate(self._lengths)), tokens) + 1
-        sample = self._lengths[: max(8, num_rows)]
-        return self._in_steps(sample)
+        tokens = min(_LARGEST_IN_SAMPLE * max(fills), sum(self._lengths[: self._step_rows]))
+        so_far = list(accumulate(self._lengths))
+        num_rows = bisect_left(so_far, max(_LEAST_TOKENS, tokens)) + 1
+        return self._in_steps(self._lengths[:num_rows])
 
     def _in_steps(self, lengths: Sequence[int]) -> list[list[int]]:
         starts = range(0, len(lengths), self._step_rows)
