@@ -29,7 +29,7 @@ from .resumed_run import ResumedRun
 # First stages, and last ones, that are shown where not all fit on a screen.
 SHOWN = 10
 
-_Rates = tuple[Mapping[str, float], Mapping[str, float]]
+_Rates = Sequence[Mapping[str, float]]
 
 
 @dataclass
@@ -139,7 +139,7 @@ class TrainingPreview:
                     batch_size=batches.batch_size,
                 )
             first, *_ = [*sizes, batches.batch_size]
-            same_answers({f"batch_increase_function in epoch {first_epoch}": first})
+            same_answers({"batch_increase_function": first})
 
     def look_ahead(self) -> TrainingAhead:
         """Walk through what is left of training, now that it is known what fits.
@@ -218,7 +218,23 @@ class TrainingPreview:
             return rate.apply(replace(step.progress, pace=step.epoch.pace), batch=batch)
 
         stages = shown(ahead.stages)
-        ends = [(rates(stage.first), rates(stage.last)) for stage in stages]
+        by_step: dict[int, dict[str, float]] = {}
+        if settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay:
+            # Such a clock keeps where the warm-up ended, which only all steps show.
+            numbers = {at.progress.steps for stage in stages for at in (stage.first, stage.last)}
+            with RandomState(self._job.device):
+                walk = batches.ahead(settings.epochs, plans=True)
+                for _, steps in groupby(walk, key=lambda step: step.progress.epoch):
+                    # An epoch has its pace once the walk has left it.
+                    for step in [*steps]:
+                        values = rates(step)
+                        if step.progress.steps in numbers:
+                            by_step[step.progress.steps] = values
+
+        ends = [
+            [by_step.get(at.progress.steps) or rates(at) for at in (stage.first, stage.last)]
+            for stage in stages
+        ]
         notes = [*self._notes]
         if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
