@@ -288,8 +288,8 @@ class RealRun:
         elif combination.task == "DPO":
             row = job.task.made_up_row(length)
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
-        self.data.dataset._measured = torch.tensor([[length, length, 400]]).expand(
-            len(self.data.dataset), 3
+        self.data.dataset._measured = torch.tensor([[length, length, 400, 0]]).expand(
+            len(self.data.dataset), 4
         )
         self.trainer = Trainer.load(job, self.data, RandomWeights(job), Sizers.of(job, self.data))
 

@@ -171,7 +171,7 @@ def train(run: StackRun) -> Outcome:
     row_of = job.task.made_up_row
     lengths = run.lengths
     data = Data(job, [row_of(length) for length in lengths], packed=False)
-    data.dataset._measured = torch.tensor([[length, length, 1] for length in lengths])
+    data.dataset._measured = torch.tensor([[length, length, 1, 0] for length in lengths])
     sizer = HeldSizer(
         MicroBatchLimit(max(map(len, run.steps), default=1)),
         layout=data.configured_layout,
