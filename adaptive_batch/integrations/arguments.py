@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -15,7 +17,7 @@ from torch.utils.data import IterableDataset
 from adaptive_batch._util import check_choice, check_headroom, count, instance_of
 from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import check_device_memory
+from adaptive_batch.memory import check_device_memory, is_out_of_memory
 from adaptive_batch.schedules import RULES
 from adaptive_batch.training import (
     AdaptiveStep,
@@ -43,6 +45,17 @@ _MOST_ROWS = 4096
 
 def _one(batch: Any) -> int:
     return 1
+
+
+@contextmanager
+def naming_fix(fix: str) -> Iterator[None]:
+    """Add a fix to the out-of-memory error of an evaluation that is not split."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(f"{error}; {fix}") from error
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,10 @@ Clipping, precision, accumulation, loggers and checkpoints stay Lightning's.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
-from itertools import islice
-from types import FunctionType, MethodType
 from typing import Any
 
 import lightning
@@ -23,30 +19,26 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.distributed import Replicas
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import RandomState, check_segments, expand_segments_in_script
-from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
+from adaptive_batch.memory import check_segments, expand_segments_in_script
+from adaptive_batch.training import AdaptiveStep, Part
 
-from .arguments import TERMS, AdaptiveArguments
+from .arguments import TERMS, AdaptiveArguments, naming_fix
 from .part_logs import over_parts
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
 # Makes what Lightning runs of a batch; a private name of its loop, replaced while it trains.
 _MAKES_CLOSURE = "_make_closure"
-# Steps of the strategy without gradients.
+# Steps of the strategy that are not split: what they log need not be a mean over rows.
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # What follows the name and the value.
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
-# In objects of these types no step counts, nor in containers of more items.
-_NOT_COUNTED_IN = (nn.Module, Trainer, type, FunctionType, MethodType)
-_MOST_ITEMS = 64
 # Reductions of metrics that are no mean over rows.
 _OF_METRICS: dict[type, str] = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
 
@@ -64,10 +56,6 @@ class AdaptiveCallback(Callback):
     all of them have run; metrics of torchmetrics in the module have counted each row once. Neither
     counts trials and failed attempts. Outputs beside the loss are joined where they have a row for
     each row of the part; of others the last part's are kept.
-
-    A batch of ``validation_step``, ``test_step`` or ``predict_step`` that runs out of memory runs
-    again in parts too, on that rank alone. Its results are checked, and refused where they cannot
-    be those of the batch.
 
     Args:
         adaptive: how steps are run; None for :class:`AdaptiveArguments` as it is.
@@ -88,15 +76,12 @@ class AdaptiveCallback(Callback):
         self.step: AdaptiveStep | None = None
         # The batch that is run now.
         self._batch: _Batch | None = None
-        # By the names of their steps.
-        self._evaluations: dict[str, EvaluationParts] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_segments(trainer.strategy.root_device)
-        self._evaluations.clear()
         for name in _EVALUATIONS:
-            step = getattr(trainer.strategy, name)
-            vars(trainer.strategy)[name] = partial(self._evaluate, trainer, name, step)
+            naming = naming_fix(f"{name} runs whole batches: lower batch_size of its DataLoader")
+            vars(trainer.strategy)[name] = naming(getattr(trainer.strategy, name))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
@@ -132,42 +117,9 @@ class AdaptiveCallback(Callback):
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             replicas = Replicas(trainer.strategy.model)
             replicas.begin_step()
-            # From here on no forward waits for another rank.
+            # DDP gives all ranks the buffers of rank zero in its own forward, which was left out.
             with replicas.micro_batch(evaluates=True):
                 pass
-
-    def _evaluate(
-        self, trainer: Trainer, name: str, step: Callable[..., Any], batch: Any, *arguments: Any
-    ) -> Any:
-        """Run a step without gradients on a batch, in parts that fit; return its output."""
-        module = trainer.lightning_module
-        marks = _marks(vars(module))
-        evaluated = _EvaluatedBatch(trainer, lambda part: step(part, *arguments))
-        evaluation = self._evaluation_of(trainer, name)
-        results, weights = evaluation.run(
-            batch,
-            evaluated.forward,
-            snapshot=evaluated.snapshot,
-            state=partial(_counted, module),
-        )
-        if len(weights) > 1:
-            for key, mark in _marks(vars(module)).items():
-                if marks.get(key) != mark:
-                    raise evaluation.cannot_split(f"{name} sets self.{key}")
-        return evaluated.log(results)
-
-    def _evaluation_of(self, trainer: Trainer, name: str) -> EvaluationParts:
-        if name not in self._evaluations:
-            self._evaluations[name] = EvaluationParts(
-                trainer.lightning_module,
-                split=self.adaptive.split,
-                num_labels=self.adaptive.num_labels,
-                is_exact=trainer.precision == "32-true",
-                must_check=True,
-                fix=f"lower batch_size of the DataLoader of {name}",
-                options=self.adaptive.options,
-            )
-        return self._evaluations[name]
 
     def _run_batch(self, trainer: Trainer, batch: _Batch) -> ClosureResult:
         """Clear the gradients where they are to be, and leave those of a batch; return its loss."""
@@ -212,10 +164,7 @@ class AdaptiveCallback(Callback):
         )
 
 
-# A value, the metric of which it is, and all that was given.
 _Logged = tuple[Any, Metric | None, dict[str, Any]]
-# By name, in turn.
-_Calls = list[tuple[str, _Logged]]
 
 
 @dataclass(frozen=True)
@@ -227,7 +176,7 @@ class _Result:
         weight: weight of what it logged.
         loss: its share of the loss.
         outputs: other outputs.
-        logged: values by name.
+        logged: by name, the value, the metric of which it is, and all that was given.
     """
 
     num_rows: int
@@ -289,15 +238,15 @@ class _Batch:
         return result
 
     def _run(self, part: Part) -> _Result:
-        calls: _Calls = []
+        logged: dict[str, _Logged] = {}
         weight = part.num_rows if self._is_sum else part.share
-        with _logs_into(calls, self._module):
+        with _logs_into(logged, self._module):
             result = self._loop._training_step({**self._kwargs, "batch": part.batch})
             loss: torch.Tensor | None = result.closure_loss
             # Without the graph, which would keep the part's memory.
             outputs = recursive_detach(result.extra)
             if loss is None:
-                return _Result(part.num_rows, weight, None, outputs, dict(calls))
+                return _Result(part.num_rows, weight, None, outputs, logged)
             # One part has Lightning's own bits.
             if part.share != 1.0 and not self._is_sum:
                 loss = loss * part.share
@@ -307,7 +256,7 @@ class _Batch:
             elif self._backward is not None:
                 with self._without_after_backward(part):
                     self._backward(loss)
-        return _Result(part.num_rows, weight, loss.detach(), outputs, dict(calls))
+        return _Result(part.num_rows, weight, loss.detach(), outputs, logged)
 
     def _without_after_backward(self, part: Part) -> AbstractContextManager[object]:
         """Leave out the hooks after backward until the gradients of the batch are whole."""
@@ -317,73 +266,6 @@ class _Batch:
             self._module.trainer.precision_plugin,
             post_backward=lambda loss, module: loss.detach(),
         )
-
-
-class _EvaluatedBatch:
-    """A batch that Lightning evaluates, by parts; what they log and append waits for the others.
-
-    Args:
-        trainer: trainer that evaluates.
-        step: function that runs a part.
-    """
-
-    def __init__(self, trainer: Trainer, step: Callable[[Any], Any]) -> None:
-        self._module: LightningModule = trainer.lightning_module
-        self._device = trainer.strategy.root_device
-        self._step = step
-        # Of each part.
-        self._calls: list[_Calls] = []
-
-    def forward(self, part: Any) -> dict[str, Any]:
-        """Return the output of a part, what it has logged, and what it has appended to lists."""
-        calls: _Calls = []
-        self._calls.append(calls)
-        lists = self._lists()
-        with _logs_into(calls, self._module):
-            output = self._step(part)
-        logged: dict[str, list[Any]] = {}
-        for name, (value, metric, keywords) in calls:
-            # Lightning computes the value of an epoch from a metric's state.
-            if metric is not None and not keywords.get("on_step"):
-                value = 0.0
-            if isinstance(value, torch.Tensor):
-                value = value.squeeze()
-            logged.setdefault(name, []).append(value)
-        appended = {name: own[size:] for name, own, size in lists}
-        for _, own, size in lists:
-            del own[size:]
-        return {"output": output, "logged": logged, "appended": appended}
-
-    def snapshot(self) -> Callable[[], None]:
-        """Return the function that takes back what parts have done since."""
-        num_calls = len(self._calls)
-        lists = self._lists()
-        metrics = _MetricStates(self._module)
-        random_state = RandomState(self._device)
-
-        def restore() -> None:
-            del self._calls[num_calls:]
-            for _, own, size in lists:
-                del own[size:]
-            metrics.restore()
-            random_state.restore()
-
-        return restore
-
-    def log(self, results: Mapping[str, Any]) -> Any:
-        """Log and append what the parts have come to; return their output."""
-        values = {name: iter(own) for name, own in results["logged"].items()}
-        for calls in zip(*self._calls, strict=True):
-            name, _ = calls[0]
-            _log_once(self._module, name, next(values[name]), [given for _, given in calls])
-        for name, entries in results["appended"].items():
-            vars(self._module)[name].extend(entries)
-        return results["output"]
-
-    def _lists(self) -> list[tuple[str, list[Any], int]]:
-        """Return the lists that the module has as attributes, and their lengths now."""
-        attributes = vars(self._module).items()
-        return [(name, own, len(own)) for name, own in attributes if isinstance(own, list)]
 
 
 def _loop(trainer: Trainer) -> Any:
@@ -417,44 +299,6 @@ class _MetricStates:
             vars(metric).update(attributes | _copied(state))
 
 
-def _counted(module: LightningModule) -> dict[str, torch.Tensor]:
-    """Return what the metrics in a module have counted rows into."""
-    counted = {}
-    for name, metric in module.named_modules():
-        if not isinstance(metric, Metric):
-            continue
-        if isinstance(metric, MaxMetric | MinMetric):
-            # An extreme of batches need not show another one of parts.
-            counted[f"{name}.update_count"] = torch.tensor(float(metric.update_count))
-        for key, state in metric.metric_state.items():
-            if isinstance(state, list):
-                tensors = [entry for entry in state if isinstance(entry, torch.Tensor)]
-                size = sum(map(torch.numel, tensors)) or len(state)
-                counted[f"{name}.{key}, its size"] = torch.tensor(float(size))
-                state = torch.tensor([float(tensor.sum()) for tensor in tensors]).sum()
-            counted[f"{name}.{key}"] = state.to("cpu", torch.float64, copy=True)
-    return counted
-
-
-def _marks(attributes: Mapping[str, Any], *, depth: int = 0) -> dict[str, Any]:
-    """Return marks that differ once a module's attributes are set, or those of its objects."""
-    marks: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if isinstance(value, torch.Tensor):
-            # Tensors of an inference count no changes.
-            marks[key] = id(value), value.sum() if value.is_inference() else value._version
-        elif isinstance(value, int | float | str):
-            marks[key] = value
-        elif isinstance(value, list | set | deque):
-            items = [*islice(value, _MOST_ITEMS)]
-            marks[key] = len(value), [item for item in items if isinstance(item, int | float)]
-        elif isinstance(value, dict) and depth < 2 and len(value) <= _MOST_ITEMS:
-            marks[key] = _marks(value, depth=depth + 1)
-        elif hasattr(value, "__dict__") and not depth and not isinstance(value, _NOT_COUNTED_IN):
-            marks[key] = _marks(vars(value), depth=2)
-    return marks
-
-
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else [*value]
@@ -463,7 +307,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _logs_into(calls: _Calls, module: LightningModule) -> Iterator[None]:
+def _logs_into(logged: dict[str, _Logged], module: LightningModule) -> Iterator[None]:
     """Inside, what a module logs waits for the other parts."""
 
     def log(name: str, value: Any, *arguments: Any, **given: Any) -> None:
@@ -474,7 +318,7 @@ def _logs_into(calls: _Calls, module: LightningModule) -> Iterator[None]:
             value = metric._forward_cache
         if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
             value = value.detach()
-        calls.append((name, (value, metric, keywords)))
+        logged[name] = value, metric, keywords
 
     with replaced(module, log=log):
         yield
@@ -496,20 +340,14 @@ def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
                 [result.weight for result in of_parts],
                 getattr(reduction, "__name__", reduction),
             )
-            _log_once(module, name, value, [result.logged[name] for result in of_parts])
-
-
-def _log_once(module: LightningModule, name: str, value: Any, of_parts: Sequence[_Logged]) -> None:
-    """Log a value of all parts, with what they have given."""
-    *_, (_, metric, keywords) = of_parts
-    if metric is not None:
-        # What Lightning logs of a step; it computes the value of an epoch from the state.
-        metric._forward_cache = value
-        value = metric
-    if keywords.get("batch_size") is not None:
-        num_rows = sum(given["batch_size"] for *_, given in of_parts)
-        keywords = keywords | {"batch_size": num_rows}
-    module.log(name, value, **keywords)
+            if metric is not None:
+                # What Lightning logs of a step; it computes the value of an epoch from the state.
+                metric._forward_cache = value
+                value = metric
+            if keywords.get("batch_size") is not None:
+                num_rows = sum(each["batch_size"] for each in given)
+                keywords = keywords | {"batch_size": num_rows}
+            module.log(name, value, **keywords)
 
 
 def _joined(results: Sequence[_Result]) -> dict[str, Any]:

@@ -45,7 +45,6 @@ _ROWS = 2
 # Other ways in which the numbers of parts become that of the batch; the first three are means,
 # weighted by a column of the counts.
 _SUM = 3
-_EXTREMES: dict[int, Callable[[Any], Any]] = {4: min, 5: max}
 # Differences of numbers that rounding may cause, as shares of them.
 _TOLERANCE_FLOAT32 = 1e-3
 _TOLERANCE = 1.5e-2
@@ -102,8 +101,7 @@ class EvaluationParts:
             RowSplitter(trims=False) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
-        # Lightning evaluates modules without parameters too.
-        self._parameter: torch.Tensor = next(model.parameters(), torch.empty(0))
+        self._parameter = next(model.parameters())
         self._memory = options.memory or device_memory(
             self._parameter.device, shared_by=distributed.local_world_size()
         )
@@ -127,7 +125,6 @@ class EvaluationParts:
         self._all_weights = [0, 1, _ROWS, _SUM] if is_shifted else [1, 0, _ROWS, _SUM]
         if is_sum:
             self._all_weights.reverse()
-        self._all_weights += _EXTREMES
         # Of each number, those that no check has excluded.
         self._weights: dict[str, list[int]] = {}
         self._num_splits = 0
@@ -139,7 +136,6 @@ class EvaluationParts:
         *,
         prepare: Callable[[Any], Any] = lambda batch: batch,
         snapshot: Callable[[], Callable[[], object]],
-        state: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> tuple[Results, list[float]]:
         """Return the results of a batch, and the weight of each part that has run.
 
@@ -148,7 +144,6 @@ class EvaluationParts:
             forward: function that returns the results of the batch as it is, or of a prepared part.
             prepare: function that makes of the batch what is split.
             snapshot: function that returns the function which puts everything back as it is now.
-            state: function that returns what rows have been counted into.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory, or the results of parts are not those
@@ -190,7 +185,7 @@ class EvaluationParts:
                     if rows is None:
                         results = forward(batch), [1.0]
                     else:
-                        results = self._run_parts(rows, forward, snapshot, state)
+                        results = self._run_parts(rows, forward, snapshot)
         return results
 
     def _run_parts(
@@ -198,7 +193,6 @@ class EvaluationParts:
         rows: BatchSource,
         forward: Callable[[Any], Results],
         snapshot: Callable[[], Callable[[], object]],
-        state: Callable[[], Mapping[str, torch.Tensor]],
     ) -> tuple[Results, list[float]]:
         pieces = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
         self._retry.set_suspects([MicroBatch([*piece], rows.width) for piece in pieces])
@@ -209,7 +203,7 @@ class EvaluationParts:
         joined, is_open = self._join(results, counts)
         # Also while the weights that a check has left give different numbers.
         if self._num_splits & (self._num_splits - 1) == 0 or (self._weights and is_open):
-            self._check(rows, pieces[0], forward, snapshot, state)
+            self._check(rows, pieces[0], forward, snapshot)
             joined, _ = self._join(results, counts)
         weight, *_ = self._weights.get("loss", self._all_weights)
         # Metrics of rows whose losses are added up are means over rows.
@@ -240,7 +234,6 @@ class EvaluationParts:
         piece: Sequence[int],
         forward: Callable[[Any], Results],
         snapshot: Callable[[], Callable[[], object]],
-        state: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """Compare the results of a part with those of its halves.
 
@@ -253,12 +246,9 @@ class EvaluationParts:
         undo = snapshot()
         random_state = RandomState(self._memory.device)
         middle = len(piece) // 2
-        before = state()
         (whole,), _ = self._run_each(rows, [piece], forward)
-        after = state()
         undo()
         halves, counts = self._run_each(rows, [piece[:middle], piece[middle:]], forward)
-        after_halves = state()
         draws = random_state.changed()
         random_state.restore()
         undo()
@@ -277,12 +267,6 @@ class EvaluationParts:
             ):
                 form = tuple(value.shape)
                 raise self.cannot_split(f"a row's {name} of {form} depend on others")
-        for name, counted in after.items():
-            difference = (after_halves[name] - counted).norm()
-            added = (counted - before[name]).norm()
-            is_same = torch.equal(after_halves[name], counted)
-            if not is_same and not difference <= _OTHER_OUTPUTS * added:
-                raise self.cannot_split(f"{name} counts batches, or values of whole batches")
 
     def _check_weights(
         self, name: str, whole: Any, parts: Sequence[Any], counts: Sequence[_Counts]
@@ -363,9 +347,7 @@ class EvaluationParts:
     ) -> dict[int, Any]:
         """Return the number of all parts by each weight that is left."""
         return {
-            weight: _EXTREMES[weight](values)
-            if weight in _EXTREMES
-            else sum(
+            weight: sum(
                 factor * value
                 for factor, value in zip(_factors(weight, counts), values, strict=True)
                 if factor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -15,10 +14,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from torchmetrics.functional.classification import multiclass_f1_score
 
 from adaptive_batch import SettingError
-from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError
+from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
 
 NUM_ROWS = 26
@@ -399,108 +397,33 @@ def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_
     assert (own_weights - weights).abs().max() < 2e-3
 
 
-class Evaluates(Module):
-    """Evaluates in the ways that a module may, and runs out of memory for more rows than fit."""
-
-    def __init__(self, limit=None, also=lambda module, loss, logits, targets: None):
-        super().__init__(limit=limit)
-        self.f1, self.accuracy = MulticlassF1Score(4), MulticlassAccuracy(4, average="micro")
-        self.mean, self.highest = MeanMetric(), MaxMetric()
-        self.meter = SimpleNamespace(total=0.0)
-        self.seen, self.results = [], []
-        self.also = also
-
-    def run_out(self, inputs):
-        if self.limit and len(inputs) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
+class EvaluatesTooMuch(Module):
+    """Runs out of memory in an evaluation."""
 
     def validation_step(self, batch, batch_idx):
-        inputs, targets = batch
-        # Of a failed attempt these must not count.
-        self.log("begun", 1.0)
-        self.seen.append({"targets": targets})
-        logits = self.layers(inputs)
-        self.f1(logits, targets)
-        self.run_out(inputs)
-        loss = cross_entropy(logits, targets)
-        self.accuracy(logits, targets)
-        self.log("loss", loss)
-        self.log("rows", len(inputs), reduce_fx="sum", batch_size=len(inputs))
-        self.log("largest", logits.max(), reduce_fx="max")
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-        self.log("f1", self.f1)
-        self.also(self, loss, logits, targets)
-        return {"loss": loss, "logits": logits}
+        torch.empty(TOO_MUCH, dtype=torch.uint8)
 
-    def on_validation_batch_end(self, outputs, batch, batch_idx):
-        self.results.append(outputs)
-
-    test_step = validation_step
-
-    def predict_step(self, batch, batch_idx):
-        inputs, _ = batch
-        self.run_out(inputs)
-        return self.layers(inputs)
+    test_step = predict_step = validation_step
 
 
-def evaluated(kind, module, folder, *callbacks):
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-    )
-    return trainer, getattr(trainer, kind)(module, DataLoader(rows(), batch_size=8))
-
-
-@pytest.mark.parametrize("kind", ["validate", "test", "predict"])
-@pytest.mark.parametrize("limit", [None, 3])
-def test_an_evaluation_in_parts_has_the_results_of_lightnings_own(tmp_path, kind, limit):
-    whole, parts = Evaluates(), Evaluates(limit)
-    trainer, expected = evaluated(kind, whole, tmp_path)
-    own_trainer, found = evaluated(kind, parts, tmp_path, AdaptiveCallback())
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if limit else {"rtol": 0, "atol": 0}
-    for ours, plain in (
-        (found, expected),
-        (parts.results, whole.results),
-        (parts.seen, whole.seen),
-        (own_trainer.logged_metrics, trainer.logged_metrics),
-    ):
-        torch.testing.assert_close(ours, plain, **tolerance)
-    assert "validation_step" not in vars(own_trainer.strategy)
-
-
-def log_f1(module, loss, logits, targets):
-    module.log("f1 of a batch", multiclass_f1_score(logits, targets, 4))
-
-
-def count(module, loss, logits, targets):
-    module.meter.total += loss.item()
-
-
-def log_sometimes(module, loss, logits, targets):
-    if targets[0] == rows()[0][1]:
-        module.log("loss", loss)
-
-
-@pytest.mark.parametrize(
-    ("also", "limit", "problem"),
-    [
-        (log_f1, 4, r"the logged\.f1 of a batch\[0\] is not a mean or a sum"),
-        (count, 4, r"validation_step sets self\.meter"),
-        (lambda module, loss, *_: module.mean(loss), 4, r"mean\..* counts batches"),
-        (lambda module, loss, *_: module.highest(loss), 4, r"highest\..* counts batches"),
-        (log_sometimes, 4, "parts have results of different forms"),
-        (lambda module, *_: torch.rand(()), 4, "cannot be checked, as it draws random numbers"),
-        (lambda *_: None, 1, "cannot be checked, as no two rows fit at once"),
-    ],
-)
-def test_results_that_are_not_those_of_the_batch_are_refused_with_the_fix(
-    tmp_path, also, limit, problem
+def test_an_evaluation_that_runs_out_of_memory_names_the_fix_and_leaves_lightning_as_it_was(
+    tmp_path,
 ):
-    fix = "lower batch_size of the DataLoader of validation_step"
-    with pytest.raises(DoesNotFitError, match=f"{problem}.*{fix}"):
-        evaluated("validate", Evaluates(limit, also), tmp_path, AdaptiveCallback())
+    loader = DataLoader(rows(), batch_size=8)
+    for kind, step in (
+        ("validate", "validation_step"),
+        ("test", "test_step"),
+        ("predict", "predict_step"),
+    ):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+            callbacks=[AdaptiveCallback()],
+        )
+        fix = f"{step} runs whole batches: lower batch_size of its DataLoader"
+        with pytest.raises(torch.OutOfMemoryError, match=fix):
+            getattr(trainer, kind)(EvaluatesTooMuch(), loader)
+        assert step not in vars(trainer.strategy)
