@@ -180,17 +180,18 @@ def largest_rows(lengths: torch.Tensor, other_bytes: torch.Tensor) -> list[int]:
 
 
 def count_other_bytes(row: Any) -> int:
-    """Return the bytes of the tensors and arrays of a row that are no numbers of tokens: those of
-    fractions or of several dimensions, such as images.
+    """Return the bytes of the tensors, arrays and lists of a row that are no numbers of tokens:
+    those of fractions, of several dimensions or of uint8, such as images.
     """
     if hasattr(row, "nbytes") and hasattr(row, "dtype"):
-        is_text = row.ndim < 2 and "float" not in str(row.dtype)
+        is_text = row.ndim < 2 and "float" not in str(row.dtype) and "uint8" not in str(row.dtype)
         return 0 if is_text else int(row.nbytes)
     if isinstance(row, Mapping):
         return sum(map(count_other_bytes, row.values()))
-    if isinstance(row, list | tuple) and row and not isinstance(row[0], int | float | str):
-        return sum(map(count_other_bytes, row))
-    return 0
+    if not isinstance(row, list | tuple) or not row or isinstance(row[0], int | str):
+        return 0
+    # As float32, which a collate function makes of them.
+    return 4 * len(row) if isinstance(row[0], float) else sum(map(count_other_bytes, row))
 
 
 def mean_rows(num_tokens: int, lengths: torch.Tensor) -> int:

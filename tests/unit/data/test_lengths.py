@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from adaptive_batch.data import DatasetAdapter, largest_rows, longest_rows, measure_rows
+from adaptive_batch.data import (
+    DatasetAdapter,
+    count_other_bytes,
+    largest_rows,
+    longest_rows,
+    measure_rows,
+)
 from adaptive_batch.data import lengths as lengths_module
 from adaptive_batch.errors import SettingError
 
@@ -333,3 +339,15 @@ def test_a_loader_given_as_a_dataset_is_refused_with_what_to_give():
         SettingError, match=r"DataLoader': .* give its dataset, loader\.dataset, and"
     ):
         DatasetAdapter(loader, None)
+
+
+def test_the_bytes_beside_text_are_those_of_pictures_in_any_form():
+    text = {"input_ids": [1, 2, 3], "labels": torch.tensor([1, 2, 3]), "name": "a"}
+    assert count_other_bytes(text) == 0
+    for pixels, size in (
+        (torch.zeros(3, 4, 4), 192),
+        (torch.zeros(48, dtype=torch.uint8), 48),
+        (torch.zeros(3, 4, 4).tolist(), 192),
+        ([torch.zeros(3, 4, 4), torch.zeros(3, 2, 2)], 240),
+    ):
+        assert count_other_bytes({**text, "pixels": pixels}) == size
