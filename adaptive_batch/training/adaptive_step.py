@@ -45,7 +45,7 @@ from .model_checks import (
     is_compiled,
     is_replicated,
 )
-from .options import StepOptions, Terms
+from .options import REMEDIES, StepOptions, Terms
 from .part_step import PartStep
 from .parts import Part, SplitBatch
 from .sizing import ConfiguredSize, MicroBatchSizer
@@ -58,11 +58,6 @@ if TYPE_CHECKING:
     from adaptive_batch.estimate import FakeDevice, MemoryEstimate
 
 log = logging.getLogger("adaptive_batch")
-
-REMEDIES = (
-    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less"
-    " state or a chunked loss, or allow more memory"
-)
 
 
 class AdaptiveStep:

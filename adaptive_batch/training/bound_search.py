@@ -69,6 +69,7 @@ from adaptive_batch.probe import (
 from .compilations import Compilation, Compilations, any_number_of_variants, describe_all
 from .gradients import OtherLeaves, SavedGradients
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
+from .options import REMEDIES
 from .sizing import MicroBatchSizer
 from .splitters import RowSplitter
 from .step import Step
@@ -740,7 +741,7 @@ def find_max_batch_size(
     check_bool("accumulates", accumulates)
     reshard(model)
     expand_segments_in_script(next(model.parameters()).device)
-    engine = Step(model, MicroBatchSizer())
+    engine = Step(model, MicroBatchSizer(), remedies=REMEDIES)
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
         # Gradients that are not reduced are not the parameters' yet.

@@ -26,6 +26,13 @@ _OF_LOOP = {
 }
 
 
+# What lets a row fit.
+REMEDIES = (
+    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less"
+    " state or a chunked loss, or allow more memory"
+)
+
+
 @dataclass(frozen=True)
 class Terms:
     """Names of the caller's API, for errors.

@@ -38,7 +38,7 @@ from adaptive_batch.schedules import (
 
 
 class AdaptiveRate:
-    """Sets the learning rate of each step, and what else follows the batch, for that step alone.
+    """Scales the learning rate, beta2 and the weight decay of each step by its batch.
 
     The rate of a step is base x schedule(clock) x rule(batch / reference). The optimizer holds it
     during ``optimizer.step()`` alone, and the unscaled rate, base x schedule(clock), at any other
