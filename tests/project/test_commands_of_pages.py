@@ -136,8 +136,9 @@ def test_the_demo_shows_all_that_it_promises_in_few_lines(folder):
     passed_over = runpy.run_path(str(ROOT / "examples" / "demo" / "__main__.py"))["PASSED_OVER"]
     printed = (folder / "adaptive_batch_demo" / "tuned.log").read_text().splitlines()
     shown = [line for line in printed if line.strip() and not passed_over.match(line)]
-    # Beside these are the 15 lines of the demo itself.
-    assert len(shown) <= 45
+    # Beside these are the 15 lines of the demo itself. A second demo says three lines more: of the
+    # earlier run, of the lengths that are known, and of the bound that is tried again.
+    assert len(shown) <= 48
     text = "\n".join(shown)
     (bound,) = re.findall(r"max_batch_size: (\d+)", text)
     for promise in (" packed ", "fastest: ", "16 -> 20", f"cut to the bound {bound}", "rule sqrt"):
