@@ -37,10 +37,10 @@ log = logging.getLogger("adaptive_batch")
 
 
 class NoSizer:
-    """What fits where no step says so: a number of rows that rules may not pass, or anything.
+    """Stands for a sizer where no step gives one: rules may not pass a number of rows, or none.
 
     Args:
-        maximum: that number; None for anything.
+        maximum: the number; None for none.
         batch_tokens: tokens of a step on one device; None where it holds rows.
     """
 

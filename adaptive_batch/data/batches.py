@@ -41,11 +41,10 @@ Event = Callable[..., object]
 
 
 class Sizer(Protocol):
-    """What one micro-batch may hold, where so many rows run at once if they fit; and how its rows
-    lie in it.
+    """Limit and layout of a micro-batch.
 
-    `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
-    `waits_for_search` says whether what fits has to be found before anything can run.
+    `max_batch_size` is the most rows that were tried and fit; None before a search.
+    `waits_for_search` is true while a search has to find the limit before a step can run.
     """
 
     max_batch_size: int | None
@@ -111,7 +110,7 @@ class StepAhead(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """What is requested for it on one device, in rows or tokens."""
+        """Batch that is requested for the step on one device, in rows or tokens."""
         return self.progress.batch
 
     @property
@@ -207,7 +206,7 @@ class Batches(Sampler[list[int]]):
 
     @property
     def progress(self) -> Progress:
-        """What training has consumed: the steps that are done; with the pace of the epoch."""
+        """Progress after the steps that are done, with the pace of the epoch."""
         pace = self.pace
         if self._progress.pace is not pace:
             self._progress = replace(self._progress, pace=pace)
@@ -291,7 +290,7 @@ class Batches(Sampler[list[int]]):
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now."""
+        """Current limit of a micro-batch."""
         return self.sizer.limit(self.batch_size)
 
     def maximum(self) -> int | None:
@@ -448,11 +447,11 @@ class Batches(Sampler[list[int]]):
         self._go_to(replace(self._progress, steps=steps))
 
     def take_batch(self, batch_size: int) -> None:
-        """Take the batch size that a search has found, or the user has set."""
+        """Set the batch size, as a search has found it or the user gives it."""
         self.batch_size = batch_size
 
     def begin_with(self, batch_size: int) -> None:
-        """Take the batch that training begins with."""
+        """Set the batch size that training begins with."""
         self.batch_size = self.first_batch_size = batch_size
         self._reference = self._pace = None
 
@@ -516,7 +515,7 @@ class Batches(Sampler[list[int]]):
 
     @property
     def pace(self) -> Pace:
-        """What the clock of the rate counts by in the current epoch."""
+        """Pace of the rate's clock in the current epoch."""
         if self._pace is None:
             self._pace = self.pace_of(None)
         return self._pace
@@ -713,7 +712,7 @@ class Batches(Sampler[list[int]]):
         return balance_by_rows(len(numbers), ranks)[rank]
 
     def count_tokens(self, tokens: int) -> None:
-        """Take the real tokens, over all ranks, of the step that was handed out last."""
+        """Set the real tokens, over all ranks, of the step that was handed out last."""
         self._ahead[-1] = self._ahead[-1]._replace(tokens=tokens)
 
     @property
@@ -769,5 +768,5 @@ class Batches(Sampler[list[int]]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the current epoch has no step left."""
+        """Return whether the current epoch has no step left."""
         return self._epoch.is_over(self._progress)

@@ -129,7 +129,7 @@ class Batching(Sampling):
 
     @property
     def depends_on_lengths(self) -> bool:
-        """Whether the lengths of the rows decide which rows a step has."""
+        """Return whether the lengths of the rows decide which rows a step has."""
         return bool(self.batch_tokens) or self.sample_order == "seqlen"
 
     @property

@@ -104,7 +104,7 @@ class DatasetAdapter(Dataset[Any]):
 
     @property
     def are_alike(self) -> bool:
-        """Whether all rows have one length, so that none is read to measure it."""
+        """Return whether all rows have one length, so that none is read to measure it."""
         return isinstance(self._row_length, int)
 
     @property

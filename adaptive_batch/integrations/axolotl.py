@@ -1,8 +1,10 @@
 """Axolotl's trainers, whose steps run in parts that fit.
 
-plugins:
-  - adaptive_batch.integrations.axolotl.AdaptivePlugin
-adaptive_micro_batch_tokens: auto
+In the configuration::
+
+    plugins:
+      - adaptive_batch.integrations.axolotl.AdaptivePlugin
+    adaptive_micro_batch_tokens: auto
 """
 
 from __future__ import annotations

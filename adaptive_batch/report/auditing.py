@@ -29,7 +29,7 @@ _DROPPED = 2
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run log proves.
+    """Proof of a run log.
 
     Attributes:
         lines: aligned text, the verdict last.
@@ -41,8 +41,8 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether each row was used exactly once in each epoch, or is recorded as left out, and
-        nothing in the log contradicts it.
+        """Return whether each row was used exactly once in each epoch, or is recorded as left out,
+        and nothing in the log contradicts it.
         """
         return not self.problems
 

@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(eq=False)
 class Run:
-    """What a run has recorded, across all its restarts.
+    """Records of a run, across all its restarts.
 
     Attributes:
         name: as its first start recorded it.

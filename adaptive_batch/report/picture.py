@@ -100,7 +100,7 @@ class _Series:
 
 @dataclass
 class RunData:
-    """What is drawn of a run.
+    """Records of a run that are drawn.
 
     Attributes:
         entries: records that count, but for starts and out-of-memory errors, which always do.

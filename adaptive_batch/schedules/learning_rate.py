@@ -265,7 +265,7 @@ def prepare_scaled(optimizer: Optimizer, names: Mapping[str, str]) -> None:
 
 
 def _is_low_bit(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torchao's, whose states may have few bits."""
+    """Return whether an optimizer is one of torchao's, whose states may have few bits."""
     return hasattr(optimizer, "_subclass_zeros")
 
 

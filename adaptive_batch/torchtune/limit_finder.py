@@ -1,4 +1,4 @@
-"""What fits at once in a run: searched for before training, and again for longer rows."""
+"""Search for the limits of a run: before training, and again for longer rows."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the fastest micro-batches are chosen from.
+    """Layouts and steps of a search for the fastest micro-batches.
 
     Attributes:
         kinds: of layouts.
@@ -173,7 +173,7 @@ class SearchScope:
 
 
 class SearchCache(Protocol):
-    """What earlier searches have shown; called on rank zero."""
+    """Results of earlier searches; called on rank zero."""
 
     def known(self, budget: int) -> ProbeResult | None:
         """Return what an earlier search found within a budget, in bytes."""

@@ -136,7 +136,7 @@ class EvaluationParts:
         batch: Any,
         forward: Callable[[Any], Results],
         *,
-        prepare: Callable[[Any], Any] = lambda batch: batch,
+        prepare: Callable[[Any], Any],
         snapshot: Callable[[], Callable[[], object]],
     ) -> tuple[Results, list[float]]:
         """Return the results of a batch, and the weight of each part that has run.
@@ -158,10 +158,10 @@ class EvaluationParts:
             try:
                 split_rows = self._split(prepare(kept))
             except SettingError as error:
-                raise self.cannot_split(str(error)) from error
+                raise self._cannot_split(str(error)) from error
             self.sizer.begin_step(split_rows.num_rows)
             if split_rows.is_packed:
-                raise self.cannot_split("documents are packed into one row")
+                raise self._cannot_split("documents are packed into one row")
             return split_rows
 
         with distributed.alone():
@@ -218,7 +218,7 @@ class EvaluationParts:
     ) -> tuple[list[Results], list[_Counts]]:
         results = []
         counts = []
-        error = self.cannot_split("other ranks would wait for the collectives of its parts")
+        error = self._cannot_split("other ranks would wait for the collectives of its parts")
         for piece in pieces:
             part = rows.part(piece)
             # Before a function pops its labels.
@@ -266,7 +266,7 @@ class EvaluationParts:
                 self._check_weights(name, value, parts, counts)
             elif self._differ(value, others[name]):
                 form = tuple(value.shape)
-                raise self.cannot_split(f"a row's {name} of {form} depend on others")
+                raise self._cannot_split(f"a row's {name} of {form} depend on others")
 
     @property
     def _is_float32(self) -> bool:
@@ -297,7 +297,7 @@ class EvaluationParts:
         differences = {weight: abs(float(total - whole)) for weight, total in totals.items()}
         least = min(filter(math.isfinite, differences.values()), default=math.inf)
         if least > tolerance * scale:
-            raise self.cannot_split(f"the {name} is not a mean or a sum over rows or labels")
+            raise self._cannot_split(f"the {name} is not a mean or a sum over rows or labels")
         near = 10 * least + _ROUNDING * scale
         # The nearest first.
         self._weights[name] = sorted(
@@ -307,7 +307,7 @@ class EvaluationParts:
 
     def _leave_unchecked(self, reason: str) -> None:
         if self._must_check:
-            raise self.cannot_split(f"its results cannot be checked, as {reason}")
+            raise self._cannot_split(f"its results cannot be checked, as {reason}")
         if self._num_splits == 1:
             log.warning(
                 "evaluation: results of parts are not checked, as %s; they are those of the batch"
@@ -320,7 +320,7 @@ class EvaluationParts:
     def _by_name(self, results: Sequence[Results]) -> dict[str, list[Any]]:
         leaves = [_leaves(result) for result in results]
         if any(each.keys() != leaves[0].keys() for each in leaves):
-            raise self.cannot_split("its parts have results of different forms")
+            raise self._cannot_split("its parts have results of different forms")
         return {name: [each[name] for each in leaves] for name in leaves[0]}
 
     def _join(self, results: Sequence[Results], counts: Sequence[_Counts]) -> tuple[Results, bool]:
@@ -350,7 +350,7 @@ class EvaluationParts:
         for value, (*_, rows) in zip(values, counts, strict=True):
             if not isinstance(value, torch.Tensor) or value.shape[:1] != (rows,):
                 form = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
-                raise self.cannot_split(f"{name}, {form} of {rows} rows, has no entry per row")
+                raise self._cannot_split(f"{name}, {form} of {rows} rows, has no entry per row")
         if values[0].dim() == 1:
             return torch.cat([*values])
         all_rows = [row for value in values for row in value]
@@ -369,7 +369,7 @@ class EvaluationParts:
             for weight in self._weights.get(name, self._all_weights)
         }
 
-    def cannot_split(self, problem: str) -> DoesNotFitError:
+    def _cannot_split(self, problem: str) -> DoesNotFitError:
         """Return the error of a batch that cannot run in parts, for a reason."""
         return DoesNotFitError(
             f"a batch of the evaluation ran out of memory, and cannot run in parts: {problem};"

@@ -140,8 +140,10 @@ class MicroBatchSizer:
         rows = self._micro_batch.micro_batch_size
         tokens = self._micro_batch.micro_batch_tokens
         most_rows = self.max_batch_size
-        if self.is_packed and most_rows is not None and not isinstance(rows, int):
-            tokens = "auto" if tokens is None else tokens
+        is_from_search = tokens is None and not isinstance(rows, int) and most_rows is not None
+        if is_from_search and self.is_packed:
+            # A search tries rows, not documents, so their tokens count.
+            tokens = "auto"
         if tokens == "auto":
             tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
             tokens = tokens or NO_LIMIT

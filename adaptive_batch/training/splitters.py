@@ -1,4 +1,4 @@
-"""How a batch is split: by a function of the script, by documents, or by rows."""
+"""Split a batch by a function of the script, by documents, or by rows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RowSplitter:
         """Return a batch as rows; later batches are divided as it is.
 
         Raises:
-            SettingError: nothing shows the number of rows, or where documents end.
+            SettingError: nothing shows the number of rows.
         """
         rows = self.split_sample(batch, self._is_divided)
         # In a batch of one row, a tensor of all rows may have a first dimension of 1 too.

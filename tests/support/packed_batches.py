@@ -32,20 +32,20 @@ def row_of(lengths, **values):
 
 
 def flattened(lengths):
-    """What DataCollatorWithFlattening makes for flash attention."""
+    """Make a batch as DataCollatorWithFlattening does for flash attention."""
     ends = ends_of(lengths)
     named = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     return row_of(lengths, **named, max_length_q=max(lengths), max_length_k=max(lengths))
 
 
 def filled_up(lengths):
-    """What Automodel makes: ends of documents up to a fixed number."""
+    """Make a batch as Automodel does, with ends of documents filled up to a fixed number."""
     ends = functional.pad(ends_of(lengths), (0, 3), value=-1000)[None]
     return row_of(lengths, cu_seqlens=ends, max_seqlen=torch.tensor(max(lengths)), qkv_format="thd")
 
 
 def of_torchtitan(lengths):
-    """Labels that are the next token, and no dimension of rows."""
+    """Make a batch as torchtitan does: a label is the next token, and rows have no dimension."""
     tokens, labels, positions = flat(lengths)
     return {"tokens": tokens, "labels": labels.roll(-1), "positions": positions}
 

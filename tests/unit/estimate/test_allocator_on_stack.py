@@ -14,7 +14,7 @@ SEEDS = (2, 5, 6, 10)  # those of the first ten that fill the device
 
 
 def compared(*seeds, conf, capacity):
-    """What allocator_on_stack.py counted for each seed, in none of which anything differs."""
+    """Return the counts of allocator_on_stack.py for each seed; none may differ."""
     command = [sys.executable, str(TESTS / "support/allocator_on_stack.py"), *map(str, seeds)]
     environment = subprocess_environment(
         PYTORCH_CUDA_ALLOC_CONF=conf, EMULATE_CAPACITY=str(capacity)

@@ -56,7 +56,7 @@ def panels_of(records: Records):
 
 
 def lines_of(panel):
-    """What a panel draws: each named line with its points, and the places of vertical lines."""
+    """Return each named line of a panel with its points, and the places of vertical lines."""
     axes = Figure().subplots()
     panel.draw(axes)
     lines = {

@@ -34,7 +34,9 @@ def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(pl
     join = evaluation._join
     monkeypatch.setattr(evaluation, "_join", lambda *args: fail("outputs") or join(*args))
     batch = {"x": torch.randn(8, 4)}
-    results, weights = evaluation.run(batch, forward, snapshot=snapshot)
+    results, weights = evaluation.run(
+        batch, forward, prepare=lambda batch: batch, snapshot=snapshot
+    )
     expected = model(batch["x"]).detach()
     torch.testing.assert_close(results["outputs"], expected)
     torch.testing.assert_close(results["loss"], expected.square().mean())
