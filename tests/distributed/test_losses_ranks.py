@@ -1,5 +1,5 @@
-"""On two ranks the losses of docs/losses.md have the gradient of the global batch, also where one
-rank runs out of memory in either pass.
+"""On two ranks the losses of examples/snippets/losses.py have the gradient of the global batch,
+also if one rank runs out of memory in either pass.
 """
 
 from __future__ import annotations

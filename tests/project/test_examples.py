@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGE = ROOT / "docs" / "without_torchtune.md"
+PAGE = ROOT / "docs" / "loops.md"
+SNIPPETS = sorted((ROOT / "examples" / "snippets").glob("*.py"))
 RANKS = {"fsdp2": 2}
 MOST_STATEMENTS = 10
 
@@ -143,6 +144,13 @@ def test_an_example_ends_with_the_loss_of_the_same_training_without_adaptive_bat
 
 def test_the_page_says_how_many_statements_each_example_has():
     said = dict(
-        re.findall(r"^\| \[`examples/(\w+)\.py`\].*\| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
+        re.findall(
+            r"^\| .*\(\.\./examples/(\w+)\.py\).*\| (\d+) \|$", PAGE.read_text(), re.MULTILINE
+        )
     )
     assert said == {path.stem: str(len(glue(path.read_text()))) for path in EXAMPLES}
+
+
+@pytest.mark.parametrize("path", SNIPPETS, ids=lambda path: path.stem)
+def test_a_snippet_runs(path):
+    run(path)

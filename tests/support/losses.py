@@ -1,5 +1,5 @@
-"""The losses of docs/losses.md, with a model of attention in float64, and the same losses of a
-whole batch: row by row, without padding or parts.
+"""The losses of examples/snippets/losses.py with an attention model in float64, and the same losses
+of a whole batch: row by row, without padding or parts.
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from support.pages import ROOT, blocks_of
+from support.paths import ROOT
 from support.sharded_model import Decoder
 from torch import nn
 from torch.nn.functional import kl_div, logsigmoid
 
 from adaptive_batch.training import Part
 
-PAGE = "docs/losses.md"
+SNIPPETS = "examples/snippets/losses.py"
 MOST_TOKENS = 16
 Batch = dict[str, torch.Tensor]
 
 
 class Page:
-    """The names that the Python of the page defines, as attributes.
+    """Names that the snippet defines, as attributes.
 
     Args:
-        model: model that the page's functions run.
+        model: model that the snippet's functions run.
         reference: frozen model beside it.
     """
 
     def __init__(self, model: nn.Module, reference: nn.Module) -> None:
-        blocks, _ = blocks_of(PAGE, (ROOT / PAGE).read_text())
-        program = ast.parse("".join(b.text for b in blocks if b.language == "python"))
-        # Steps on the page's own model are run as the page is.
+        program = ast.parse((ROOT / SNIPPETS).read_text())
+        # Steps on the file's own model run with the file.
         program.body = [node for node in program.body if _is_definition(node)]
         names: dict[str, Any] = {}
-        exec(compile(program, PAGE, "exec"), names)
+        exec(compile(program, SNIPPETS, "exec"), names)
         self.names = names
         self.use(model, reference)
 
     def use(self, model: nn.Module, reference: nn.Module) -> None:
-        """Let the page's functions run these models."""
+        """Let the snippet's functions run these models."""
         self.names.update(model=model, reference=reference)
 
     def __getattr__(self, name: str) -> Any:

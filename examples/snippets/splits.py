@@ -1,44 +1,8 @@
-# How a batch is split
+"""Functions for `split=`: vision-language rows, detection, graphs, CTC targets, time-first batches.
 
-[`AdaptiveStep`](without_torchtune.md#a-step-that-fits), `AdaptiveTrainer` and `AdaptiveCallback` split a batch into parts of rows. This page says which
-rows these are, and how `split=` gives others.
+Each is checked: the gradient of parts of two rows is the gradient of the whole batch.
+"""
 
-## Rows
-
-* The number of rows is the first dimension that most tensors and arrays of the batch share. If there is a tie, `input_ids`, `tokens`,
-  `attention_mask` and `labels` decide, and then the first tensor.
-* Each key whose value has that many entries is divided; the others stay whole. Nested and sparse tensors, a `PackedSequence`, NumPy arrays and lists are divided
-  too. In a batch of tuples of images and targets, or a list of mappings, the items are the rows.
-* The first batch of several rows decides how each key is treated. A later batch whose key has another number of entries is refused when it is split.
-* A part leaves out trailing columns that are padding in all of its rows, in `input_ids`, `attention_mask`, `labels` and tensors like them. Where any
-  other tensor is as wide, parts keep all columns.
-* Before the first split and periodically after it, the gradient of a few rows is [compared](without_torchtune.md#what-is-refused) with that of their parts. A
-  batch whose rows were taken wrongly is refused there, in a sentence that says how each key was treated.
-
-## Packed batches
-
-A packed batch is one row, `[1, tokens]` or `[tokens]`, in which documents lie one after the other: TRL's `packing` and `padding_free`, Transformers'
-`DataCollatorWithFlattening`, torchtitan. It is split between documents, and no document is cut. The first of these that is there shows where documents end:
-
-| in the batch | in a part |
-|---|---|
-| `cu_seq_lens_q` and other keys that begin with `cu_seq` | those of its documents, from 0 on; `max_length...` and `max_seqlen...` are its own longest |
-| `seq_idx` | from 0 on |
-| `position_ids` or `positions` that begin again as the first document does; a document of one token is joined to the one before it | unchanged |
-| an `attention_mask` with numbers of documents | unchanged |
-
-`micro_batch_size` counts documents, and `micro_batch_tokens` counts tokens. `auto` is a budget of tokens: as many of the longest rows of the dataset as fit. Tensors with a dimension of all tokens are divided,
-masks of tokens x tokens in both dimensions, tensors and lists with an entry for each document by document. The gradient check compares documents
-together with the same apart, so a model in which documents see each other is refused. So are labels, which the model shifts, that are not -100 at the beginning of a document: the token before
-it, of another document, predicts them. Several packed rows in one batch are split between rows. An
-evaluation of a packed batch is not split.
-
-## Other layouts
-
-`split(batch)` returns `SplitBatch(num_rows, part)`; `part(rows)` returns the batch of these rows, given by ascending numbers. In `AdaptiveArguments`
-it is `split=` too. The examples share these lines:
-
-```python
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, ctc_loss
@@ -60,16 +24,13 @@ def trained(model, loss_of, batch, split=None):
     whole = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     losses = AdaptiveStep(model, forward_backward, micro_batch_size=2, split=split)(batch)
-    for parameter, expected in zip(model.parameters(), whole):
+    for parameter, expected in zip(model.parameters(), whole, strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
     return len(losses)
-```
 
-### Vision-language models
 
-Processors such as Qwen's lay the patches of all images one after the other. The image tokens of a row tell how many patches are its own.
-
-```python
+# Vision-language models: patches of all images lie one after the other, as in Qwen's processors.
+# The image tokens of a row give the number of its patches.
 IMAGE = 9
 rows_of_text = torch.tensor(
     [[9, 9, 1, 2], [9, 9, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]]
@@ -112,13 +73,9 @@ def split(batch):
 
 
 assert trained(model, loss_of, batch, split) == 2
-```
 
-### Detection
 
-A tuple or list of images of different sizes, beside one of their targets, needs no `split=`: the items are the rows.
-
-```python
+# Detection: items of the tuples are the rows, so no `split=` is needed.
 model = nn.Conv2d(3, 2, 3)
 images = tuple(torch.randn(3, 8 + number, 8) for number in range(4))
 targets = tuple({"boxes": torch.rand(1 + number, 4), "label": number % 2} for number in range(4))
@@ -131,13 +88,10 @@ def loss_of(batch):
 
 
 assert trained(model, loss_of, (images, targets)) == 2
-```
 
-### Graphs
 
-Nodes and edges of all graphs lie one after the other, as in PyTorch Geometric. A part renumbers the nodes of its own graphs.
-
-```python
+# Graphs: nodes and edges of all graphs lie one after the other, as in PyTorch Geometric.
+# A part renumbers its nodes.
 model = nn.Linear(4, 3)
 batch = {
     "x": torch.randn(12, 4),
@@ -173,11 +127,9 @@ def split(batch):
 
 
 assert trained(model, loss_of, batch, split) == 2
-```
 
-### CTC with targets in one row
 
-```python
+# CTC: targets of all rows lie in one tensor.
 model = nn.Linear(4, 5)
 batch = {
     "x": torch.randn(4, 9, 4),
@@ -203,14 +155,9 @@ def split(batch):
 
 
 assert trained(model, loss_of, batch, split) == 2
-```
 
-`ctc_loss` divides by the length of each target and takes the mean over rows. With `reduction="sum"` the function does not multiply by `part.share`; in
-`AdaptiveArguments` give `loss_reduction="sum"`.
 
-### Time first
-
-```python
+# Time first: the second dimension is the rows.
 model = nn.GRU(4, 3)
 inputs, classes = torch.randn(6, 4, 4), torch.tensor([0, 1, 2, 0])  # [time, rows, features]
 
@@ -227,4 +174,3 @@ def split(batch):
 
 
 assert trained(model, loss_of, (inputs, classes), split) == 2
-```
