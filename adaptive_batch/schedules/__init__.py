@@ -1,4 +1,4 @@
-"""What training has consumed, and how the batch size and the learning rate follow it."""
+"""Training progress, batch schedules and the learning rate."""
 
 from .batch_rules import (
     KEY,
@@ -27,12 +27,14 @@ from .batch_schedules import (
     seesaw,
     steps,
 )
-from .clock import UNITS, Clock, TrainingClock, decay_of, time_by
-from .epoch_plan import EpochPlan, Pace
 from .learning_rate import (
     RULES,
+    UNITS,
+    Clock,
     Reference,
+    TrainingClock,
     check_scaled,
+    decay_of,
     factors_at,
     follows_clock,
     parse_reference,
@@ -42,11 +44,12 @@ from .learning_rate import (
     scale_learning_rate,
     scale_steps,
     schedule_of,
+    time_by,
     unwrap,
     write_rate,
 )
 from .noise_scale import NoiseSample, NoiseScale, squared_norm
-from .progress import Progress
+from .progress import EpochPlan, Pace, Progress
 
 __all__ = [
     "EXAMPLES",

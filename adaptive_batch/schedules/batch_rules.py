@@ -1,10 +1,9 @@
-"""Rules of the user's that say how large a batch is: checked, called, and the answer clamped to the
-bound.
+"""Validation and calls of the user's batch size rules.
 
-A *schedule* is ``rule(progress) -> rows of one optimizer step on one device`` (tokens, where
+A *schedule* is ``rule(progress) -> rows of one optimizer step on one device`` (tokens if
 ``batch_tokens`` is set), called before each step. An *increment* is ``f(epoch, batch_size) -> rows
-to add to batch_size``, called at the start of each epoch, 0 included. Ready-made ones of both are
-in :mod:`.batch_schedules`.
+to add to batch_size``, called at the start of each epoch, 0 included. :mod:`.batch_schedules` has
+ready-made schedules and increments.
 """
 
 from __future__ import annotations
@@ -27,16 +26,13 @@ Increment = Callable[[int, int], int]
 Rule = TypeVar("Rule")
 KEY = "batch_size_schedule"
 INCREMENT_KEY = "batch_increase_function"
-# Far above any batch that can be trained; an answer beyond it is a mistake, in units for instance
-# (tokens, bytes).
+# No device trains a larger batch: the rule probably returned tokens or bytes.
 MOST_ROWS = 10**9
 
 
 @dataclass(frozen=True)
 class ClampedBatch:
-    """The batch on one device that a rule requested, and what the bound (`maximum`; None for none)
-    left of it.
-    """
+    """The batch on one device that a rule requested, before and after the cut to `maximum`."""
 
     requested: int
     after: int
@@ -56,29 +52,29 @@ class ClampedBatch:
 def request_batch(
     rule: Callable[[Progress], object], progress: Progress, *, maximum: int | None
 ) -> ClampedBatch:
-    """Call a schedule before a step, and clamp its answer to `maximum`; None for no bound.
+    """Call a schedule before a step and clamp its result to `maximum` (None: no bound).
 
     Raises:
-        GrowthFunctionError: the rule raised (its error is the cause), or returned no whole number,
-            1 to 10**9.
+        GrowthFunctionError: the rule raised an error (kept as the cause) or did not return a whole
+            number from 1 to 10**9.
     """
     call = f"{KEY} {_name_of(rule)}({progress})"
-    requested = _call(rule, progress, call=call, least=1, remedy="what a step on one device holds")
+    remedy = "the batch of a step on one device"
+    requested = _call(rule, progress, call=call, least=1, remedy=remedy)
     return ClampedBatch(requested, at_most(requested, maximum), maximum)
 
 
 def next_batch_size(
     increment: Callable[[int, int], object], *, epoch: int, batch_size: int, maximum: int | None
 ) -> ClampedBatch:
-    """Call an increment at the start of an epoch, and clamp the batch size to `maximum`; None for
-    no bound.
+    """Call an increment at the start of an epoch and clamp the batch size to `maximum` (None: no
+    bound).
 
-    A batch size already above the bound, as after resuming on a smaller device, is kept: no row is
-    added or taken away.
+    A batch size already above the bound, for example after resuming on a smaller device, is kept.
 
     Raises:
-        GrowthFunctionError: the function raised (its error is the cause), or returned no whole
-            number, 0 to 10**9.
+        GrowthFunctionError: the function raised an error (kept as the cause) or did not return a
+            whole number from 0 to 10**9.
     """
     call = f"{INCREMENT_KEY} {_name_of(increment)}(epoch={epoch}, batch_size={batch_size})"
     rows = _call(
@@ -87,10 +83,10 @@ def next_batch_size(
         batch_size,
         call=call,
         least=0,
-        remedy="how many rows to add to batch_size",
+        remedy="the rows to add to batch_size",
     )
     requested = batch_size + rows
-    # A batch that is above the bound already does not shrink.
+    # A batch that is already above the bound does not shrink.
     clamped = max(at_most(requested, maximum), batch_size)
     return ClampedBatch(requested, clamped, maximum)
 
@@ -98,16 +94,16 @@ def next_batch_size(
 def check_increments(
     increment: Increment, *, first_epoch: int, epochs: int, batch_size: int
 ) -> list[int]:
-    """Call a growth function for all epochs that are ahead, before it is known what fits.
+    """Call a growth function for all remaining epochs, before the maximum batch size is known.
 
-    How far the batch will be cut is not known then, so an answer is a mistake where it is one both
-    for the batch that nothing has cut and for the one that training begins with.
+    A result is refused only if it is invalid for the unclamped batch size and for the initial one:
+    the maximum may clamp the batch to any size between them.
 
     Returns:
-        The batch size of each epoch that nothing has cut, as far as it can be used.
+        The unclamped batch size of each epoch, up to the first invalid result.
 
     Raises:
-        GrowthFunctionError: an answer cannot be used; the message names its epoch and batch size.
+        GrowthFunctionError: a result is invalid; the message names its epoch and batch size.
     """
     increment = copy_of(increment)
     sizes = [batch_size]
@@ -122,22 +118,22 @@ def check_increments(
 
 
 def copy_of(rule: Rule) -> Rule:
-    """Return a copy where there can be one: a function that counts calls counts none made ahead."""
-    # What holds a file or a lock, for instance, has no copy.
+    """Return a deep copy if possible, so that trial calls do not change the rule's state."""
+    # A rule that holds a file or a lock cannot be copied.
     with suppress(Exception):
         return copy.deepcopy(rule)
     return rule
 
 
 def at_most(rows: int, maximum: int | None) -> int:
-    """Return rows, cut to a maximum; None cuts nothing."""
+    """Return `rows`, limited to `maximum` unless that is None."""
     return rows if maximum is None else min(rows, maximum)
 
 
 def _call(
     function: Callable[..., object], /, *arguments: object, call: str, least: int, remedy: str
 ) -> int:
-    """Call a user's function and check its answer; `call` and `remedy` are for the message."""
+    """Call a user's function and check its result; `call` and `remedy` go into the message."""
     try:
         answer = function(*arguments)
     except (Exception, SystemExit) as error:
@@ -158,25 +154,25 @@ def _call(
 
 
 def check_schedule(rule: object, *, key: str = KEY) -> None:
-    """Check that something can be called as a schedule.
+    """Check that `rule` can be called with one positional argument.
 
     Raises:
-        SettingError: it cannot be called, or not with one positional argument.
+        SettingError: it cannot.
     """
     _check_call(rule, Progress(), key=key, form="rule(progress) -> rows of a step on one device")
 
 
 def check_increment(function: object, *, key: str = INCREMENT_KEY) -> None:
-    """Check that something can be called as an increment.
+    """Check that `function` can be called with two positional arguments.
 
     Raises:
-        SettingError: it cannot be called, or not with two positional arguments.
+        SettingError: it cannot.
     """
     _check_call(function, 0, 1, key=key, form="f(epoch, batch_size) -> rows to add")
 
 
 def _check_call(function: object, /, *arguments: object, key: str, form: str) -> None:
-    """Check what can be known of a user's function without calling it."""
+    """Check a user's function without calling it."""
     if not callable(function):
         raise SettingError(
             key, function, f"it is a {type(function).__name__}; give a function {form}"
@@ -184,32 +180,32 @@ def _check_call(function: object, /, *arguments: object, key: str, form: str) ->
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
-        # Some builtins have none.
+        # Some builtins have no signature.
         return
     try:
         signature.bind(*arguments)
     except TypeError as error:
         remedy = (
-            f"it takes ({', '.join(signature.parameters)}) ({error}); give a function {form}, of"
-            " positional arguments, or in a configuration a block "
+            f"it takes ({', '.join(signature.parameters)}) ({error}); give a function {form} with"
+            " positional arguments, or, in a config, a block "
         )
-        remedy += "{_component_: ..., ...} where this builds one"
+        remedy += "{_component_: ..., ...} if it builds one"
         raise SettingError(key, _name_of(function), remedy) from error
 
 
 def needs_noise_scale(rule: object) -> bool:
-    """Return whether a rule reads the measured noise scale, so that no plan can be made ahead."""
+    """Return whether a rule reads the measured noise scale, so that training cannot be planned."""
     return getattr(rule, "needs_noise_scale", False) is True
 
 
 def reads_tokens(rule: object) -> bool:
-    """Return whether a ready-made rule asks for the tokens that are trained."""
+    """Return whether a ready-made rule depends on the tokens trained so far."""
     return getattr(rule, "reads_tokens", False) is True
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number of Python, numpy or torch as an int, and None for all else, their bools
-    included.
+    """Return an integer of Python, numpy or torch as an int, and None for bools and all other
+    values.
     """
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
@@ -220,7 +216,7 @@ def whole_number(value: object) -> int | None:
 
 
 def _name_of(function: object) -> str:
-    """Return how a message names a function: its path, or the object's own `repr`."""
+    """Return a function's dotted path for messages, or the `repr` of an object without one."""
     qualified = getattr(function, "__qualname__", None)
     if qualified is None:
         return repr(function)

@@ -1,4 +1,4 @@
-"""Ready-made schedules and increments, as YAML names them (docs/configuration.md): pure, so a
+"""Ready-made schedules and increments (docs/configuration.md). They are pure functions, so a
 resumed run continues unchanged.
 """
 
@@ -20,7 +20,7 @@ from .progress import Duration, Progress, parse_duration
 
 @dataclass(frozen=True, repr=False)
 class _Rule:
-    # The call that makes it.
+    # The call that builds the rule.
     made_by: str
 
     def __repr__(self) -> str:
@@ -29,66 +29,64 @@ class _Rule:
 
 @dataclass(frozen=True, repr=False)
 class Stages(_Rule):
-    """A schedule of stages of one batch each."""
+    """A schedule that holds one batch size in each stage."""
 
     batches: tuple[int, ...]
-    # Each stage but the last ends at this part of a duration.
+    # Every stage except the last ends at this fraction of a duration.
     ends: tuple[tuple[Fraction, Duration], ...]
 
     def __call__(self, progress: Progress) -> int:
         return self.batches[self.stage(progress)]
 
     def stage(self, progress: Progress) -> int:
-        """Return the number of the stage of a step at this progress, from 0."""
+        """Return the index of the stage that `progress` lies in."""
         return sum(duration.share(progress) >= part for part, duration in self.ends)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it asks for the tokens that are trained."""
+        """True if a threshold is in tokens."""
         return any(duration.unit == "tok" for _, duration in self.ends)
 
     def unused(
         self, steps: Sequence[Progress], *, most_rows: int | None, maximum: int | None
     ) -> list[str]:
-        """Return a line for each stage that training ends before.
+        """Return a message for each stage that training does not reach.
 
         Args:
-            steps: progress before the first step of each stage that is ahead; stages that lie
-                before the first of them are not checked.
-            most_rows: the most rows of a step on one device that an epoch has and does not drop;
-                None for no limit.
-            maximum: what the batch is cut to; None for no limit.
+            steps: progress at the first step of each remaining stage; earlier stages are not
+                checked.
+            most_rows: the largest step on one device that an epoch does not drop; None for no
+                limit.
+            maximum: limit of the batch; None for no limit.
 
         Raises:
-            SettingError: a step of a stage would have more rows than an epoch; or a stage is over
-                before the step that is running at its beginning.
+            SettingError: a step of a stage would have more rows than an epoch, or a stage ends
+                before one of its steps begins.
         """
         for batch in self.batches:
             rows = at_most(batch, maximum)
             if most_rows is not None and rows > most_rows:
                 remedy = (
-                    f"{rows} rows on each device are more than an epoch has for it, and drop_last"
-                    f" drops such a step; ask for {most_rows} or fewer, or set drop_last=False"
+                    f"{rows} rows on each device are more than an epoch has, and drop_last drops"
+                    f" the step; use {most_rows} or fewer, or set drop_last=False"
                 )
                 raise SettingError(KEY, batch, remedy)
         used = {self.stage(progress) for progress in steps}
         number = len(self.batches)
         lines = []
         for stage in sorted(set(range(min(used, default=number), number)) - used):
-            missing = (
-                f"no step has batch {self.batches[stage]}, asked for from {self.begins(stage)} on"
-            )
+            missing = f"batch {self.batches[stage]} (from {self.begins(stage)} on) is never used"
             if stage < max(used):
                 remedy = (
-                    f"{missing}: that is over before the next step begins; make this stage longer,"
-                    " or leave it out"
+                    f"{missing}: the stage ends before the next step begins; make the stage"
+                    " longer, or remove it"
                 )
                 raise SettingError(KEY, self, remedy)
             lines.append(f"{missing}: training ends before it")
         return lines
 
     def begins(self, stage: int) -> str:
-        """Return where a stage begins, as text."""
+        """Describe the beginning of a stage."""
         if stage == 0:
             return "the start"
         part, duration = self.ends[stage - 1]
@@ -98,18 +96,17 @@ class Stages(_Rule):
 
 
 def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
-    """Make a schedule of stages: each batch size holds until its threshold is reached, the last one
-    to the end.
+    """Make a schedule of stages: each batch size is used until its threshold, the last one to the
+    end.
 
     Args:
-        batch_sizes: what a step on one device holds in each stage; they may go down.
-        thresholds: where each stage but the last ends, counted from the start of training, as in
-            ``["1ep", "2ep"]``: rising, and all of one unit, as it is not known before training
-            which of ``1ep`` and ``200ba`` comes first.
+        batch_sizes: batch of a step on one device in each stage; it may decrease.
+        thresholds: ends of all stages except the last, from the start of training, such as
+            ``["1ep", "2ep"]``. They increase and have one unit.
 
     Raises:
-        SettingError: a size is not whole or below 1; a threshold cannot be read, is 0, not above
-            the one before, or of another unit; there is not one threshold fewer than sizes.
+        SettingError: a size is not a whole number of 1 or more; a threshold is invalid, not above
+            the previous one, or in another unit; or the number of thresholds is wrong.
     """
     key = f"{KEY}.thresholds"
     for name, values in (("batch_sizes", batch_sizes), ("thresholds", thresholds)):
@@ -117,7 +114,7 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
             raise SettingError(
                 f"{KEY}.{name}",
                 values,
-                "give a list, such as [16, 32] of batch_sizes and [1ep] of thresholds",
+                "give a list, such as batch_sizes: [16, 32] and thresholds: [1ep]",
             )
     sizes = [_whole(f"{KEY}.batch_sizes", size) for size in batch_sizes]
     ends = [parse_duration(value, key=key) for value in thresholds]
@@ -126,17 +123,18 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
         raise SettingError(
             key,
             shown,
-            f"{len(sizes)} batch_sizes: give one threshold fewer, where each but the last ends",
+            f"{len(sizes)} batch_sizes need one threshold fewer: the end of each but the last",
         )
     if len({end.unit for end in ends}) > 1:
         raise SettingError(
             key,
             shown,
-            "give all in one unit: which of two units comes first is not known beforehand",
+            "thresholds in different units cannot be ordered; give all in one unit",
         )
     for end, next_end in pairwise(ends):
         if end.amount >= next_end.amount:
-            raise SettingError(key, shown, f"they must rise, and {next_end} comes after {end}")
+            remedy = f"{next_end} comes after {end}; give increasing thresholds"
+            raise SettingError(key, shown, remedy)
     made_by = f"steps(batch_sizes={sizes}, thresholds={shown})"
     return Stages(made_by, tuple(sizes), tuple((Fraction(1), end) for end in ends))
 
@@ -157,21 +155,21 @@ class _LinearRamp(Stages):
 
 
 def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Schedule:
-    """Make a schedule that goes from `start` to `end` in a straight line.
+    """Make a schedule that changes the batch linearly from `start` to `end`.
 
-    On the way it is rounded down to a multiple of `multiple_of`, and is that at least. With `start`
-    and `end` multiples of it, this is Megatron's ramp: each of the multiples between them holds for
-    an equal part of `over`.
+    Values between them are rounded down to a multiple of `multiple_of` (at least one multiple). If
+    `start` and `end` are multiples too, this is Megatron's ramp: each multiple is used for an equal
+    part of `over`.
 
     Args:
-        start: what a step on one device holds at first.
-        end: what it holds from `over` on, not rounded; may be below `start`.
-        over: how long the way is, from the start of training, such as ``0.5ep`` or ``1.5e6tok``.
-        multiple_of: such as the rows of a micro-batch, so that each step divides into whole ones.
+        start: batch of the first step on one device.
+        end: batch from `over` on, not rounded; may be below `start`.
+        over: duration of the ramp from the start of training, such as ``0.5ep`` or ``1.5e6tok``.
+        multiple_of: unit to round to, such as the rows of a micro-batch.
 
     Raises:
-        SettingError: a number is not whole or below 1; `multiple_of` is above both ends; `over`
-            cannot be read or is 0.
+        SettingError: a number is not whole or below 1, `multiple_of` is above `start` and `end`, or
+            `over` is invalid.
     """
     first, last, multiple = (
         _whole(f"{KEY}.{name}", value)
@@ -188,21 +186,19 @@ def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Sch
 
 
 def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedule:
-    """Make a schedule of stages that divide the final batch, each half of the next, as bert24's
-    (ModernBERT's) ramp.
+    """Make a schedule that doubles the batch up to `end`, like the ramp of bert24 (ModernBERT).
 
-    `over` is divided evenly over the stages below `end`: from 1024 to 4096 over ``2ep`` the first
-    epoch has 1024, the second 2048, and all later ones 4096.
+    The stages below `end` have equal lengths: from 1024 to 4096 over ``2ep``, the first epoch uses
+    1024, the second 2048, and all later ones 4096.
 
     Args:
-        end: what a step on one device holds from `over` on.
-        over: how long the ramp is, from the start of training.
-        start: what it holds at first: `end` halved once or more. None starts from the smallest
-            batch there is: `end` halved for as long as it is even.
+        end: batch of a step on one device from `over` on.
+        over: duration of the ramp from the start of training.
+        start: first batch: `end` halved once or more. None halves `end` until it is odd.
 
     Raises:
-        SettingError: `end` is odd or not whole; `start` is none of its halves; `over` cannot be
-            read or is 0.
+        SettingError: `end` is odd or not whole, doubling `start` does not give `end`, or `over` is
+            invalid.
     """
     last = _whole(f"{KEY}.end", end)
     halves = [last]
@@ -212,7 +208,7 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
         raise SettingError(
             f"{KEY}.end",
             end,
-            "it is odd, so no smaller batch doubles up to it; give an even number",
+            "it is odd, so doubling a smaller batch cannot reach it; give an even number",
         )
     first = halves[0]
     if start is not None:
@@ -241,7 +237,7 @@ class _ByNoiseScale(_Rule):
     def __call__(self, progress: Progress) -> int:
         now = progress.batch or self.start
         noise = progress.noise_scale
-        # an estimate that is not above 0 shows that the gradient is lost in the noise, and no more
+        # Noise can push the estimate to 0 or below; it then has no information.
         if (
             noise is None
             or not 0 < noise < math.inf
@@ -256,7 +252,7 @@ class _ByNoiseScale(_Rule):
             return now
         shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
         is_below = noise < now / ((1 + self.margin) * self.factor)
-        # Implied but for rounding: what is given up must not be requested again at once.
+        # Without rounding, is_below implies this: the smaller batch must not grow again at once.
         stays_below = noise <= shrunk * (1 + self.margin)
         return shrunk if is_below and stays_below else now
 
@@ -271,31 +267,29 @@ def by_noise_scale(
 ) -> Schedule:
     """Make a schedule that follows the measured gradient noise scale, with hysteresis.
 
-    Near the simple noise scale a batch trades time for data about evenly; well below it, a larger
+    Near the simple noise scale, a batch trades time for data about evenly. Well below it, a larger
     batch saves steps at hardly any cost in samples (McCandlish et al. 2018, arXiv 1812.06162,
     sections 2.2 and 2.3).
 
-    At each `every`-th step the batch is multiplied by `factor` where the noise scale is above batch
-    x (1 + margin); with ``monotone=False`` it is divided by it where the noise scale is below batch
-    / ((1 + margin) x factor). Between the two it is kept, and also while nothing has been measured.
-    A scale whose highest value is less than (1 + margin) squared times its lowest never makes the
-    batch go up and down again.
+    Every `every` steps, the batch is multiplied by `factor` if the noise scale is above batch x (1
+    + margin). With ``monotone=False`` it is divided by `factor` if the noise scale is below batch /
+    ((1 + margin) x factor). Otherwise, and before the first measurement, it is kept. The batch
+    cannot oscillate while the noise scale varies by less than (1 + margin) squared.
 
     Args:
-        start: rows that a step on one device holds at first.
-        maximum: rows that it never passes; None leaves that to the bound.
-        factor: of one change, above 1.
-        margin: how far the noise scale must be beyond the batch, 0 or more; 0.5 lies near the
-            middle, by ratio, between two batches of which one is twice the other.
-        every: optimizer steps from one decision to the next, which let the average follow the batch
-            before.
+        start: rows of the first step on one device.
+        maximum: limit of the rows; None leaves only the maximum batch size.
+        factor: growth of one change, above 1.
+        margin: relative distance between noise scale and batch that causes a change, 0 or more.
+            With 0.5, the threshold lies about halfway (by ratio) to the doubled batch.
+        every: optimizer steps between two decisions, so that the average can follow the batch.
         monotone: whether the batch only grows.
 
     Returns:
         ``rule(progress) -> rows``. Noise and batch are in rows on one device.
 
     Raises:
-        SettingError: a number is out of range, or `start` above `maximum`.
+        SettingError: a number is out of range, or `start` is above `maximum`.
     """
     first = _whole(f"{KEY}.start", start)
     gap = _whole(f"{KEY}.every", every)
@@ -313,7 +307,7 @@ def by_noise_scale(
 
 @dataclass(frozen=True, repr=False)
 class Seesaw(_Rule):
-    """What :func:`seesaw` makes; training couples it to the schedule of the rate."""
+    """The schedule of :func:`seesaw`; training couples it to the schedule of the learning rate."""
 
     factor: float | None
     max_rows: int | None
@@ -321,52 +315,54 @@ class Seesaw(_Rule):
     decay: Callable[[Progress], float] | None = None
 
     def coupled(self, start: int, decay: Callable[[Progress], float]) -> Seesaw:
-        """Return it with the batch that it starts from, and the part of its peak that the rate's
-        schedule has at a progress.
+        """Return a copy that starts from a batch of `start`.
+
+        Args:
+            start: batch of the first step.
+            decay: learning rate at a progress, as a fraction of its peak.
         """
         if self.max_rows is not None and start > self.max_rows:
-            raise SettingError(
-                f"{KEY}.maximum", self.max_rows, f"training starts with {start}; give that or more"
-            )
+            remedy = f"training starts with {start}; give {start} or more"
+            raise SettingError(f"{KEY}.maximum", self.max_rows, remedy)
         return replace(self, start=start, decay=decay)
 
     def __call__(self, progress: Progress) -> int:
         assert self.decay is not None, f"{self} is not coupled to a schedule of the rate"
-        # A schedule may end at 0.
+        # A learning-rate schedule may end at 0.
         growth = 1 / max(self.decay(progress), 1 / MOST_ROWS)
-        # A power of the factor may be missed by its rounding.
+        # 1e-9: log() may round an exact power of the factor down.
         if self.factor is not None:
             growth = self.factor ** math.floor(math.log(growth, self.factor) + 1e-9)
         return min(self.max_rows or MOST_ROWS, math.floor(self.start * growth + 0.5))
 
 
 def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
-    """Make a schedule that grows the batch where the learning rate decays, so that the same data
-    take fewer steps.
+    """Make a schedule that grows the batch as the learning rate decays, so that an epoch takes
+    fewer steps.
 
-    Where the rate's schedule has decayed to 1 / a of its peak, a step holds a times the configured
-    batch and has 1 / sqrt(a) of the peak rate (Meterez et al. 2025, arXiv 2510.14717, algorithm 1;
-    for normalized SGD, and Adam where noise dominates). With
+    After a decay of the learning-rate schedule to 1 / a of its peak, a step has a times the
+    configured batch and 1 / sqrt(a) of the peak rate (Meterez et al. 2025, arXiv 2510.14717,
+    algorithm 1; for normalized SGD, and for Adam if noise dominates). With
 
-        f(t)  the schedule, at the part t of the data that is trained; a decay takes the data that
-              it takes alone
-        d(t)  f(t) / the highest f so far, which is 1 in a warm-up: it is not touched
+        f(t)  the learning-rate schedule at the trained fraction t of the data
+        d(t)  f(t) / the highest f so far; 1 during warm-up
         B0    the configured batch
 
-    a step holds B = round(B0 / d) and has the rate lr x f x sqrt(B / B0), by the global batch that
-    it really has. So at each t rate / sqrt(batch) is what f alone gives with B0, whatever cuts B: a
-    bound, `maximum`, rounding, the end of an epoch. Before that the rate is peak x sqrt(d); from d
-    = B0 / maximum on, as B stays, it decays as f does, and is peak x d x sqrt(maximum / B0).
+    a step has the batch B = round(B0 / d) and the rate lr x f x sqrt(B / B0), computed from its
+    actual global batch. So rate / sqrt(batch) always equals that of f with B0, even if the maximum
+    batch size, `maximum`, rounding or the end of an epoch reduces B. Below `maximum` the rate is
+    peak x sqrt(d). From d = B0 / maximum on, B is constant and the rate is peak x d x sqrt(maximum
+    / B0).
 
-    Uncut, n steps of B0 become n x the mean of d: half of them for a half cosine to 0, 2 / pi for a
-    quarter cosine.
+    If B is never reduced, n steps of B0 become n x mean(d) steps: n / 2 for a half cosine to 0, 2n
+    / pi for a quarter cosine.
 
     Args:
-        factor: of one growth, above 1: with 2 the batch doubles whenever d has halved, B = B0 x 2
-            ** floor(log2(1 / d)), and between two growths the rate follows f, where the paper's
-            staircase keeps it. None grows it with each step.
-        maximum: what a step on one device never passes; None leaves that to the bound, which cuts
-            rows and not `batch_tokens`.
+        factor: growth of one change, above 1. With 2, the batch doubles each time d halves, B = B0
+            x 2 ** floor(log2(1 / d)), and the rate follows f between two changes (the paper keeps
+            it constant). None grows the batch at each step.
+        maximum: limit of a step on one device. None leaves only the maximum batch size, which
+            limits rows but not `batch_tokens`.
 
     Raises:
         SettingError: a number is out of range.
@@ -378,13 +374,16 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
 
 
 def rate_rule(schedule: object, lr_scaling: str) -> str:
-    """Return how the rate follows the batch: as configured, but ``sqrt`` with :func:`seesaw`;
-    refuse another one beside that.
+    """Return the scaling rule of the learning rate: ``sqrt`` with :func:`seesaw`, else
+    `lr_scaling`.
+
+    Raises:
+        SettingError: `lr_scaling` is ``linear`` and the schedule is a seesaw.
     """
     if not isinstance(schedule, Seesaw):
         return lr_scaling
     if lr_scaling == "linear":
-        remedy = f"{schedule} scales the rate by the square root; leave lr_scaling out"
+        remedy = f"{schedule} scales the rate by the square root; remove lr_scaling"
         raise SettingError("lr_scaling", lr_scaling, remedy)
     return "sqrt"
 
@@ -398,20 +397,21 @@ class _AtEpochs(_Rule):
 
 
 def at_epochs(additions: Mapping[int | str, int]) -> Increment:
-    """Make an increment that adds rows at the start of given epochs.
+    """Make an increment that adds rows at the start of the given epochs.
 
     Args:
-        additions: epoch, counted from 0, to the rows to add at its start, as in ``{1: 8, 2: 16}``.
+        additions: rows to add by epoch, counted from 0, such as ``{1: 8, 2: 16}``.
 
     Raises:
-        SettingError: no epoch is given, one is given twice, or a number is not whole or below 0.
+        SettingError: `additions` is empty, repeats an epoch, or has a number that is negative or
+            not whole.
     """
     key = f"{INCREMENT_KEY}.additions"
     if not isinstance(additions, Mapping) or not additions:
         raise SettingError(key, additions, "give rows to add by epoch, such as {1: 8, 2: 16}")
     by_epoch: dict[int, int] = {}
     for given_epoch, given_rows in additions.items():
-        # Digits as text: keys of a mapping that came through JSON or the command line.
+        # JSON and the command line turn the keys into text.
         is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
         if is_text:
             epoch: int | None = int(given_epoch)
@@ -420,8 +420,8 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
         rows = whole_number(given_rows)
         if epoch is None or epoch < 0 or rows is None or not 0 <= rows <= MOST_ROWS:
             remedy = (
-                f"epoch {given_epoch!r} and rows {given_rows!r} must be whole numbers, 0 or more,"
-                f" rows at most {MOST_ROWS}"
+                f"epoch {given_epoch!r} and rows {given_rows!r} must be whole numbers of 0 or"
+                f" more, and rows at most {MOST_ROWS}"
             )
             raise SettingError(key, additions, remedy)
         if epoch in by_epoch:
@@ -445,17 +445,16 @@ class _Geometric(_Rule):
 def geometric(factor: float, *, every: int = 1) -> Increment:
     """Make an increment that multiplies the batch size.
 
-    At the start of each `every`-th epoch but epoch 0 the batch size becomes `factor` times itself,
-    rounded to the nearest row, a half up; it grows by one row at least, so that a small batch times
-    a small factor grows too.
+    At the start of every `every`-th epoch except epoch 0, the batch size is multiplied by `factor`
+    and rounded half up. It grows by at least one row.
 
     Args:
         factor: above 1.
-        every: epochs from one multiplication to the next, 1 or more.
+        every: epochs between two multiplications, 1 or more.
 
     Raises:
-        SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or
-            more.
+        SettingError: `factor` is not a finite number above 1, or `every` is not a whole number of 1
+            or more.
     """
     factor = _factor(f"{INCREMENT_KEY}.factor", factor)
     every = _whole(f"{INCREMENT_KEY}.every", every)
@@ -470,7 +469,7 @@ def _whole(key: str, value: object) -> int:
 
 
 def _factor(key: str, value: object, *, or_null: str = "") -> float:
-    """Return a number by which a batch is multiplied to grow."""
+    """Check a growth factor."""
     if not _is_finite(value) or value <= 1:
         raise SettingError(key, value, f"must be a number above 1, such as 2.0{or_null}")
     return float(value)
@@ -480,7 +479,7 @@ def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# What each of them may be given in a block of the configuration.
+# Example arguments for a config block of each rule.
 EXAMPLES: Mapping[Callable[..., Schedule | Increment], str] = {
     steps: "batch_sizes: [16, 32], thresholds: [1ep]",
     linear_ramp: "start: 16, end: 64, over: 1ep",

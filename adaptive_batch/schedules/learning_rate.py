@@ -1,7 +1,6 @@
-"""The rules by which the learning rate, beta2 and the weight decay follow the batch of a step, and
-the schedule as a function of the clock.
+"""The learning rate: its clock, its schedule, and how it, beta2 and weight decay follow the batch.
 
-Each step's values are computed from the unscaled ones, so nothing accumulates.
+The values of each step are computed from the unscaled ones, so rounding does not accumulate.
 """
 
 from __future__ import annotations
@@ -21,12 +20,151 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from adaptive_batch._util import LARGEST_NUMBER
 from adaptive_batch.errors import SettingError
 
+from .progress import Progress
+
+UNITS = ("samples", "tokens", "steps")
 RULES = ("none", "linear", "sqrt")
 SCALED_WITH_BATCH: Mapping[str, str] = {"beta2": "half_life", "weight_decay": "per_token"}
-# The key of a parameter group that holds each of them.
+# Their keys in a parameter group.
 _IN_GROUP = {"beta2": "betas", "weight_decay": "weight_decay"}
-# From an optimizer and one of its parameter groups to the scaled values of the group.
+# f(optimizer, parameter group) -> scaled values of the group
 Scale = Callable[[Optimizer, dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The units of a schedule's clock: one until `num_warmup_steps` are over, one afterwards."""
+
+    warmup: str = "samples"
+    decay: str = "samples"
+
+    @classmethod
+    def from_config(cls, value: object) -> Clock:
+        """Read the key `lr_clock`.
+
+        Raises:
+            SettingError: the value is neither a unit nor a block of two units.
+        """
+        if value is None:
+            return cls()
+        units: dict[str, Any] = {"warmup": value, "decay": value}
+        if isinstance(value, Mapping):
+            units = dict(value)
+        units = {key: "samples" if unit is None else unit for key, unit in units.items()}
+        if not units.keys() <= {"warmup", "decay"} or not all(
+            unit in UNITS for unit in units.values()
+        ):
+            remedy = (
+                f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay:"
+                " tokens}"
+            )
+            raise SettingError("lr_clock", value, remedy)
+        return cls(**units)
+
+    def __str__(self) -> str:
+        if self.warmup == self.decay:
+            return self.decay
+        return f"warm-up in {self.warmup}, decay in {self.decay}"
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if the clock needs the number of tokens in an epoch."""
+        return "tokens" in (self.warmup, self.decay)
+
+
+class TrainingClock:
+    """The time of the learning-rate schedule: the step that training with a constant batch would
+    have reached.
+
+    In samples or tokens, it is the number of trained epochs, fractions included, times the steps
+    per epoch of the constant batch. So a growing batch neither stretches nor cuts the schedule.
+    With a constant batch (in tokens: if all steps have the same number), the time is exactly the
+    number of optimizer steps. In steps, it always is.
+
+    Args: clock: units.
+        warmup_steps: warm-up steps of the scheduler.
+        total_steps: total steps of the scheduler.
+    """
+
+    def __init__(
+        self, clock: Clock | None = None, *, warmup_steps: int = 0, total_steps: int = 0
+    ) -> None:
+        self._clock = clock or Clock()
+        self._warmup_steps = warmup_steps
+        self._total_steps = total_steps
+        self._warmup_ended_at: float | None = None
+
+    def at(self, progress: Progress) -> float:
+        """Return the time before a step.
+
+        It is the warm-up's clock first; the decay's clock then covers the remaining schedule steps.
+        """
+        decay = time_by(self._clock.decay, progress)
+        if self._clock.warmup == self._clock.decay:
+            return decay
+        warmup = time_by(self._clock.warmup, progress)
+        if warmup < self._warmup_steps:
+            return warmup
+        if self._warmup_ended_at is None:
+            self._warmup_ended_at = decay
+        ended_at = self._warmup_ended_at
+        total = self._total_steps
+        if ended_at >= total:
+            return decay
+        return self._warmup_steps + (decay - ended_at) * (total - self._warmup_steps) / (
+            total - ended_at
+        )
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Return the time of the decay's clock at the end of the warm-up."""
+        return {"warmup_ended_at": self._warmup_ended_at}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Resume from a saved state."""
+        self._warmup_ended_at = state["warmup_ended_at"]
+
+
+def time_by(unit: str, progress: Progress) -> float:
+    """Return the progress of training in steps of a constant batch.
+
+    Args:
+        unit: ``steps`` counts optimizer steps; ``samples`` and ``tokens`` measure the trained
+            fraction of an epoch.
+        progress: progress of training; samples and tokens need its `pace`.
+    """
+    if unit == "steps":
+        return progress.steps
+    assert progress.pace is not None, f"a clock of {unit} needs the pace of the epoch"
+    reference = progress.pace.reference
+    plan = progress.pace.plan
+    epochs_done = progress.epoch * reference.steps
+    if unit == "tokens":
+        return epochs_done + progress.epoch_tokens * reference.steps / plan.tokens
+    if not plan.is_estimate:
+        slots = plan.slots
+        # If both train the same rows, the times are bit-identical to those of the constant batch.
+        if plan.stepped_rows == reference.stepped_rows:
+            slots = reference.slots
+        return epochs_done + progress.epoch_rows * reference.steps / slots
+    by_steps = 0.0
+    if plan.most_steps:
+        by_steps = progress.epoch_steps / plan.most_steps
+    return epochs_done + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
+
+
+def decay_of(schedule: Callable[[float], float]) -> Callable[[float], float]:
+    """Return the schedule divided by its running maximum (1 during a warm-up)."""
+    # Running maximum at each whole time.
+    peaks = [0.0]
+
+    def decay(time: float) -> float:
+        while len(peaks) < int(time) + 2:
+            peaks.append(max(peaks[-1], schedule(len(peaks) - 1)))
+        now = schedule(time)
+        peak = max(peaks[int(time) + 1], now)
+        return now / peak if peak > 0 else 1.0
+
+    return decay
 
 
 @dataclass(frozen=True)
@@ -37,7 +175,7 @@ class Reference:
     unit: Literal["rows", "tokens"]
 
     def __str__(self) -> str:
-        # As a whole number where it is one: "64 rows", not "64.0 rows".
+        # "64 rows", not "64.0 rows"
         amount = int(self.amount) if float(self.amount).is_integer() else self.amount
         unit = self.unit.removesuffix("s") if amount == 1 else self.unit
         return f"{amount} {unit}"
@@ -47,7 +185,7 @@ def parse_reference(key: str, value: object) -> Reference:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens.
 
     Raises:
-        SettingError: the value of `key` is neither.
+        SettingError: the value of `key` has another form.
     """
     if type(value) is int and 1 <= value <= LARGEST_NUMBER:
         return Reference(float(value), "rows")
@@ -61,16 +199,16 @@ def parse_reference(key: str, value: object) -> Reference:
 
 
 def scale_learning_rate(learning_rate: float, batch: float, reference: float, rule: str) -> float:
-    """Scale the rate that was chosen for one batch to another.
+    """Scale a learning rate from its reference batch to another batch.
 
     Args:
-        learning_rate: the rate that belongs to `reference`.
-        batch: global batch of a step, in rows or in tokens.
+        learning_rate: learning rate for `reference`.
+        batch: global batch of a step, in rows or tokens.
         reference: global batch that the rate was chosen for, in the same unit.
-        rule: ``none`` keeps it; ``linear`` multiplies it by batch / reference (Goyal et al. 2017,
-            arXiv 1706.02677, section 2.1); ``sqrt`` by the square root of that (Krizhevsky 2014,
-            arXiv 1404.5997, section 5; for Adam Malladi et al. 2022, arXiv 2205.10287, definition
-            5.1).
+        rule: ``none`` keeps the rate; ``linear`` multiplies it by batch / reference (Goyal et al.
+            2017, arXiv 1706.02677, section 2.1); ``sqrt`` by sqrt(batch / reference) (Krizhevsky
+            2014, arXiv 1404.5997, section 5; for Adam: Malladi et al. 2022, arXiv 2205.10287,
+            definition 5.1).
 
     Raises:
         ValueError: an unknown rule, or a batch or reference that is not positive.
@@ -84,10 +222,10 @@ def scale_learning_rate(learning_rate: float, batch: float, reference: float, ru
 
 
 def scale_beta2(beta2: float, ratio: float) -> float:
-    """Scale the beta2 of one batch to a batch of `ratio` times as much data.
+    """Scale beta2 to a batch `ratio` times as large.
 
-    Its half-life in data stays: beta2 ** ratio (Marek et al. 2025, arXiv 2507.07101), kept within
-    0.9 to 0.9999 or what was configured.
+    The half-life in tokens is kept: beta2 ** ratio (Marek et al. 2025, arXiv 2507.07101), clamped
+    to 0.9 to 0.9999 unless the configured value lies outside.
     """
     lowest = min(beta2, 0.9)
     highest = max(beta2, 0.9999)
@@ -95,22 +233,21 @@ def scale_beta2(beta2: float, ratio: float) -> float:
 
 
 def scale_weight_decay(weight_decay: float, ratio: float, rate_factor: float) -> float:
-    """Scale the weight decay of one batch to a batch of `ratio` times as much data.
+    """Scale the weight decay to a batch `ratio` times as large.
 
-    The decay for each row or token stays. A step of AdamW decays weights by rate x weight decay. A
-    step of `ratio` times the data decays them by `ratio` times as much, of which the rate brings
-    `rate_factor`: rate x weight decay / batch is kept (the timescale of Wang and Aitchison 2024,
-    arXiv 2405.13698). So the rule ``linear`` keeps the weight decay, ``sqrt`` multiplies it by
+    A step of AdamW decays weights by rate x weight decay. The result keeps rate x weight decay /
+    batch, the timescale of Wang and Aitchison 2024 (arXiv 2405.13698). The learning rate already
+    grows by `rate_factor`, so the rule ``linear`` keeps the weight decay, ``sqrt`` multiplies it by
     sqrt(ratio), and ``none`` by `ratio`.
     """
     return weight_decay * ratio / rate_factor
 
 
 def check_scaled(name: str, value: object) -> Mapping[str, str]:
-    """Read the values that are scaled with the batch, such as ``{beta2: half_life}``.
+    """Read the block of values that are scaled with the batch, such as ``{beta2: half_life}``.
 
     Raises:
-        SettingError: it is no block, or names a value or a way of scaling that does not exist.
+        SettingError: the value is not a block, or names an unknown value or method.
     """
     choices = ", ".join(f"{key}: {method}" for key, method in SCALED_WITH_BATCH.items())
     if not isinstance(value, Mapping):
@@ -118,7 +255,7 @@ def check_scaled(name: str, value: object) -> Mapping[str, str]:
     for key, method in value.items():
         if key not in SCALED_WITH_BATCH or method not in (None, SCALED_WITH_BATCH[key]):
             raise SettingError(
-                f"{name}.{key}", method, f"give {choices}; null or nothing for what stays"
+                f"{name}.{key}", method, f"give {choices}; or null to keep the value"
             )
     return {str(key): method for key, method in value.items() if method is not None}
 
@@ -131,22 +268,22 @@ def scale_group(
     rate_factor: float,
     names: Collection[str],
 ) -> dict[str, Any]:
-    """Return the values of a parameter group that are other ones in a scaled step.
+    """Return the changed values of a parameter group for a step.
 
     Args:
         optimizer: optimizer of the group.
-        group: parameter group with its unscaled values.
+        group: parameter group with unscaled values.
         ratio: batch of the step / reference.
-        rate_factor: factor of the rate that follows from it.
-        names: other values that follow the batch: ``beta2``, ``weight_decay``.
+        rate_factor: factor of the learning rate.
+        names: other values to scale: ``beta2``, ``weight_decay``.
     """
     scaled: dict[str, Any] = {}
     if rate_factor != 1.0:
         scaled["lr"] = float(group["lr"]) * rate_factor
-        # Of the same type: torchao's optimizers refuse a number.
+        # torchao's optimizers require a tensor.
         if isinstance(group["lr"], torch.Tensor):
             scaled["lr"] = torch.full_like(group["lr"], scaled["lr"])
-    # torchao's low-bit optimizers compile their step for each number that is not a tensor.
+    # torchao's low-bit optimizers recompile their step for each new Python number.
     number: Callable[[float], Any] = torch.tensor if _is_low_bit(optimizer) else float
     if "beta2" in names:
         beta1, beta2, *others = group["betas"]
@@ -160,16 +297,14 @@ def scale_group(
 def scale_steps(optimizer: Any, scale: Scale | None) -> None:
     """Scale values of an optimizer's parameter groups during each ``optimizer.step()``.
 
-    Between two steps the groups hold the unscaled values. So whatever reads, multiplies or saves
-    them there, such as a scheduler, a warm-up or a checkpoint, never meets a scaled one, also where
-    a step is skipped or raises. The scaling lasts until this is called again: a step that is
-    repeated after an error is scaled as the first attempt was. In a step that a CUDA graph captures
-    this raises SettingError.
+    Between steps the groups hold the unscaled values, even after a skipped or failed step, so
+    schedulers, warm-ups and checkpoints never see a scaled one. The scaling applies until the next
+    call, so a repeated step is scaled like its first attempt. A step that is captured in a CUDA
+    graph raises SettingError.
 
     Args:
-        optimizer: optimizer whose former scaling, if any, is replaced.
-        scale: function that returns the scaled values of a group by their keys; None for unscaled
-            steps.
+        optimizer: optimizer to scale; replaces its former scaling.
+        scale: function that returns the scaled values of a group by key; None for unscaled steps.
     """
     if scale is not None and not hasattr(optimizer, "scaled_steps"):
         optimizer.scaled_steps = _ScaledSteps(optimizer)
@@ -178,14 +313,14 @@ def scale_steps(optimizer: Any, scale: Scale | None) -> None:
 
 
 class _ScaledSteps:
-    """Replaces values of an optimizer's groups as a step begins, and restores them as it ends."""
+    """Replaces values of an optimizer's groups before a step and restores them afterwards."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.scale: Scale | None = None
         self._optimizer = optimizer
-        # Groups in a step, with the unscaled and the scaled values.
+        # (group, unscaled values, scaled values) during a step
         self._scaled: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        # As a part of a compiled step they would not restore a number.
+        # Inside a compiled step they would not restore Python numbers.
         disable: Any = torch.compiler.disable
         begin = disable(self._begin)
         end = disable(self._end)
@@ -199,24 +334,24 @@ class _ScaledSteps:
             finally:
                 end()
 
-        # A method, as torch's schedulers wrap the step once more.
+        # torch's schedulers wrap the step again and require a method.
         optimizer.step = MethodType(scaled_step, optimizer)  # type: ignore[method-assign]
-        # With a GradScaler, accelerate calls the method that it found before this one; only the
-        # hooks scale it. torchao's CPUOffloadOptimizer has no hooks.
+        # With a GradScaler, accelerate calls the original method, which only the hooks scale.
+        # torchao's CPUOffloadOptimizer has no hooks.
         with suppress(AttributeError):
             optimizer.register_step_pre_hook(begin)
             optimizer.register_step_post_hook(end)
 
     def _begin(self, *_: Any) -> None:
-        # The hook repeats what the method has begun.
+        # The method and the pre-hook both call this.
         self._end()
         if self.scale is None:
             return
         on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_cuda and torch.cuda.is_current_stream_capturing():
             remedy = (
-                "its step is captured in a CUDA graph, and a replay does not scale the rate; call"
-                " step() outside of the graph"
+                "a CUDA graph captures its step, and replays would not scale the learning rate;"
+                " call step() outside the graph"
             )
             raise SettingError("optimizer", type(self._optimizer).__name__, remedy)
         for group in self._optimizer.param_groups:
@@ -226,13 +361,13 @@ class _ScaledSteps:
 
     def _end(self, *_: Any) -> None:
         for group, unscaled, scaled in self._scaled:
-            # The step itself may have written another value.
+            # Keep values that the step itself has changed.
             group.update({key: unscaled[key] for key in scaled if group[key] is scaled[key]})
         self._scaled.clear()
 
 
 def read_scaled(groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float]:
-    """Return what follows the batch, by name, of the first group where it is not 0."""
+    """Return the first nonzero value of each name among the parameter groups."""
     values = {}
     for name in names:
         numbers = [_number(group[_IN_GROUP[name]]) for group in groups]
@@ -241,10 +376,10 @@ def read_scaled(groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> di
 
 
 def prepare_scaled(optimizer: Optimizer, names: Mapping[str, str]) -> None:
-    """Check that an optimizer has what is to follow the batch, and let it take scaled values.
+    """Check that an optimizer supports the scaled values, and patch torchao's to accept them.
 
     Raises:
-        SettingError: the parameter groups have no such value, or it is 0.
+        SettingError: the parameter groups lack a value, or it is 0.
     """
     kind = type(optimizer).__name__
     for name, method in names.items():
@@ -252,12 +387,12 @@ def prepare_scaled(optimizer: Optimizer, names: Mapping[str, str]) -> None:
         remedy = None
         if not all(key in group for group in optimizer.param_groups):
             remedy = (
-                f"the parameter groups of {kind} have no {key}; remove it, or take"
+                f"the parameter groups of {kind} have no {key}; remove this key, or use"
                 " torch.optim.AdamW"
             )
-        # Scaling 0 would change nothing, without a word.
+        # Scaling 0 would silently change nothing.
         elif not any(_number(group[key]) for group in optimizer.param_groups):
-            remedy = f"{name} of {kind} is 0; set it, or remove this"
+            remedy = f"{name} of {kind} is 0; set it, or remove this key"
         if remedy:
             raise SettingError(f"scale_with_batch.{name}", method, remedy)
     if "beta2" in names and _is_low_bit(optimizer):
@@ -265,13 +400,13 @@ def prepare_scaled(optimizer: Optimizer, names: Mapping[str, str]) -> None:
 
 
 def _is_low_bit(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of torchao's, whose states may have few bits."""
+    """Return whether an optimizer is one of torchao's low-bit optimizers."""
     return hasattr(optimizer, "_subclass_zeros")
 
 
 def _let_beta2_be_a_tensor(optimizer: Any) -> None:
-    """Give the states of torchao's low-bit optimizers the one operation that they lack for it."""
-    # Its AdamW without low-bit states.
+    """Register the operation that torchao's low-bit states lack for a beta2 tensor."""
+    # torchao's AdamW without low-bit states
     if math.isinf(optimizer.block_size):
         return
     kind = type(
@@ -285,19 +420,19 @@ def _let_beta2_be_a_tensor(optimizer: Any) -> None:
 
 
 def _number(value: Any) -> float:
-    """Return a weight decay as it is, and of betas the second."""
+    """Return a weight decay, or the second value of betas."""
     return float(value[1] if isinstance(value, tuple | list) else value)
 
 
 def unwrap(wrapper: Any, name: str) -> Any:
-    """Return what accelerate's or Lightning's wrapper holds; itself where there is no wrapper."""
+    """Return the optimizer or scheduler inside the wrappers of accelerate or Lightning."""
     while isinstance(inner := getattr(wrapper, name, None), Optimizer | LRScheduler):
         wrapper = inner
     return wrapper
 
 
 def write_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, in place where it is a tensor, as torchao keeps it."""
+    """Set the learning rate of a parameter group; a tensor (torchao) is set in place."""
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:
@@ -305,27 +440,24 @@ def write_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def follows_clock(scheduler: Any) -> bool:
-    """Return whether a scheduler is a function of the step alone; so is None.
-
-    Such a scheduler keeps no count of its own.
-    """
-    # A subclass with a get_lr() of its own may count.
+    """Return whether a scheduler is a function of the step alone; True for None."""
+    # A subclass that overrides get_lr() may count steps.
     return scheduler is None or (
         isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
     )
 
 
 def schedule_of(scheduler: LRScheduler | None) -> Callable[[float], float]:
-    """Return a schedule as a function of the clock: its factor of the first group's base rate.
+    """Return a schedule as a function of the clock: the factor of the first group's base rate.
 
     Raises:
-        SettingError: there is none, or it keeps its own count.
+        SettingError: the scheduler is None or counts steps itself.
     """
     unwrapped = unwrap(scheduler, "scheduler")
     if unwrapped is None or not follows_clock(unwrapped):
         remedy = (
-            "a batch that follows the decay of the rate needs a LambdaLR, such as torchtune's"
-            " cosine schedule"
+            "a batch that follows the decay of the learning rate needs a LambdaLR, such as"
+            " torchtune's cosine schedule"
         )
         kind = unwrapped and type(unwrapped).__name__
         raise SettingError("lr_scheduler", kind, remedy)

@@ -1,28 +1,27 @@
-"""The gradient noise scale: how many rows a step needs before its noise is no larger than its
-gradient.
+"""The gradient noise scale: the batch in rows at which noise and gradient are equally large.
 
-Measured from what accumulation has anyway: the gradient of a part of a step's rows, the small
-batch, and that of all of them (McCandlish et al. 2018, An Empirical Model of Large-Batch Training,
-arXiv 1812.06162, appendix A.1). A batch of B rows has a gradient whose squared norm is, expected,
-|G|^2 + S / B: of the true gradient G, and of the noise, S = tr(covariance of one row's gradient).
-Two batch sizes tell the two apart, and B_simple = S / |G|^2 (its equation 2.9).
+It is measured from gradients that accumulation computes anyway: that of some rows of a step, the
+small batch, and that of all rows (McCandlish et al. 2018, An Empirical Model of Large-Batch
+Training, arXiv 1812.06162, appendix A.1). The expected squared norm of the gradient of B rows is
+|G|^2 + S / B, with the true gradient G and the noise S = tr(covariance of one row's gradient). Two
+batch sizes give both, and B_simple = S / |G|^2 (equation 2.9).
 
-Rows of unequal length: a batch of b rows that have L label tokens has the gradient g = s / L, s
-being the sum of what its rows give. With l the expected label tokens of a row, G = E[s] / (b l),
-and the noise of a row is d = (its part of s - its label tokens x G) / l, which is 0 on average: a
-ratio of sums, to first order, has S = E|d|^2. Then
+Rows of unequal length: a batch of b rows with L label tokens has the gradient g = s / L, the sum s
+over its rows. With l expected label tokens in a row, G = E[s] / (b l), and the noise of a row is d
+= (its part of s - its label tokens x G) / l, with mean 0. To first order, such a ratio of sums has
+S = E|d|^2. Then
 
     E[L |g|^2]   = b l |G|^2 + l S (1 + order of 1 / b)
     E[L^2 |g|^2] = b^2 l^2 |G|^2 + b tr(covariance of a row's part of s)
 
-The first holds as L |g|^2 = L |G|^2 + 2 l G . sum(d) + |l sum(d)|^2 / L, and the second exactly,
-whatever length and gradient of a row have to do with each other. Two sizes of the first give S and
-two of the second |G|^2, with the step's own L / B for l, which leaves an error of order 1 / B.
-Where rows are equally long, both are the paper's. The formulas assume that rows are independent,
-and that the rows of the small batch and their number do not depend on their length. So only a
-micro-batch of a given number of rows, in a random order, can be the small batch. S is low with few
-rows in the small batch, by up to the share of squared variation of lengths / rows; but for that the
-smallest small batch is the best one (docs/how_it_decides.md has numbers, and why).
+The first follows from L |g|^2 = L |G|^2 + 2 l G . sum(d) + |l sum(d)|^2 / L. The second is exact,
+even if the gradients of rows depend on their lengths. Two batch sizes in the first give S and in
+the second |G|^2, with l = L / B of the step, which leaves an error of order 1 / B. For rows of
+equal length, both are the paper's formulas. The formulas assume that rows are independent and that
+the small batch is chosen independently of lengths. So only a micro-batch with a fixed number of
+rows in random order qualifies. With few rows in the small batch, S is too low, by up to the squared
+coefficient of variation of lengths / rows. Apart from this bias, the smallest small batch is the
+best one (docs/how_it_decides.md has figures).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ import torch
 
 @dataclass(frozen=True)
 class NoiseSample:
-    """The norms of one step; numbers, or scalar tensors that have not been waited for.
+    """Gradient norms of one step, as numbers or as scalar tensors (which do not force a sync).
 
     Attributes:
         small_rows: rows of the small batch.
@@ -45,8 +44,7 @@ class NoiseSample:
         big_rows: rows of the whole step.
         big_squared_norm: squared norm of its gradient before clipping, a mean over its label
             tokens.
-        label_ratio: label tokens of a row of the small batch, on average, over those of a row of
-            the whole step.
+        label_ratio: mean label tokens per row of the small batch / of the whole step.
     """
 
     small_rows: float | torch.Tensor
@@ -59,8 +57,7 @@ class NoiseSample:
         """Return S, the trace of the covariance of one row's gradient, and |G|^2, the squared norm
         of the true gradient.
 
-        Both are without bias where rows are equally long, and below zero by chance (equations A.3
-        and A.2).
+        For rows of equal length both are unbiased (equations A.3 and A.2). Either can be negative.
         """
         small = float(self.small_rows)
         big = self.big_rows
@@ -73,20 +70,17 @@ class NoiseSample:
 
 
 class NoiseScale:
-    """The noise scale of a run so far, smoothed.
+    """The smoothed noise scale of a run.
 
-    S and |G|^2 are averaged apart and then divided: the ratio of one step's estimates is biased,
-    and has no mean where |G|^2 may be near zero. The averages are exponential moving ones,
-    corrected for their start.
+    S and |G|^2 are averaged separately and then divided: the ratio of one step's estimates is
+    biased, and has no mean if |G|^2 can be near zero. The averages are bias-corrected exponential
+    moving averages.
 
     Args:
-        decay: what an average keeps at each sample, 0 or more and below 1; about 1 / (1 - decay)
-            samples count.
-        min_samples: before so many there is no value: where the scale is several times the step, a
-            value after 20 samples was found to be off by a factor of 4 in one run of ten, after 50
-            by 3 and after 200 by 1.7.
-        every: from then on, steps from one sample to the next: a sample costs up to 4% of a small
-            step in bf16.
+        decay: decay of the averages, from 0 to below 1; about 1 / (1 - decay) samples count.
+        min_samples: samples before the first value. If the scale is several times the step, one run
+            of ten was off by a factor of 4 after 20 samples, 3 after 50 and 1.7 after 200.
+        every: steps between two later samples; a sample costs up to 4% of a small step in bf16.
     """
 
     def __init__(self, *, decay: float = 0.99, min_samples: int = 50, every: int = 5) -> None:
@@ -101,11 +95,11 @@ class NoiseScale:
         self._squared_gradient = 0.0
 
     def is_due(self, steps: int) -> bool:
-        """Return whether the step after so many is sampled: each, until there may be a value."""
+        """Return whether to sample the step after `steps` steps: each one until `min_samples`."""
         return self._samples < self._min_samples or steps % self._every == 0
 
     def update(self, sample: NoiseSample) -> None:
-        """Add one step, waiting for its norms; one whose norms are not finite is left out."""
+        """Add one step and skip it if its norms are not finite; syncs with the device."""
         estimates = (1.0, *sample.estimates())
         if not all(map(math.isfinite, estimates)):
             return
@@ -120,15 +114,15 @@ class NoiseScale:
     def value(self) -> float | None:
         """The noise scale in rows, 0 or more.
 
-        None while there are too few samples, and where the average of |G|^2 is not above zero: the
-        gradient is lost in the noise: the scale is large, but how large is not known.
+        None before `min_samples`, and if the average of |G|^2 is not positive: the scale is then
+        large but unknown.
         """
         if self._samples < self._min_samples or self._squared_gradient <= 0:
             return None
         return max(0.0, self._noise / self._squared_gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers; resuming from them is bit-identical."""
+        """Return plain numbers, from which a run resumes bit-identically."""
         return {
             "samples": self._samples,
             "weight": self._weight,
@@ -137,7 +131,7 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state; the decay may be another one from then on."""
+        """Resume from a saved state; `decay` may differ."""
         self._samples = int(state["samples"])
         self._weight = float(state["weight"])
         self._noise = float(state["noise"])
@@ -145,11 +139,9 @@ class NoiseScale:
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the squared norm of all of them together, in float32 at least; a scalar tensor that is
-    not waited for.
+    """Return the total squared norm of the gradients as a scalar tensor, without a device sync.
 
-    Their own type would not do where it has 16 bits: the noise is a small difference of squared
-    norms.
+    It is computed in float32 or wider: the noise is a small difference of squared norms.
     """
     wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
     norms = [

@@ -1,43 +1,141 @@
-"""How far training has come, and how long a part of it is: ``2ep``, ``100ba``, ``10000sp``,
-``1.5e6tok``.
+"""Progress of training, the plan of an epoch, and durations such as ``2ep`` or ``1.5e6tok``.
 
-Every rule reads :class:`Progress`; nothing else keeps time. The notation of durations is
-Composer's.
+All rules read :class:`Progress`. The notation of durations is Composer's.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
+from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 
-from .epoch_plan import Pace
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The optimizer steps of an epoch.
+
+    Attributes:
+        rows: rows of the epoch, over all ranks.
+        global_rows: rows of one full optimizer step, the global batch; the rounded mean if steps
+            differ.
+        steps: optimizer steps of the epoch.
+        sizes: rows of each step; None if all have `global_rows`, except perhaps the last.
+        tokens: real tokens of the trained rows; 0 if they are not counted.
+        most_steps: steps after which the epoch ends even if rows are left; None for no limit.
+        is_estimate: True if the steps depend on measurements during training.
+    """
+
+    rows: int
+    global_rows: int
+    steps: int
+    sizes: Sequence[int] | None = None
+    tokens: int = 0
+    most_steps: int | None = None
+    is_estimate: bool = False
+
+    @classmethod
+    def of(
+        cls, rows: int, *, global_rows: int, drop_last: bool, max_steps: int | None = None
+    ) -> EpochPlan:
+        """Divide `rows` into equal steps and drop or train the short last one.
+
+        `max_steps` shortens the epoch unless it is None.
+        """
+        steps = rows // global_rows
+        if not drop_last and rows % global_rows:
+            steps += 1
+        if max_steps is not None:
+            steps = min(steps, max_steps)
+        return cls(rows, global_rows, steps, most_steps=max_steps)
+
+    @classmethod
+    def of_sizes(
+        cls, sizes: Sequence[int], *, drop_last: bool = False, max_steps: int | None = None
+    ) -> EpochPlan:
+        """Plan steps of the given numbers of rows and drop or train the short last one."""
+        kept = sizes[: len(sizes) - drop_last][:max_steps]
+        return cls(
+            sum(sizes), round(sum(kept) / max(1, len(kept))), len(kept), kept, most_steps=max_steps
+        )
+
+    def rows_of_step(self, step: int) -> int:
+        """Return the rows of step `step` of the epoch, counted from 0."""
+        if self.sizes is not None:
+            return self.sizes[step]
+        return min(self.global_rows, self.rows - step * self.global_rows)
+
+    def describe(self) -> str:
+        """Describe the number of steps and their rows."""
+        sizes = [self.global_rows] if self.sizes is None else self.sizes
+        smallest = min(sizes, default=0)
+        largest = max(sizes, default=0)
+        rows = count(largest, "row")
+        if smallest < largest:
+            rows = f"{smallest} to {largest} rows"
+        about = "about " if self.is_estimate else ""
+        return f"{about}{count(self.steps, 'step')} of {rows}"
+
+    @cached_property
+    def stepped_rows(self) -> int:
+        """Rows that the steps of the epoch train."""
+        if self.sizes is None:
+            return min(self.rows, self.slots)
+        return sum(self.sizes)
+
+    @cached_property
+    def slots(self) -> int:
+        """Rows that full steps would train: a short last step counts in full if the others are
+        equal.
+        """
+        if self.sizes is None:
+            return self.steps * self.global_rows
+        # Equal steps, except a short last one.
+        if len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]:
+            return len(self.sizes) * self.sizes[0]
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Two plans of an epoch that a schedule's clock compares.
+
+    Attributes:
+        reference: plan with the initial batch.
+        plan: plan with the current batch.
+    """
+
+    reference: EpochPlan
+    plan: EpochPlan
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What training has consumed so far, over all ranks, and what else a rule may read.
+    """Progress of training over all ranks, and other values that a rule may read.
 
     Attributes:
-        epoch: epochs that are done.
-        epoch_rows: rows of the current epoch that have been stepped.
+        epoch: finished epochs.
+        epoch_rows: trained rows of the current epoch.
         steps: optimizer steps.
         samples: rows.
-        tokens: real tokens, padding not counted.
+        tokens: real tokens, without padding.
         epoch_steps: optimizer steps of the current epoch.
         epoch_tokens: real tokens of the current epoch.
-        rows_per_epoch: rows that an epoch has; 0 where that is not known.
-        batch: what was requested for the last step on one device, in rows or, by `batch_tokens`, in
-            tokens; 0 before the first.
-        noise_scale: the smoothed gradient noise scale, in rows; None where it is not measured or
-            not known yet.
-        batch_before_epoch, noise_scale_before_epoch: the same two where the current epoch began.
-        pace: what clocks count by; None where no clock needs it. It is planned again when training
-            resumes, and not saved.
+        rows_per_epoch: rows of an epoch; 0 if unknown.
+        batch: requested batch of the last step on one device, in rows or (`batch_tokens`) in
+            tokens; 0 before the first step.
+        noise_scale: smoothed gradient noise scale in rows; None if it is not measured or not known
+            yet.
+        batch_before_epoch, noise_scale_before_epoch: `batch` and `noise_scale` at the start of the
+            current epoch.
+        pace: plans that clocks compare; None if no clock needs them. It is not saved: resuming
+            plans again.
     """
 
     epoch: int = 0
@@ -56,14 +154,18 @@ class Progress:
 
     @property
     def epochs(self) -> float:
-        """Epochs that are done, and the part of this one."""
+        """Trained epochs, with the fraction of the current one."""
         if not self.rows_per_epoch:
             return float(self.epoch)
         return self.epoch + self.epoch_rows / self.rows_per_epoch
 
     def after_step(self, *, rows: int, tokens: int, **measured: Any) -> Progress:
-        """Return the progress after one optimizer step of that many rows and real tokens, over all
-        ranks; `measured` is what else of it the step has changed, such as its `noise_scale`.
+        """Return the progress after one optimizer step.
+
+        Args:
+            rows: rows of the step, over all ranks.
+            tokens: real tokens of the step, over all ranks.
+            measured: other changed values, such as `noise_scale`.
         """
         changed = {
             **measured,
@@ -74,7 +176,7 @@ class Progress:
             "epoch_steps": self.epoch_steps + 1,
             "epoch_tokens": self.epoch_tokens + tokens,
         }
-        # Each step makes one, and replace() takes twice as long.
+        # Called at each step; replace() takes twice as long.
         return Progress(**(vars(self) | changed))
 
     def after_epoch(self) -> Progress:
@@ -90,7 +192,7 @@ class Progress:
         )
 
     def at_epoch_start(self) -> Progress:
-        """Return the progress at which the current epoch began."""
+        """Return the progress at the start of the current epoch."""
         return replace(
             self,
             batch=self.batch_before_epoch,
@@ -104,10 +206,7 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain numbers, which ``torch.load(weights_only=True)`` reads.
-
-        ``Progress(**state)`` restores it.
-        """
+        """Return plain numbers for a checkpoint; ``Progress(**state)`` restores them."""
         names = [field.name for field in fields(self) if field.name != "pace"]
         return {name: getattr(self, name) for name in names}
 
@@ -117,7 +216,7 @@ class Duration:
     """An amount of training, over all ranks.
 
     Attributes:
-        amount: 0 or more; whole but for epochs.
+        amount: 0 or more; a whole number unless the unit is ``ep``.
         unit: ``ep``, ``ba``, ``sp`` or ``tok``.
     """
 
@@ -125,11 +224,9 @@ class Duration:
     unit: str
 
     def share(self, progress: Progress) -> Fraction:
-        """Return the part of this duration that has been done: 0 at the beginning, 1 where it is
-        reached, and more beyond.
+        """Return the fraction of this duration that training has reached; above 1 beyond its end.
 
-        It is exact: a tenth of an epoch of 10 rows is one row, which floats would miss by their
-        rounding.
+        It is exact: a tenth of an epoch of 10 rows is one row, which floats could miss.
         """
         return self._done(progress) / Fraction(str(self.amount))
 
@@ -151,12 +248,11 @@ class Duration:
 
 
 def parse_duration(value: object, *, key: str) -> Duration:
-    """Read a duration with its unit, such as ``0.5ep``, ``100ba``, ``10000sp`` or ``1.5e6tok``, for
-    the setting `key`.
+    """Read a duration with its unit, such as ``0.5ep``, ``100ba``, ``10000sp`` or ``1.5e6tok``.
 
     Raises:
-        SettingError: it is 0, has no unit or no finite number, or a fraction of something other
-            than epochs.
+        SettingError: the value of `key` lacks a unit, is not finite and above 0, or is fractional
+            in a unit other than epochs.
     """
     match = None
     if isinstance(value, str):
@@ -174,9 +270,9 @@ def parse_duration(value: object, *, key: str) -> Duration:
     except ValueError:
         amount = math.nan
     if not 0 < amount < math.inf:
-        raise SettingError(key, value, f"write it such as 2{unit}, with a finite number above 0")
+        raise SettingError(key, value, f"give a finite number above 0, such as 2{unit}")
     if unit != "ep" and amount != int(amount):
         raise SettingError(
-            key, value, f"{unit} are counted in whole ones; only ep may have a fraction"
+            key, value, f"{unit} must be a whole number; only ep may have a fraction"
         )
     return Duration(amount if unit == "ep" else int(amount), unit)

@@ -1,6 +1,4 @@
-"""The gradient noise scale: unbiased parts, and the right number where it is known in
-closed form.
-"""
+"""The gradient noise scale: unbiased estimates, and agreement with closed forms."""
 
 import itertools
 import json
@@ -28,8 +26,8 @@ def squared_norm_of_mean(rows):
     sizes=st.sampled_from([(1, 2), (1, 3), (2, 3), (1, 4), (3, 4)]),
 )
 @examples(60)
-def test_both_estimates_are_right_on_average_over_every_step_that_there_can_be(population, sizes):
-    """The small batch is a part of the big one."""
+def test_both_estimates_are_unbiased_over_all_possible_steps(population, sizes):
+    """The small batch is part of the big one."""
     small, big = sizes
     drawn = list(itertools.product(population, repeat=big))
     found = [
@@ -45,17 +43,15 @@ def test_both_estimates_are_right_on_average_over_every_step_that_there_can_be(p
     assert sum(noises) / len(drawn) == pytest.approx(variance, abs=1e-9)
 
 
-def test_rows_with_twice_the_label_tokens_of_others_by_hand():
-    """Two rows of 4 label tokens and four of 1: 12 in all, 2 a row, so the small batch has twice as
-    many a row.
-    """
+def test_estimates_weigh_label_tokens():
+    """Two rows of 4 label tokens and four of 1: the small batch has twice the mean per row."""
     assert NoiseSample(2, 10.0, 6, 6.0, 4 / 2).estimates() == (
         pytest.approx((2 * 10 - 6) / (1 / 2 - 1 / 6)),
         pytest.approx((6 * 6 - 2 * 2**2 * 10) / (6 - 2)),
     )
 
 
-def test_the_squared_norm_is_of_all_gradients_whatever_their_types():
+def test_the_squared_norm_sums_gradients_of_all_dtypes():
     types = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16)
     gradients = [
         torch.randn(7, 5, generator=torch.Generator().manual_seed(n)).to(t)
@@ -74,15 +70,15 @@ def test_a_small_batch_that_is_not_smaller_is_refused(small, big):
         NoiseScale().update(NoiseSample(small, 1.0, big, 1.0))
 
 
-# the average
+# Averages.
 
 
 def sample(squared_gradient, noise, *, small=2, big=8):
-    """What a step whose estimates are these would have found."""
+    """A step with these estimates."""
     return NoiseSample(small, squared_gradient + noise / small, big, squared_gradient + noise / big)
 
 
-def test_the_parts_are_averaged_before_they_are_divided_and_later_steps_count_more():
+def test_noise_and_gradient_are_averaged_before_the_division():
     scale = NoiseScale(decay=0.5, min_samples=1)
     scale.update(sample(1.0, 6.0))
     assert scale.value == pytest.approx(6)
@@ -90,7 +86,7 @@ def test_the_parts_are_averaged_before_they_are_divided_and_later_steps_count_mo
     assert scale.value == pytest.approx((6 + 2 * 3) / (1 + 2 * 4))
 
 
-def test_there_is_no_value_before_enough_samples_and_none_where_the_gradient_is_lost_in_the_noise():
+def test_the_value_needs_enough_samples_and_a_positive_gradient_estimate():
     scale = NoiseScale(decay=0.5, min_samples=3)
     assert scale.value is None
     for _ in range(2):
@@ -105,14 +101,14 @@ def test_there_is_no_value_before_enough_samples_and_none_where_the_gradient_is_
     assert scale.value > 6
 
 
-def test_noise_below_zero_is_a_scale_of_zero():
+def test_negative_noise_is_a_scale_of_zero():
     scale = NoiseScale(min_samples=1)
     scale.update(sample(1.0, -6.0))
     assert scale.value == 0
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_step_whose_norm_is_not_finite_is_left_out(norm):
+def test_a_step_with_a_nonfinite_norm_is_skipped(norm):
     scale = NoiseScale(min_samples=1)
     scale.update(sample(1.0, 6.0))
     before = scale.state_dict()
@@ -121,7 +117,7 @@ def test_a_step_whose_norm_is_not_finite_is_left_out(norm):
     assert scale.state_dict() == before
 
 
-def test_each_step_is_sampled_until_there_is_a_value_then_every_fifth_also_after_resuming():
+def test_each_step_is_sampled_until_the_first_value_then_every_fifth():
     scale, resumed = (NoiseScale(min_samples=3) for _ in range(2))
     assert all(scale.is_due(step) for step in range(9))
     for _ in range(3):
@@ -139,7 +135,7 @@ NORMS = st.floats(0, 1e6)
     cut=st.integers(0, 20),
     decay=st.floats(0, 0.999),
 )
-def test_it_goes_on_from_plain_numbers_to_the_bit(norms, cut, decay):
+def test_a_resumed_scale_is_bit_identical(norms, cut, decay):
     whole, first, second = (NoiseScale(decay=decay, min_samples=2) for _ in range(3))
     for small, big in norms:
         whole.update(NoiseSample(2, small, 8, big))
@@ -152,13 +148,13 @@ def test_it_goes_on_from_plain_numbers_to_the_bit(norms, cut, decay):
     assert second.value == whole.value
 
 
-# rows of unequal length
+# Rows of unequal length.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("true", [16.0, pytest.param(4.0, marks=pytest.mark.nightly)])
-def test_of_rows_of_unequal_length_within_a_tenth_of_the_closed_form(true, kind):
+def test_rows_of_unequal_length_give_the_closed_form_within_a_tenth(true, kind):
     problem = TokenMeans(noise_scale=true, seed=1)
     sampler = problem.sampler(MicroBatchLimit(8), kind)
     scale = NoiseScale(decay=0.998)
@@ -167,7 +163,7 @@ def test_of_rows_of_unequal_length_within_a_tenth_of_the_closed_form(true, kind)
     assert scale.value == pytest.approx(true, rel=0.1)
 
 
-def test_padded_and_packed_rows_say_the_same():
+def test_padded_and_packed_rows_agree():
     problem = TokenMeans(noise_scale=16.0, seed=2)
     rows = problem.rows(32)
     padded, packed = (

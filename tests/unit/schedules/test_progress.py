@@ -1,9 +1,24 @@
-"""Progress counts what was consumed, in the epoch and in all."""
+"""Progress, plans of an epoch, and durations with their units."""
 
-from adaptive_batch.schedules import Progress
+import pickle
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch.schedules import EpochPlan, Progress
+from adaptive_batch.schedules.progress import Duration, parse_duration
+
+WHOLE = st.integers(1, 10**15)
+DURATIONS = st.one_of(
+    st.builds(Duration, st.floats(0, 1e6, exclude_min=True), st.just("ep")),
+    st.builds(Duration, WHOLE, st.sampled_from(["ba", "sp", "tok"])),
+)
 
 
-def test_progress_goes_through_its_state():
+def test_progress_is_restored_from_its_state():
     progress = (
         Progress(rows_per_epoch=8)
         .after_step(rows=8, tokens=100)
@@ -21,21 +36,86 @@ def test_progress_goes_through_its_state():
         epoch_tokens=50,
         rows_per_epoch=8,
     )
+    assert progress.epochs == 1.5
+    assert Progress(epoch=3, epoch_rows=5).epochs == 3.0  # an epoch of unknown length
 
 
-def test_the_part_of_an_epoch_counts_in_rows():
-    progress = (
-        Progress(rows_per_epoch=8)
-        .after_step(rows=8, tokens=1)
-        .after_epoch()
-        .after_step(rows=2, tokens=1)
-    )
-    assert progress.epochs == 1.25
-    assert Progress(epoch=3, epoch_rows=5).epochs == 3.0  # how many rows an epoch has is not known
-
-
-def test_where_an_epoch_began_is_known_within_it():
+def test_progress_knows_the_start_of_its_epoch():
     begin = Progress(rows_per_epoch=8).after_step(rows=8, tokens=100).after_epoch()
     within = begin.after_step(rows=3, tokens=20).after_step(rows=3, tokens=30)
     assert within.at_epoch_start() == begin
     assert begin.at_epoch_start() == begin
+
+
+# Plans of an epoch.
+
+
+@given(
+    rows=st.integers(1, 5000),
+    global_rows=st.integers(1, 300),
+    drop_last=st.booleans(),
+    max_steps=st.none() | st.integers(1, 50),
+)
+def test_the_steps_of_an_epoch_hold_each_row_once(rows, global_rows, drop_last, max_steps):
+    plan = EpochPlan.of(rows, global_rows=global_rows, drop_last=drop_last, max_steps=max_steps)
+    sizes = [plan.rows_of_step(step) for step in range(plan.steps)]
+    assert all(0 < size <= global_rows for size in sizes)
+    assert all(size == global_rows for size in sizes[:-1])
+    whole = rows - rows % global_rows if drop_last else rows
+    assert sum(sizes) == (whole if max_steps is None else min(whole, max_steps * global_rows))
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (EpochPlan.of(10, global_rows=4, drop_last=False), "3 steps of 4 rows"),
+        (EpochPlan.of_sizes([1]), "1 step of 1 row"),
+        (replace(EpochPlan.of_sizes([2, 6]), is_estimate=True), "about 2 steps of 2 to 6 rows"),
+        (EpochPlan.of_sizes([]), "0 steps of 0 rows"),
+    ],
+)
+def test_a_plan_describes_its_steps(plan, text):
+    assert plan.describe() == text
+
+
+# Durations.
+
+
+@pytest.mark.parametrize(
+    ("text", "duration"),
+    [
+        ("2ep", Duration(2, "ep")),
+        ("0.5ep", Duration(0.5, "ep")),
+        ("100ba", Duration(100, "ba")),
+        ("1.5e6tok", Duration(1_500_000, "tok")),
+        (" 1e3 ba ", Duration(1000, "ba")),
+        ("10_000sp", Duration(10_000, "sp")),
+    ],
+)
+def test_a_duration_is_read_with_its_unit(text, duration):
+    assert parse_duration(text, key="over") == duration
+
+
+@given(DURATIONS)
+def test_the_text_of_a_duration_is_read_back_exactly(duration):
+    assert parse_duration(str(duration), key="over") == duration
+    assert pickle.loads(pickle.dumps(duration)) == duration
+
+
+def test_each_unit_reads_its_own_part_of_progress():
+    progress = Progress(
+        epoch=1, epoch_rows=25, rows_per_epoch=100, steps=7, samples=125, tokens=4000
+    )
+    shares = {unit: Duration(5, unit).share(progress) for unit in ("ep", "ba", "sp", "tok")}
+    assert shares == {"ep": Fraction(1, 4), "ba": Fraction(7, 5), "sp": 25, "tok": 800}
+    # An epoch of unknown length has no fractions.
+    assert Duration(1, "ep").share(Progress(epoch=1, epoch_rows=25)) == 1
+
+
+@given(rows=st.integers(1, 2000), epoch=st.integers(0, 50), tenth=st.integers(1, 9))
+def test_a_fraction_of_an_epoch_ends_at_its_row_exactly(rows, epoch, tenth):
+    """In floats, 0.1 x 3 is above 0.3; here it is 3 rows of 10."""
+    duration = parse_duration(f"{epoch}.{tenth}ep", key="over")
+    at = Progress(epoch=epoch, epoch_rows=tenth * rows, rows_per_epoch=10 * rows)
+    assert duration.share(at) == 1
+    assert duration.share(replace(at, epoch_rows=tenth * rows - 1)) < 1

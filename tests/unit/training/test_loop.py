@@ -457,7 +457,7 @@ COLUMNS = {key: [row[key] for row in ROWS] for key in ROWS[0]}
         ({"reference_batch_size": "8k"}, "reference_batch_size='8k': "),
         (
             {"batch_increase_function": lambda epoch: 1},
-            "batch_increase_function=.*of positional arguments",
+            "batch_increase_function=.*with positional arguments",
         ),
         (
             {"batch_increase_function": max, "batch_size_schedule": sum},

@@ -184,7 +184,7 @@ def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_va
         (
             SGD(parameters(), lr=0.1),
             {"weight_decay": "per_token"},
-            r"weight_decay of SGD is 0; set it, or remove this",
+            r"weight_decay of SGD is 0; set it, or remove this key",
         ),
         (
             AdamW(parameters()),
