@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# PyTorch's CUDA build on an emulated device, of the version TORCH; see docs/emulate.md
+# PyTorch's CUDA build on an emulated device, of the version TORCH; see docs/without_a_gpu.md
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
@@ -13,7 +13,7 @@ TRITON_OF_TORCH := "from importlib.metadata import requires; print(*(one.partiti
 # Each process of that environment loads the emulated CUDA before torch.
 STACK_HOOK := import adaptive_batch.emulate.process; adaptive_batch.emulate.process.install()
 
-.PHONY: compare demo demo-lora demo-dpo test test-all nightly check docs notebooks gallery measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
+.PHONY: compare demo demo-lora demo-dpo test test-all nightly check docs notebooks measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -89,10 +89,6 @@ test-browser: $(INSTALLED)  ## the report in headless Chromium, which must be on
 
 notebooks: $(INSTALLED)  ## run the notebooks of examples/, and write what they print into them
 	$(BIN)/python docs/tools/notebooks.py
-
-gallery: $(INSTALLED)  ## run the commands of docs/gallery.md, and write what they print and draw into it
-	test -d adaptive_batch_demo/tuned/epoch_2 || $(BIN)/python examples/demo
-	$(BIN)/python docs/tools/gallery.py
 
 docs: $(INSTALLED)  ## the site, into site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -7,7 +7,7 @@ device.
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted
-(docs/emulate.md). `cases`: a sample that is drawn by a seed: what the estimate
+(docs/without_a_gpu.md). `cases`: a sample that is drawn by a seed: what the estimate
 says of each number of rows, and its replay of the allocator with default and with expandable
 segments, beside what PyTorch counted: bytes requested, allocated and reserved, and every segment
 with its blocks. `tasks`: the same for preference pairs and distillation, with adapters and of every

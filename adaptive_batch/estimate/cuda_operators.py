@@ -5,7 +5,7 @@ Fake tensors are of a CPU, which has other kernels for attention, norms and drop
 backward takes the large buffers that CUDA's takes. `_KEPT` and `_BUFFERS` have the shapes of each
 kernel.
 Buffers below a thousandth of the peak are left out: semaphores, partial sums of reductions, split
-keys, what sorting takes. docs/cuda.md has what was measured beside PyTorch's CUDA build.
+keys, what sorting takes. docs/accuracy.md has what was measured beside PyTorch's CUDA build.
 """
 
 from __future__ import annotations

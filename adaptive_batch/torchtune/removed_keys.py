@@ -9,7 +9,7 @@ from adaptive_batch.errors import SettingError
 
 _CRITICAL_BATCH = (
     "log_gradient_noise_scale=True estimates the batch beyond which more rows improve a step"
-    " little, and docs/does_it_pay.md compares rules that grow the batch"
+    " little, and docs/accuracy.md#does-a-growing-batch-pay compares rules that grow the batch"
 )
 
 # Dotted key -> the fix, which follows "KEY=VALUE: this key was removed; ".

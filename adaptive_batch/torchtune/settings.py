@@ -220,7 +220,8 @@ class EstimateSettings:
     devices: object = key(
         checked(lambda name, value: parse_devices(value)),
         "for `adaptive_estimate`, which needs it: devices that are not here: a size such as"
-        " `80GiB`, a name such as `H100`, or a list of them. See [estimate.md](estimate.md)",
+        " `80GiB`, a name such as `H100`, or a list of them. See"
+        " [estimates](without_a_gpu.md#estimate-a-config)",
         default=None,
     )
     sequence_lengths: tuple[int | str, ...] = key(
@@ -245,7 +246,7 @@ class EstimateSettings:
         _size,
         "what the driver's context and its libraries take outside of the allocator, in bytes or as"
         " a size such as `600MiB`; null: 770MiB of an H100 or H200, 500MiB of others. Of no effect"
-        " if `device` is `cpu`. See [estimate.md](estimate.md#the-context)",
+        " if `device` is `cpu`. See [the context](without_a_gpu.md#the-context)",
         default=None,
     )
 

@@ -1,5 +1,5 @@
 """Tests on PyTorch's CUDA build, on a CUDA without a device: see
-docs/emulate.md.
+docs/without_a_gpu.md.
 """
 
 import gc
