@@ -6,8 +6,8 @@ adaptive off: identical to the bit?
 Every run is a real one on a small model, of adapters and of every weight, on one device and on two
 ranks of gloo. Losses, metrics and gradient norms are compared as they stand in the logs, adapters
 and weights as they were saved. What is not compared, as torchtune is wrong there or rounds, is in
-the record with its reason (docs/preferences.md). Distillation is compared with torchtune's recipe
-as tests/support/corrected_distillation.py corrects it (docs/distillation.md).
+the record with its reason (docs/torchtune.md#preference-pairs). Distillation is compared with
+torchtune's recipe as tests/support/corrected_distillation.py corrects it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ known.
 
 Any config of torchtune's `knowledge_distillation_single_device` and
 `knowledge_distillation_distributed` runs unchanged, with the same keys; their gradient is corrected
-(docs/distillation.md). The student trains adapters or every weight. All else is as in
+(docs/torchtune.md#distillation). The student trains adapters or every weight. All else is as in
 `adaptive_full_finetune`.
 """
 

@@ -548,7 +548,7 @@ class Settings:
         " reference alone, or fewer where that pads less; or a number, at most so many. null: the"
         " reference runs within each micro-batch of training. Running out of memory in it lowers"
         " this, never training's, whatever `on_out_of_memory` is. See"
-        " [preferences.md](preferences.md#pairs-at-once-in-the-reference)",
+        " [preference pairs](torchtune.md#pairs-at-once-in-the-reference)",
         default=None,
         resume="report",
     )
