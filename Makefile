@@ -109,15 +109,9 @@ $(PEERS)/.deepspeed-$(DEEPSPEED):
 compare: $(INSTALLED) $(PEERS)/.deepspeed-$(DEEPSPEED)  ## peers and this project on the same tasks; draws docs/comparison.md; five minutes on two cores
 	$(BIN)/python benchmarks/compare.py
 
-measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
+measure: $(INSTALLED) $(STACK)/.built  ## the long benchmarks, beside what they compare with; writes benchmarks/results/
 	$(BIN)/python examples/demo
-	for name in search bound traceless parity faults throughput step_time step_overhead kills parity_adapters parity_tasks parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks estimate published split_check; do $(BIN)/python benchmarks/$$name.py || exit 1; done
-	for name in bound traceless faults; do $(BIN)/python benchmarks/$$name.py --adapters || exit 1; done
-	for name in bound traceless faults; do $(BIN)/python benchmarks/$$name.py --tasks || exit 1; done
+	for name in search traceless parity faults throughput step_overhead kills parity_adapters parity_tasks parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks published search_in_trainers split_check; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in traceless faults; do $(BIN)/python benchmarks/$$name.py --adapters && $(BIN)/python benchmarks/$$name.py --tasks || exit 1; done
 	$(BIN)/python benchmarks/parity_adapters.py --ranks
-	$(BIN)/python benchmarks/split_check.py --programs
-	$(BIN)/python benchmarks/split_check.py --cost
 	$(STACK)/bin/python benchmarks/cuda_stack.py
-	$(STACK)/bin/python benchmarks/fragmentation.py
-	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 2
-	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 8

@@ -1,46 +1,38 @@
-"""Estimates and bounds beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack without a
-device.
+"""Estimates beside PyTorch's own CUDA allocator, which runs on an emulated device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py
-    [--only {cases,tasks,compiled,bounds}] [--quick] [--cases N] [--settings {default,expandable}]
-    [--lengths {fixed,varying,drawn}] [--recount] [--output DIR]
+    [--only {cases,compiled}] [--quick] [--cases N] [--recount] [--output DIR]
 
-Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
-(tests/support/stack_runs.py); no kernel computes, and memory is accounted
-(docs/without_a_gpu.md). `cases`: a sample that is drawn by a seed: what the estimate
-says of each number of rows, and its replay of the allocator with default and with expandable
-segments, beside what PyTorch counted: bytes requested, allocated and reserved, and every segment
-with its blocks. `tasks`: the same for preference pairs and distillation, with adapters and of every
-weight, at the bound. `compiled`: the same for `compile: True`, with LoRA and activation budgets
-among the cases, at the rows that are estimated to fit without a retry; whether these run so, and
-more do not. `bounds`: the rows that are estimated to fit without a retry of the allocator beside
-brute force: the most rows that run six steps so. Those of varying lengths are estimated for the
-longest rows, with the headroom of the allocator's settings; `drawn` ones are of other models, with
-five distributions of lengths.
+Each run is the recipe's own step of a model of real size, in a process with a new CUDA context
+(tests/support/stack_runs.py); no kernel computes, and memory is accounted (docs/without_a_gpu.md).
+`cases` are drawn with a fixed seed: the estimate for each number of rows, and its replay of the
+allocator with default and with expandable segments, beside the bytes that PyTorch requested,
+allocated and reserved, and every segment with its blocks. `compiled` is the same for
+`compile: True`, with LoRA and activation budgets among the cases: whether the rows that are
+estimated to fit run without a retry, and whether more rows do not.
 
-`--recount` estimates the rows of the newest records of `cases` and `compiled` again, and compares
-them with what PyTorch counted then. It needs no PyTorch for CUDA, and some seconds for each case.
+`--recount` estimates the rows of the newest records again, and compares them with the bytes that
+PyTorch counted then. It does not need PyTorch's CUDA build, and takes some seconds for each case.
 
-Each part has its own record. A case that is finished is kept in `.measure/`, and a part that was
-stopped resumes with the next case. The file is removed once the part's record is written.
+Each part has its own record. A finished case is kept in `.measure/`, and an interrupted part
+resumes with the next case.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle, product, starmap
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import records
 import torch
@@ -60,15 +52,13 @@ from adaptive_batch.torchtune.estimates import Estimator
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described, segments_of
 from support.model_families import Combination
-from support.stack_runs import DISTRIBUTIONS, Outcome, StackRun, StackRuns
+from support.stack_runs import Outcome, StackRun, StackRuns
 
 SEED = 15
-LENGTH_OF_TASKS = 1024  # of a pair both answers
 LENGTHS_OF_COMPILED = (512, 1024, 4096)
-STEPS, STEPS_OF_BOUNDS = 3, 6
+STEPS, STEPS_OF_COMPILED = 3, 6
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
 KINDS_OF_PEAKS = ("requested", "allocated", "reserved")
-KINDS_OF_LENGTHS = ("fixed", "varying", "drawn")
 DEVICES = ("H100", "A100-40GB", "RTX4090", "L4", "B200")
 PARAMETERS = {  # in billions
     "llama3_2_1b": 1.24,
@@ -79,15 +69,6 @@ PARAMETERS = {  # in billions
     "gemma2_2b": 2.61,
     "phi4_14b": 14.7,
 }
-OTHER_PARAMETERS = {  # of models that are drawn with a distribution of lengths
-    "qwen2_5_1_5b": 1.54,
-    "gemma_2b": 2.51,
-    "qwen2_5_3b": 3.09,
-    "phi3_mini": 3.82,
-    "llama2_7b": 6.74,
-    "mistral_7b": 7.24,
-}
-LONGEST_OF_OTHERS = 4096  # what all of them take
 COPIES = (
     5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary
 )
@@ -112,23 +93,17 @@ class Case:
         return device
 
 
-def sample(
-    number: int,
-    *,
-    rows: Sequence[int | str] = (1, 2, "bound"),
-    parameters: Mapping[str, float] = PARAMETERS,
-    longest: int = 8192,
-) -> list[Case]:
+def sample(number: int) -> list[Case]:
     """Draw that many different cases whose optimizer's step fits."""
     draw, cases = random.Random(SEED), dict[Case, None]()
     while len(cases) < number:
-        model, dtype = draw.choice(list(parameters)), draw.choice(["bf16", "fp32"])
-        length = round(math.exp(draw.uniform(math.log(200), math.log(longest))))
+        model, dtype = draw.choice(list(PARAMETERS)), draw.choice(["bf16", "fp32"])
+        length = round(math.exp(draw.uniform(math.log(200), math.log(8192))))
         checkpointing = draw.choice(["", "checkpointing"])
         loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
         combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
-        case = Case(combination, draw.choice(DEVICES), draw.choice(rows))
-        held = COPIES * parameters[model] * 1e9 * (2 if dtype == "bf16" else 4)
+        case = Case(combination, draw.choice(DEVICES), draw.choice((1, 2, "bound")))
+        held = COPIES * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.95 * case.found.total_bytes:
             cases[case] = None
     return list(cases)
@@ -166,57 +141,6 @@ def compiled_sample(number: int) -> list[Case]:
         if held < 0.8 * case.found.total_bytes:
             cases[case] = None
     return sorted(cases, key=lambda case: PARAMETERS[case.combination.model])
-
-
-class BoundCase(NamedTuple):
-    """A bound: of which case, with which settings, for which lengths ("fixed", "varying" or a name
-    of DISTRIBUTIONS).
-    """
-
-    case: Case
-    settings: str
-    lengths: str
-
-
-def bound_cases(number: int, settings: Sequence[str], kinds: Sequence[str]) -> Iterator[BoundCase]:
-    """Yield bounds of that many cases of each kind of lengths; of drawn ones each of another model,
-    with one of the settings and the next distribution.
-    """
-    of_one_length = [kind for kind in kinds if kind != "drawn"]
-    cases = by_device(sample(number, rows=("bound",)))
-    yield from starmap(BoundCase, product(cases, settings, of_one_length))
-    if "drawn" in kinds:
-        others = sample(
-            number, rows=("bound",), parameters=OTHER_PARAMETERS, longest=LONGEST_OF_OTHERS
-        )
-        yield from map(BoundCase, others, cycle(settings), cycle(DISTRIBUTIONS))
-
-
-def tasks() -> list[Case]:
-    """Preference pairs and distillation of whole models, on devices that hold a step of theirs."""
-    devices = {  # with adapters, and of every weight
-        "llama3_2_1b": ("RTX4090", "A100-40GB"),
-        "llama3_2_3b": ("A100-40GB", "H100"),
-        "llama3_1_8b": ("H100", "B200"),
-    }
-    cases = []
-    for task, (model, pair) in product(("DPO", "distillation"), devices.items()):
-        for adapters, device in zip((True, False), pair, strict=True):
-            combination = Combination(
-                model,
-                LENGTH_OF_TASKS,
-                loss="chunked",
-                checkpointing="" if model == "llama3_2_1b" else "checkpointing",
-                dtype="bf16",
-                device="cuda",
-                task=task,
-                adapters=adapters,
-            )
-            cases.append(Case(combination, device, "bound"))
-    packed = [
-        replace(case, combination=replace(case.combination, layout="packed")) for case in cases[:2]
-    ]
-    return [*cases, *packed]
 
 
 # --- the estimate
@@ -272,48 +196,18 @@ class Estimated:
             allocator.replay(self.log(rows))
         return allocator
 
-    def bound(self, conf: str, kind: str = "fixed") -> int:
-        """Return the estimate's most rows that run without a retry; where lengths vary, with the
-        headroom of the settings.
-        """
-        headroom = 0.0
-        if kind != "fixed":
-            headroom = 0.01 if conf else 0.05
+    def bound(self, conf: str) -> int:
+        """Return the estimate's most rows that run without a retry."""
         _, (fit,) = estimate_length(
             self._step._step,
             self._length,
-            [self.device.target(context_bytes=self._context_bytes, headroom=headroom)],
+            [self.device.target(context_bytes=self._context_bytes, headroom=0.0)],
             maximum=4096,
             forward_backward=self._run,
             allocator=AllocatorSettings(expandable_segments=bool(conf)),
         )
         rows: int = fit.max_batch_size
         return rows
-
-
-def largest(fits: Callable[[int], bool], *, start: int = 1) -> int:
-    """Return the most rows that fit: from `start` on in growing steps, then between; 0 for none."""
-    known: dict[int, bool] = {0: True}
-
-    def asked(rows: int) -> bool:
-        if rows not in known:
-            known[rows] = fits(rows)
-        return known[rows]
-
-    low, high, step = 0, None, 1
-    rows = max(1, start)
-    while high is None or high - low > 1:
-        if asked(rows):
-            low = max(low, rows)
-        else:
-            high = rows if high is None else min(high, rows)
-        if high is None:
-            rows, step = low + step, 2 * step
-        elif low == 0 and high > 1:
-            rows, step = max(1, high - step), 2 * step
-        else:
-            rows = (low + high) // 2
-    return low
 
 
 # --- cases
@@ -449,6 +343,10 @@ def measure_compiled(
     whether the bound runs without a retry, with a cold cache too, and 3% and two rows more do not.
     """
 
+    def ran(case: Case, rows: int) -> Outcome:
+        run = StackRun.fixed(case.combination, rows, steps=STEPS_OF_COMPILED)
+        return runs(run, case.device, conf="", capacity=case.found.total_bytes)
+
     def at_the_bound(case: Case) -> dict[str, Any]:
         with Estimated(case).opened() as estimated:
             rows = max(1, estimated.bound(""))
@@ -456,8 +354,8 @@ def measure_compiled(
             # What the estimate compiled is not what the run does.
             torch.compiler.reset()
         # The first run fills Inductor's cache, and may tune kernels beside the step.
-        cold, real = (run_of_bounds(runs, case, "", rows) for _ in range(2))
-        more = run_of_bounds(runs, case, "", math.ceil(1.03 * rows) + 2)
+        cold, real = (ran(case, rows) for _ in range(2))
+        more = ran(case, math.ceil(1.03 * rows) + 2)
         states = {"cold": cold.is_clean, "at_bound": real.is_clean, "above": more.is_clean}
         return compared(peaks, real) | {"rows": rows} | states
 
@@ -541,80 +439,14 @@ def recount(part: str, every: int) -> dict[str, Any]:
     return {"counted": path.name, "summary": summary, "cases": table}
 
 
-# --- bounds
-
-
-def steps_of_bounds(combination: Combination, rows: int, kind: str) -> StackRun:
-    """Return steps of that many rows, of one length or of lengths of a kind."""
-    if kind == "fixed":
-        return StackRun.fixed(combination, rows, steps=STEPS_OF_BOUNDS)
-    distribution = "" if kind == "varying" else kind
-    return StackRun.varying(combination, rows, steps=STEPS_OF_BOUNDS, distribution=distribution)
-
-
-def run_of_bounds(
-    runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed"
-) -> Outcome:
-    run = steps_of_bounds(case.combination, rows, kind)
-    return runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
-
-
-def measure_bounds(
-    cases: Iterable[BoundCase], runs: StackRuns, finished: Finished
-) -> list[dict[str, Any]]:
-    """Bounds that are estimated, beside the most rows that run without a retry, and what the
-    estimate's rows do.
-    """
-
-    def bounds(case: Case, conf: str, kind: str) -> dict[str, Any]:
-        with Estimated(case).opened() as estimated:
-            planned = estimated.bound(conf, kind)
-        outcome = partial(run_of_bounds, runs, case, conf, kind=kind)
-        true = largest(lambda rows: outcome(rows).is_clean, start=planned)
-        entry = {"planned": planned, "true": true, "at_planned": "no row"}
-        if planned:
-            real = outcome(planned)
-            entry["at_planned"] = "OOM" if real.ooms else "retries" if real.retries else "clean"
-        return entry
-
-    table = []
-    print(
-        f"{'case':<78} {'settings':<10} {'lengths':<14} {'planned':>7} {'true':>5}  at the planned"
-        " rows"
-    )
-    for case, name, kind in cases:
-        key = {**asdict(case), "settings": name, "lengths": kind}
-        entry = finished.entry(key, partial(bounds, case, CONFS[name], kind))
-        table.append(entry)
-        outcome = entry.get("failed")
-        if outcome is None:
-            outcome = (
-                f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
-                f" {entry['seconds']} s"
-            )
-        print(f"{case!s:<78} {name:<10} {kind:<14} {outcome}", flush=True)
-    done = [entry for entry in table if "failed" not in entry]
-    for name, kind in sorted({(entry["settings"], entry["lengths"]) for entry in done}):
-        these = [entry for entry in done if (entry["settings"], entry["lengths"]) == (name, kind)]
-        equal = sum(entry["planned"] == entry["true"] for entry in these)
-        bad = sum(entry["at_planned"] in ("OOM", "retries") for entry in these)
-        print(
-            f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows"
-            f" in {bad}"
-        )
-    return table
-
-
-PARTS = ("cases", "tasks", "compiled", "bounds")
+PARTS = ("cases", "compiled")
 
 
 def main() -> None:
     parser = records.parser(__doc__, quick="a tenth of the cases")
     add = parser.add_argument
     add("--only", nargs=1, choices=PARTS, default=PARTS, help="one of the parts")
-    add("--cases", type=int, metavar="N", help="of cases, compiled steps and bounds")
-    add("--settings", nargs=1, choices=CONFS, default=[*CONFS], help="of bounds: one of two")
-    add("--lengths", nargs=1, choices=KINDS_OF_LENGTHS, default=KINDS_OF_LENGTHS, help="of bounds")
+    add("--cases", type=int, metavar="N", help="of each part")
     add("--recount", action="store_true", help="compare with the newest records")
     arguments = parser.parse_args()
     if not (arguments.recount or torch.cuda.is_available()):
@@ -623,34 +455,26 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     share = 10 if arguments.quick else 1
     if arguments.recount:
-        for part in ("cases", "compiled") if arguments.only == PARTS else arguments.only:
+        for part in arguments.only:
             records.write(f"cuda_stack-{part}", arguments.output, **{part: recount(part, share)})
         return
     runs = StackRuns()
     try:
         for part in arguments.only:
             finished = Finished(f"cuda_stack-{part}")
-            measured = measure(part, arguments, share, runs, finished)
+            measured: dict[str, Any]
+            if part == "cases":
+                drawn = by_device(sample(arguments.cases or 120 // share))
+                cases = measure_cases(drawn, runs, finished)
+                measured = {"summary": summarised(cases), "cases": cases}
+            else:
+                compiled = compiled_sample(arguments.cases or 40 // share)
+                measured = {"cases": measure_compiled(compiled, runs, finished)}
+            measured["seed"] = SEED
             records.write(f"cuda_stack-{part}", arguments.output, **{part: measured})
             finished.forget()
     finally:
         runs.close()
-
-
-def measure(
-    part: str, arguments: argparse.Namespace, share: int, runs: StackRuns, finished: Finished
-) -> Any:
-    """Measure a part; with a share of 10 a tenth of its cases."""
-    if part == "compiled":
-        drawn = compiled_sample(arguments.cases or 40 // share)
-        return {"seed": SEED, "cases": measure_compiled(drawn, runs, finished)}
-    if part == "bounds":
-        number = arguments.cases or 40 // share
-        bounds = bound_cases(number, arguments.settings, arguments.lengths)
-        return measure_bounds(bounds, runs, finished)
-    drawn = tasks()[::share] if part == "tasks" else sample(arguments.cases or 120 // share)
-    cases = measure_cases(by_device(drawn), runs, finished)
-    return {"seed": SEED, "summary": summarised(cases), "cases": cases}
 
 
 def by_device(cases: Sequence[Case]) -> list[Case]:

@@ -1,22 +1,17 @@
-"""Which splits the check of AdaptiveStep refuses, of losses that a split keeps and of losses that
-it changes.
+"""Whether the check of AdaptiveStep refuses splits that change the gradient, and keeps the others.
 
-    python benchmarks/split_check.py [--programs] [--quick] [--seeds N] [--only NAME ...]
-    python benchmarks/split_check.py --cost
+    python benchmarks/split_check.py [--quick] [--seeds N] [--only NAME ...] [--output DIR]
 
 Each setup of split_setups.py runs in three states (fresh, with a head of zeros, after 50 steps), in
 float32, with autocast to bfloat16 and with weights in bfloat16, with several seeds. An AdaptiveStep
-with `micro_batch_size=4` runs three batches of 16 rows at the same weights, and what it refuses or
-logs is counted. `harm` is measured without the library, in float32: the sum of the gradients of
-four parts, each with its share of labels, less the gradient of the whole, as a share of its norm.
+with `micro_batch_size=4` runs three batches of 16 rows at the same weights; its refusals and log
+lines are counted. `harm` is measured without the library, in float32: the sum of the gradients of
+four parts, each with its share of labels, minus the gradient of the whole, relative to its norm.
 
-A wrong setup is missed where the harm of a batch exceeds a bound and the batch was trained, with at
+A wrong setup is missed if the harm of a batch exceeds a bound and the batch was trained, with at
 least half of that harm in the gradients that the step left. A correct setup that trained is off
-where these gradients differ from the whole's by more than 0.1% in float32. Losses that draw random
+if these gradients differ from the whole's by more than 0.1% in float32. Losses that draw random
 numbers have no such difference: they are correct by construction.
-
-`--programs` runs the programs of split_programs.py instead. `--cost` measures a check beside steps
-of 16 rows in 4 parts, by the time of the processor and by the peak of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +21,6 @@ import logging
 import multiprocessing
 import os
 import re
-import statistics
 import time
 import zlib
 from collections import Counter
@@ -103,7 +97,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
 def off_by(got: torch.Tensor, due: torch.Tensor) -> float:
     """Return how far a gradient is from the one that is due, as a share of its norm."""
     difference = float((got - due).norm())
-    # Gradients that are rounding alone differ by nothing.
+    # A difference of mere rounding counts as 0.
     if difference < 1e-8 * len(due) ** 0.5:
         return 0.0
     return difference / max(float(due.norm()), 1e-12)
@@ -294,12 +288,12 @@ def every(record: Mapping[str, Any]) -> bool:
 Column = tuple[str, Iterable[str], Callable[[Any], bool], Callable[[Any], bool]]
 
 
-def columns_of_correct(title: str, names: Iterable[str]) -> list[Column]:
+def columns_of_correct() -> list[Column]:
     return [
-        (f"{title}: refused", names, lambda r: bool(r["refusal"]), every),
-        (f"{title}: of these crashed", names, is_crash, every),
-        (f"{title}: cannot compare", names, lambda r: r["not_compared"], every),
-        (f"{title}: trained off", names, is_off, every),
+        ("correct: refused", CORRECT, lambda r: bool(r["refusal"]), every),
+        ("correct: of these crashed", CORRECT, is_crash, every),
+        ("correct: cannot compare", CORRECT, lambda r: r["not_compared"], every),
+        ("correct: trained off", CORRECT, is_off, every),
     ]
 
 
@@ -360,121 +354,21 @@ def offences(found: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines[:300]
 
 
-# --- cost
-
-
-def cost(repeats: int) -> dict[str, Any]:
-    """Return seconds and peak bytes of a step and of a check, of a Llama of 22M parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 9000}
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=False))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    is_check = False
-
-    class CheckedError(Exception):
-        pass
-
-    def forward_backward(part: Part) -> None:
-        if is_check and not part.is_trial:
-            raise CheckedError
-        (model(**part.batch).loss * part.share).backward()
-
-    def batch() -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, 9000, (ROWS, 64))
-        return {"input_ids": ids, "labels": ids}
-
-    def step() -> AdaptiveStep:
-        return AdaptiveStep(model, forward_backward, micro_batch_size=PART_ROWS)
-
-    def run_step() -> None:
-        trained(batch())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def run_check() -> None:
-        try:
-            step()(batch())
-        except CheckedError:
-            optimizer.zero_grad()
-        else:
-            raise AssertionError("no part ran")
-
-    # Checked at splits 1, 2, 4 and 8: from the ninth on there is time until the next check.
-    trained = step()
-    for _ in range(8):
-        run_step()
-    seconds: dict[str, list[float]] = {"step": [], "check": []}
-    for _ in range(min(repeats, 7)):
-        for what, run in (("step", run_step), ("check", run_check)):
-            is_check = what == "check"
-            # Of the processor, as others may use the machine; one thread runs.
-            start = time.process_time()
-            run()
-            seconds[what].append(time.process_time() - start)
-    is_check = True
-    peaks = {"check": peak_bytes(run_check)}
-    is_check = False
-    trained = step()
-    # The third split is not checked.
-    run_step()
-    run_step()
-    peaks["step"] = peak_bytes(run_step)
-    medians = {what: statistics.median(values) for what, values in seconds.items()}
-    return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "seconds": medians,
-        "check_in_steps": medians["check"] / medians["step"],
-        "all_seconds": seconds,
-        "peak_mib": {what: peak / 2**20 for what, peak in peaks.items()},
-    }
-
-
-def peak_bytes(run: Callable[[], None]) -> int:
-    """Return the most bytes of tensors that a function holds at once, beside those before it."""
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        run()
-    events = profile.profiler.kineto_results.events()
-    changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda each: each[0]):
-        held += change
-        peak = max(peak, held)
-    return peak
-
-
 def main() -> None:
     parser = records.parser(__doc__, quick="two seeds")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="setups; no record is written")
-    parser.add_argument("--cost", action="store_true", help="time and memory of a check")
-    parser.add_argument("--programs", action="store_true", help="those of split_programs.py")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    if arguments.cost:
-        measured = cost(3 if arguments.quick else 7)
-        print(json.dumps(measured, indent=1))
-        records.write("split_check_cost", arguments.output, **measured)
-        return
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    names, run = [*CORRECT, *WRONG], measure
-    columns = columns_of_correct("correct", CORRECT) + columns_of_wrong()
-    if arguments.programs:
-        from split_programs import PROGRAMS, measure_program
-
-        names, run, columns = [*PROGRAMS], measure_program, []
-        for framework in dict.fromkeys(name.split(":")[0] for name in names):
-            of_framework = [name for name in names if name.startswith(framework)]
-            columns += columns_of_correct(framework, of_framework)
+    names = arguments.only or [*CORRECT, *WRONG]
     seeds = 2 if arguments.quick else arguments.seeds
-    cases = [(name, seed) for seed in range(seeds) for name in arguments.only or names]
+    cases = [(name, seed) for seed in range(seeds) for name in names]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
-        found = [record for of_case in pool.map(run, cases) for record in of_case]
-    table = summary(found, columns)
+        found = [record for of_case in pool.map(measure, cases) for record in of_case]
+    table = summary(found, columns_of_correct() + columns_of_wrong())
     show(table)
     seconds = round(time.perf_counter() - start, 1)
     worst = max((max(r["harms"]) for r in found if r["name"] not in WRONG), default=0.0)
@@ -483,7 +377,7 @@ def main() -> None:
         print("\n".join(map(json.dumps, found)))
         return
     records.write(
-        "split_check_programs" if arguments.programs else "split_check",
+        "split_check",
         arguments.output,
         seeds=seeds,
         setups=len(names),

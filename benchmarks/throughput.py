@@ -1,33 +1,31 @@
 """Useful tokens per second of the real recipes: ours, which chooses by itself, over torchtune's
 best.
 
-    python benchmarks/throughput.py [key=value ...] [--quick] [--sweep] [--only-lengths NAME ...]
-        [--budgets SIZE ...] [--repeats N] [--only REGEX] [--model 0.5B] [--device cuda]
-        [--output DIR]
+    python benchmarks/throughput.py [key=value ...] [--quick] [--only-lengths NAME ...]
+        [--budgets SIZE ...] [--repeats N] [--device cuda] [--output DIR]
 
-For each distribution of lengths, torchtune's stock recipe with fixed batches and with packed rows
-and ours with ``micro_batch_tokens=auto`` under each budget train on the same rows of real text, in
-the data's order, in one process and in turns of 64 rows: what slows the machine slows all. Useful
-are tokens that are not padding. A turn is whole optimizer steps, rows read by the loader included;
-packing and searching are part of the setup, which is timed apart. A ratio is the median over turns,
-with a 95% interval of turns drawn again. The stock recipe knows no budget, and has the whole
-machine.
-
-``--sweep`` adds ours with every layout and size of micro-batch that is written by hand.
-``--model 0.5B`` is Qwen2.5's shape in bf16 with random weights, for an accelerator.
+For each distribution of lengths, torchtune's stock recipe with fixed batches and with packed rows,
+and ours with ``micro_batch_tokens=auto`` under each budget, train on the same rows of real text, in
+the data's order. They train in one process and in turns of 64 rows, so that a busy machine slows
+all of them. Padding is not counted. A turn is whole optimizer steps, and includes the time of the
+data loader; packing and searching are part of the setup, which is timed separately. A ratio is the
+median over turns, with a 95% interval of resampled turns. The stock recipe has no budget, and uses
+the whole machine.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import math
+import multiprocessing
 import os
-import re
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import asdict, dataclass
 from itertools import cycle, product
@@ -36,19 +34,15 @@ from typing import Any
 
 import records
 import torch
+import torchtune
+from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
-from turns import (
-    Enough,
-    Relay,
-    TurnLogger,
-    configuration,
-    our_recipe,
-    resampled_interval,
-    stock_recipe,
-)
+from torchtune.training.metric_logging import DiskLogger
 
+from adaptive_batch.config_files import config_path
 from adaptive_batch.report import read_records
+from adaptive_batch.torchtune import NextTokens, builder_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -63,34 +57,14 @@ ROWS = 32
 TURN_ROWS = 64
 # Turns.
 WARM_UP, REPEATS, QUICK_REPEATS = 1, 8, 2
-LAYOUTS = ("padded", "grouped", "packed")
+# Tokens of a row; longer rows are cut.
+MEAN, LONGEST = 84, 512
+BUDGETS = ("256MiB", "1GiB", "4GiB")
+NUM_RESAMPLES = 10_000
+# For background work at the end of a turn.
+WAIT_SECONDS, MOST_WAITS = 0.005, 200
 # Columns of turns.
 MEASURES = {"wall": 1, "cpu": 2}
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is trained.
-
-    Attributes:
-        overrides: over the demo's configuration.
-        mean, longest: tokens of a row; what would be longer is cut.
-        budgets: values of ``probe.device_memory``.
-        sizes: padded tokens of a micro-batch in the sweep.
-    """
-
-    overrides: tuple[str, ...]
-    mean: int
-    longest: int
-    budgets: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-
-BF16 = ("dtype=bf16", "optimizer.lr=2e-5")
-MODELS = {
-    "demo": Model((), 84, 512, ("256MiB", "1GiB", "4GiB"), (512, 1024, 2048, 4096, 8192)),
-    "0.5B": Model(BF16, 336, 2048, ("null",), (2048, 4096, 8192, 16384, 32768)),
-}
 
 
 @dataclass(frozen=True)
@@ -99,78 +73,32 @@ class Way:
 
     Attributes:
         way: its name.
-        kind: fixed or packed, of torchtune's; auto or sweep, of ours.
-        batch_size: rows at once, of torchtune's, and of a step, of ours.
+        kind: ``fixed`` or ``packed`` of torchtune's recipe, or ``auto`` of ours.
+        batch_size: rows of torchtune's micro-batch, and of our step.
         overrides: over the configuration.
-        budget: of ours.
-        size: padded tokens of a written micro-batch.
     """
 
     way: str
     kind: str
     batch_size: int
     overrides: tuple[str, ...] = ()
-    budget: str | None = None
-    size: int = 0
 
     @property
     def is_ours(self) -> bool:
-        return self.kind in ("auto", "sweep")
+        return self.kind == "auto"
 
 
-def ways(model: Model, budgets: Iterable[str], *, sweep: bool) -> Iterator[Way]:
+def ways(budgets: Iterable[str]) -> Iterator[Way]:
     for rows in FIXED:
         yield Way(f"stock: {rows} rows", "fixed", rows)
-    for packs in sorted({max(1, round(n * model.mean / (0.95 * model.longest))) for n in PACKED}):
+    for packs in sorted({max(1, round(rows * MEAN / (0.95 * LONGEST))) for rows in PACKED}):
         yield Way(f"stock: {packs} packs", "packed", packs, ("dataset.packed=True",))
     for budget in budgets:
-        yield Way(f"ours: auto, {budget}", "auto", ROWS, auto(budget), budget)
-    for layout, size in product(LAYOUTS, model.sizes) if sweep else ():
-        written = (f"micro_batch_layout={layout}", f"micro_batch_tokens={size}")
-        overrides = (*written, "probe.device_memory=null")
-        yield Way(f"ours: {layout}, {size}", "sweep", ROWS, overrides, size=size)
-
-
-def auto(budget: str) -> tuple[str, ...]:
-    return ("micro_batch_tokens=auto", f"probe.device_memory={budget}")
+        auto = ("micro_batch_tokens=auto", f"probe.device_memory={budget}")
+        yield Way(f"ours: auto, {budget}", "auto", ROWS, auto)
 
 
 # --- rows
-
-
-def half_billion(folder: Path) -> dict[str, Any]:
-    """Qwen2.5 0.5B's shape with random weights in a folder; returns the blocks of the configuration
-    that name it.
-    """
-    from safetensors.torch import save_file
-    from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
-    from torchtune.models.qwen2_5 import qwen2_5_0_5b
-
-    with torch.device("meta"):
-        skeleton = qwen2_5_0_5b()
-    generator = torch.Generator().manual_seed(demo.SEED)
-    weights: dict[str, torch.Tensor] = {}
-    for name, like in skeleton.state_dict().items():
-        weights[name] = weight = torch.empty(like.shape, dtype=torch.bfloat16)
-        if name.endswith(".scale"):
-            weight.fill_(1)
-        elif name.endswith(".bias"):
-            weight.zero_()
-        else:
-            weight.normal_(0, demo.INITIALIZER_RANGE, generator=generator)
-    folder.mkdir(parents=True)
-    save_file(qwen2_tune_to_hf(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    heads = {
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "hidden_size": 896,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(heads))
-    return {
-        "model": {"_component_": "torchtune.models.qwen2_5.qwen2_5_0_5b"},
-        "checkpointer": {"checkpoint_dir": str(folder)},
-    }
 
 
 def drawn_lengths(
@@ -223,14 +151,12 @@ class Setting:
         name: of the rows.
         lengths: tokens of each row, in order.
         overrides: over the demo's configuration.
-        blocks: of another model's configuration; they replace the demo's.
     """
 
     folder: Path
     name: str
     lengths: list[int]
     overrides: tuple[str, ...]
-    blocks: dict[str, Any]
 
     @property
     def mean(self) -> float:
@@ -240,37 +166,31 @@ class Setting:
         """Return the configuration of a way, with its own caches, so that no search reads the
         result of another.
         """
-        cfg = configuration(self.folder, name, [*self.overrides, *overrides])
-        os.environ["ADAPTIVE_BATCH_CACHE"] = f"{cfg.output_dir}/cache"
-        if self.blocks:
-            cfg.model = self.blocks["model"]
-            cfg.checkpointer = OmegaConf.merge(cfg.checkpointer, self.blocks["checkpointer"])
+        path = config_path("demo_cpu")
+        assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
+        output_dir = self.folder / name.replace(" ", "_")
+        own = {
+            "demo_dir": str(self.folder),
+            "output_dir": str(output_dir),
+            "metric_logger": {"_component_": "throughput.TurnLogger", "name": name},
+        }
+        os.environ["ADAPTIVE_BATCH_CACHE"] = f"{output_dir}/cache"
+        given = OmegaConf.from_dotlist([*self.overrides, *overrides])
+        cfg = OmegaConf.merge(OmegaConf.load(path), given, own)
+        assert isinstance(cfg, DictConfig)
         return cfg
 
 
-def make_rows(
-    folder: Path,
-    name: str,
-    num_rows: int,
-    model: Model,
-    overrides: tuple[str, ...],
-    blocks: dict[str, Any],
-) -> Setting:
-    """Write rows of a distribution of lengths, and check the lengths in the recipes' dataset.
-
-    Args:
-        folder, name, overrides, blocks: of the setting.
-        num_rows: how many.
-        model: has the mean and the longest row; longer rows are cut.
-    """
+def make_rows(folder: Path, name: str, num_rows: int, overrides: tuple[str, ...]) -> Setting:
+    """Write rows of a distribution of lengths, and check the lengths in the recipes' dataset."""
     own = (
-        f"model.max_seq_len={model.longest}",
-        f"tokenizer.max_seq_len={model.longest}",
+        f"model.max_seq_len={LONGEST}",
+        f"tokenizer.max_seq_len={LONGEST}",
         "shuffle=False",
         "epochs=1",
         *overrides,
     )
-    cfg = Setting(folder, name, [], own, blocks).configuration("any")
+    cfg = Setting(folder, name, [], own).configuration("any")
     tokenizer = config.instantiate(cfg.tokenizer)
     text = " ".join(row["docstring"] for row in demo.read_rows(folder / "data" / "train.jsonl"))
 
@@ -287,12 +207,182 @@ def make_rows(
 
     # The tokenizer is made of the docstrings of this Python's library, and so are its tokens.
     (around,) = write(folder / f"{name}-empty.jsonl", [":"])
-    lengths = drawn_lengths(
-        SIGMAS[name], num_rows, mean=model.mean, shortest=around + 2, longest=model.longest
-    )
+    lengths = drawn_lengths(SIGMAS[name], num_rows, mean=MEAN, shortest=around + 2, longest=LONGEST)
     path = folder / f"{name}.jsonl"
     assert write(path, answers_of(lengths, text, num_tokens, around=around)) == lengths
-    return Setting(folder, name, lengths, (*own, f"dataset.data_files={path}"), blocks)
+    return Setting(folder, name, lengths, (*own, f"dataset.data_files={path}"))
+
+
+# --- recipes that train in turns
+
+
+class Enough(Exception):
+    """Raised where a step is logged, to end a recipe's training there."""
+
+
+class Relay:
+    """Lets threads run in turns, and times each step.
+
+    Args:
+        names: of the recipes, in the order of their turns.
+        device: waited for at the end of each step.
+        after_step: told a recipe's name and how many steps it has done, while no clock runs; says
+            whether its turn is over, or raises :class:`Enough`. None hands over after each step.
+
+    Attributes:
+        seconds: of every step of each recipe.
+        cpu_seconds: of the processor in the same steps, all threads and workers included, which
+            other programs on the machine lengthen less. What a recipe still does in the background
+            when its turn ends is waited for and counts here, but in no `seconds`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        *,
+        after_step: Callable[[str, int], bool] | None = None,
+    ) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self.cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
+        self._device = device
+        self._after_step = after_step
+        self._running = list(names)
+        self._may_run = {name: threading.Semaphore(0) for name in names}
+        self._errors: list[BaseException] = []
+        self._start = self._cpu_start = 0.0
+
+    def run(self, recipes: dict[str, Any]) -> None:
+        """Train all recipes, to the end or until they have :class:`Enough`."""
+        threads = [
+            threading.Thread(target=self._train, args=item, daemon=True) for item in recipes.items()
+        ]
+        for thread in threads:
+            thread.start()
+        self._may_run[self._running[0]].release()
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def step_done(self, name: str) -> None:
+        """End a step; where it ends a turn, let the next recipe run and wait for the next turn."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.seconds[name].append(time.perf_counter() - self._start)
+        self.cpu_seconds[name].append(processor_seconds() - self._cpu_start)
+        if self._after_step is None or self._after_step(name, len(self.seconds[name])):
+            self.cpu_seconds[name][-1] += idle_after()
+            self._may_run[self._following(name)].release()
+            self._begin(name)
+        else:
+            self._start_clocks()
+
+    def _train(self, name: str, recipe: Any) -> None:
+        try:
+            self._begin(name)
+            recipe.train()
+        except Enough:
+            pass
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            following = self._following(name)
+            self._running.remove(name)
+            self._may_run[following].release()
+
+    def _begin(self, name: str) -> None:
+        self._may_run[name].acquire()
+        if self._errors:
+            raise Enough
+        self._start_clocks()
+
+    def _start_clocks(self) -> None:
+        self._start, self._cpu_start = time.perf_counter(), processor_seconds()
+
+    def _following(self, name: str) -> str:
+        return self._running[(self._running.index(name) + 1) % len(self._running)]
+
+
+def processor_seconds() -> float:
+    """CPU time of this process and its workers so far."""
+    ended = os.times()
+    total = time.process_time() + ended.children_user + ended.children_system
+    if sys.platform == "linux":  # a process's clock has a number: clock_getcpuclockid(3)
+        total += sum(
+            time.clock_gettime((~worker.pid << 3) | 2)
+            for worker in multiprocessing.active_children()
+        )
+    return total
+
+
+def idle_after() -> float:
+    """Wait until neither another thread nor a worker computes; return the CPU time that
+    this took.
+    """
+    start = last = processor_seconds()
+    for _ in range(MOST_WAITS):
+        time.sleep(WAIT_SECONDS)
+        before, last = last, processor_seconds()
+        if last - before < WAIT_SECONDS / 5:
+            break
+    return last - start
+
+
+class TurnLogger(DiskLogger):
+    """torchtune's logger to disk, after whose line another recipe may have its turn."""
+
+    relay: Relay
+
+    def __init__(self, log_dir: str, name: str) -> None:
+        super().__init__(log_dir)
+        self._name = name
+
+    def log_dict(self, payload: Any, step: int) -> None:
+        super().log_dict(payload, step)
+        self.relay.step_done(self._name)
+
+
+def stock_recipe(cfg: DictConfig) -> Any:
+    """torchtune's recipe, which lies in a file beside its package."""
+    path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
+    spec = importlib.util.spec_from_file_location("stock_full_finetune", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recipe = module.FullFinetuneRecipeSingleDevice(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    return recipe
+
+
+def our_recipe(cfg: DictConfig) -> AdaptiveFullFinetuneRecipe:
+    recipe = AdaptiveFullFinetuneRecipe(cfg, builder_of(cfg), task=NextTokens)
+    recipe.setup()
+    return recipe
+
+
+def resampled_interval(
+    statistic: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor
+) -> tuple[float, float, float]:
+    """A statistic of paired values, and the bounds of its 95% bootstrap confidence interval.
+
+    Rounds are drawn, and pairs of each round that was drawn.
+
+    Args:
+        statistic: of values `[..., rounds x pairs, columns]`, for each of the leading dimensions.
+        values: float64, `[rounds, pairs, columns]`.
+    """
+    num_rounds, num_pairs, _ = values.shape
+    generator = torch.Generator().manual_seed(0)
+    rounds = torch.randint(num_rounds, (NUM_RESAMPLES, num_rounds, 1), generator=generator)
+    pairs = torch.randint(num_pairs, (NUM_RESAMPLES, num_rounds, num_pairs), generator=generator)
+    low, high = (
+        statistic(values[rounds, pairs].flatten(1, 2))
+        .quantile(torch.tensor([0.025, 0.975]).double())
+        .tolist()
+    )
+    return float(statistic(values.flatten(0, 1))), low, high
 
 
 # --- measuring
@@ -425,17 +515,6 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
     }
 
 
-def search_by_memory(setting: Setting, budget: str) -> dict[str, Any]:
-    """Set ours up with the search by memory alone, and train nothing."""
-    overrides = (*auto(budget), "probe.objective=largest")
-    run = Run.set_up(Way(f"ours: largest, {budget}", "auto", ROWS, overrides), setting)
-    found = run.search()
-    run.recipe.cleanup()
-    bound = next(event["max_batch_size"] for event in found["events"] if event["kind"] == "bound")
-    # None: all rows of a step.
-    return found | {"fits_tokens": bound * max(setting.lengths) if bound < ROWS else None}
-
-
 # --- what it came to
 
 
@@ -449,22 +528,17 @@ def median(values: torch.Tensor) -> torch.Tensor:
     return values.quantile(0.5, -1)
 
 
-def compare(
-    way: dict[str, Any], ways: list[dict[str, Any]], *, fits_tokens: int | None
-) -> list[dict[str, Any]]:
-    """One way over the best of each kind, turn by turn; of the sweep, what fits into as many tokens
-    at once.
-    """
+def compare(way: dict[str, Any], ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare one way with the best of each of torchtune's kinds, turn by turn."""
     ratios = []
-    for kind, measure in product(("fixed", "packed", "sweep"), MEASURES):
+    for kind, measure in product(("fixed", "packed"), MEASURES):
         others = [other for other in ways if other["kind"] == kind and other["turns"]]
-        others = [other for other in others if fits_tokens is None or other["size"] <= fits_tokens]
         if others:
             best = max(others, key=lambda other: other[f"tokens_per_{measure}_second"])
             values = (rates(way, measure) / rates(best, measure)).view(1, -1, 1)
             ratio, low, high = resampled_interval(lambda drawn: median(drawn[..., 0]), values)
-            found = {"ratio": ratio, "interval_95": [low, high]}
-            ratios.append({"kind": kind, "measure": measure, "over": best["way"], **found})
+            interval = {"ratio": ratio, "interval_95": [low, high]}
+            ratios.append({"kind": kind, "measure": measure, "over": best["way"], **interval})
     return ratios
 
 
@@ -484,18 +558,17 @@ def print_distribution(result: dict[str, Any]) -> None:
             table.print({"limit": "", **way})
         else:
             print(f"{way['way']}: out of memory")
-    for cell in result["cells"]:
-        print(f"\n{result['lengths']}, {cell['budget']}: auto over the best of")
-        for found in cell["ratios"]:
-            low, high = found["interval_95"]
+    for way in result["ways"]:
+        for ratio in way.get("ratios", ()):
+            low, high = ratio["interval_95"]
             print(
-                f"  {found['kind']:<7} {found['measure']:<5} {found['ratio']:.3f} ({low:.3f} to"
-                f" {high:.3f})  {found['over']}"
+                f"{way['way']} over {ratio['over']}, {ratio['measure']}: {ratio['ratio']:.3f}"
+                f" ({low:.3f} to {high:.3f})"
             )
-        for name, found in cell["search"].items():
+        if search := way.get("search"):
             print(
-                f"  search, {name}: {found['trials']} trials, {found['seconds']:.1f} of"
-                f" {found['setup_seconds']:.1f} s"
+                f"{way['way']}: search of {search['trials']} trials, {search['seconds']:.1f} of"
+                f" {search['setup_seconds']:.1f} s"
             )
 
 
@@ -503,46 +576,29 @@ def main() -> None:
     parser = records.parser(__doc__, quick=f"{QUICK_REPEATS} repeats")
     add = parser.add_argument
     add("--repeats", type=int, default=REPEATS, metavar="N", help="without --quick: %(default)s")
-    add("--sweep", action="store_true", help="ours with each layout and size of micro-batch, too")
     add("--only-lengths", nargs="+", choices=SIGMAS, default=[*SIGMAS], metavar="NAME")
-    add("--budgets", nargs="+", metavar="SIZE", help="of ours (default: the model's)")
-    add("--only", default="", metavar="REGEX", help="ways whose name matches; each holds a model")
-    add("--model", choices=tuple(MODELS), default="demo", help="default: %(default)s")
+    add("--budgets", nargs="+", default=BUDGETS, metavar="SIZE", help="of ours")
     add("--device", default="cpu")
     add("overrides", nargs="*", metavar="key=value", help="over the configuration, for all")
     asked = parser.parse_args()
-    model, device = MODELS[asked.model], torch.device(asked.device)
-    budgets = asked.budgets or model.budgets
     turns = WARM_UP + (QUICK_REPEATS if asked.quick else asked.repeats)
-    every_way = ways(model, budgets, sweep=asked.sweep)
-    chosen = [way for way in every_way if re.search(asked.only, way.way)]
-    overrides = (*model.overrides, f"device={asked.device}", *asked.overrides)
-    print(f"{asked.model} model on {asked.device}, {torch.get_num_threads()} thread")
+    overrides = (f"device={asked.device}", *asked.overrides)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder, printed = Path(temporary), Path(temporary) / "printed.txt"
         with records.printing_into(printed):
             demo.prepare(folder)
-            blocks = half_billion(folder / asked.model) if asked.model != "demo" else {}
         for name in asked.only_lengths:
             start = time.perf_counter()
             with records.printing_into(printed):
-                rows = (turns + 2) * TURN_ROWS
-                setting = make_rows(folder, name, rows, model, overrides, blocks)
+                setting = make_rows(folder, name, (turns + 2) * TURN_ROWS, overrides)
                 gc.collect()  # the recipes of other rows
-                largest = {budget: search_by_memory(setting, budget) for budget in budgets}
-                measured = measure(setting, chosen, turns=turns, device=device)
-            cells = [
-                {
-                    "budget": way["budget"],
-                    "ratios": compare(
-                        way, measured, fits_tokens=largest[way["budget"]]["fits_tokens"]
-                    ),
-                    "search": {"fastest": way["search"], "largest": largest[way["budget"]]},
-                }
-                for way in measured
-                if way["kind"] == "auto"
-            ]
+                measured = measure(
+                    setting, ways(asked.budgets), turns=turns, device=torch.device(asked.device)
+                )
+            for way in measured:
+                if way["kind"] == "auto":
+                    way["ratios"] = compare(way, measured)
             result = {
                 "lengths": name,
                 "rows": len(setting.lengths),
@@ -550,15 +606,13 @@ def main() -> None:
                 "shortest": min(setting.lengths),
                 "longest": max(setting.lengths),
                 "seconds": time.perf_counter() - start,
-                "cells": cells,
                 "ways": measured,
             }
             print_distribution(result)
             results.append(result)
     records.write(
-        "throughput" if asked.model == "demo" else f"throughput_{asked.model}",
+        "throughput",
         asked.output,
-        model=asked.model,
         overrides=asked.overrides,
         columns_of_turns=["tokens", *MEASURES],
         warm_up_turns=WARM_UP,
@@ -568,4 +622,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # The recipes build TurnLogger by its path, which must be this class.
+    sys.modules["throughput"] = sys.modules["__main__"]
     main()

@@ -1,13 +1,9 @@
 """adaptive_estimate: what a plan on fake tensors says is what trials count, and it needs neither
 weights, files nor a network.
-
-All combinations, every shipped and stock configuration, and what planning takes:
-benchmarks/estimate.py.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -19,7 +15,14 @@ import pytest
 import torch
 import torchtune
 from omegaconf import OmegaConf
-from support.model_families import MODELS, Combination, RealRun, peaks_on_ranks, tried
+from support.model_families import (
+    MODELS,
+    Combination,
+    RealRun,
+    found,
+    peaks_on_ranks,
+    tried,
+)
 from support.ranks import run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensor
 from torchtune import config
@@ -59,35 +62,48 @@ def small(**keys):
 # --- what is said is what is counted
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    """benchmarks/estimate.py, as a module."""
-    folder = Path(__file__).parents[2] / "benchmarks"
-    sys.path.insert(0, str(folder))
-    spec = importlib.util.spec_from_file_location("benchmark_of_plans", folder / "estimate.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(folder))
+SIZES = (1, 2, 3, 4, 7, 8, 16)
+COMBINATIONS = (
+    Combination("llama3_2", 32, "AdamW foreach", "chunked", "every 2nd layer", "bf16"),
+    Combination("qwen2, tied", 48, "SGD momentum", in_backward=True),
+    Combination("gemma2", 32, "AdamW", "plain", "checkpointing", accumulation=2, clips=True),
+)
+MORE_COMBINATIONS = (
+    Combination("llama2", 32, "AdamW"),
+    Combination("llama3", 64, "AdamW foreach", "chunked", "checkpointing"),
+    Combination("llama3_1", 64, "AdamW8bit", checkpointing="checkpointing"),
+    Combination("qwen2", 32, "AdamWFp8", "chunked"),
+    Combination("qwen2", 40, "AdamW4bit", "plain", "every 2nd layer"),
+    Combination("qwen2, deep", 64, "SGD", "plain", "every 2nd layer", accumulation=2, clips=True),
+    Combination("gemma", 32, "AdamW fused", "plain"),
+    Combination("mistral", 32, "AdamW fused", "chunked", in_backward=True),
+    Combination("phi3", 64, "AdamW foreach", "chunked", "checkpointing", "bf16", clips=True),
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "combination",
-    [
-        Combination("llama3_2", 32, "AdamW foreach", "chunked", "every 2nd layer", "bf16"),
-        Combination("qwen2, tied", 48, "SGD momentum", in_backward=True),
-        Combination("gemma2", 32, "AdamW", "plain", "checkpointing", accumulation=2, clips=True),
-    ],
+    [*COMBINATIONS, *(pytest.param(one, marks=pytest.mark.nightly) for one in MORE_COMBINATIONS)],
     ids=str,
 )
-def test_peaks_and_bounds_are_those_of_trials(benchmark, combination):
-    (row,) = benchmark.measure_peaks([combination], benchmark.QUICK_SIZES)
-    assert row["worst"] == row["worst_resident"] == row["worst_optimizer"] == 0.0
-    assert row["budgets_equal"] == row["budgets"] > 2
-    assert row["edges_equal"] == row["edges"]
-    assert row["probes_equal"] == len(row["probes"]) > 0
+def test_peaks_and_bounds_are_those_of_trials(combination):
+    plan, real = combination.planned(), tried(RealRun(combination), SIZES)
+    peaks = {trial.batch_size: trial.peak_bytes for trial in real.trials}
+    assert peaks == {1: plan.one_row_bytes} | {
+        rows: plan.curve.peak_bytes(rows) for rows in SIZES[1:]
+    }
+    assert real.resident_bytes == plan.resident.total
+    assert real.trials[0].optimizer_peak_bytes == plan.optimizer_peak_bytes
+    for rows in (1, 2, 3):
+        # A byte decides.
+        for budget in (peaks[rows], peaks[rows + 1] - 1):
+            fit = rows if budget >= (plan.optimizer_peak_bytes or 0) else 0
+            assert plan.max_rows(budget) == fit
+    # The recipes' own search finds the same.
+    halfway = (peaks[7] + peaks[8]) // 2
+    result = found(RealRun(combination, device_memory=halfway, maximum=64))
+    assert result.max_batch_size == plan.max_rows(halfway) == 7
 
 
 @pytest.mark.slow

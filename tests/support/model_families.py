@@ -1,8 +1,5 @@
 """Small models of several families, planned on fake tensors and tried on real ones by the code of
 the recipes; no file is read.
-
-Shared by tests/recipes/test_estimate.py (a short form) and benchmarks/estimate.py (all
-combinations).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,15 +40,6 @@ from adaptive_batch.torchtune.model import Weights
 from .allocator_on_stack import described
 from .model_families import MODELS, Combination, ZeroWeights
 from .paths import subprocess_environment
-
-# How long a row is beside the longest one, by the name of the distribution of lengths.
-DISTRIBUTIONS: dict[str, Callable[[random.Random], float]] = {
-    "equal": lambda draw: 0.5,
-    "lognormal 0.5": lambda draw: draw.lognormvariate(0, 0.5) / 4,
-    "lognormal 1.2": lambda draw: draw.lognormvariate(0, 1.2) / 8,
-    "bimodal": lambda draw: draw.gauss(0.1 if draw.random() < 0.8 else 0.7, 0.02),
-    "one row in 500": lambda draw: 1.0 if draw.random() < 1 / 500 else 0.1,
-}
 
 
 @dataclass(frozen=True)
@@ -81,23 +72,15 @@ class StackRun:
         return cls(combination, ((combination.length,) * rows,) * steps)
 
     @classmethod
-    def varying(
-        cls, combination: Combination, rows: int, *, steps: int = 6, distribution: str = ""
-    ) -> StackRun:
-        """Steps of rows as long as the combination's at most; those of the first are shorter.
-
-        Args:
-            distribution: name of one of DISTRIBUTIONS; empty for a quarter of the longest to all.
+    def varying(cls, combination: Combination, rows: int, *, steps: int) -> StackRun:
+        """Steps of rows from a quarter of the combination's length to all of it; rows of one step,
+        which is not the first, are all as long as that.
         """
         draw, longest = random.Random(0), combination.length
-
-        def drawn() -> int:
-            if not distribution:
-                return draw.randint(longest // 4, longest)
-            share = DISTRIBUTIONS[distribution](draw)
-            return min(longest, max(8, round(share * longest)))
-
-        lengths = [tuple(drawn() for _ in range(rows)) for _ in range(steps - 1)]
+        lengths = [
+            tuple(draw.randint(longest // 4, longest) for _ in range(rows))
+            for _ in range(steps - 1)
+        ]
         lengths.insert(draw.randrange(1, steps), (longest,) * rows)
         return cls(combination, tuple(lengths))
 
