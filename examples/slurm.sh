@@ -3,7 +3,7 @@
 #
 #   sbatch --nodes 4 --gpus-per-node 8 examples/slurm.sh CONFIG OUTPUT_DIR [key=value ...]
 #
-# OUTPUT_DIR is on a file system that all nodes share. See docs/clusters.md.
+# OUTPUT_DIR is on a file system that all nodes share. See docs/many_gpus.md#clusters.
 #
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
