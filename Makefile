@@ -111,7 +111,7 @@ compare: $(INSTALLED) $(PEERS)/.deepspeed-$(DEEPSPEED)  ## peers and this projec
 
 measure: $(INSTALLED) $(STACK)/.built  ## the long benchmarks, beside what they compare with; writes benchmarks/results/
 	$(BIN)/python examples/demo
-	for name in search traceless parity faults throughput step_overhead kills parity_adapters parity_tasks parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks published search_in_trainers split_check; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in search traceless parity faults throughput step_overhead kills parity_adapters parity_tasks parity_on_ranks faults_on_ranks resume_across_ranks published search_in_trainers split_check; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	for name in traceless faults; do $(BIN)/python benchmarks/$$name.py --adapters && $(BIN)/python benchmarks/$$name.py --tasks || exit 1; done
 	$(BIN)/python benchmarks/parity_adapters.py --ranks
 	$(STACK)/bin/python benchmarks/cuda_stack.py

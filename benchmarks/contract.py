@@ -44,7 +44,6 @@ PROOFS = {
     "traceless_adapters": ("traceless.py", "--adapters", "--adapters --quick"),
     "traceless_tasks": ("traceless.py", "--tasks", "--tasks --quick"),
     "kills": ("kills.py", "--kills 60", "--kills 2"),
-    "kills_on_ranks": ("kills_on_ranks.py", "", "--ways plain growth --no-torchrun"),
     "resume_across_ranks": ("resume_across_ranks.py", "", "--ways growth tokens"),
     "search_in_trainers": ("search_in_trainers.py", "", "--quick"),
     "search": ("search.py", "", "--quick"),

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from support.cli import records
 from support.launch import launch
 from support.resumes_on_ranks import (
     SGD,
@@ -13,7 +14,6 @@ from support.resumes_on_ranks import (
     Part,
     Way,
     compare,
-    steps,
     train_alone,
     train_in_parts,
 )
@@ -61,7 +61,7 @@ def test_a_schedule_goes_on_with_the_rows_of_the_checkpoint_dealt_to_other_ranks
         "2 ranks, and 1 began the run: batch_size is still counted on 1, and rows keep their"
         " order; each holds 3 to 3 of the 6 rows of a step" in parts[1].output
     )
-    sizes = [len(step["rows"]) for step in steps(parts[1].output_dir).values()]
+    sizes = [len(step["rows"]) for step in records(parts[1].output_dir, "step")]
     assert sizes[:4] == [2, 2, 6, 6]
 
 

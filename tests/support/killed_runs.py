@@ -37,9 +37,10 @@ from support import (  # what the ways name
     distillation,
     preferences,
 )
-from support.cli import OURS, SmallSetup, cosine_after, make_setup, same_weights, weights
+from support.cli import OURS, SmallSetup, cosine_after, make_setup
+from support.trajectories import read_run
 
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import read_records
 
 SCHEDULE = cosine_after(3)
 DROPOUT = ("model.attn_dropout=0.2", "clip_grad_norm=0.5")
@@ -189,7 +190,6 @@ MOMENTS = {
 # seconds within which a kill comes just after a rename; file systems know the time to 4 ms
 JUST_AFTER = 0.01
 MOST_PER_RUN = 10
-FIGURES_OF_TIME = ("time", "seconds", "tokens_per_second_per_gpu")
 
 
 def overrides_of(setup: SmallSetup, way: str) -> tuple[str, ...]:
@@ -404,31 +404,9 @@ def kill_once(
     return watch.was_at(killed, has_probe=has_probe, grows=grows)
 
 
-def figures(folder: Path) -> dict[str, Any]:
-    """Every figure of every step that counts, and of every validation, but those of time."""
-    found: dict[str, Any] = {}
-    for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
-        if record["kind"] in ("step", "validation"):
-            name = f"{record['kind']} {record.get('step', record.get('steps'))}"
-            found[name] = {
-                key: value for key, value in record.items() if key not in FIGURES_OF_TIME
-            }
-    return found
-
-
 def differences(folder: Path, whole: Path) -> list[str]:
-    """What a run that was killed and resumed has otherwise than one that was not."""
-    ours, theirs = figures(folder), figures(whole)
-    found = [
-        name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)
-    ]
-    epochs = sorted(path.name for path in whole.glob("epoch_*"))
-    found += [
-        name for name in epochs if not same_weights(weights(folder / name), weights(whole / name))
-    ]
-    found += [f"left behind: {path.name}" for path in folder.glob(".*")]
-    checked = audit(folder)
-    return found + [f"audit: {problem}" for problem in checked.problems]
+    """Compare a run that was killed and resumed with one that was not."""
+    return read_run(folder).differences(read_run(whole))
 
 
 def experiment(
@@ -465,7 +443,9 @@ def experiment(
             say(f"{way}: aimed at {aim}, killed {hit}, {sum(hits.values())} of {kills}")
         else:
             run_to_its_end(setup, folder, *overrides)
-        differing += [f"run {runs}: {name}" for name in differences(folder, whole.folder)]
+        differing += [
+            f"run {runs}: {name}" for name in read_run(folder).differences(read_run(whole.folder))
+        ]
     return {
         "way": way,
         "kills": sum(hits.values()),

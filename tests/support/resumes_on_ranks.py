@@ -4,25 +4,18 @@ never interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from support.cli import FEATURES, SmallSetup, weights
+from support.cli import FEATURES, SmallSetup
 from support.launch import Attempt, launch
+from support.trajectories import OF_DATA, SGD, Trajectory, read_run, weights_apart
 
 from adaptive_batch.distributed import EXIT_STATUS
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import audit
 
-# Of every step: what another number of ranks must not change at all.
-EXACT = ("epoch", "position", "rows", "lr", "batch_size", "samples_seen", "tokens_seen")
 SAVES = ("save_every_n_steps=2",)
-SGD = (
-    *FEATURES["SGD with momentum"],
-    "optimizer.fused=False",
-)  # fused SGD does not take sharded parameters
 
 
 @dataclass(frozen=True)
@@ -168,78 +161,32 @@ def train_alone(setup: SmallSetup, way: Way) -> Path:
     return whole.output_dir
 
 
-def steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """The records of the steps that count, by their numbers."""
-    records = read_records(folder / "adaptive_batch" / "run.jsonl")
-    return {record["step"]: record for record in records if record["kind"] == "step"}
-
-
-def validations(folder: Path) -> dict[int, float]:
-    """Their losses by the steps after which they were."""
-    records = read_records(folder / "adaptive_batch" / "run.jsonl")
-    return {
-        record["steps"]: record["val_loss"] for record in records if record["kind"] == "validation"
-    }
-
-
-def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[str, Any]:
-    """How a run in parts differs from the whole one.
+def compare(folder: Path, whole: Path) -> dict[str, Any]:
+    """Compare a run in parts with the whole run.
 
     Returns:
-        `differing`: sentences on what must be the same and is not. `loss`, `validation`: the
-        largest relative difference of any step. `weights`: the norm of the difference of all
-        weights over their norm; `largest`: that of one weight.
+        `differing`: what must be the same and is not. `loss`, `validation`: the largest relative
+        difference of any step. `weights`: the norm of the difference of all weights over their
+        norm; `largest`: that of one weight.
     """
-    ours, theirs = steps(folder), steps(whole)
-    found = [f"step {step} is not in both" for step in sorted(ours.keys() ^ theirs.keys())]
-    for step in sorted(ours.keys() & theirs.keys()):
-        for name in exact:
-            if ours[step].get(name) != theirs[step].get(name):
-                found.append(
-                    f"step {step}: {name} {ours[step].get(name)}, and {theirs[step].get(name)}"
-                    " alone"
-                )
-    checked = audit(folder)
-    found += [f"audit: {problem}" for problem in checked.problems]
-    found += [f"left behind: {path.name}" for path in folder.glob(".*")]
-    epochs = sorted(path.name for path in whole.glob("epoch_*"))
-    if epochs != sorted(path.name for path in folder.glob("epoch_*")):
-        found.append(
-            f"epochs: {sorted(path.name for path in folder.glob('epoch_*'))}, and {epochs} alone"
-        )
-    relative, largest = weights_apart(folder / epochs[-1], whole / epochs[-1])
-    both = sorted(ours.keys() & theirs.keys())
-    here, there = validations(folder), validations(whole)
-    if here.keys() != there.keys():
-        found.append(f"validations after steps {sorted(here)}, and {sorted(there)} alone")
+    ours, theirs = read_run(folder), read_run(whole)
+    relative, largest = weights_apart(ours.weights, theirs.weights)
     return {
-        "steps": len(theirs),
-        "differing": found,
-        "loss": max(
-            (_apart(ours[step]["loss"], theirs[step]["loss"]) for step in both), default=0.0
-        ),
-        "validation": max(
-            (_apart(here[step], there[step]) for step in here.keys() & there.keys()), default=0.0
-        ),
+        "steps": sum(isinstance(step, int) for step in theirs.steps),
+        "differing": ours.differences(theirs, rounding=(0.0, float("inf")), only=OF_DATA),
+        "loss": _largest_difference(ours, theirs, "loss"),
+        "validation": _largest_difference(ours, theirs, "val_loss"),
         "weights": relative,
         "largest": largest,
-        "verdict": checked.lines[-1],
+        "verdict": audit(folder).lines[-1],
     }
 
 
-def weights_apart(one: Path, other: Path) -> tuple[float, float]:
-    """The norm of the difference of two checkpoints over the norm of the second, and the largest
-    difference of a weight.
-    """
-    ours, theirs = weights(one), weights(other)
-    if ours.keys() != theirs.keys() or not ours:
-        raise AssertionError(
-            f"{one} and {other} hold other weights: {sorted(ours.keys() ^ theirs.keys())}"
-        )
-    apart = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in theirs])
-    norm = torch.cat([theirs[name].double().flatten() for name in theirs]).norm()
-    return float(apart.norm() / norm), float(apart.abs().max())
-
-
-def _apart(one: float, other: float) -> float:
-    return abs(one - other) / abs(other)
+def _largest_difference(ours: Trajectory, theirs: Trajectory, name: str) -> float:
+    both = ours.steps.keys() & theirs.steps.keys()
+    pairs = [
+        (ours.steps[step][name], theirs.steps[step][name])
+        for step in both
+        if name in theirs.steps[step]
+    ]
+    return max((abs(one - other) / abs(other) for one, other in pairs), default=0.0)

@@ -1,0 +1,443 @@
+"""Train a run twice, once undisturbed and once with a disturbance, and compare both.
+
+    assert same_trajectory("loop", "growth", "kill", folder) == []
+
+A run that is killed and resumed, or runs out of memory, must have the bits of the undisturbed run.
+A run that is split, or continues on another number of ranks, must be equal to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.cli import SmallSetup, cosine_after, make_setup, same_weights, weights
+from support.launch import launch
+from support.loops import ROWS, RunsOut, seed_all, training
+from support.padded_rows import collate as pad_rows
+from support.ranks import end_of_ranks
+from support.sharded_model import Decoder, collate
+from torch.optim.lr_scheduler import LambdaLR
+
+from adaptive_batch import AdaptiveBatches, AdaptiveRate, AdaptiveStep
+from adaptive_batch.report import audit, read_records
+from adaptive_batch.schedules import at_epochs, steps
+
+EPOCHS, BATCH_SIZE, SAVES_EVERY = 2, 4, 3
+KILLED_AT = 8  # two steps after a save
+FEWER_ROWS = 2  # rows of a micro-batch that runs out of memory, or is split
+FIGURES_OF_TIME = ("time", "seconds", "tokens_per_second_per_gpu")
+# The figures of a step that a split or another number of ranks must not change.
+OF_DATA = ("epoch", "position", "rows", "lr", "batch_size", "samples_seen", "tokens_seen")
+# Largest differences that count as rounding: of a number, relative; of all weights, relative to
+# their norm.
+EXACT, ROUNDING = (0.0, 0.0), (2e-6, 1e-6)
+
+
+@dataclass
+class Trajectory:
+    """Figures of each step by its number, and the final weights.
+
+    Attributes:
+        steps: figures of the steps that count; those of a validation have a text as key.
+        weights: of the model, by name.
+        problems: what is wrong with this run by itself.
+    """
+
+    steps: dict[Any, dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+    problems: list[str] = field(default_factory=list)
+
+    def differences(
+        self,
+        other: Trajectory,
+        *,
+        rounding: tuple[float, float] = EXACT,
+        only: Sequence[str] | None = None,
+    ) -> list[str]:
+        """Describe what differs from another trajectory.
+
+        Args:
+            other: the undisturbed run.
+            rounding: largest relative differences of a number, those of ``OF_DATA`` excepted, and
+                of all weights.
+            only: names of the figures that are compared; None for all.
+        """
+        found = list(self.problems)
+        for step in sorted(self.steps.keys() | other.steps.keys(), key=str):
+            ours, theirs = self.steps.get(step, {}), other.steps.get(step, {})
+            found += [
+                f"step {step}: {name} {ours.get(name)}, undisturbed {theirs.get(name)}"
+                for name in sorted(ours.keys() | theirs.keys())
+                if only is None or name in only
+                if not _are_close(
+                    ours.get(name), theirs.get(name), 0.0 if name in OF_DATA else rounding[0]
+                )
+            ]
+        if not same_weights(self.weights, other.weights):
+            relative, _ = weights_apart(self.weights, other.weights)
+            if not relative <= rounding[1] > 0:
+                found.append(f"weights: {relative:.1e} of their norm apart")
+        return found
+
+
+def _are_close(one: Any, other: Any, rounding: float) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= rounding * abs(other)
+    return bool(one == other)
+
+
+def weights_apart(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
+) -> tuple[float, float]:
+    """Return the norm of the difference of two checkpoints over the norm of the second, and the
+    largest difference of a weight.
+    """
+    if ours.keys() != theirs.keys() or not ours:
+        raise AssertionError(f"other weights: {sorted(ours.keys() ^ theirs.keys())}")
+    apart = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in theirs])
+    norm = torch.cat([theirs[name].double().flatten() for name in theirs]).norm()
+    return float(apart.norm() / norm), float(apart.abs().max())
+
+
+def read_run(folder: Path) -> Trajectory:
+    """Read the trajectory of a run of a recipe: its log, its last epoch, its audit, and what it
+    left behind.
+    """
+    steps = {}
+    for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
+        if record["kind"] in ("step", "validation"):
+            number = record.get("step", f"validation after {record.get('steps')}")
+            steps[number] = {k: v for k, v in record.items() if k not in FIGURES_OF_TIME}
+    tensors = {
+        f"{epoch.name} {name}": tensor
+        for epoch in folder.glob("epoch_*")
+        for name, tensor in weights(epoch).items()
+    }
+    problems = [f"left behind: {path.name}" for path in folder.glob(".*")]
+    return Trajectory(
+        steps, tensors, problems + [f"audit: {problem}" for problem in audit(folder).problems]
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to choose the batch.
+
+    Attributes:
+        batches: returns the arguments of AdaptiveBatches, AdaptiveLoop or AdaptiveArguments.
+        overrides: the same as keys of a recipe.
+    """
+
+    batches: Callable[[], dict[str, Any]]
+    overrides: tuple[str, ...]
+
+
+_SCHEDULE = "batch_size_schedule"
+CASES = {
+    "constant": Case(dict, ()),
+    "growth": Case(
+        lambda: {"batch_increase_function": at_epochs({1: 4})},
+        ("batch_increase_function=support.components.four_more", "probe.device_memory=64MiB"),
+    ),
+    "schedule": Case(
+        lambda: {"batch_size_schedule": steps([2, 4, 8], ["4ba", "12ba"])},
+        (
+            f"{_SCHEDULE}._component_=adaptive_batch.schedules.steps",
+            f"{_SCHEDULE}.batch_sizes=[2,4,8]",
+            f"{_SCHEDULE}.thresholds=[4ba,12ba]",
+            "probe.device_memory=64MiB",
+        ),
+    ),
+}
+
+
+def same_trajectory(driver: str, case: str, disturbance: str, folder: Path) -> list[str]:
+    """Train with a disturbance and without; return the differences.
+
+    Args:
+        driver: ``script``, ``loop``, ``Trainer``, ``tune run`` or ``two ranks``.
+        case: a key of ``CASES``.
+        disturbance: ``none``, ``kill``, ``OOM``, ``split``, or of the last two drivers
+            ``other ranks``.
+        folder: an empty folder.
+    """
+    if driver in PROGRAMS:
+        return _compare_programs(driver, case, disturbance, folder)
+    ranks = 2 if driver == "two ranks" else 1
+    return compare_recipes(make_setup(folder), ranks, CASES[case].overrides, disturbance)
+
+
+# --- programs that save their own state
+
+
+@dataclass(frozen=True)
+class Program:
+    """A small training program.
+
+    Attributes:
+        driver: a key of ``PROGRAMS``.
+        case: a key of ``CASES``.
+        folder: where it saves.
+        draws: whether the model has dropout.
+        rows_fit: rows of a micro-batch that do not run out of memory.
+        micro_batch_size: rows of a micro-batch; None for the whole batch.
+        kill_at: step after which the process is killed; 0 for never.
+    """
+
+    driver: str
+    case: str
+    folder: Path
+    draws: bool = True
+    rows_fit: int = 10**9
+    micro_batch_size: int | None = None
+    kill_at: int = 0
+
+    def train(self) -> None:
+        """Train to the end, from what is saved in the folder."""
+        self.folder.mkdir(exist_ok=True)
+        weights = PROGRAMS[self.driver](self)
+        torch.save(weights, self.folder / "weights.pt")
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that choose the batch."""
+        return CASES[self.case].batches()
+
+    def note(self, step: int, **figures: Any) -> None:
+        """Record a step, and end the process as a kill does where that is asked for."""
+        with (self.folder / "steps.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **figures}) + "\n")
+        if step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(self, step: int, parts: dict[str, Any]) -> None:
+        """Save the state of each part every few steps."""
+        if step % SAVES_EVERY == 0:
+            state = {name: part.state_dict() for name, part in parts.items()}
+            state["random"] = torch.get_rng_state(), random.getstate(), np.random.get_state()
+            torch.save(state, self.folder / "state.tmp")
+            (self.folder / "state.tmp").rename(self.folder / "state.pt")
+
+    def load(self, parts: dict[str, Any]) -> None:
+        """Load what was saved last."""
+        seed_all()
+        if (self.folder / "state.pt").exists():
+            state = torch.load(self.folder / "state.pt", weights_only=False)
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+            of_torch, of_python, of_numpy = state["random"]
+            torch.set_rng_state(of_torch)
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+    def trajectory(self) -> Trajectory:
+        """Read what was recorded; a step that was done again must be the same again."""
+        with (self.folder / "steps.jsonl").open() as file:
+            lines = [json.loads(line) for line in file]
+        found: dict[Any, dict[str, Any]] = {}
+        problems = [
+            f"step {line['step']} was {found[line['step']]} first, and {line} later"
+            for line in lines
+            if found.setdefault(line["step"], line) != line
+        ]
+        return Trajectory(found, torch.load(self.folder / "weights.pt"), problems)
+
+
+def _train_script(program: Program) -> dict[str, torch.Tensor]:
+    """A script of one's own, with AdaptiveStep, AdaptiveBatches and AdaptiveRate."""
+    model = Decoder(draws=program.draws)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mean_loss = RunsOut(model, most=program.rows_fit)
+
+    def forward_backward(part: Any) -> float:
+        loss = mean_loss(dict(part.batch)) * part.share
+        loss.backward()
+        return float(loss.detach())
+
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=program.micro_batch_size)
+    batches = AdaptiveBatches(ROWS, BATCH_SIZE, **program.options())
+    schedule = LambdaLR(optimizer, lambda number: 0.97**number)
+    rate = AdaptiveRate(optimizer, schedule, lr_scaling="sqrt", reference_batch_size=BATCH_SIZE)
+    parts = {"model": model, "optimizer": optimizer, "batches": batches, "rate": rate, "step": step}
+    program.load(parts)
+    while batches.progress.epoch < EPOCHS:
+        for numbers in batches:
+            applied = rate.set(rows=len(numbers))
+            loss = sum(step(collate([ROWS[number] for number in numbers])))
+            optimizer.step()
+            optimizer.zero_grad()
+            batches.step()
+            done = batches.progress.steps
+            program.save(done, parts)
+            program.note(done, rows=numbers, loss=loss, lr=applied["lr"])
+    return dict(model.state_dict())
+
+
+def _train_loop(program: Program) -> dict[str, torch.Tensor]:
+    """AdaptiveLoop."""
+    model = Decoder(draws=program.draws)
+    one = training(
+        model=model,
+        mean_loss=RunsOut(model, most=program.rows_fit),
+        micro_batch_size=program.micro_batch_size,
+        lr_scaling="sqrt",
+        max_grad_norm=0.5,
+        schedule=lambda number: 0.97**number,
+        **program.options(),
+    )
+    parts = {"model": model, "optimizer": one.optimizer, "loop": one.loop}
+    program.load(parts)
+    while one.loop.progress.epoch < EPOCHS:
+        for rows in one.loop:
+            result = one.loop.run(rows)
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+            done = one.loop.progress.steps
+            program.save(done, parts)
+            numbers = [row["row"] for row in rows]
+            program.note(done, rows=numbers, loss=result.loss, lr=one.loop.learning_rate)
+    return dict(model.state_dict())
+
+
+def _train_with_trainer(program: Program) -> dict[str, torch.Tensor]:
+    """AdaptiveTrainer, with its own checkpoints."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
+
+    class Noting(TrainerCallback):
+        def on_log(self, args, state, control, logs, **_):
+            if "loss" in logs:
+                program.note(state.global_step, loss=logs["loss"], lr=logs["learning_rate"])
+
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    seed_all()
+    dropout = 0.1 * program.draws
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, attention_dropout=dropout)).double()
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def limited(*arguments, **keywords):
+        if len(keywords["input_ids"]) > program.rows_fit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(*arguments, **keywords)
+
+    model.forward = limited
+    arguments = TrainingArguments(
+        str(program.folder),
+        per_device_train_batch_size=BATCH_SIZE,
+        num_train_epochs=EPOCHS,
+        learning_rate=0.01,
+        logging_steps=1,
+        save_steps=SAVES_EVERY,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    options = program.options()
+    if options:
+        options["lr_scaling"] = "sqrt"
+    adaptive = AdaptiveArguments(micro_batch_size=program.micro_batch_size, **options)
+    trainer = AdaptiveTrainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": row["tokens"]} for row in ROWS],
+        data_collator=pad_rows,
+        callbacks=[Noting()],
+        adaptive=adaptive,
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(program.folder)))
+    return dict(model.state_dict())
+
+
+PROGRAMS = {"script": _train_script, "loop": _train_loop, "Trainer": _train_with_trainer}
+
+
+def _compare_programs(driver: str, case: str, disturbance: str, folder: Path) -> list[str]:
+    whole = Program(driver, case, folder / "whole", draws=disturbance != "split")
+    disturbed = replace(whole, folder=folder / "disturbed")
+    if disturbance == "OOM":
+        whole = replace(whole, micro_batch_size=FEWER_ROWS)
+        disturbed = replace(disturbed, rows_fit=FEWER_ROWS)
+    elif disturbance == "split":
+        disturbed = replace(disturbed, micro_batch_size=FEWER_ROWS)
+    elif disturbance == "kill":
+        killed = replace(disturbed, kill_at=KILLED_AT)
+        (ended,) = end_of_ranks(killed.train, 1, begins_group=False)
+        assert ended.exit_status == -signal.SIGKILL, ended.error
+    disturbed.train()
+    whole.train()
+    rounding = ROUNDING if disturbance == "split" else EXACT
+    return disturbed.trajectory().differences(whole.trajectory(), rounding=rounding)
+
+
+# --- recipes
+
+SGD = (
+    "optimizer=torch.optim.SGD",
+    "optimizer.momentum=0.9",
+    "optimizer.lr=0.1",
+    "optimizer.fused=False",
+)
+KILLS = (
+    "metric_logger._component_=support.stops.AskingToEnd",
+    f"metric_logger.by={int(signal.SIGKILL)}",
+    f"metric_logger.at_step={KILLED_AT}",
+)
+WATCHED = ("model._component_=support.components.watched",)
+
+
+def compare_recipes(
+    setup: SmallSetup, ranks: int, overrides: tuple[str, ...], disturbance: str
+) -> list[str]:
+    """Run a recipe with a disturbance and without; see :func:`same_trajectory`."""
+    is_exact = disturbance in ("none", "kill", "OOM")
+    keys = (f"batch_size={BATCH_SIZE // ranks}", f"save_every_n_steps={SAVES_EVERY}", *overrides)
+    keys += (*cosine_after(2), "clip_grad_norm=0.5")
+    keys += ("model.attn_dropout=0.2",) if is_exact else ("dtype=fp64", *SGD)
+    whole = disturbed = keys
+    folder, of_whole = setup.fresh_folder(), setup.fresh_folder()
+    if disturbance in ("kill", "other ranks"):
+        kills = ("metric_logger._component_=support.stops.AskingToEnd", "metric_logger.by=9")
+        _run(
+            setup,
+            folder,
+            ranks,
+            *keys,
+            *kills,
+            f"metric_logger.at_step={KILLED_AT}",
+            is_killed=True,
+        )
+        disturbed = (*keys, "resume_from_checkpoint=True")
+    elif disturbance == "OOM":
+        whole = (*keys, *WATCHED, f"micro_batch_size={FEWER_ROWS}")
+        disturbed = (*keys, *WATCHED, f"model.rows_fit={FEWER_ROWS}")
+    elif disturbance == "split":
+        disturbed = (*keys, f"micro_batch_size={FEWER_ROWS // ranks}")
+    _run(setup, folder, 3 - ranks if disturbance == "other ranks" else ranks, *disturbed)
+    _run(setup, of_whole, ranks, *whole)
+    found, expected = read_run(folder), read_run(of_whole)
+    if is_exact:
+        for step in (*found.steps.values(), *expected.steps.values()):
+            step.pop("oom_count", None)
+        return found.differences(expected)
+    return found.differences(expected, rounding=ROUNDING, only=(*OF_DATA, "loss"))
+
+
+def _run(setup: SmallSetup, folder: Path, ranks: int, *keys: str, is_killed: bool = False) -> None:
+    (ended,) = launch(setup, ranks, *keys, f"output_dir={folder}")
+    if is_killed:
+        assert ended.exit_statuses[0] == -signal.SIGKILL, ended.output[-6000:]
+    else:
+        assert ended.exit_statuses == [0] * ranks, ended.output[-6000:]
