@@ -4,7 +4,6 @@ what is refused.
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -23,9 +22,7 @@ from torchtune.models.qwen2 import lora_qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.torchtune import AdapterModel, builder_of
 from adaptive_batch.torchtune.checks import check_adapters_train, check_chunks
-from adaptive_batch.torchtune.estimate_changes import candidates, with_overrides
 
 POINTS = (*LORA, "epochs=1", "save_every_n_steps=3", "save_adapter_weights_only=True")
 
@@ -201,14 +198,6 @@ def test_a_run_that_resumes_has_its_own_adapters(small, begun, is_there):
     assert same_epoch(resumed, begun, 0)
 
 
-def test_a_change_of_shapes_that_was_allowed_is_refused_with_what_may_be_changed(small, begun):
-    folder = stopped_after(begun, small, 6)
-    rank = ("model.lora_rank=8", "resume_from_checkpoint=True", "resume_allow_changes=[model]")
-    says = r"Size mismatch.*\[model\] is for changes that keep the shape of weights: resume with"
-    with pytest.raises(CheckpointError, match=says):
-        small.run_in_process(OURS, *POINTS, f"output_dir={folder}", *rank)
-
-
 def test_adapters_train_with_the_optimizer_in_backward(small):
     keys = (*LORA[:-1], "epochs=1", "max_steps_per_epoch=4")
     whole = small.run_in_process(OURS, *keys, "optimizer_in_bwd=False")
@@ -225,39 +214,6 @@ def test_a_loss_of_chunks_is_refused_for_a_model_that_returns_none():
     with pytest.raises(SettingError, match=r"mine\.Own has no set_num_output_chunks.*CrossEntropy"):
         check_chunks(torch.nn.Linear(1, 1), chunked, cfg)
     check_chunks(torch.nn.Linear(1, 1), torch.nn.CrossEntropyLoss(), cfg)
-
-
-def test_changes_of_adapters_are_estimated_and_name_what_is_typed():
-    cfg = OmegaConf.create(
-        {
-            "model": {
-                "_component_": "torchtune.models.llama3_2.lora_llama3_2_1b",
-                "lora_attn_modules": ["q_proj", "output_proj"],
-                "apply_lora_to_mlp": True,
-                "lora_rank": 64,
-            },
-            "optimizer": {"_component_": "torch.optim.AdamW"},
-            "loss": {"_component_": "torch.nn.CrossEntropyLoss"},
-            "dtype": "bf16",
-            "device": "cuda",
-        }
-    )
-    assert isinstance(builder_of(cfg), AdapterModel)
-    with torch.device("meta"):
-        model = torch.nn.Linear(1, 1)
-    typed = [one.overrides for one in candidates(cfg, model, tokens=64, world_size=1)]
-    expected = [
-        "model.lora_rank=32",
-        "model.apply_lora_to_mlp=False",
-        "model.lora_attn_modules=[q_proj,v_proj]",
-        "model=torchtune.models.llama3_2.qlora_llama3_2_1b",
-    ]
-    assert [one for (one, *_) in typed if one.startswith("model")] == expected
-    for override in expected:
-        assert json.dumps(
-            OmegaConf.to_container(with_overrides(cfg, [override]).model)
-        ) != json.dumps(OmegaConf.to_container(cfg.model))
-    assert with_overrides(cfg, expected).model._component_.endswith("qlora_llama3_2_1b")
 
 
 FAMILIES = {  # transformers' configuration, what differs in it, and what is typed for torchtune

@@ -42,49 +42,6 @@ def stages(finished):
 # --- the loss of each full batch
 
 
-@pytest.fixture(scope="module")
-def doubled(small):
-    """bert24's ramp at small scale: 16 -> 32 -> 64 rows over two of three epochs of 128 rows, 16 of
-    them at once.
-    """
-    return small.run_in_process(
-        OURS,
-        *of_lengths([12] * 128),
-        *COSINE,
-        *SGD,
-        "epochs=3",
-        "batch_size=16",
-        "micro_batch_size=16",
-        "grow_beyond_maximum=True",
-        f"{RULE}ramp_by_doubling",
-        *ramp(start=16, end=64, over="2ep"),
-    )
-
-
-def test_the_loss_of_each_full_batch_of_samples_is_the_mean_over_the_steps_that_make_it(doubled):
-    """A full batch is 64 rows, the largest that is planned."""
-    assert records(doubled, "step")[0].get("loss_per_full_batch") is None
-    full = {
-        step["step"]: step["loss_per_full_batch"]
-        for step in records(doubled, "step")
-        if "loss_per_full_batch" in step
-    }
-    losses, batches = figures(doubled, "loss"), figures(doubled, "batch_size")
-    expected, begin = {}, 0
-    for step in range(1, len(batches) + 1):
-        if sum(batches[begin:step]) >= 64:
-            weighted = sum(
-                loss * rows
-                for loss, rows in zip(losses[begin:step], batches[begin:step], strict=True)
-            )
-            expected[step] = weighted / sum(batches[begin:step])
-            begin = step
-    assert full == pytest.approx(expected)
-    assert list(full) == [4, 8, 10, 12, 13, 14]
-    assert [full[13], full[14]] == losses[12:]  # steps that are a full batch of their own
-    assert [float(value) for value in doubled.figures("loss_per_full_batch")] == list(full.values())
-
-
 # --- the plan is what happens
 
 RULES = {
@@ -168,41 +125,6 @@ def test_what_was_planned_is_what_is_trained(small, rule):
 # --- the gradient noise scale
 
 
-def test_the_noise_scale_is_logged_without_a_rule_that_follows_it(small):
-    finished = small.run_in_process(
-        OURS,
-        *of_lengths([6 + row % 5 for row in range(120)]),
-        "epochs=1",
-        "batch_size=2",
-        "gradient_accumulation_steps=1",
-        "micro_batch_size=1",
-        "log_gradient_noise_scale=True",
-    )
-    logged = [step.get("gradient_noise_scale") for step in records(finished, "step")]
-    assert logged[:49] == [None] * 49  # of fewer steps an average says nothing
-    measured = [value for value in logged if value is not None]
-    assert measured
-    assert all(value >= 0 for value in measured)
-    assert [float(value) for value in finished.figures("gradient_noise_scale")] == measured
-
-
-def test_steps_of_one_micro_batch_are_named_once_where_the_noise_is_measured(small):
-    finished = small.run_in_process(
-        OURS,
-        *of_lengths([6 + row % 5 for row in range(24)]),
-        "epochs=1",
-        "batch_size=2",
-        "gradient_accumulation_steps=1",
-        "micro_batch_size=auto",
-        "log_gradient_noise_scale=True",
-    )
-    (said,) = records(finished, "noise_not_measured")
-    assert said["message"] == (
-        "step 1 is one micro-batch, which shows no gradient noise: such steps do not count; a"
-        " smaller micro_batch_size divides them"
-    )
-
-
 # --- rules that follow the batch of the step before
 
 
@@ -242,17 +164,3 @@ def test_budgets_that_follow_the_last_one_go_on_in_the_middle_of_an_epoch(small,
 
 
 # --- what is not refused and not said
-
-
-def test_rows_alike_are_asked_of_the_schedules_steps_and_not_of_the_configured_batch(small):
-    finished = small.run_in_process(
-        OURS,
-        "uniform_micro_batches=rows",
-        "micro_batch_size=3",
-        "batch_size=7",
-        *steps_rule([3, 6], ["1ep"]),
-        "grow_beyond_maximum=True",
-        "drop_last=True",
-    )
-    assert figures(finished, "batch_size") == [3] * 10 + [6] * 5
-    assert figures(finished, "micro_batches") == [1] * 10 + [2] * 5

@@ -24,9 +24,6 @@ def probe_file(finished):
     return json.loads((finished.output_dir / "adaptive_batch" / "probe.json").read_text())
 
 
-WITHOUT_GROWTH = "resume_allow_changes=[batch_increase_function]"
-
-
 @pytest.fixture(scope="module")
 def grown(small):
     components.ASKED.clear()
@@ -88,25 +85,6 @@ def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
     assert (step["batch_size"], step["micro_batches"]) == (NUM_ROWS, 4)
 
 
-def test_a_schedule_that_counts_steps_is_warned_about(small, capfd):
-    counts = "lr_scheduler._component_=support.schedulers.step_lr"
-    short = ("probe.device_memory=1GiB", "epochs=1", "max_steps_per_epoch=1")
-    small.run_in_process(OURS, GROW, counts, *short)
-    assert "cannot follow a batch that changes" in capfd.readouterr().err
-
-
-def test_packed_rows_have_the_tokens_of_the_rows_in_them(small):
-    packed = small.run_in_process(OURS, "dataset.packed=True", "batch_size=1", "epochs=1")
-    plain = small.run_in_process(OURS, "batch_size=1", "epochs=1")
-    assert records(packed, "step")[-1]["tokens_seen"] == records(plain, "step")[-1]["tokens_seen"]
-    assert max(step["padding_fraction"] for step in records(packed, "step")) > 0
-
-
-def test_without_a_whole_step_the_epoch_is_one_short_step(small):
-    finished = small.run_in_process(OURS, "batch_size=100", "drop_last=False", "epochs=1")
-    assert [step["batch_size"] for step in records(finished, "step")] == [NUM_ROWS]
-
-
 @pytest.mark.slow
 def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
     longer = ("model.max_seq_len=2048", "probe.sequence_lengths=[8,2048]")
@@ -138,27 +116,6 @@ def test_what_differs_from_the_checkpoint_is_said(small, stopped):
         match="optimizer_in_bwd=True: the optimizer's state in the checkpoint was saved with False",
     ):
         resume_run(small, stopped, "optimizer_in_bwd=True")
-
-
-def test_use_maximum_batch_size_turned_on_at_a_resume_is_heard(small):
-    grown = small.run_in_process(OURS, GROW, "probe.device_memory=24MiB", "epochs=2")
-    folder = interrupted(grown, small)
-    rest = resume_run(
-        small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB", WITHOUT_GROWTH
-    )
-    assert records(rest, "step")[-2]["batch_size"] == probe_file(rest)["batch_size"] > 4
-
-
-def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, stopped):
-    rest = resume_run(small, stopped, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
-    assert {step["lr"] for step in records(rest, "step")} == {0.01}
-    (said,) = records(rest, "lr")
-    assert said["message"] == (
-        "optimizer.lr=1e-05 has no effect: the checkpoint's 0.01 is kept;"
-        " resume_allow_changes=[optimizer.lr] changes it"
-    )
-    (said,) = records(rest, "gradient_accumulation_steps")
-    assert (said["before"], said["after"]) == (1, 2)
 
 
 @pytest.mark.slow
@@ -216,16 +173,6 @@ def plain(small):
     return small.run_in_process(OURS)
 
 
-def test_weights_of_another_save_are_refused(small, plain, stopped):
-    shutil.rmtree(stopped / "epoch_0")
-    shutil.copytree(plain.output_dir / "epoch_1", stopped / "epoch_0")
-    with pytest.raises(
-        CheckpointError,
-        match="epoch_0 is skipped: its weights are of another save than the recipe state",
-    ):
-        resume_run(small, stopped)
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -266,10 +213,3 @@ def test_a_warm_up_that_outlasts_the_run_is_pointed_out(small, warmup_steps):
         "lr_scheduler.num_warmup_steps=100: the run has 8 steps, so the rate never reaches 0.01"
     )
     assert said == ([message] if warmup_steps == 100 else [])
-
-
-def test_a_batch_of_more_rows_than_the_dataset_has_is_logged(small):
-    done = small.run_in_process(OURS, "epochs=1", "batch_size=64", "micro_batch_size=4")
-    assert [record["message"] for record in records(done, "no_effect")] == [
-        "a step of 64 rows is cut to 32 rows: the dataset has no more"
-    ]

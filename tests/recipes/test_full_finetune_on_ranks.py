@@ -159,25 +159,6 @@ def test_two_ranks_do_what_one_device_does(setup, way):
     assert audit(many.output_dir).holds
 
 
-@pytest.mark.slow
-def test_an_optimizer_that_one_rank_fuses_goes_on_without_on_two(setup):
-    keys = (
-        "optimizer=torch.optim.SGD",
-        "optimizer.momentum=0.9",
-        "epochs=1",
-        "save_every_n_steps=3",
-    )
-    one = setup.run_in_process(OURS, *keys, "batch_size=4", "optimizer.fused=True")
-    finished(
-        setup,
-        *keys,
-        "batch_size=2",
-        "~optimizer.fused",
-        f"output_dir={one.output_dir}",
-        "resume_from_checkpoint=True",
-    )
-
-
 TENSOR_PARALLEL = (
     "tensor_parallel_dim=2",
     "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
@@ -204,43 +185,6 @@ def test_the_model_is_divided_in_other_ways_with_the_same_results(setup, keys):
         1e-3,
     )
     assert audit(many.output_dir).holds
-
-
-@pytest.mark.slow
-def test_the_probe_finds_what_fits_on_the_smallest_rank(setup):
-    overrides = (
-        "use_maximum_batch_size=True",
-        "probe.device_memory=16MiB",
-        "epochs=1",
-        "probe.round_to_power_of_two=False",
-    )
-    alike = finished(setup, *overrides)
-    smaller = finished(setup, *overrides, before="support.rank_faults.less_memory_on_rank_one")
-    (of_alike,), (of_smaller,) = (
-        records(alike.output_dir, "bound"),
-        records(smaller.output_dir, "bound"),
-    )
-    assert of_smaller["max_batch_size"] < of_alike["max_batch_size"]
-    assert "rank 1 may use least" in smaller.output
-    assert "2 ranks, which all must have room" in alike.output
-
-
-def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup):
-    attempt = finished(
-        setup,
-        "batch_size=4",
-        "epochs=1",
-        before="support.rank_faults.more_than_two_rows_on_rank_one",
-    )
-    (change,) = records(attempt.output_dir, "limit")
-    assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
-    assert "out of memory on rank 1 with 4 rows" in change["message"]
-    undisturbed = finished(setup, "batch_size=4", "epochs=1")
-    ours, theirs = records(attempt.output_dir, "step"), records(undisturbed.output_dir, "step")
-    assert [step["rows"] for step in ours] == [step["rows"] for step in theirs]
-    assert [step["micro_batches"] for step in ours] == [1, 1, 2, 2]
-    assert close([step["loss"] for step in ours], [step["loss"] for step in theirs])
-    assert audit(attempt.output_dir).holds
 
 
 @pytest.mark.slow
@@ -275,32 +219,6 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
     assert starts[1]["progress"]["steps"] == 4
     assert [step["micro_batches"] for step in records(folder, "step")] == [1] * 4 + [2] * 4
     assert audit(folder).holds
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("on_out_of_memory", ["shrink", "raise"])
-def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_known_beside_it(
-    setup, on_out_of_memory
-):
-    keys = (
-        "use_maximum_batch_size=True",
-        "probe.search=halve",
-        "probe.maximum=4",
-        "epochs=1",
-        "clip_grad_norm=1.0",
-        f"on_out_of_memory={on_out_of_memory}",
-    )
-    before = "support.rank_faults.a_trial_of_more_than_two_rows_and_clipping_on_rank_one"
-    *failed, last = launch(setup, 2, *keys, restarts=2, before=before)
-    for attempt in failed:
-        assert attempt.exit_statuses == [1, 1], attempt.output[-5000:]
-    assert failed[0].output.count("RankLostError") == 1
-    assert last.exit_statuses == [0, 0], last.output[-5000:]
-    first, second = records(last.output_dir, "indeterminate")
-    assert first["rows"] == second["rows"] == 4
-    assert [bound["max_batch_size"] for bound in records(last.output_dir, "bound")] == [2, 2]
-    in_two = 2 if on_out_of_memory == "shrink" else 1
-    assert records(last.output_dir, "step")[-1]["micro_batches"] == in_two
 
 
 @pytest.mark.slow
@@ -375,9 +293,3 @@ def test_a_bug_on_one_rank_ends_all_with_its_traceback_alone(setup):
     output = refused(setup, before="support.rank_faults.a_bug_on_rank_one")
     assert "no such layer" in output
     assert output.count("Traceback (most recent call last)") == 1
-
-
-@pytest.mark.slow
-def test_a_row_that_does_not_fit_ends_all(setup):
-    output = refused(setup, "use_maximum_batch_size=True", "probe.device_memory=2MiB")
-    assert "DoesNotFitError" in output or "SettingError" in output

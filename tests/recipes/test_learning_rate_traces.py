@@ -8,11 +8,10 @@ import shutil
 import pytest
 import torch
 from support import batch_rules
-from support.cli import OURS, figures, resume_run
+from support.cli import OURS, resume_run
 from support.stops import stopped_after
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records
 
 RATE = 0.01
@@ -113,61 +112,6 @@ def cosine(step, *, warmup, total):
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 
-def test_by_steps_a_growth_function_too_is_asked_how_many_there_are(small):
-    finished = small.run_in_process(
-        OURS,
-        *BASE,
-        f"dataset.lengths={[12] * 32}",
-        "epochs=3",
-        "lr_clock=steps",
-        "probe.device_memory=1GiB",
-        "batch_increase_function=support.components.four_more",
-        f"lr_scheduler._component_={COSINE}",
-        *WARM,
-    )
-    total = 8 + 4 + 3
-    assert figures(finished, "lr") == pytest.approx(
-        [RATE * cosine(step, warmup=3, total=total) for step in range(total)]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scheduler", "factor"),
-    [
-        pytest.param((), lambda step: 1.0, marks=pytest.mark.nightly),
-        (("lr_scheduler._component_=support.schedulers.step_lr",), lambda step: 0.1 ** (step // 2)),
-    ],
-    ids=["no scheduler", "StepLR"],
-)
-def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_steps(
-    small, scheduler, factor
-):
-    settings = (
-        *BASE,
-        *scheduler,
-        EQUAL,
-        "epochs=2",
-        "lr_scaling=linear",
-        "reference_batch_size=2",
-        "probe.device_memory=1GiB",
-        "batch_increase_function=support.components.four_more",
-        "save_every_n_steps=7",
-    )
-    one = small.run_in_process(OURS, *settings)
-    each = small.run_in_process(OURS, *settings, "optimizer_in_bwd=True")
-    sizes = figures(one, "batch_size")
-    expected = [RATE * factor(step) * batch / 2 for step, batch in enumerate(sizes)]
-    assert list(rates(one).values()) == pytest.approx(expected, rel=1e-12)
-    assert rates(each) == rates(one)
-    assert [float(loss) for loss in each.losses] == pytest.approx(
-        [float(loss) for loss in one.losses], rel=1e-5
-    )
-    assert go_on(small, each, 7, *settings, "optimizer_in_bwd=True") == {
-        step: rate for step, rate in rates(each).items() if step > 7
-    }
-
-
 # --- a run that goes on
 
 
@@ -181,26 +125,6 @@ def go_on(small, finished, step, *settings):
 
 
 WARM_COSINE = (f"lr_scheduler._component_={COSINE}", *WARM)
-
-
-@pytest.mark.slow
-def test_a_rule_that_follows_the_noise_scale_goes_on_at_its_place_in_the_epochs_tokens(small):
-    settings = (
-        *BASE,
-        f"dataset.lengths={[5 + row % 16 for row in range(32)]}",
-        *WARM_COSINE,
-        "lr_clock=tokens",
-        "epochs=1",
-        f"{KEY}._component_=adaptive_batch.schedules.by_noise_scale",
-        f"{KEY}.start=4",
-        "micro_batch_size=2",
-        "save_every_n_steps=3",
-    )
-    whole = small.run_in_process(OURS, *settings)
-    for step in (3, 6):
-        expected = {number: rate for number, rate in rates(whole).items() if number > step}
-        assert len(set(expected.values())) == len(expected) > 1
-        assert go_on(small, whole, step, *settings) == expected
 
 
 ENDS = (*WARM_COSINE, "lr_clock=steps", "epochs=2")
@@ -219,38 +143,6 @@ def test_by_steps_a_schedule_ends_at_the_last_step_of_a_batch_size_that_was_chan
     first = small.run_in_process(OURS, *settings, "batch_size=2")
     ends_at(rates(first), 32)
     ends_at(go_on(small, first, 18, *settings, "batch_size=8"), 22)
-
-
-def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_have_unlike_numbers_of_steps(
-    small,
-):
-    varied = [5 + (11 * row) % 40 for row in range(32)]
-    finished = small.run_in_process(
-        OURS,
-        *BASE,
-        f"dataset.lengths={varied}",
-        *ENDS,
-        "epochs=4",
-        "batch_tokens=60",
-        "micro_batch_tokens=60",
-    )
-    epochs = figures(finished, "epoch")
-    assert len({epochs.count(epoch) for epoch in range(4)}) > 1
-    assert 4 * epochs.count(0) != len(epochs)
-    ends_at(rates(finished), len(epochs))
-
-
-def test_a_scheduler_that_counts_its_own_steps_is_allowed_where_both_clocks_count_steps(small):
-    settings = (
-        *BASE,
-        EQUAL,
-        "lr_scheduler._component_=support.batch_rules.linear_that_counts",
-        f"epochs={EPOCHS}",
-    )
-    finished = small.run_in_process(OURS, *settings, "lr_clock={warmup: steps, decay: steps}")
-    assert list(rates(finished).values()) == torchs_own(batch_rules.linear_that_counts, 16)
-    with pytest.raises(SettingError, match=r"^lr_clock=.*counts steps and can follow nothing else"):
-        small.run_in_process(OURS, *settings, "lr_clock=tokens")
 
 
 def test_a_resumed_run_of_another_batch_keeps_the_one_that_its_rate_belongs_to(small):

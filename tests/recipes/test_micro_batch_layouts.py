@@ -5,13 +5,10 @@ what is trained stays the same.
 import json
 
 import pytest
-import torch
 from support.cli import OURS, figures, records, resume_run, same_weights
 from support.launch import launch
 from support.stops import stopped_after
-from torch._dynamo.utils import counters
 
-from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
@@ -24,7 +21,6 @@ SGD = (
 BASE = (*ROWS, *SGD, "epochs=1", "batch_size=16", "model.max_seq_len=64")
 LAYOUTS = ("padded", "grouped", "packed")
 AUTO = ("micro_batch_tokens=auto", "probe.device_memory=1GiB")
-PACKED = "micro_batch_layout=packed"
 UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
 
 
@@ -85,45 +81,6 @@ def test_packed_rows_train_alike_in_other_ways(small, way):
     assert bool(validated[0]) == way.startswith("validation")
 
 
-def test_packed_rows_train_alike_compiled_and_few_graphs_serve_all_packs(small, monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    keys = (*BASE, PACKED, UNITS["tokens"])
-    eager = small.run_in_process(OURS, *keys).output_dir
-    torch.compiler.reset()
-    counters.clear()
-    folder = small.run_in_process(OURS, *keys, "compile=True").output_dir
-    torch.compiler.reset()
-    assert where_steps_stood(folder) == where_steps_stood(eager)
-    assert figures(folder, "loss") == pytest.approx(figures(eager, "loss"), rel=1e-5)
-    assert figures(folder, "padding_fraction") == [0, 0]
-    # One graph of a layer, one of the loss, and at most four compilations again of both.
-    assert 2 <= counters["stats"]["unique_graphs"] <= 6
-    assert not counters["graph_break"]
-
-
-SKEWED = [*LENGTHS[:29], 120, 120, 120]
-
-
-@pytest.mark.slow
-def test_a_run_of_many_shapes_is_compiled_again_a_few_times_and_each_is_logged_with_its_cause(
-    small, monkeypatch
-):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    keys = (*BASE, f"dataset.lengths={SKEWED}", "model.max_seq_len=128", "batch_size=8")
-    torch.compiler.reset()
-    folder = small.run_in_process(OURS, *keys, *AUTO, "compile=True").output_dir
-    torch.compiler.reset()
-    padded = small.run_in_process(OURS, *keys).output_dir
-    assert figures(folder, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
-    again = records(folder, "recompiled")
-    assert len(again) <= 4
-    assert [record["count"] for record in again] == list(range(1, len(again) + 1))
-    assert all(record["function"] and record["reason"] for record in again)
-    (fastest,) = records(folder, "throughput")
-    assert fastest["layout"] in ("grouped", "packed")
-    assert 0 < fastest["compile_seconds"] < fastest["seconds"]
-
-
 # --- the fastest
 
 
@@ -173,16 +130,6 @@ def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(
     assert same_weights(rest.weights(0), finished.weights(0))
 
 
-def test_a_run_that_goes_on_where_less_fits_cuts_its_steps_by_what_fits(small, automatic):
-    keys, finished = automatic
-    folder = stopped_after(finished, small, 2)
-    resume_run(small, folder, *keys, "probe.maximum=1")
-    bound = records(folder, "bound")[-1]["max_batch_size"]
-    assert bound == 1
-    assert chosen(folder)[-1][1] <= max(LENGTHS)
-    assert figures(folder, "loss") == pytest.approx(figures(finished.output_dir, "loss"), rel=1e-5)
-
-
 def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
     keys, finished = automatic
     keys = [key for key in keys if not key.startswith("save_every")]
@@ -198,22 +145,6 @@ def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
     assert figures(again, "loss") == figures(finished.output_dir, "loss")
     assert same_weights(second.weights(0), finished.weights(0))
     assert json.loads(probe.read_text())["throughput"]["kind"] == chosen(again)[0][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["micro_batch_size=auto", "batch_tokens=300"])
-def test_auto_chooses_too_where_rows_are_counted_or_a_step_holds_tokens(small, setting):
-    keys = (
-        *BASE,
-        setting,
-        "probe.device_memory=1GiB",
-        "dataset_val=${dataset}",
-        "run_val_every_n_steps=1",
-    )
-    folder = small.run_in_process(OURS, *keys).output_dir
-    assert len(chosen(folder)) == 1
-    assert audit(folder).holds
-    assert len(records(folder, "validation")) == len(records(folder, "step"))
 
 
 @pytest.mark.slow
@@ -234,21 +165,6 @@ def test_only_layouts_that_are_allowed_are_timed(small, keys, kinds):
     assert {trial["kind"] for trial in said["timed"]} == kinds
 
 
-def test_a_batch_that_is_as_large_as_fits_is_not_changed_by_what_is_fastest(small):
-    keys = (
-        *BASE,
-        "use_maximum_batch_size=True",
-        "probe.device_memory=10MiB",
-        "probe.round_to_power_of_two=False",
-    )
-    default, largest = (
-        small.run_in_process(OURS, *keys, *more) for more in ((), ("probe.objective=largest",))
-    )
-    assert records(default.output_dir, "throughput") == []
-    assert where_steps_stood(default.output_dir) == where_steps_stood(largest.output_dir)
-    assert default.losses == largest.losses
-
-
 def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(small):
     """The first row is what packing is tried with."""
     keys = (
@@ -266,49 +182,7 @@ def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(sma
     assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(small):
-    keys = (
-        "model._component_=support.components.attending_otherwise",
-        "epochs=1",
-        "max_steps_per_epoch=1",
-    )
-    refusal = r"^micro_batch_layout='packed': no call of .* is seen in it: .*; or give grouped$"
-    for recipe in (OURS, "adaptive_probe"):
-        with pytest.raises(SettingError, match=refusal):
-            small.run_in_process(recipe, *keys, PACKED)
-    folder = small.run_in_process(OURS, *keys, *AUTO, "max_steps_per_epoch=null").output_dir
-    assert chosen(folder)[0][0] == "grouped"
-
-
 # --- planned
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["grouped", "packed"])
-def test_layouts_can_be_planned(small, layout):
-    keys = (*BASE, "estimate.devices=[1GiB]", "estimate.changes=False")
-
-    def planned(*more):
-        folder = small.run_in_process("adaptive_estimate", *keys, *more).output_dir
-        return json.loads((folder / "adaptive_batch" / "estimate.json").read_text())
-
-    (padded,), (found,) = (
-        planned(*more)["devices"] for more in ((), (f"micro_batch_layout={layout}",))
-    )
-    assert found["lengths"][0]["max_batch_size"] <= padded["lengths"][0]["max_batch_size"]
-
-
-def test_a_name_or_a_number_beside_the_tokens_is_no_matter_to_torchtunes_collate(small):
-    ids = (*ROWS, "dataset._component_=support.components.WithIds", "micro_batch_tokens=100")
-    for layout in ("padded", "packed"):
-        keys = (*BASE, "micro_batch_tokens=100", f"micro_batch_layout={layout}")
-        without, beside = (small.run_in_process(OURS, *keys, *more) for more in ((), ids))
-        assert beside.losses == without.losses
-    with pytest.raises(SettingError, match=r"^micro_batch_tokens=100: rows have id, source, "):
-        small.run_in_process(
-            OURS, *BASE, *ids, "collate_fn=torchtune.data.padded_collate_sft", "preview=True"
-        )
 
 
 @pytest.mark.slow

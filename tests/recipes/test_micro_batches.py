@@ -5,9 +5,8 @@ running out of memory leaves, through the real command line.
 from itertools import chain
 
 import pytest
-import torch
 from support import components
-from support.cli import OURS, figures, interrupted, losses, records, same_weights
+from support.cli import OURS, figures, losses, records, same_weights
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.report import read_records
@@ -158,20 +157,6 @@ def test_a_row_longer_than_the_probes_is_tried_before_training(small, whole, key
     assert audit(finished) == audit(whole[0])
 
 
-def test_a_batch_that_grows_runs_no_more_of_the_longest_rows_at_once_than_fit(small):
-    grows = (
-        *BASE,
-        "batch_size=2",
-        "batch_increase_function=support.components.a_thousand_more",
-        SMALL_MEMORY,
-    )
-    fit = records(small.run_in_process(OURS, *grows), "bound")[-1]["max_batch_size"]
-    finished = small.run_in_process(OURS, *grows, "probe.sequence_length=20")
-    (plan,) = records(finished, "plan")
-    assert plan["batch_size"] > fit  # as many rows of 20 tokens fit
-    assert plan["limit"] <= fit
-
-
 GROWS = (
     "metric_logger.after_step=1",
     "metric_logger.row_length=60",
@@ -198,85 +183,7 @@ def test_a_row_that_grows_in_mid_run_is_tried_first_and_the_trial_leaves_no_trac
     assert audit(tried) == audit(knew)
 
 
-def test_a_row_that_grows_in_mid_run_lowers_what_is_run_at_once(small):
-    rows = (*BASE, *GROWS)
-    tried = small.run_in_process(OURS, *rows, "micro_batch_size=auto", SMALL_MEMORY)
-    knew = small.run_in_process(OURS, *rows)
-    (said,) = records(tried, "limit")
-    assert figures(tried, "micro_batches") == [-(-16 // said["before"]), -(-16 // said["after"])]
-    assert said["after"] < said["before"]
-    assert figures(tried, "loss") == pytest.approx(figures(knew, "loss"), rel=1e-5)
-
-
 # --- out of memory in a step
-
-FAILURES = {
-    "forward": ("model.rows_fit=5", "micro_batch_size=16"),
-    "tokens, backward": (
-        "model.tokens_fit=300",
-        "micro_batch_tokens=900",
-        "model.fails_in_backward=True",
-    ),
-}
-
-
-@pytest.mark.parametrize("overrides", FAILURES.values(), ids=FAILURES)
-def test_a_step_that_ran_out_of_memory_is_as_if_its_limit_had_been_known(small, overrides):
-    survived = small.run_in_process(OURS, *BASE, DROPOUT, *overrides)
-    run_as = components.STEPS[:]
-    changes = records(survived, "limit")
-    kinds = [record["kind"] for record in all_records(survived)]
-    assert "limit" not in kinds[kinds.index("step") :]  # all of it in the first step
-    assert all(change["out_of_memory"] for change in changes)
-    assert figures(survived, "oom_count") == [len(changes)] * 2
-    key = {"rows": "micro_batch_size", "tokens": "micro_batch_tokens"}[changes[-1]["unit"]]
-    keys = [override for override in overrides if not override.startswith(("model", "micro_batch"))]
-    knew = small.run_in_process(OURS, *BASE, DROPOUT, *keys, f"{key}={changes[-1]['after']}")
-    assert run_as == components.STEPS
-    assert survived.losses == knew.losses
-    assert same_weights(survived.weights(0), knew.weights(0))
-    assert audit(survived) == audit(knew)
-
-
-def test_in_mid_run_no_row_is_lost_or_repeated_and_nothing_is_logged_twice(small, whole):
-    memory_runs_short = ("metric_logger.after_step=1", "metric_logger.rows_fit=3")
-    finished = small.run_in_process(OURS, *BASE, *memory_runs_short, "epochs=2", "drop_last=False")
-    rows = rows_of_steps()
-    assert rows[:2] == whole[1]
-    assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == list(range(32))
-    assert figures(finished, "step") == [1, 2, 3, 4]
-    assert len(losses(finished.output_dir)) == 4
-    assert [change["after"] for change in records(finished, "limit")] == [8, 4, 2]
-    assert figures(finished, "oom_count") == [0, 3, 3, 3]
-    assert figures(finished, "micro_batches") == [1, 8, 8, 8]
-    said, *_ = records(finished, "limit")
-    assert said["message"].startswith("out of memory with 16 rows of ")
-    assert (
-        "lowered from 16 rows to 8 rows, and the step runs again (CUDA out of memory."
-        in said["message"]
-    )
-
-
-# a device that allows more is a keyword of the model here
-ANOTHER_MODEL = ("resume_from_checkpoint=True", "resume_allow_changes=[model]")
-
-
-def test_a_lowered_limit_outlives_a_resume(small):
-    settings = (*BASE, DROPOUT, "epochs=2", "micro_batch_size=16")
-    uninterrupted = small.run_in_process(OURS, *settings, "model.rows_fit=5")
-    folder = interrupted(uninterrupted, small)
-    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", *ANOTHER_MODEL)
-    assert figures(rest, "micro_batches")[-2:] == [4, 4]  # although all rows would fit now
-    assert rest.losses == uninterrupted.losses[2:]
-    assert same_weights(rest.weights(1), uninterrupted.weights(1))
-
-
-@pytest.mark.parametrize(
-    "overrides", [["on_out_of_memory=raise"], ["optimizer_in_bwd=True"]], ids=" ".join
-)
-def test_where_it_is_to_be_raised_the_devices_own_error_comes_through(small, overrides):
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        small.run_in_process(OURS, *BASE, "model.rows_fit=5", *overrides)
 
 
 @pytest.mark.slow
@@ -357,24 +264,3 @@ def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_
     assert set(figures(small.run_in_process(OURS, *in_backward, MUCH_MEMORY), "micro_batches")) == {
         1
     }
-
-
-def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(small):
-    in_backward = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1")
-    (said,) = records(small.run_in_process(OURS, *in_backward), "on_out_of_memory")
-    assert said["message"].startswith(
-        "on_out_of_memory=raise: with the optimizer in backward a step that runs out"
-    )
-    assert not records(
-        small.run_in_process(OURS, *in_backward, "on_out_of_memory=raise"), "on_out_of_memory"
-    )
-
-
-def test_a_model_with_batch_norm_is_warned_about(small):
-    short = ("epochs=1", "max_steps_per_epoch=1")
-    normalized = small.run_in_process(
-        OURS, *short, "model._component_=support.components.with_batch_norm"
-    )
-    (said,) = records(normalized, "batch_norm")
-    assert "the model has BatchNorm" in said["message"]
-    assert not records(small.run_in_process(OURS, *short), "batch_norm")

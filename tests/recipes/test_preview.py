@@ -112,10 +112,6 @@ def test_the_table_is_what_comes_out_by_hand_and_nothing_is_loaded_or_written(sm
     assert not list(output.iterdir())
 
 
-def test_no_base_checkpoint_is_needed(plan):
-    assert plan(*EQUAL, base="/nowhere")[-1].startswith("in all: 2.00 epochs")
-
-
 def test_a_plan_is_what_the_run_then_writes_down(small, plan):
     settings = (
         *RAMP,
@@ -132,16 +128,6 @@ def test_a_plan_is_what_the_run_then_writes_down(small, plan):
     assert cells(stages["message"].splitlines()) == planned
 
 
-def test_a_constant_batch_is_one_stage(plan):
-    (row,) = cells(plan("epochs=2"))
-    assert row == ["0.00ep", "0", "0", "2.00ep", "16", "64", "4", "1", "4", "0.01", "0.01", "16"]
-
-
-def test_accumulation_is_micro_batches(plan):
-    (row,) = cells(plan("epochs=2", "gradient_accumulation_steps=2"))
-    assert row[6:9] == ["8", "2", "8"]
-
-
 def test_a_bound_that_is_assumed_cuts_and_makes_micro_batches(plan):
     lines = plan(*RAMP, "epochs=2", "probe.assumed_maximum=12")
     assert "bound: 12 (probe.assumed_maximum says so)" in lines
@@ -150,24 +136,6 @@ def test_a_bound_that_is_assumed_cuts_and_makes_micro_batches(plan):
     assert [(row[6], row[7]) for row in cells(free)] == [("4", "1"), ("8", "2"), ("16", "3")]
     found = plan("use_maximum_batch_size=True", "epochs=1", "probe.assumed_maximum=12")
     assert [row[6] for row in cells(found)] == ["8"]
-
-
-@pytest.mark.slow
-def test_a_bound_that_was_found_before_is_taken(small, plan):
-    output = small.fresh_folder()
-    memory = ("probe.device_memory=12MiB", "probe.maximum=32")
-    small.run_in_process("adaptive_probe", f"output_dir={output}", *memory, *RAMP)
-    path = output / "adaptive_batch" / "probe.json"
-    before, bound = path.read_bytes(), json.loads(path.read_text())["max_batch_size"]
-    assert bound < 16
-    lines = plan(*RAMP, *memory, output=output, base=small.base)
-    assert f"bound: {bound} (a search found that before ({path}))" in lines
-    assert [int(row[6]) for row in cells(lines)] == sorted(
-        {4, min(8, bound), bound}
-    )  # stages alike are one
-    assert path.read_bytes() == before
-    another = plan(*RAMP, *memory, "tokenizer.max_seq_len=32", output=output, base=small.base)
-    assert any(line.startswith("bound: not known") for line in another)
 
 
 def test_what_is_left_of_a_run_is_planned(small, plan):
@@ -192,98 +160,3 @@ def test_what_is_left_of_a_run_is_planned(small, plan):
     assert first[:9] == ["0.75ep", "5", "24", "1.00ep", "6", "32", "8", "2", "8"]
     assert (first[10], first[11]) == (whole[1][10], "1")
     assert sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*")) == before
-
-
-def test_the_rate_ends_with_the_steps_of_the_batch_that_is_configured_now(small, plan):
-    settings = (*EQUAL, *COSINE, "epochs=2", "lr_clock=steps")
-    run = small.run_in_process(OURS, *settings, "batch_size=4", "save_every_n_steps=4")
-    for path in (*run.output_dir.glob("epoch_*"), *run.output_dir.glob("step_*")):
-        if path.name != "step_4":
-            shutil.rmtree(path)
-    resumed = (*settings, "resume_from_checkpoint=True")
-    for batch_size, steps in (("4", 16), ("8", 10)):
-        lines = plan(*resumed, f"batch_size={batch_size}", output=run.output_dir, base=small.base)
-        assert f"the schedule of the learning rate ends at step {steps}" in lines
-
-
-def test_an_assumed_bound_is_no_more_than_an_epochs_rows(plan):
-    lines = plan("use_maximum_batch_size=True", "epochs=2", "probe.assumed_maximum=4096")
-    assert "bound: 32 (probe.assumed_maximum says so)" in lines
-    (row,) = cells(lines)
-    assert (row[6], row[7], row[-1]) == ("32", "1", "2")
-
-
-@pytest.mark.parametrize(
-    ("settings", "batch"),
-    [(("micro_batch_size=auto", "batch_size=16"), "16"), (("batch_tokens=400",), "400")],
-    ids=["micro_batch_size=auto", "batch_tokens"],
-)
-def test_where_no_bound_is_known_micro_batches_are_not_known(plan, settings, batch):
-    lines = plan("epochs=1", *settings)
-    assert any(
-        line.startswith("bound: not known") and "micro-batches are not known" in line
-        for line in lines
-    )
-    head = next(number for number, line in enumerate(lines) if line.strip().startswith("from "))
-    (row,) = [re.split(r" {2,}", line.strip()) for line in lines[head + 1 : -1]]
-    assert (row[6], row[7]) == (batch, "?")
-
-
-def test_a_plan_of_what_is_left_shows_the_checkpoints_rate(small, plan):
-    settings = (
-        *RAMP,
-        "epochs=1",
-        "grow_beyond_maximum=True",
-        "micro_batch_size=4",
-        "save_every_n_steps=3",
-    )
-    run = small.run_in_process(OURS, *settings)
-    for path in (*run.output_dir.glob("epoch_*"), run.output_dir / "step_6"):
-        shutil.rmtree(path)
-    asked = (*settings, "resume_from_checkpoint=True", "optimizer.lr=0.5")
-    rows = cells(plan(*asked, output=run.output_dir, base=small.base))
-    assert rows[0][1] == "3"
-    assert {(row[9], row[10]) for row in rows} == {("0.01", "0.01")}
-
-
-def test_a_scheduler_that_counts_is_stepped_along_and_its_rates_are_scaled(plan):
-    """Eight steps of 4 rows, four of 8 and two of 16 in an epoch each; the rate is divided by ten
-    every second step.
-    """
-    settings = (
-        *RAMP[:2],
-        f"{KEY}.thresholds=[1ep,2ep]",
-        "lr_scheduler._component_=support.schedulers.step_lr",
-    )
-    rows = cells(
-        plan(
-            *EQUAL,
-            *settings,
-            "lr_scaling=linear",
-            "epochs=3",
-            "grow_beyond_maximum=True",
-            "micro_batch_size=4",
-        )
-    )
-    assert [row[-1] for row in rows] == ["8", "4", "2"]
-    stages = ((0, 7, 1), (8, 11, 2), (12, 13, 4))
-    expected = [
-        [0.01 * 0.1 ** (step // 2) * batch for step in (first, last)]
-        for first, last, batch in stages
-    ]
-    assert [[float(rate) for rate in row[-3:-1]] for row in rows] == [
-        pytest.approx(pair, rel=1e-3) for pair in expected
-    ]
-
-
-def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_called_with_no_smaller_total(
-    plan,
-):
-    settings = (
-        "lr_scheduler._component_=support.batch_rules.refuses_a_long_warm_up",
-        "lr_scheduler.num_warmup_steps=1500",
-    )
-    (row,) = cells(plan(*settings, "epochs=200"))
-    assert row[-1] == "1,600"
-    with pytest.raises(ValueError, match="1500 steps of warm-up are more than all 16"):
-        plan(*settings, "epochs=2")

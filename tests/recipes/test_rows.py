@@ -10,11 +10,8 @@ from support import components, killed_runs
 from support.cli import MODEL, OURS, cosine_after, records
 from support.stops import stopped_after
 
-from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
-from adaptive_batch.torchtune import Trainer
-from adaptive_batch.torchtune.rows import Rows
 
 ODD_ROWS = "support.components.WithOddRow"
 ODD = (f"dataset._component_={ODD_ROWS}", "batch_size=2", "epochs=1")
@@ -53,33 +50,6 @@ def test_so_does_validation(small, row):
         SettingError, match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY[row]}"
     ):
         small.run_in_process(OURS, *PLAIN, *own, "run_val_every_n_steps=2")
-
-
-def test_rows_are_read_ahead_once_each_forward_has_been_launched(small, monkeypatch):
-    calls = []
-    logits = Trainer.logits
-
-    def watched(trainer, **batch):
-        calls.append("forward")
-        return logits(trainer, **batch)
-
-    monkeypatch.setattr(Trainer, "logits", watched)
-    monkeypatch.setattr(Rows, "read_ahead", lambda rows: calls.append("reading"))
-    small.run_in_process(
-        OURS, "batch_size=4", "micro_batch_size=2", "epochs=1", "max_steps_per_epoch=3"
-    )
-    assert calls == ["forward", "reading"] * 6
-
-
-@pytest.mark.slow
-def test_lengths_that_were_counted_beside_another_model_are_compared_with_this_one(small):
-    by_tokens = (*PLAIN, "batch_tokens=60")
-    small.run_in_process(OURS, *by_tokens)
-    with pytest.raises(
-        SettingError,
-        match=re.escape("row 0 has the token id 12, and the model's vocabulary has 0 to 9"),
-    ):
-        small.run_in_process(OURS, *by_tokens, "model.vocab_size=10")
 
 
 def test_tokens_may_be_a_list_an_array_or_a_tensor(small):
@@ -214,18 +184,6 @@ def test_an_epoch_keeps_its_steps_and_the_next_is_planned_by_the_lengths_of_its_
 
 
 @pytest.mark.slow
-def test_micro_batches_are_cut_by_the_lengths_that_rows_have(stale):
-    overrides = ("batch_tokens=120", "micro_batch_tokens=50", "epochs=1")
-    stale(*overrides, lengths=COUNTED)
-    finished = stale(*overrides)
-    for step in records(finished, "step"):
-        lengths = [CHANGED[row] for row in step["rows"]]
-        pieces = micro_batches(lengths, MicroBatchLimit(50, "tokens"))
-        assert all(piece.run_tokens <= 50 for piece in pieces)
-        assert step["micro_batches"] == len(pieces)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [("batch_tokens=60",), ("batch_size=4", "lr_clock=tokens"), STALE["short to long, by rows"]],
@@ -244,22 +202,6 @@ def test_a_run_whose_rows_have_other_lengths_resumes_to_the_same_bits(stale, sma
         stale(*overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
         assert audit(folder).problems == ()
         assert killed_runs.differences(folder, whole.output_dir) == [], step
-
-
-@pytest.mark.slow
-def test_another_setting_in_mid_epoch_leaves_the_steps_of_an_epoch_whose_lengths_changed(
-    stale, small
-):
-    overrides = ("batch_tokens=60", "micro_batch_tokens=4096", "save_every_n_steps=1")
-    stale(*overrides, lengths=COUNTED)
-    whole = stale(*overrides)
-    folder = stopped_after(whole, small, 1)
-    resumed = ("resume_from_checkpoint=True", "on_nonfinite_loss=stop", f"output_dir={folder}")
-    stale(*overrides, *resumed)
-    assert audit(folder).problems == ()
-    rows = [record["rows"] for record in records(whole, "step")]
-    log = folder / "adaptive_batch" / "run.jsonl"
-    assert [r["rows"] for r in read_records(log) if r["kind"] == "step"] == rows
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 them, through the real command line.
 """
 
-import math
 from itertools import chain, pairwise
 
 import pytest
@@ -10,7 +9,6 @@ from support import components
 from support.cli import (
     OURS,
     figures,
-    losses,
     records,
 )
 
@@ -130,22 +128,6 @@ SHORT_END = (
 )
 
 
-@pytest.mark.parametrize("by_tokens", [False, True])
-def test_the_rate_follows_the_batch_that_was_really_stepped(small, by_tokens):
-    keys = (
-        ("lr_scaling=sqrt", "reference_batch_size=300tok") if by_tokens else ("lr_scaling=linear",)
-    )
-    finished = small.run_in_process(OURS, *SHORT_END, "drop_last=False", *keys)
-    assert figures(finished, "batch_size") == [12, 12, 8]
-    factors = [batch / 12 for batch in figures(finished, "batch_size")]
-    if by_tokens:
-        factors = [math.sqrt(tokens / 300) for tokens in tokens_of_steps(finished)]
-    assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in factors])
-    assert [float(rate) for rate in losses(finished.output_dir, name="lr")] == figures(
-        finished, "lr"
-    )
-
-
 def test_the_default_reference_counts_what_is_accumulated_and_not_what_is_found(small):
     accumulated = small.run_in_process(
         OURS, *SHORT_END, "lr_scaling=linear", "batch_size=4", "gradient_accumulation_steps=4"
@@ -160,11 +142,3 @@ def test_the_default_reference_counts_what_is_accumulated_and_not_what_is_found(
     )
     assert figures(found, "batch_size") == [32]
     assert figures(found, "lr") == pytest.approx([RATE * 32 / 12])
-
-
-def test_a_search_with_rows_shorter_than_all_of_the_dataset_takes_them_more_than_once(small):
-    """A step of so many tokens has more of these rows than the dataset has."""
-    finished = small.run_in_process(
-        OURS, "epochs=1", "batch_tokens=2000", "probe.sequence_length=8", "probe.maximum=16"
-    )
-    assert len(finished.losses) == 1

@@ -4,7 +4,7 @@ of the learning rate.
 
 import itertools
 
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 CALLS = itertools.count()
 
@@ -62,19 +62,7 @@ def linear(optimizer, num_training_steps, last_epoch=-1):
     return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_training_steps), last_epoch)
 
 
-def linear_that_counts(optimizer, num_training_steps, last_epoch=-1):
-    return LinearLR(optimizer, 1.0, 0.1, total_iters=num_training_steps, last_epoch=last_epoch)
-
-
 def one_cycle(optimizer, num_training_steps, last_epoch=-1):
     return OneCycleLR(
         optimizer, max_lr=0.1, total_steps=num_training_steps + 1, last_epoch=last_epoch
     )
-
-
-def refuses_a_long_warm_up(optimizer, num_warmup_steps, num_training_steps, last_epoch=-1):
-    if num_warmup_steps > num_training_steps:
-        raise ValueError(
-            f"{num_warmup_steps} steps of warm-up are more than all {num_training_steps}"
-        )
-    return linear(optimizer, num_training_steps, last_epoch)

@@ -25,10 +25,6 @@ def four_more(epoch, batch_size):
     return 4 if epoch else 0
 
 
-def a_thousand_more(epoch, batch_size):
-    return 1000
-
-
 def raises(epoch, batch_size):
     raise KeyError("no such stage")
 
@@ -231,13 +227,6 @@ class OfLengthsNow(OfLengths):
         return NOW.get("lengths") or json.loads(os.environ["LENGTHS"])
 
 
-class WithIds(OfLengths):
-    """Rows that are known by a name and a number."""
-
-    def __getitem__(self, row):
-        return {**super().__getitem__(row), "id": f"row {row}", "source": 3}
-
-
 def with_pictures(tokenizer, **_):
     return pictures(tokenizer, packed=False, subset="")
 
@@ -291,18 +280,6 @@ def watched(
 
 def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def with_batch_norm(**model):
-    """A Qwen2 whose embeddings are normalized over the micro-batch."""
-    built = qwen2(**model)
-    built.normalized = torch.nn.BatchNorm1d(
-        model["embed_dim"], affine=False, track_running_stats=False
-    )
-    built.tok_embeddings.register_forward_hook(
-        lambda _, args, out: built.normalized(out.flatten(0, 1)).view_as(out)
-    )
-    return built
 
 
 class Watching(DiskLogger):
@@ -431,36 +408,3 @@ class LossThatEnds(torch.nn.CrossEntropyLoss):
         if self.calls < self.at or not self.is_there:
             return super().forward(logits, labels)
         raise KeyboardInterrupt if self.status is None else SystemExit(self.status)
-
-
-class _OwnAttention(torch.nn.Module):
-    """Attention of torchtune's that multiplies by itself, as Gemma 2 does."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x, y=None, *, mask=None, input_pos=None):
-        a, (batch, tokens, _) = self.attention, x.shape
-        q, k, v = (
-            proj(x).view(batch, tokens, -1, a.head_dim) for proj in (a.q_proj, a.k_proj, a.v_proj)
-        )
-        q, k = (a.pos_embeddings(each, input_pos=input_pos).transpose(1, 2) for each in (q, k))
-        k, v = (
-            each.repeat_interleave(a.num_heads // a.num_kv_heads, 1)
-            for each in (k, v.transpose(1, 2))
-        )
-        scores = q @ k.transpose(2, 3) / a.head_dim**0.5
-        scores = scores.masked_fill(
-            torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf
-        )
-        return a.output_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, -1))
-
-
-def attending_otherwise(**model):
-    """A Qwen2 that does not call torch's attention."""
-    built = qwen2(**model)
-    for layer in built.layers:
-        attention = layer.attn
-        attention.forward = _OwnAttention(attention).forward
-    return built
