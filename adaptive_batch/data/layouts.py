@@ -55,9 +55,12 @@ class MicroBatchLimit:
     unit: str = "rows"
 
     def __str__(self) -> str:
-        if self.amount == NO_LIMIT:
-            return f"all {self.unit}"
-        return count(self.amount, {"rows": "row", "tokens": "padded token"}[self.unit])
+        return self.describe()
+
+    def describe(self, noun: str = "row") -> str:
+        """Return the limit in words, where a row is called a noun."""
+        noun = {"rows": noun, "tokens": "padded token"}[self.unit]
+        return f"all {noun}s" if self.amount == NO_LIMIT else count(self.amount, noun)
 
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
         """Return the micro-batch that takes most of the limit."""

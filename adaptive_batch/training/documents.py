@@ -1,4 +1,4 @@
-"""A packed batch, whose documents lie one after the other in one row, split between documents."""
+"""Packed batches, whose documents lie one after the other in rows, split between documents."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
@@ -20,41 +21,45 @@ _POSITIONS = ("position_ids", "positions")
 _ENDS = "cu_seq"
 _LONGEST = ("max_length", "max_seqlen")
 
+Spans = Sequence[tuple[int, int]]
+
 
 class DocumentsOfBatch(BatchSource):
-    """A packed batch, whose parts have whole documents.
+    """A packed batch, whose parts have whole documents, one after the other in one row.
 
-    Tensors of all tokens are divided, ``[1, tokens, ...]``, ``[..., 1, tokens]`` or, of a batch
-    without a dimension of rows, ``[tokens, ...]``; masks of ``[..., tokens, tokens]`` along both.
-    The ends of documents (``cu_seq...``), the length of the longest (``max_length...``,
-    ``max_seqlen...``) and the numbers of documents (``seq_idx``) are those of the part. Positions
-    stay, as they begin again in each document. Tensors, arrays and lists with an entry for each
-    document are divided; numbers and text stay whole. Tokens after the last document are in no
-    part.
+    Tensors of all tokens are divided, ``[rows, columns, ...]``, ``[..., rows, columns]`` or, of a
+    batch without a dimension of rows, ``[columns, ...]``; masks of ``[rows, heads, columns,
+    columns]`` along both. The ends of documents (``cu_seq...``), the length of the longest
+    (``max_length...``, ``max_seqlen...``) and the numbers of documents (``seq_idx``, or a mask with
+    numbers above 1) are those of the part. Positions stay, as they begin again in each document.
+    Tensors, arrays and lists with an entry for each document are divided; numbers and text stay
+    whole. Tokens after the last document of a row are in no part.
 
     Args:
-        batch: tokens of one row, with other values by name.
-        ends: where each document ends, in tokens.
-        num_tokens: tokens of the row.
+        batch: tokens with other values by name.
+        spans: where each document begins and ends, in tokens of all rows laid end to end.
+        num_rows: packed rows of the batch.
         problem: why the batch cannot be split; empty where it can.
 
     Attributes:
         num_rows: documents of the batch.
         lengths: tokens of each.
-        width: tokens of the row.
+        width: tokens of all rows.
     """
 
+    noun = "document"
     is_packed = True
     knows_lengths = True
 
     def __init__(
-        self, batch: Mapping[str, Any], ends: Sequence[int], num_tokens: int, problem: str = ""
+        self, batch: Mapping[str, Any], spans: Spans, num_rows: int, problem: str = ""
     ) -> None:
         self._batch = batch
-        self._bounds = list(pairwise([0, *ends]))
-        self.num_rows = len(ends)
-        self._lengths = [end - begin for begin, end in self._bounds]
-        self._width = num_tokens
+        self._spans = spans
+        self._tokens = _tokens_of(batch)
+        self._shape = (num_rows, self._tokens.numel() // num_rows)
+        self.num_rows = len(spans)
+        self._lengths = [end - begin for begin, end in spans]
         self._problem = problem
 
     @property
@@ -63,11 +68,13 @@ class DocumentsOfBatch(BatchSource):
 
     @property
     def width(self) -> int:
-        return self._width
+        return int(self._tokens.numel())
 
     @property
     def treatment(self) -> str:
-        return f"{count(self.num_rows, 'document')} of {self._width} tokens packed into one row"
+        rows, columns = self._shape
+        packed = f"{count(self.num_rows, 'document')} packed into {count(rows, 'row')}"
+        return f"{packed} of {columns} tokens"
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some documents; the script's own tensors of all of them.
@@ -86,36 +93,48 @@ class DocumentsOfBatch(BatchSource):
         }
         return like_mapping(self._batch, some)
 
+    def can_divide(self) -> bool:
+        """Return whether each value can be divided by documents."""
+        try:
+            self.part([0])
+        except SettingError:
+            return False
+        return True
+
     def dummy(self) -> Any:
         """Return the document that has most labels, as the mean of none is no number."""
         labels = self._batch.get("labels")
         most = 0
-        if isinstance(labels, torch.Tensor) and labels.numel() == self._width:
+        if isinstance(labels, torch.Tensor) and labels.numel() == self.width:
             is_label = labels.flatten() != IGNORE_INDEX
-            counts = [is_label[begin:end].count_nonzero() for begin, end in self._bounds]
+            counts = [is_label[begin:end].count_nonzero() for begin, end in self._spans]
             most = int(torch.stack(counts).argmax())
         return self.part([most])
 
-    def _lost_labels(self) -> str:
-        """Return what is wrong where labels are tokens that the model shifts, and those at the
-        beginning of documents are not masked: the token before, of another document, predicts them
-        in the batch, and none does in a part.
-        """
+    @property
+    def _shifted_labels(self) -> torch.Tensor | None:
+        """Labels that are tokens, which the model shifts; None of others."""
         labels = self._batch.get("labels")
-        tokens = next((self._batch[key] for key in _TOKENS if key in self._batch), None)
         if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
-            return ""
-        if not isinstance(tokens, torch.Tensor) or labels.shape != tokens.shape:
-            return ""
+            return None
+        if labels.shape != self._tokens.shape:
+            return None
         is_label = labels != IGNORE_INDEX
-        is_own = bool((labels == tokens)[is_label].all())
-        begins = [begin for begin, _ in self._bounds[1:]]
-        if is_own and bool(is_label[0, begins].any()):
-            return (
-                "the first token of a document is a label of the document before it; give it the"
-                " label -100"
-            )
-        return ""
+        return labels if bool((labels == self._tokens)[is_label].all()) else None
+
+    def _lost_labels(self) -> str:
+        """Return what is wrong where the first label of a document counts: the token before, of
+        another document, predicts it in the batch, and none does in a part.
+        """
+        labels = self._shifted_labels
+        # The first of a row has no token before it.
+        begins = [begin for begin, _ in self._spans if begin % self._shape[1]]
+        if labels is None or not bool((labels.flatten()[begins] != IGNORE_INDEX).any()):
+            return ""
+        return (
+            "the first token of a document is a label of the document before it; give it the label"
+            " -100"
+        )
 
     def _of_documents(self, key: str, value: Any, documents: Sequence[int]) -> Any:
         """Return a value of some documents."""
@@ -128,14 +147,17 @@ class DocumentsOfBatch(BatchSource):
             ends = torch.tensor([0, *lengths]).cumsum(0)
             if not is_tensor:
                 return type(value)(ends.tolist())
-            return ends.to(value).reshape(*value.shape[:-1], -1)
-        if key == "seq_idx":
-            numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-            return numbers.to(value).reshape(*value.shape[:-1], -1)
-        if is_tensor and (axes := self._axes_of_tokens(key, value)):
-            for axis in axes:
-                value = self._along(axis, value, documents)
-            return value
+            return ends.to(value).reshape(*[1] * (value.dim() - 1), -1)
+        if is_tensor:
+            tokens = self._tokens_in(key, value, documents)
+            if tokens is not None:
+                is_mask = key == "attention_mask" and _has_numbers(value)
+                if key == "seq_idx" or is_mask:
+                    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+                    numbers = numbers.to(value).reshape(tokens.shape)
+                    # 0 in a mask is padding.
+                    return torch.where(tokens == 0, 0, numbers + 1) if is_mask else numbers
+                return tokens
         is_list = isinstance(value, list | tuple)
         if (is_list or (is_array(value) and value.ndim)) and len(value) == self.num_rows:
             if is_list:
@@ -147,33 +169,53 @@ class DocumentsOfBatch(BatchSource):
             or (is_array(value) and not value.ndim)
         ):
             return value
-        size = f"its size is neither {self.num_rows} documents nor {self._width} tokens"
+        size = f"its size is neither {self.num_rows} documents nor {self.width} tokens"
         raise SettingError("batch", key, f"{self.treatment}, and {size}; {SPLIT_REMEDY}")
 
-    def _axes_of_tokens(self, key: str, value: torch.Tensor) -> tuple[int, ...]:
-        """Return the dimensions of tokens in a tensor; none where it has none."""
-        shape = tuple(value.shape)
-        tokens = self._width
-        if "mask" in key and shape[-2:] == (tokens, tokens):
-            return -2, -1
-        if shape[:2] == (1, tokens):
-            return (1,)
-        if shape == (tokens,) or (self._is_flat and shape[:1] == (tokens,)):
-            return (0,)
-        return (-1,) if shape[-2:] == (1, tokens) else ()
-
-    @property
-    def _is_flat(self) -> bool:
-        tokens = next((self._batch[key] for key in _TOKENS if key in self._batch), None)
-        return isinstance(tokens, torch.Tensor) and tokens.dim() == 1
+    def _tokens_in(
+        self, key: str, value: torch.Tensor, documents: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Return the tokens of some documents in a tensor; None where it has no dimension of
+        tokens.
+        """
+        rows, columns = self._shape
+        shape = value.shape
+        if "mask" in key and shape[-2:] == (columns, columns):
+            if rows == 1:
+                return self._along(-1, self._along(-2, value, documents), documents)
+            return self._blocks(value, documents) if shape[:1] == (rows,) else None
+        if rows > 1 and value is self._shifted_labels:
+            # In a part the first token of a row may follow another document.
+            value = value.clone()
+            value[:, 0] = IGNORE_INDEX
+        if shape[:2] == (rows, columns):
+            return self._along(1, value.flatten(0, 1)[None], documents)
+        if rows == 1 and (shape == (columns,) or shape[:1] == self._tokens.shape):
+            return self._along(0, value, documents)
+        if shape[-2:] == (rows, columns):
+            return self._along(-1, value.flatten(-2)[..., None, :], documents)
+        return None
 
     def _along(self, axis: int, value: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
-        first, last = documents[0], documents[-1]
-        if last - first + 1 == len(documents):
-            begin = self._bounds[first][0]
-            return value.narrow(axis, begin, self._bounds[last][1] - begin)
-        bounds = (self._bounds[number] for number in documents)
-        return torch.cat([value.narrow(axis, begin, end - begin) for begin, end in bounds], axis)
+        spans = [self._spans[number] for number in documents]
+        # Documents that lie side by side are a view.
+        if all(end == begin for (_, end), (begin, _) in pairwise(spans)):
+            begin, end = spans[0][0], spans[-1][1]
+            return value.narrow(axis, begin, end - begin)
+        return torch.cat([value.narrow(axis, begin, end - begin) for begin, end in spans], axis)
+
+    def _blocks(self, mask: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
+        """Return the mask of documents from several rows, which see nothing of each other."""
+        num_tokens = sum(self._lengths[number] for number in documents)
+        blocks = mask.new_full((1, *mask.shape[1:-2], num_tokens, num_tokens), mask.min().item())
+        last = 0
+        for number in documents:
+            row, first = divmod(self._spans[number][0], self._shape[1])
+            length = self._lengths[number]
+            own = mask[row, ..., first : first + length, first : first + length]
+            blocks[0, ..., last : last + length, last : last + length] = own
+            last += length
+        return blocks
 
 
 class TokensWithoutEnds(RowsOfBatch):
@@ -196,20 +238,30 @@ def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
 
     The first of these that the batch has shows where documents end: keys that begin with
     ``cu_seq``; ``seq_idx``, the number of each token's document; ``position_ids`` or ``positions``,
-    which begin again as the first document does; an ``attention_mask`` with numbers above 1, those
-    of documents. By positions and by a mask, padding at the end belongs to the last document, and
-    by positions a document of one token to the one before it.
+    which begin again as the first document of the row does; of a single row an ``attention_mask``
+    with numbers above 1, those of documents. By positions and by a mask, padding at the end belongs
+    to the last document, and by positions a document of one token to the one before it. Several
+    rows without labels, or with a value of another size, such as one for each row, are divided by
+    rows.
     """
-    if not isinstance(batch, Mapping):
-        return None
-    tokens = next((batch[key] for key in _TOKENS if key in batch), None)
+    tokens = _tokens_of(batch) if isinstance(batch, Mapping) else None
     if not isinstance(tokens, torch.Tensor) or tokens.is_nested or tokens.dim() not in (1, 2):
         return None
-    if tokens.dim() == 2 and len(tokens) != 1:
-        return None
-    ends, problem = _ends_in(batch, tokens.numel())
-    if len(ends) > 1:
-        return DocumentsOfBatch(batch, ends, tokens.numel(), problem)
+    num_rows, columns = tokens.shape if tokens.dim() == 2 else (1, len(tokens))
+    ends, problem = _ends_in(batch, num_rows, columns) if tokens.numel() else ([], "")
+    mask: Any = batch.get("attention_mask")
+    # Of rows with a mask of tokens x tokens nothing else shows their lengths.
+    has_square_mask = num_rows > 1 and isinstance(mask, torch.Tensor) and mask.dim() == 4
+    if ends and (has_square_mask or sum(map(len, ends)) > num_rows):
+        spans = [
+            (row * columns + begin, row * columns + end)
+            for row, of_row in enumerate(ends)
+            for begin, end in pairwise([0, *of_row])
+        ]
+        documents = DocumentsOfBatch(batch, spans, num_rows, problem)
+        # Without labels the share of a part would be that of its documents.
+        can_divide = "labels" in batch and documents.can_divide()
+        return documents if num_rows == 1 or can_divide else None
     labels: Any = batch.get("labels")
     has_labels = isinstance(labels, torch.Tensor) and labels.shape == tokens.shape
     if not ends and tokens.dim() == 1 and has_labels and not labels.is_floating_point():
@@ -217,53 +269,78 @@ def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
     return None
 
 
-def _ends_in(batch: Mapping[str, Any], num_tokens: int) -> tuple[list[int], str]:
-    """Return where documents end in a batch, nothing where it does not show it; and why they cannot
-    be divided.
+def _tokens_of(batch: Mapping[str, Any]) -> Any:
+    return next((batch[key] for key in _TOKENS if key in batch), None)
+
+
+def _has_numbers(mask: torch.Tensor) -> bool:
+    """Return whether a mask numbers documents, from 1."""
+    return not mask.is_floating_point() and mask.dim() == 2 and int(mask.max()) > 1
+
+
+def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[list[list[int]], str]:
+    """Return where documents end in each row, nothing where the batch does not show it; and why
+    they cannot be divided.
     """
-
-    def flat(key: str) -> torch.Tensor | None:
-        value: Any = batch.get(key)
-        is_of_tokens = isinstance(value, torch.Tensor) and value.numel() == num_tokens
-        return value.flatten() if is_of_tokens and not value.is_floating_point() else None
-
-    found: list[list[int]] = []
+    found: list[list[list[int]]] = []
     for key, value in batch.items():
         if str(key).startswith(_ENDS) and (isinstance(value, list) or is_array(value)):
+            numbers = torch.as_tensor(value)
+            if num_rows > 1 and numbers.shape[:-1] != (num_rows,):
+                return [], ""
             # Some are filled up with a negative number.
-            numbers = torch.as_tensor(value).flatten().tolist()
-            found.append([end for end in dict.fromkeys(numbers) if end > 0])
+            rows = numbers.reshape(num_rows, -1).tolist()
+            found.append([[end for end in dict.fromkeys(row) if end > 0] for row in rows])
+    labels = _table(batch, "labels", num_rows, columns)
+    for row, ends in enumerate(found[0] if found else []):
+        if any(others[row] != ends for others in found):
+            return found[0], f"keys that begin with {_ENDS} show different documents"
+        if ends != sorted(ends) or ends[-1:] > [columns]:
+            return found[0], f"ends {ends} do not ascend to {columns} tokens"
+        if labels is not None and ends and bool((labels[row, ends[-1] :] != IGNORE_INDEX).any()):
+            return found[0], "there are labels after the last document"
     if found:
-        ends = found[0]
-        labels = flat("labels")
-        is_ascending = ends == sorted(ends) and ends[-1:] <= [num_tokens]
-        problem = "" if is_ascending else f"ends {ends} do not ascend to {num_tokens} tokens"
-        if any(others != ends for others in found):
-            problem = f"keys that begin with {_ENDS} show different documents"
-        elif is_ascending and labels is not None and ends:
-            is_label = labels[ends[-1] :] != IGNORE_INDEX
-            problem = "there are labels after the last document" if bool(is_label.any()) else ""
-        return ends if len(ends) > 1 or problem else [num_tokens], problem
-    numbers_of = flat("seq_idx")
-    if numbers_of is not None:
-        return _changes(numbers_of), ""
-    for positions in map(flat, _POSITIONS):
-        if positions is not None and num_tokens > 1:
-            first = positions[0]
-            is_begin = (positions[:-1] == first) & (positions[1:] == first + 1)
-            begins: list[int] = is_begin.nonzero().flatten().tolist()
-            if len(begins) > 1:
-                return [*begins[1:], num_tokens], ""
-    mask = flat("attention_mask")
-    if mask is not None and int(mask.max()) > 1:
-        return _changes(mask), ""
-    has_positions = any(flat(key) is not None for key in _POSITIONS)
-    return ([num_tokens] if has_positions else []), ""
+        return found[0], ""
+    begins = _begins_in(batch, num_rows, columns)
+    if begins is None:
+        return [], ""
+    ends_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
+    for row, column in begins.nonzero().tolist():
+        ends_of_rows[row].append(column)
+    return [[*ends, columns] for ends in ends_of_rows], ""
 
 
-def _changes(numbers: torch.Tensor) -> list[int]:
-    """Return where the numbers of documents change, and the end; 0 in a mask is padding, after the
-    last document.
+def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.Tensor | None:
+    """Return where documents after the first of each row begin: bool, `[rows, columns]`; None where
+    neither numbers nor positions of tokens show it.
     """
-    changes = (numbers[1:] != numbers[:-1]) & (numbers[1:] != 0)
-    return [*(changes.nonzero().flatten() + 1).tolist(), len(numbers)]
+    numbers = _table(batch, "seq_idx", num_rows, columns)
+    if numbers is not None:
+        return _changes(numbers)
+    begins = None
+    for positions in (_table(batch, key, num_rows, columns) for key in _POSITIONS):
+        if positions is not None and begins is None:
+            first = positions[:, :1]
+            is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
+            begins = functional.pad(is_begin & (is_begin.cumsum(1) > 1), (0, 1))
+    mask = _table(batch, "attention_mask", num_rows, columns)
+    has_begins = begins is not None and bool(begins.any())
+    if not has_begins and num_rows == 1 and mask is not None and _has_numbers(mask):
+        return _changes(mask)
+    return begins
+
+
+def _table(batch: Mapping[str, Any], key: str, num_rows: int, columns: int) -> torch.Tensor | None:
+    """Return a value of whole numbers, one for each token, as `[rows, columns]`; None of others."""
+    value: Any = batch.get(key)
+    if not isinstance(value, torch.Tensor) or value.numel() != num_rows * columns:
+        return None
+    return None if value.is_floating_point() else value.reshape(num_rows, columns)
+
+
+def _changes(numbers: torch.Tensor) -> torch.Tensor:
+    """Return where the numbers of documents change; 0 in a mask is padding, after the last
+    document.
+    """
+    changes = (numbers[:, 1:] != numbers[:, :-1]) & (numbers[:, 1:] != 0)
+    return functional.pad(changes, (1, 0))

@@ -354,13 +354,13 @@ class GradientPasses:
 
     def _failure(self, whole: Pass, error: Exception) -> SettingError:
         """Build the error of a function that failed on rows of a batch."""
-        rows = count(len(whole.rows), "row")
+        rows = count(len(whole.rows), whole.batch.noun)
         treatment = whole.batch.treatment
         if treatment:
             rows = f"{rows} of a batch ({treatment})"
         problem = (
             f"it raised {type(error).__name__} on {rows}, or on a part of them: {error}; if the"
-            f" rows are not those of the batch, {self._terms.split}"
+            f" {whole.batch.noun}s are not those of the batch, {self._terms.split}"
         )
         return SettingError(self._terms.function, self._name, problem)
 

@@ -52,6 +52,7 @@ class LimitChange:
         ranks: ranks that ran out of memory, of several; empty if there is one.
         good_steps: steps that have fit since the limit was lowered, if the former one is tried
             again.
+        noun: what a row is called.
     """
 
     before: MicroBatchLimit
@@ -61,6 +62,7 @@ class LimitChange:
     error: str = ""
     ranks: tuple[int, ...] = ()
     good_steps: int = 0
+    noun: str = "row"
 
     @property
     def grows(self) -> bool:
@@ -81,12 +83,12 @@ class LimitChange:
 
     def describe(self) -> str:
         """Return one line that says what changed, from what to what, and why."""
-        limits = f"from {self.before} to {self.after}"
+        limits = f"from {self.before.describe(self.noun)} to {self.after.describe(self.noun)}"
         if self.grows:
             steps = count(self.good_steps, "step")
             return f"no out of memory in {steps}: micro-batch limit raised {limits}"
         where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        size = count(self.rows, "row")
+        size = count(self.rows, self.noun)
         if self.length:
             size += f" of {count(self.length, 'token')}"
         return (

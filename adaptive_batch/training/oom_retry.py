@@ -237,7 +237,7 @@ class OOMRetry:
             what_next = f"{smaller_limit} would be less"
             if self._is_of_training:
                 facts |= {"limit": smaller_limit.amount, "unit": smaller_limit.unit}
-        size = f"{count(rows, 'row')} of {count(length, 'token')}"
+        size = f"{count(rows, self.sizer.noun)} of {count(length, 'token')}"
         return RankLostError(
             f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
             f" {message.splitlines()[0]}; the other ranks wait there and cannot be told, so all"
@@ -258,10 +258,10 @@ class OOMRetry:
             if rank_request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
                 tokens = count(rank_request.length, "token")
-                problem = (
-                    f"one row of {tokens} ran out of memory on {place}, alone in its micro-batch"
+                raise DoesNotFitError(
+                    f"one {self.sizer.noun} of {tokens} ran out of memory on {place}, alone in its"
+                    f" micro-batch: {rank_request.error}; {self.remedies}"
                 )
-                raise DoesNotFitError(f"{problem}: {rank_request.error}; {self.remedies}")
         self.sizer.lower(requests)
 
 

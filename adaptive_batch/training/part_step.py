@@ -81,6 +81,7 @@ class PartStep(Step):
                 the rank that has most.
         """
         self.sizer.is_packed = rows.is_packed
+        self.sizer.noun = rows.noun
         self.record_collectives_of(rows)
         weighting = LabelShares(
             self,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
@@ -76,6 +76,7 @@ class BatchSource:
     Attributes:
         num_rows: rows of the batch.
         part: function that returns the batch of some rows, given by ascending numbers.
+        noun: what a row is called in messages.
         lengths: tokens of each row; None if nothing shows them.
         width: columns that rows are padded to; 0 if nothing shows them.
         is_packed: whether rows are documents that lie one after the other in one row.
@@ -85,7 +86,8 @@ class BatchSource:
 
     num_rows: int
     part: Callable[[Sequence[int]], Any]
-    is_packed: bool = False
+    noun: ClassVar[str] = "row"
+    is_packed: ClassVar[bool] = False
 
     @property
     def lengths(self) -> Sequence[int] | None:
@@ -546,6 +548,13 @@ class LabelCounter:
         labels = batch.get("labels") if isinstance(batch, _MAPPING) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
             return num_rows
+        if labels.is_nested:
+            # Its rows have no columns to slice.
+            return sum(self._count(row[None], counts_first) for row in labels.unbind())
+        return self._count(labels, counts_first)
+
+    @staticmethod
+    def _count(labels: torch.Tensor, counts_first: bool) -> int:
         # A column of labels is one label for each row.
         if labels.dim() == 2 and labels.shape[1] > 1 and not counts_first:
             labels = labels[:, 1:]
@@ -561,7 +570,7 @@ def has_shifted_labels(batch: Any) -> bool:
     labels: Any = batch.get("labels")
     tokens: Any = batch.get("tokens", batch.get("input_ids"))
     for tensor in (labels, tokens):
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2:
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 2:
             return False
     if labels.shape != tokens.shape:
         return False

@@ -82,6 +82,7 @@ class MicroBatchSizer:
         num_out_of_memory: out-of-memory errors so far, those of trials included.
         is_packed: whether this step's batch is packed: then a limit that a search found counts
             tokens.
+        noun: what a row of this step's batch is called in messages.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class MicroBatchSizer:
         self.throughput: Throughput | None = None
         self.num_out_of_memory = 0
         self.is_packed = False
+        self.noun = "row"
         self._batch_size = 1
         self._new_recovery = partial(LimitRecovery, policy or OOMPolicy(), memory)
         self._forget_limits()
@@ -273,7 +275,8 @@ class MicroBatchSizer:
             before = self.limit_of_step
             good_steps = self._recovery.good_steps
             self._recovery.try_former()
-            self._on_change(LimitChange(before, self.limit_of_step, good_steps=good_steps))
+            after = self.limit_of_step
+            self._on_change(LimitChange(before, after, good_steps=good_steps, noun=self.noun))
         return largest, not any_stays
 
     def _tries_former(self) -> bool:
@@ -291,7 +294,7 @@ class MicroBatchSizer:
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         self.num_out_of_memory += 1
         self._recovery.lower(limit)
-        self._on_change(LimitChange(before, limit, rows, length, error, ranks))
+        self._on_change(LimitChange(before, limit, rows, length, error, ranks, noun=self.noun))
         now = self.limit_of_step
         assert now.amount <= limit.amount, f"lowered to {limit}, and the limit is {now}"
 

@@ -260,8 +260,9 @@ class SplitCheck:
                 f" an auxiliary loss of its own, with coefficient {coefficient:g}",
             )
         else:
+            noun = sample.batch.noun
             measured = (
-                f"gradients of {count(len(sample.rows), 'row')} and of their two parts differ by"
+                f"gradients of {count(len(sample.rows), noun)} and of their two parts differ by"
                 f" {difference} (noise {_percent(noise)}"
             )
             if difference_of_cut:
@@ -306,7 +307,10 @@ class SplitCheck:
         given = " and ".join(f"{share:.3g}" for share in result.shares)
         fitted = " and ".join(f"{share:.3g}" for share in shares)
         if rest > tolerance or fitted == given:
-            remedy = "a loss that compares rows, such as a contrastive one"
+            noun = sample.batch.noun
+            remedy = f"a loss that compares {noun}s, such as a contrastive one"
+            if sample.batch.is_packed:
+                remedy = "attention across documents or a loss that compares them"
             if coefficient:
                 remedy += f" or an auxiliary loss with coefficient {coefficient:g}"
             remedy += (
@@ -315,12 +319,12 @@ class SplitCheck:
             )
             if 0 in result.shares and any(result.shares):
                 remedy += (
-                    f" if rows without labels add to the loss, give {terms.num_labels}, a function"
-                    " that counts them;"
+                    f" if {noun}s without labels add to the loss, give {terms.num_labels}, a"
+                    " function that counts them;"
                 )
             treatment = sample.batch.treatment and f" ({sample.batch.treatment})"
             return (
-                f"{remedy}{terms.totals} if rows{treatment} are not those of the batch,"
+                f"{remedy}{terms.totals} if {noun}s{treatment} are not those of the batch,"
                 f" {terms.split}"
             )
         if all(abs(share - 1) < _SAME_SHARE for share in shares):

@@ -3,13 +3,14 @@
 import copy
 
 import pytest
-from support.packed_batches import FORMS, Attends
+from support.packed_batches import FORMS, FORMS_IN_ROWS, Attends
 from support.ranks import run_on_ranks
 from support.sharded_model import whole_gradients
 from torch.distributed.fsdp import fully_shard
 
 from adaptive_batch import AdaptiveStep, distributed
 
+ALL_FORMS = FORMS | FORMS_IN_ROWS
 LENGTHS = ([5, 3, 8, 2], [7, 4])
 
 
@@ -17,7 +18,7 @@ def split_on_ranks(form):
     model = Attends()
     alone = copy.deepcopy(model)
     for lengths in LENGTHS:
-        (alone(FORMS[form](lengths)) / len(LENGTHS)).backward()
+        (alone(ALL_FORMS[form](lengths)) / len(LENGTHS)).backward()
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     fully_shard(model)
 
@@ -25,13 +26,13 @@ def split_on_ranks(form):
         (model(part.batch) * part.share).backward()
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=1)
-    step(FORMS[form](LENGTHS[distributed.rank()]))
+    step(ALL_FORMS[form](LENGTHS[distributed.rank()]))
     found = whole_gradients(model)
     errors = [float((found[name] - expected[name]).abs().max()) for name in expected]
     return max(errors), step.num_micro_batches
 
 
-@pytest.mark.parametrize("form", ["positions", "flattened", "torchtitan"])
+@pytest.mark.parametrize("form", ["positions", "flattened", "torchtitan", "rows of positions"])
 def test_gradients_are_the_mean_of_both_ranks(form):
     for error, num_micro_batches in run_on_ranks(split_on_ranks, 2, form):
         assert error < 1e-12

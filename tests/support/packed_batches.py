@@ -68,18 +68,66 @@ FORMS = {
 }
 
 
+def in_rows(make):
+    """Return a function that lays documents in two rows, each made by `make`, the shorter one
+    padded.
+    """
+
+    def make_rows(lengths):
+        middle = -(-len(lengths) // 2)
+        rows = [make(lengths[:middle]), make(lengths[middle:])]
+        return {key: padded([row[key] for row in rows], key) for key in rows[0]}
+
+    return make_rows
+
+
+def padded(values, key):
+    width = max(value.shape[-1] for value in values)
+    fill = {"labels": -100, "cu_seqlens": -1000}.get(key, 0)
+    missing = [width - value.shape[-1] for value in values]
+    sides = [(0, size, 0, size) if key.endswith("mask") else (0, size) for size in missing]
+    if values[0].dim() == 2:
+        sides = [side[:2] for side in sides]
+    pairs = zip(values, sides, strict=True)
+    return torch.cat([functional.pad(value, side, value=fill) for value, side in pairs])
+
+
+def nested(lengths):
+    tokens, labels, _ = flat(lengths)
+    split = [torch.split(tensor, lengths) for tensor in (tokens, labels)]
+    own, own_labels = (torch.nested.nested_tensor([*each], layout=torch.jagged) for each in split)
+    return {"input_ids": own, "labels": own_labels}
+
+
+FORMS_IN_ROWS = {
+    "rows of positions": in_rows(FORMS["positions"]),
+    "rows of ends": in_rows(lambda lengths: row_of(lengths, cu_seqlens=ends_of(lengths)[None])),
+    "rows of numbers": in_rows(FORMS["numbers"]),
+    "rows of a numbered mask": in_rows(
+        lambda lengths: {**FORMS["positions"](lengths), **FORMS["numbered mask"](lengths)}
+    ),
+    "rows of masks": in_rows(with_mask),
+}
+
+
 def documents_in(batch, num_tokens):
     """The number of each token's document, from what the batch says of it alone."""
     for key, value in batch.items():
+        if key.startswith("cu_seq") and len(value) == 2 and value.dim() == 2:
+            columns = torch.arange(num_tokens // 2)
+            numbers = [
+                torch.searchsorted(row[row > 0].long(), columns, right=True) for row in value
+            ]
+            return torch.cat([numbers[0], numbers[1] + num_tokens])
         if key.startswith("cu_seq"):
             ends = value.flatten()[1:]
-            assert (
-                batch.get("max_length_q", batch.get("max_seqlen")) == value[value >= 0].diff().max()
-            )
+            longest = value[value >= 0].diff().max()
+            assert batch.get("max_length_q", batch.get("max_seqlen", longest)) == longest
             return torch.searchsorted(ends[ends > 0].long(), torch.arange(num_tokens), right=True)
     for key in ("seq_idx", "attention_mask"):
         if key in batch and batch[key].dim() == 2:
-            return batch[key].flatten()
+            row = torch.arange(len(batch[key]))[:, None]
+            return (batch[key] + num_tokens * row).flatten()
     positions = batch.get("position_ids", batch.get("positions")).flatten()
     return (positions == 0).cumsum(0)
 
@@ -96,11 +144,17 @@ class Attends(nn.Module):
         self.double()
 
     def forward(self, batch):
+        if batch.get("input_ids", self.head.weight).is_nested:
+            lengths = batch["input_ids"].offsets().diff().tolist()
+            values = {key: value.values()[None] for key, value in batch.items()}
+            return self({**values, "seq_idx": numbers_of(lengths)[None]})
         tokens = batch.get("tokens", batch.get("input_ids")).flatten()
         numbers = documents_in(batch, len(tokens))
         sees = (numbers[:, None] == numbers).tril()
         if batch.get("attention_mask", tokens).dim() == 4:
-            sees = batch["attention_mask"][0, 0].tril()
+            # Padding sees itself, as softmax over nothing is NaN.
+            sees = torch.block_diag(*batch["attention_mask"][:, 0]).bool().tril()
+            sees |= torch.eye(len(tokens), dtype=torch.bool)
         hidden = self.embedding(tokens)
         query, key, value = self.project(hidden).chunk(3, -1)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees)

@@ -585,7 +585,7 @@ def test_packed_rows_are_split_where_a_size_is_given_or_memory_runs_out(batch):
     step(batch)
     assert torch.allclose(model.weight.grad, expected)
     step = AdaptiveStep(model, words(model, most=6), num_labels=num_tokens)
-    with pytest.raises(DoesNotFitError, match=r"^one row of 7 tokens ran out of memory"):
+    with pytest.raises(DoesNotFitError, match=r"^one document of 7 tokens ran out of memory"):
         step(batch)
 
 

@@ -1,12 +1,15 @@
 """Parts of a packed batch have whole documents, and gradients that add up to those of the batch."""
 
+import itertools
+import random
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packed_batches import FORMS, Attends, flat, numbers_of, row_of
+from support.packed_batches import FORMS, FORMS_IN_ROWS, Attends, flat, nested, numbers_of, row_of
 
 from adaptive_batch import AdaptiveStep, SettingError
 from adaptive_batch.training.documents import documents_of
@@ -28,25 +31,35 @@ def gradients(model, batch, **arguments):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), parts
 
 
+ALL_FORMS = {**FORMS, **FORMS_IN_ROWS, "nested": nested}
 LENGTHS = st.lists(st.integers(2, 9), min_size=2, max_size=8)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @given(lengths=LENGTHS, size=st.integers(1, 30), by_tokens=st.booleans())
 @examples(25)
 def test_gradients_of_parts_add_up_to_those_of_the_batch(form, lengths, size, by_tokens):
-    batch = FORMS[form](lengths)
+    splits_into_whole_documents(form, lengths, size, by_tokens)
+
+
+def splits_into_whole_documents(form, lengths, size, by_tokens):
+    batch = ALL_FORMS[form](lengths)
     model = Attends()
     expected, whole = gradients(model, batch)
     assert [part.num_rows for part in whole] == [len(lengths)]
     assert all(whole[0].batch[key] is value for key, value in batch.items())
+    # Nothing but its own method shows the lengths of a nested tensor.
+    by_tokens &= form != "nested"
     limit = {"micro_batch_tokens": size} if by_tokens else {"micro_batch_size": -(-size // 6)}
     found, parts = gradients(model, batch, **limit)
     assert (found - expected).abs().max() < 1e-12
     assert sum(part.num_rows for part in parts) == len(lengths)
     for part in parts:
-        tokens = part.batch.get("tokens", part.batch.get("input_ids")).numel()
         if by_tokens:
+            tokens = part.batch.get("tokens", part.batch.get("input_ids")).numel()
+            if part.num_rows == len(lengths):
+                # The batch as it is has its padding too.
+                tokens = sum(lengths)
             assert tokens <= size or part.num_rows == 1
         else:
             assert part.num_rows <= limit["micro_batch_size"]
@@ -89,7 +102,7 @@ def test_a_batch_without_rows_that_does_not_show_its_documents_is_refused():
 def test_ends_that_are_not_those_of_the_tokens_are_refused(ends):
     batch = row_of([4, 5], cu_seqlens=torch.tensor(ends))
     with pytest.raises(
-        SettingError, match=r"^batch='. documents? of 9 tokens packed .* ascend to 9"
+        SettingError, match=r"^batch='. documents? packed into 1 row of 9 tokens': .* ascend to 9"
     ):
         documents_of(batch).part([0])
 
@@ -163,13 +176,21 @@ def test_a_model_that_sees_other_documents_is_refused():
             return super().forward({**batch, "position_ids": torch.arange(batch["labels"].numel())})
 
     batch = row_of([6, 5, 7, 4], position_ids=flat([6, 5, 7, 4])[2][None])
-    with pytest.raises(SettingError, match=r"gradients of 4 rows and of their two parts differ"):
+    message = r"gradients of 4 documents and .* attention across documents or .* must stay whole"
+    with pytest.raises(SettingError, match=message):
         gradients(Mixes(), batch, micro_batch_size=1)
 
 
-@given(lengths=LENGTHS, form=st.sampled_from(sorted(FORMS)), fails_at=st.integers(0, 9))
+@given(lengths=LENGTHS, form=st.sampled_from(sorted(ALL_FORMS)), fails_at=st.integers(0, 9))
 @examples(40)
 def test_a_step_that_ran_out_of_memory_has_the_bits_of_the_same_parts(lengths, form, fails_at):
+    run_out_of_memory(ALL_FORMS[form](lengths), len(lengths), fails_at)
+
+
+def run_out_of_memory(batch, num_documents, fails_at):
+    """Compare the gradients of a batch whose part number `fails_at` ran out of memory with those of
+    the parts that were run in the end; return whether it ran out.
+    """
     model = Attends()
     ran = []
 
@@ -180,13 +201,33 @@ def test_a_step_that_ran_out_of_memory_has_the_bits_of_the_same_parts(lengths, f
                 raise torch.OutOfMemoryError("CUDA out of memory")
         (model(part.batch) * part.share).backward()
 
-    AdaptiveStep(model, forward_backward, micro_batch_size=max(2, len(lengths) // 2))(
-        FORMS[form](lengths)
-    )
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=max(2, num_documents // 2))
+    step(batch)
     found = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     last_attempt = max(number for number, part in enumerate(ran) if part.is_first)
     for part in ran[last_attempt:]:
         (model(part.batch) * part.share).backward()
-    assert sum(part.num_rows for part in ran[last_attempt:]) == len(lengths)
+    assert sum(part.num_rows for part in ran[last_attempt:]) == num_documents
     assert all(map(torch.equal, found, [parameter.grad for parameter in model.parameters()]))
+    return step.sizer.num_out_of_memory > 0
+
+
+@pytest.mark.nightly
+def test_300_steps_that_ran_out_of_memory_have_the_bits_of_the_same_parts():
+    draw = random.Random(5)
+    num_failed = 0
+    for make in itertools.cycle(ALL_FORMS.values()):
+        lengths = [draw.randint(2, 9) for _ in range(draw.randint(4, 10))]
+        num_failed += run_out_of_memory(make(lengths), len(lengths), draw.randint(0, 1))
+        if num_failed == 300:
+            break
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_gradients_of_1000_random_splits_add_up_to_those_of_the_batch(form):
+    draw = random.Random(form)
+    for _ in range(1000):
+        lengths = [draw.randint(2, 9) for _ in range(draw.randint(2, 10))]
+        splits_into_whole_documents(form, lengths, draw.randint(1, 40), draw.random() < 0.5)
