@@ -1,4 +1,4 @@
-"""Device memory: what there is, what a step uses, the curve of its peak, snapshots of the training
+"""Device memory: budgets, measurements, the curve of a step's peak, snapshots of the training
 state.
 """
 
@@ -33,9 +33,15 @@ from .device import (
     tensors_in,
     wanted_bytes,
 )
-from .in_backward import OptimizerInBackward, optimizers_of
 from .packed_attention import estimated_attention, packed_attention
-from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
+from .snapshot import (
+    OptimizerInBackward,
+    RandomState,
+    TensorSnapshot,
+    TrainingSnapshot,
+    optimizer_state_tensors,
+    optimizers_of,
+)
 
 if TYPE_CHECKING:
     from .tracker import MemoryTracker
@@ -81,7 +87,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported at its first use, since its base class is a private name of torch.
+    # Imported lazily: its base class is a private name of torch.
     if name != "MemoryTracker":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .tracker import MemoryTracker

@@ -1,4 +1,4 @@
-"""Settings of PyTorch's allocator: read from the environment, with expandable segments added."""
+"""Settings of PyTorch's allocator in the environment, and expandable segments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ private = PrivateNames("expandable segments")
 
 log = logging.getLogger("adaptive_batch")
 
-# PyTorch reads its allocator's settings from the first of these that is set.
+# PyTorch reads the first of these variables that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-# What `headroom: auto` leaves free. Where segments expand, varying lengths take a percent more than
-# trials of such lengths have shown; elsewhere that was an out-of-memory error in 3 runs of 18.
+# Shares of memory for `headroom: auto`. With expandable segments, varying lengths reserve up to 1%
+# more than trials measure. With other segments, 1% led to an OOM in 3 of 18 runs.
 HEADROOM_EXPANDABLE = 0.01
 _HEADROOM = 0.05
 
@@ -28,9 +28,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 
 def allocator_settings() -> tuple[str, dict[str, str]]:
-    """Return the variable that sets PyTorch's allocator, empty where none does, and its settings by
-    name.
-    """
+    """Return the variable that configures PyTorch's allocator, or "", and its settings by name."""
     variable = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), "")
     text = re.sub(r"\s", "", os.environ.get(variable, ""))
     settings = re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", text)
@@ -38,7 +36,7 @@ def allocator_settings() -> tuple[str, dict[str, str]]:
 
 
 def segments_expand() -> bool:
-    """Whether the environment asks PyTorch's allocator for expandable segments."""
+    """Return whether the environment enables expandable segments."""
     _, settings = allocator_settings()
     return settings.get("expandable_segments") == "True"
 
@@ -47,23 +45,19 @@ def auto_headroom(*, expands: bool) -> float:
     """Return the share of memory that ``headroom: auto`` leaves free.
 
     Args:
-        expands: whether one GPU runs the step, and its allocator has expandable segments.
+        expands: whether the step runs on one GPU with expandable segments.
     """
     return HEADROOM_EXPANDABLE if expands else _HEADROOM
 
 
 def segments_can_expand() -> bool:
-    """Whether PyTorch's allocator has expandable segments here: on Linux alone, and AMD's devices
-    are untried.
-    """
+    """Return whether PyTorch supports expandable segments here (Linux; untested on AMD GPUs)."""
     return sys.platform == "linux" and torch.version.hip is None
 
 
 def expand_segments() -> None:
-    """Ask PyTorch's allocator of CUDA memory for expandable segments, before it is first used.
-
-    Where the environment has settings of the allocator, these are left as they are, and so is
-    an allocator that has none.
+    """Enable expandable segments before CUDA is initialized, unless the environment configures the
+    allocator.
     """
     variable, _ = allocator_settings()
     if not variable and segments_can_expand():
@@ -71,28 +65,28 @@ def expand_segments() -> None:
 
 
 def expand_segments_in_script(device: torch.device | None = None) -> None:
-    """Switch on expandable segments in a program that may have initialised CUDA already, with one
-    line in the log. Settings of the environment, or of the program by
-    `torch.cuda.memory._set_allocator_settings`, are left as they are.
+    """Enable expandable segments in a program that may have initialized CUDA already, and log it.
 
-    Segments that were allocated before stay as they are; later ones expand.
+    Settings in the environment, or made by the program with
+    `torch.cuda.memory._set_allocator_settings`, are kept. Segments that are already allocated do
+    not change.
 
     Args:
-        device: device of the model, nothing is done for one that is not CUDA's; None where no
-            device is known yet. The driver of a known device is checked.
+        device: device of the model, whose driver is checked if it is a CUDA device; None if it is
+            not known yet.
     """
     variable, _ = allocator_settings()
     is_elsewhere = device is not None and device.type != "cuda"
     if variable or is_elsewhere or not segments_can_expand() or not torch.cuda.is_available():
         return
-    # Settings that are given later replace all that the program has given.
+    # New settings would replace those that the program has made.
     if private.allocator_snapshot()["allocator_settings"][ALLOCATOR_VARIABLES[0]]:
         return
     _set_expandable(True)
     if distributed.is_rank_zero():
         log.info(
-            "CUDA's allocator uses expandable segments from now on (%s=%s), since steps of"
-            " different lengths fragment other segments",
+            "enabled expandable segments of the CUDA allocator (%s=%s): steps of different lengths"
+            " fragment other segments",
             ALLOCATOR_VARIABLES[0],
             _EXPANDABLE,
         )
@@ -101,29 +95,29 @@ def expand_segments_in_script(device: torch.device | None = None) -> None:
 
 
 def check_segments(device: torch.device) -> None:
-    """Do without expandable segments, with one line in the log, where the driver of a CUDA device
-    has none, as some virtual machines have not.
+    """Disable expandable segments and log it if the driver does not support them, as on some
+    virtual machines.
     """
     if device.type != "cuda" or os.environ.get(ALLOCATOR_VARIABLES[0]) != _EXPANDABLE:
         return
     _set_expandable(True)
-    # A new stream has no cached block that would serve the request without the driver.
+    # A new stream has no cached blocks, so the request reaches the driver.
     new_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     try:
         with torch.cuda.stream(new_stream):
             torch.empty(1, device=device)
     except torch.OutOfMemoryError:
-        # The driver knows what they are.
+        # Any other failure than an OOM means that the driver lacks support.
         return
     except RuntimeError as error:
         _set_expandable(False)
         reason, _, _ = str(error).partition("\n")
-        log.info("%s: no expandable segments (%s); the allocator does without them", device, reason)
+        log.info("%s: expandable segments disabled: the driver lacks them (%s)", device, reason)
     torch.cuda.empty_cache()
 
 
 def _set_expandable(expands: bool) -> None:
     settings = f"expandable_segments:{expands}"
     os.environ[ALLOCATOR_VARIABLES[0]] = settings
-    # PyTorch reads the environment once, and may have done so.
+    # PyTorch may have read the environment already.
     private.set_allocator_settings(settings)

@@ -1,9 +1,9 @@
 """The peak of forward and backward as a function of the rows: a maximum of straight lines, one for
 each operation.
 
-What is alive after an operation is a straight line in the rows, so two sizes that ran the same
-program tell every line, and with them the peak at any size. Only the lines that are highest
-somewhere are kept.
+The bytes alive after an operation are linear in the rows, so traces of two sizes that ran the same
+program determine every line, and the peak at any size. Only the upper envelope of the lines is
+kept.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Trace:
-    """The bytes alive after each operation of a trial; `program` is the same for the same
-    operations, within one process.
+    """The bytes alive after each operation of a trial.
+
+    Attributes:
+        program: hash of the operations, comparable within one process.
+        live_bytes: bytes alive after each operation.
     """
 
     program: int
@@ -26,37 +29,32 @@ class Trace:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes alive after one operation, by its number in the trace: ``fixed_bytes + bytes_per_row *
-    rows``; the slope is 0 or more.
-    """
+    """Bytes alive after one operation of a trace: ``fixed_bytes + bytes_per_row * rows``."""
 
     fixed_bytes: Fraction
     bytes_per_row: Fraction
     operation: int
 
     def at(self, rows: int) -> int:
-        """Return the bytes alive at that many rows."""
+        """Return the bytes alive with `rows` rows."""
         return math.ceil(self.fixed_bytes + self.bytes_per_row * rows)
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Most bytes alive in forward and backward, by rows: of all lines those that are the highest at
-    some number of rows, in order.
-    """
+    """The peak of forward and backward by rows: the upper envelope of lines, sorted by slope."""
 
     lines: tuple[Line, ...]
 
     @classmethod
     def from_traces(cls, fewer: tuple[int, Trace], more: tuple[int, Trace]) -> MemoryCurve:
-        """Return the curve through two sizes, each as rows and trace, that ran the same program."""
+        """Return the curve through two (rows, trace) pairs of the same program."""
         few, low = fewer
         many, high = more
-        assert low.program == high.program, "they ran other operations"
+        assert low.program == high.program, "the traces have different operations"
         assert few < many, (few, many)
         steps = many - few
-        # Of the lines that rise as fast, the highest is enough, and the first of those that are
-        # alike.
+        # Keep the highest line of each slope, and the first of equal lines.
         highest: dict[int, tuple[int, int]] = {}
         for operation, (below, above) in enumerate(
             zip(low.live_bytes, high.live_bytes, strict=True)
@@ -71,20 +69,18 @@ class MemoryCurve:
         return cls(tuple(_upper_envelope(lines)))
 
     def peak_bytes(self, rows: int) -> int:
-        """Return the most bytes alive at that many rows."""
+        """Return the peak with `rows` rows."""
         return max(line.at(rows) for line in self.lines)
 
     def highest(self, rows: int) -> Line:
-        """Return the line that makes the peak at that many rows; the first of several."""
+        """Return the first line that reaches the peak with `rows` rows."""
         return max(
             self.lines,
             key=lambda line: (line.fixed_bytes + line.bytes_per_row * rows, -line.operation),
         )
 
     def max_rows(self, budget_bytes: int) -> int | None:
-        """Return the most rows whose peak stays within the budget; 0 where not one does, None where
-        any number does.
-        """
+        """Return the most rows whose peak stays within the budget; None if any number does."""
         limits = []
         for line in self.lines:
             if line.bytes_per_row:
@@ -97,9 +93,7 @@ class MemoryCurve:
 
 
 def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
-    """Return of lines by growing slope, those that are the highest at some number of rows from 1
-    on.
-    """
+    """Return the lines that are highest at some number of rows; `lines` are sorted by slope."""
     hull: list[Line] = []
     for line in lines:
         while hull and _overtakes(hull[-1], line) <= (
@@ -111,7 +105,7 @@ def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
 
 
 def _overtakes(flatter: Line, steeper: Line) -> Fraction:
-    """Return the rows from which the steeper of two lines is the higher."""
+    """Return the number of rows at which two lines cross."""
     return (flatter.fixed_bytes - steeper.fixed_bytes) / (
         steeper.bytes_per_row - flatter.bytes_per_row
     )

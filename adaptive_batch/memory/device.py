@@ -1,8 +1,8 @@
-"""Ask a device about memory.
+"""Measurement and limits of device memory.
 
-An accelerator has an allocator that reports its use and refuses what it has not. A CPU allocation
-rarely fails: there the bytes of live tensors are counted during a trial, and passing the budget
-raises the ``torch.OutOfMemoryError`` that a GPU raises.
+An accelerator's allocator reports its use and raises if memory runs out. A CPU allocation rarely
+fails, so trials on a CPU count the bytes of live tensors and raise the same
+``torch.OutOfMemoryError`` above the budget.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
-# The words of an allocator, a driver or a library that has run out. "out of resource: shared
-# memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
-# other faults.
+# OOM messages of allocators, drivers and libraries. "out of resource: shared memory" (Triton),
+# "illegal memory access" and "out of shared memory" (a data loader's worker) are other errors.
 _OUT_OF_MEMORY = re.compile(
     r"\b(?:cuda|hip|xpu|mps|npu|hpu)\b[^\n]*\bout of memory\b"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
@@ -61,13 +60,12 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error means that memory ran out, and nothing else.
+    """Return whether an error means that memory ran out.
 
-    PyTorch's own type and Python's ``MemoryError`` count; so does a ``RuntimeError`` with an
-    allocator's, a driver's or a library's text for it, and any error raised *from* one of these. A
-    ``ValueError`` that merely mentions memory does not.
+    These are PyTorch's own type, Python's ``MemoryError``, a ``RuntimeError`` with the OOM message
+    of an allocator, driver or library, and any error raised *from* one of these.
     """
-    # An error can be its own cause.
+    # Causes can form a cycle.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -79,17 +77,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-# "Of the allocated memory 33.87 GiB is allocated by PyTorch" also names the CUDA graphs' part of
-# it, later.
+# The message later also names the part of it that CUDA graphs hold.
 _ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? \w+)")
 _ALLOCATED = re.compile(r"Of the allocated memory (\d+(?:\.\d+)? \w+) is allocated by PyTorch")
 
 
 def wanted_bytes(message: str) -> int | None:
-    """Return the allocated and requested bytes of an allocator's out-of-memory message.
-
-    None where it does not say both.
-    """
+    """Return allocated + requested bytes from an allocator's OOM message; None without them."""
     requested = _ASKED.search(message)
     allocated = _ALLOCATED.search(message)
     if requested is None or allocated is None:
@@ -98,11 +92,15 @@ def wanted_bytes(message: str) -> int | None:
 
 
 def parse_size(value: int | float | str, *, total_bytes: int) -> int:
-    """Read an amount of memory: ``"12GiB"``, a whole number of bytes, or a float in (0, 1], a share
-    of `total_bytes`.
+    """Return an amount of memory in bytes.
+
+    Args:
+        value: a size such as ``"12GiB"``, a whole number of bytes, or a share of `total_bytes` in
+            (0, 1].
+        total_bytes: memory of the device.
 
     Raises:
-        ValueError: the value is no size.
+        ValueError: the value has another form.
     """
     if isinstance(value, float) and 0 < value <= 1:
         return int(value * total_bytes)
@@ -120,7 +118,10 @@ def parse_size(value: int | float | str, *, total_bytes: int) -> int:
 
 
 def check_device_memory(key: str, value: int | float | str | None) -> None:
-    """Raise a SettingError naming `key` for what is neither None nor a size."""
+    """Check that the value of `key` is None or a size.
+
+    Raises:
+        SettingError: it is neither."""
     if value is None:
         return
     try:
@@ -137,18 +138,17 @@ def budget_bytes(
     available_bytes: int,
     key: str = "probe.device_memory",
 ) -> int:
-    """Return what a trial may use, in bytes: what is asked for, or what is available, less the
-    headroom.
+    """Return the bytes that a trial may use: the configured or available memory, less the headroom.
 
     Args:
-        device_memory: a size as :func:`parse_size` reads it; None for what is available.
-        headroom: share of it that is left free, in [0, 1).
-        total_bytes: of the device.
-        available_bytes: of these now.
-        key: the name that an error gives to `device_memory`.
+        device_memory: a size for :func:`parse_size`; None for all available memory.
+        headroom: share to leave free, in [0, 1).
+        total_bytes: memory of the device.
+        available_bytes: memory that is available now.
+        key: name of `device_memory` in errors.
 
     Raises:
-        SettingError: more is asked for than the device has.
+        SettingError: `device_memory` is more than the device has.
     """
     limit = available_bytes
     if device_memory is not None:
@@ -156,7 +156,7 @@ def budget_bytes(
         if limit > total_bytes:
             remedy = (
                 f"the device has {format_bytes(total_bytes)}; give that or less, or null (None) for"
-                " what is available"
+                " all available memory"
             )
             raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))
@@ -164,15 +164,14 @@ def budget_bytes(
 
 @dataclass
 class Usage:
-    """Memory that ``measure`` of a device has measured; filled in when it closes.
+    """Memory use inside a ``measure`` block of a device, complete when the block ends.
 
     Attributes:
-        resident_bytes: alive before anything was measured; part of every peak.
-        peak_bytes: the highest sum alive, resident bytes included; None where the device cannot
-            say.
-        retried: the allocator had to give back its cache and ask again: a size that does this is
-            too large.
-        trace: bytes alive after each operation; None where the device cannot say.
+        resident_bytes: bytes alive before the block; part of every peak.
+        peak_bytes: peak inside the block, resident bytes included; None if the device does not
+            report it.
+        retried: True if the allocator freed its cache and retried: the size is too large.
+        trace: bytes alive after each operation; None if the device does not report them.
     """
 
     resident_bytes: int
@@ -183,8 +182,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of an allocator, in bytes: that of tensors which are alive, and all that this process
-    may hold, these and the cache included.
+    """Memory of an allocator.
+
+    Attributes:
+        held_bytes: bytes of live tensors.
+        total_bytes: bytes that this process may hold, live tensors and cache included.
     """
 
     held_bytes: int
@@ -192,10 +194,9 @@ class Room:
 
 
 def recover(memory: DeviceMemory) -> None:
-    """Bring a device back after an out-of-memory error; to be called when the ``except`` block has
-    been left.
+    """Free memory after an out-of-memory error; call it after the ``except`` block.
 
-    A failed backward may leave tasks in autograd's engine that keep its graph alive: a trivial
+    A failed backward may leave tasks in autograd's engine that keep its graph alive; a trivial
     backward drains them.
     """
     with torch.inference_mode(False), torch.enable_grad():
@@ -205,9 +206,7 @@ def recover(memory: DeviceMemory) -> None:
 
 
 def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
-    """Return the memory of a device: counted on a CPU, which `shared_by` processes share, asked of
-    the allocator elsewhere.
-    """
+    """Return the memory of a device; `shared_by` processes share that of a CPU."""
     if device.type == "cpu":
         return CountedMemory(device, shared_by=shared_by)
     return AcceleratorMemory(device)
@@ -223,13 +222,13 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's
-    low-bit states) wraps.
+    """Yield the tensors that hold a tensor's bytes: the inner ones of a wrapper subclass (torchao's
+    low-bit states), else the tensor itself.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
-            # A DTensor also names its mesh.
+            # A DTensor also has its mesh as an inner attribute.
             if isinstance(inner, torch.Tensor):
                 yield from plain_tensors(inner)
     else:
@@ -237,22 +236,21 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the distinct storages under some tensors; a shared one counts once."""
+    """Return the bytes of the tensors' storages; a shared storage counts once."""
     plain = chain.from_iterable(map(plain_tensors, tensors))
     storages = {tensor.untyped_storage() for tensor in plain}
     return sum(storage.nbytes() for storage in storages)
 
 
 class CountedMemory:
-    """A CPU's memory: the bytes of live tensors, counted operation by operation. Sizes are in
-    bytes.
+    """A CPU's memory: the bytes of live tensors, counted after each operation.
 
-    Counting agrees with the profiler's allocator total within 0.03%, costs about 40 microseconds an
-    operation, and sees the eager program, also where ``torch.compile`` would fuse it.
+    The count agrees with the profiler's allocator total within 0.03% and costs about 40
+    microseconds per operation. Compiled functions run eagerly, so fusion is not measured.
 
     Args:
         device: the CPU.
-        shared_by: processes that have an equal part each.
+        shared_by: processes that share it equally.
     """
 
     # Peaks are known to the byte.
@@ -263,24 +261,24 @@ class CountedMemory:
         self._shared_by = shared_by
 
     def describe(self) -> str:
-        """Name of the device, which the cache of a bound depends on."""
+        """Return the name of the device, which is part of the cache key of a probe result."""
         share = f", one part in {self._shared_by}" if self._shared_by > 1 else ""
         return f"cpu ({os.cpu_count()} cores, {self.total_bytes() / GIB:.1f} GiB{share})"
 
     def total_bytes(self) -> int:
-        """Return what the device has."""
+        """Return the memory of the device."""
         total = min(_physical_bytes(), _cgroup_bytes("memory.max") or sys.maxsize)
         return total // self._shared_by
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
-        """Return what is free now plus `resident`, the tensors that this process holds."""
+        """Return the free memory plus that of `resident`, the tensors of this process."""
         available = host_available_bytes() // self._shared_by
         return min(self.total_bytes(), available + storage_bytes(resident))
 
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
-        """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there."""
-        # Imported here, since its base class is a private name of torch.
+        """Measure a block; it raises ``torch.OutOfMemoryError`` above the budget."""
+        # Imported lazily: its base class is a private name of torch.
         from .tracker import MemoryTracker
 
         counter = MemoryTracker(budget_bytes)
@@ -288,7 +286,7 @@ class CountedMemory:
         usage = Usage(resident_bytes=counter.live_bytes)
         try:
             counter.check()
-            # A compiled region fails under a dispatch mode, and would hide its tensors from it.
+            # Compiled regions fail under a dispatch mode and hide their tensors from it.
             with torch.compiler.set_stance("force_eager"), counter:
                 yield usage
         finally:
@@ -296,30 +294,30 @@ class CountedMemory:
             usage.trace = counter.trace()
 
     def release(self) -> None:
-        """Free what nothing refers to any more."""
+        """Collect garbage."""
         gc.collect()
 
     def make_room_for_larger(self) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing: a CPU has no cache."""
 
     def room(self) -> Room | None:
-        """Return None: what can be allocated is not known."""
+        """Return None: the room on a CPU is unknown."""
         return None
 
 
 class AcceleratorMemory:
-    """An accelerator's memory, as its caching allocator reports it. Sizes are in bytes.
+    """An accelerator's memory, as reported by its caching allocator.
 
-    The peak is that of *reserved* memory, which is what the device has to give, fragmentation
-    included.
+    The peak is that of *reserved* memory, which includes fragmentation.
 
     Args:
         device: the accelerator.
-        backend: module that reports its memory; ``torch.cuda`` or its like by default.
+        backend: module that reports its memory, ``torch.cuda`` for example; by default that of the
+            device's type.
     """
 
-    # Peaks are known to a segment, which PyTorch's caching allocator takes for 1 to 10 MiB, and
-    # with expandable segments for whatever is above 1 MiB.
+    # Peaks grow by segments: 20 MiB for requests of 1 to 10 MiB, and with expandable segments for
+    # all requests above 1 MiB.
     granularity_bytes = 20 * 1024**2
 
     def __init__(self, device: torch.device, *, backend: Any = None) -> None:
@@ -357,23 +355,21 @@ class AcceleratorMemory:
             )
 
     def release(self) -> None:
-        """Give back what nothing refers to any more; statistics of peaks begin again."""
+        """Collect garbage, empty the cache and reset the peak statistics."""
         gc.collect()
         self._backend.synchronize(self.device)
         self._backend.empty_cache()
-        # Afterwards, since until then the cache is in the peak.
+        # After empty_cache(), since the peak includes the cache.
         self._backend.reset_peak_memory_stats(self.device)
 
     def make_room_for_larger(self) -> None:
-        """Give the cache back where its segments cannot expand, before larger requests than any so
-        far.
-        """
+        """Empty the cache before the largest requests so far, unless segments expand."""
         if not segments_expand():
             self._backend.empty_cache()
 
     def room(self) -> Room | None:
-        """Return what can be allocated now, without giving anything back; None where the backend
-        does not count.
+        """Return the room of the allocator, without freeing any; None if the backend does not
+        report it.
         """
         allocated = self._backend.memory_allocated(self.device)
         reserved = self._backend.memory_reserved(self.device)
@@ -384,12 +380,12 @@ class AcceleratorMemory:
         return Room(allocated, max(0, min(free, allowed)) + reserved)
 
     def _num_retries(self) -> int:
-        """Return how often the allocator has given back its cache and asked again."""
+        """Return how often the allocator has freed its cache to retry a request."""
         return int(self._backend.memory_stats(self.device).get("num_alloc_retries", 0))
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
-        """Let the allocator itself refuse what passes the budget, where it has a limit."""
+        """Set the allocator's own limit to the budget, if it supports one."""
         limit = getattr(self._backend, "set_per_process_memory_fraction", None)
         if limit is None:
             yield
@@ -416,16 +412,14 @@ DeviceMemory: TypeAlias = CountedMemory | AcceleratorMemory
 
 
 def host_available_bytes() -> int:
-    """Return the host memory that can be taken now without swapping: MemAvailable, and the limit of
-    a control group of version 2.
-    """
+    """Return the host memory available without swapping, limited by a cgroup v2 limit."""
     system = _kernel_fields("/proc/meminfo")
     available = 1024 * system.get("MemAvailable:", _physical_bytes() // 1024)
     limit = _cgroup_bytes("memory.max")
     used = _cgroup_bytes("memory.current")
     if limit is None or used is None:
         return available
-    # The cache of files is given back when it is needed.
+    # The kernel reclaims the page cache on demand.
     group = _kernel_fields("/sys/fs/cgroup/memory.stat")
     cached = group.get("active_file", 0) + group.get("inactive_file", 0)
     return min(available, max(0, limit - used + cached))
@@ -436,7 +430,7 @@ def _physical_bytes() -> int:
 
 
 def _kernel_fields(path: str) -> dict[str, int]:
-    """Read a file of names and numbers; empty where there is none."""
+    """Read a file of names and numbers; return {} if the file is missing."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -449,5 +443,5 @@ def _cgroup_bytes(name: str) -> int | None:
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
     except (OSError, ValueError):
-        # No control group of version 2, or "max".
+        # No cgroup v2, or no limit ("max").
         return None

@@ -1,7 +1,7 @@
-"""Causal attention of rows that lie end to end.
+"""Causal attention of packed rows, as a custom operator.
 
-A compiled program calls it as one operator, and its graph is the same for all rows, whose ends are
-an argument. An estimate, which runs on a CPU without the kernels of a GPU, has its own.
+The ends of the rows are an argument, so a compiled graph is valid for all rows. Estimates replace
+the operator, since they run on a CPU without GPU kernels.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ aten = torch.ops.aten
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the causal attention of each row alone, and its sums.
+    """Return the causal attention within each row, and the log-sum-exp of its scores.
 
     Args:
-        query: Tensor ``[tokens, heads, head_dim]`` with the rows laid end to end, contiguous; in
-            half precision on CUDA.
+        query: Contiguous tensor ``[tokens, heads, head_dim]`` of the packed rows; in half precision
+            on CUDA.
         key: Tensor of the same shape; on CUDA it may have fewer heads.
         value: Tensor of the same shape as `key`.
-        ends: int32 tensor ``[rows + 1]`` on the host: 0, then the token after each row.
-        scale: Factor of the scores; None for the root of 1 / head_dim.
+        ends: int32 tensor ``[rows + 1]`` on the host: the cumulative lengths, from 0.
+        scale: Factor of the scores; None for 1 / sqrt(head_dim).
 
-    Returns:
-        The attention, like `query`, and the logarithms of the sums of its exponentials,
-        ``[heads, tokens]``, float32 but for float64.
+    Returns: The attention, shaped like `query`, and the log-sum-exp ``[heads, tokens]`` in float32
+    (float64 for float64).
 
     Raises:
-        ValueError: the rows have another number of tokens.
+        ValueError: `ends` does not match the number of tokens.
     """
     lengths = _lengths(query, ends)
     if query.is_cuda:
@@ -70,13 +69,13 @@ def packed_attention_backward(
 
     Args:
         gradient: Tensor of the shape of `output`.
-        query, key, value, ends, scale: Arguments of :func:`packed_attention`.
-        output, sums: Results of it.
+        query, key, value, ends, scale: Arguments of :func:`packed_attention`. output, sums: Results
+            of :func:`packed_attention`.
     """
     lengths = _lengths(query, ends)
     if query.is_cuda:
         bounds = ends.to(query.device, non_blocking=True)
-        # Without dropout no random number is drawn.
+        # Unused, since there is no dropout.
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, device=query.device)
         longest = max(lengths)
@@ -105,15 +104,14 @@ def _lengths(query: Tensor, ends: Tensor) -> list[int]:
     lengths: list[int] = ends.diff().tolist()
     if sum(lengths) != len(query):
         raise ValueError(
-            f"attention of {len(query)} tokens cannot keep packed rows of {sum(lengths)} tokens in"
-            " all apart"
+            f"attention of {len(query)} tokens cannot separate packed rows of {sum(lengths)} tokens"
         )
     return lengths
 
 
 def _by_rows(lengths: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Return each row of all tensors ``[tokens, heads, head_dim]``, as views ``[1, heads, tokens,
-    head_dim]``.
+    """Split tensors ``[tokens, heads, head_dim]`` into views ``[1, heads, tokens, head_dim]`` of
+    rows.
     """
     heads_first = [tensor.transpose(0, 1)[None] for tensor in tensors]
     return zip(*(torch.split(tensor, lengths, 2) for tensor in heads_first), strict=True)
@@ -151,17 +149,16 @@ packed_attention.register_autograd(_backward, setup_context=_keep)
 def estimated_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attend to each row alone in an estimate; a real step is left to its kernel.
+    """Return the attention of packed rows in an estimate, and None in a real step.
 
-    An estimate replaces this function in its package, from which callers take it.
+    An estimate replaces this function in the package `adaptive_batch.memory`.
 
     Args:
-        query, key, value: Tensors ``[1, heads, tokens, head_dim]`` with the rows laid end to end.
+        query, key, value: Tensors ``[1, heads, tokens, head_dim]`` of the packed rows.
         lengths: Tokens of each row, in order.
-        ends: Int32 ``[rows + 1]``, which the first call for these rows has returned; None in the
-            first call.
+        ends: Int32 ``[rows + 1]`` from the first call for these rows; None in the first call.
 
     Returns:
-        Causal attention ``[1, heads, tokens, head_dim]`` and `ends`; None in a real step.
+        Causal attention ``[1, heads, tokens, head_dim]`` and `ends`.
     """
     return None

@@ -1,4 +1,7 @@
-"""Copy training's state to the host and restore it bit for bit, so that a trial leaves no trace."""
+"""Snapshots of the training state, restored bit for bit, so that a trial leaves no trace.
+
+:class:`OptimizerInBackward` takes its own: it steps each parameter when the gradient is ready.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -27,9 +31,9 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class TensorSnapshot:
-    """Tensors, copied to the host; :meth:`restore` writes the same bits into the same tensors.
+    """Copies of tensors on the host; :meth:`restore` writes the same bits into the same tensors.
 
-    Wrapper subclasses, such as torchao's low-bit optimizer states, have no ``clone``: their inner
+    Wrapper subclasses, such as torchao's low-bit optimizer states, have no ``clone``; their inner
     tensors are copied.
     """
 
@@ -39,7 +43,7 @@ class TensorSnapshot:
         self._copies: list[torch.Tensor] = []
         if not self._tensors:
             return
-        # The copies are the host's, not the device's that is being measured.
+        # Host memory must not count as memory of the measured device.
         with private.disable_current_modes():
             self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
 
@@ -50,11 +54,7 @@ class TensorSnapshot:
 
 
 class OptimizerSnapshot:
-    """Everything that ``optimizer.step()`` may change about the optimizer itself: state, groups,
-    counters.
-
-    State that was not there is removed by :meth:`restore`, so a fresh optimizer is fresh again.
-    """
+    """State, groups and counters of an optimizer; :meth:`restore` also removes newer state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -90,17 +90,16 @@ class OptimizerSnapshot:
 
 
 class RandomState:
-    """The state of every random number generator that training may draw from, as it was when this
-    was made.
+    """The state of all random number generators at construction.
 
-    These are torch's on the host and on the device, Python's, and NumPy's where ``numpy.random`` is
-    loaded. As a context manager it restores them at the end.
+    These are torch's on the host and the device, Python's, and NumPy's if ``numpy.random`` is
+    loaded. As a context manager, it restores them at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._type = device.type
-        # There is one MPS, and it takes no device.
+        # torch.mps has one device and takes no argument.
         self._which = () if self._type == "mps" else (device,)
         self._state: dict[str, Any] = {
             "torch": torch.default_generator.get_state(),
@@ -108,13 +107,13 @@ class RandomState:
         }
         if self._type != "cpu":
             self._state[self._type] = getattr(torch, self._type).get_rng_state(*self._which)
-        # Until `numpy.random` is imported, nothing has drawn from its generator.
+        # Nothing has drawn from NumPy's generator if numpy.random is not imported.
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
             self._state["numpy"] = numpy_random.get_state(legacy=False)
 
     def __enter__(self) -> None:
-        """Let what is inside draw."""
+        """Do nothing; the state was saved at construction."""
 
     def __exit__(self, *_: object) -> None:
         self.restore()
@@ -123,7 +122,7 @@ class RandomState:
         self.load_state_dict(self._state)
 
     def changed(self) -> set[str]:
-        """Return which generators have another state now: torch, python, numpy or the device's."""
+        """Return the names of generators that have drawn since: torch, python, numpy, a device."""
         earlier = self.state_dict()
         return {
             name
@@ -136,16 +135,14 @@ class RandomState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""
+        """Return plain values and tensors for a checkpoint."""
         state = dict(self._state)
         if "numpy" in state:
             state["numpy"] = _without_arrays(state["numpy"])
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, in another process too; generators that it does
-        not name stay as they are.
-        """
+        """Restore the generators in a state of :meth:`state_dict`, possibly of another process."""
         torch.set_rng_state(state["torch"])
         if self._type in state:
             getattr(torch, self._type).set_rng_state(state[self._type], *self._which)
@@ -156,27 +153,26 @@ class RandomState:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Return the state of a generator of NumPy with lists for its arrays."""
+    """Return the state of a NumPy generator with its arrays as lists."""
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
 
 
 class TrainingSnapshot:
-    """A model in training with its optimizers and every random number generator.
+    """A model in training with its optimizers and all random number generators.
 
-    Gradients are set aside, not copied: :meth:`restore` puts the same tensors back.
+    Gradients are removed, not copied; :meth:`restore` puts the same tensors back.
 
     Args:
-        model: its parameters and buffers are copied to the host, but those that are frozen, which
-            nothing steps.
-        optimizers: all that step its parameters; several with the optimizer in backward.
-        device: where the model lives.
-        parameters_change: False where something else puts each parameter back (the optimizer in
-            backward); they are then not copied.
+        model: model whose buffers and trained parameters are copied to the host.
+        optimizers: all optimizers of the parameters.
+        device: device of the model.
+        parameters_change: False if the caller restores the parameters, as the optimizer in backward
+            does; they are then not copied.
 
     Raises:
-        DoesNotFitError: the host has no room for the copies.
+        DoesNotFitError: the copies do not fit on the host.
     """
 
     def __init__(
@@ -197,13 +193,13 @@ class TrainingSnapshot:
         if needed > available:
             raise DoesNotFitError(
                 f"the probe copies {format_bytes(needed)} of weights and optimizer state to the"
-                f" host, which has {format_bytes(available)} available; free host memory, or set"
+                f" host; only {format_bytes(available)} are available; free host memory, or set"
                 " batch_size without a probe"
             )
         self._tensors = TensorSnapshot(saved)
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
         self._random = RandomState(device)
-        # A forward may also put another tensor in a buffer's place.
+        # A forward may replace buffers by other tensors.
         self._modules = [
             (module, module.training, dict(module._buffers)) for module in model.modules()
         ]
@@ -222,24 +218,22 @@ class TrainingSnapshot:
         self._random.restore()
 
     def restore_optimizers(self) -> None:
-        """Put back the optimizers alone: a step that ran out of memory leaves states half made."""
+        """Restore only the optimizers, after an OOM in their step left incomplete state."""
         for optimizer in self._optimizers:
             optimizer.restore()
 
 
 def _emptied(state: dict[str, Any]) -> bool:
-    """Set a fresh optimizer's paged state back to what bitsandbytes starts with; False where the
-    state is not paged.
+    """Reset a paged state of bitsandbytes to its initial values; return False if it is not paged.
 
-    Its paged buffers are never given back, so deleting them would make training allocate all of
-    them once more.
+    bitsandbytes never frees paged buffers, so deleting them would allocate them twice.
     """
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     if not any(getattr(tensor, "is_paged", False) for tensor in tensors.values()):
         return False
     with private.disable_current_modes(), torch.no_grad():
         for key, tensor in tensors.items():
-            # The quantization maps are constants.
+            # Quantization maps are constants.
             if not key.startswith("qmap"):
                 tensor.zero_()
     state["step"] = 0
@@ -247,5 +241,65 @@ def _emptied(state: dict[str, Any]) -> bool:
 
 
 def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """Return the tensors in the state of some optimizers."""
+    """Yield the tensors in the state of optimizers."""
     return chain.from_iterable(tensors_in(optimizer.state) for optimizer in optimizers)
+
+
+class OptimizerInBackward:
+    """One optimizer per parameter, stepped by a hook in backward that then frees the gradient.
+
+    Args:
+        optimizers: optimizer of each trained parameter.
+    """
+
+    def __init__(self, optimizers: Mapping[nn.Parameter, Optimizer]) -> None:
+        self.optimizers = dict(optimizers)
+        self._is_dry_run = False
+        self._fresh: set[nn.Parameter] = set()
+        for parameter in self.optimizers:
+            if parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                register(self._step)
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        optimizer = self.optimizers[parameter]
+        if not self._is_dry_run:
+            optimizer.step()
+            optimizer.zero_grad()
+            return
+        # Copied, stepped and restored one by one: a dry run needs host memory for one parameter.
+        weights = TensorSnapshot([parameter])
+        state = OptimizerSnapshot(optimizer)
+        is_kept = False
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+            # The state of a fresh optimizer stays resident until the dry run ends.
+            is_kept = parameter in self._fresh
+        finally:
+            weights.restore()
+            if not is_kept:
+                state.restore()
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        """Undo each step in this block. State that fresh optimizers create stays until its end."""
+        self._fresh = {
+            parameter for parameter, optimizer in self.optimizers.items() if not optimizer.state
+        }
+        snapshots = [OptimizerSnapshot(self.optimizers[parameter]) for parameter in self._fresh]
+        self._is_dry_run = True
+        try:
+            yield
+        finally:
+            self._is_dry_run = False
+            for snapshot in snapshots:
+                snapshot.restore()
+
+
+def optimizers_of(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
+    """Return the optimizers as a list."""
+    if isinstance(optimizer, OptimizerInBackward):
+        return list(optimizer.optimizers.values())
+    return [optimizer]

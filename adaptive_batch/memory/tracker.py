@@ -1,4 +1,4 @@
-"""The bytes of live tensors, counted operation by operation as PyTorch dispatches them."""
+"""A dispatch mode that counts the bytes of live tensors after each operation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ private = PrivateNames("searches on a CPU and memory estimates")
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live storages while it is active, through weak references to them.
+    """Counts the bytes of live storages through weak references to them.
 
-    The trace begins with the first operation on what was resident: before that a batch is collated,
-    row by row.
+    The trace begins with the first operation on a resident tensor, after the batch is collated.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -37,18 +36,18 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resident: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        # What FSDP has gathered, in its order.
+        # Storages that FSDP has gathered, in order.
         self._gathered: dict[int, None] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count what is alive before anything runs."""
+        """Count resident tensors."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 self._see(plain.untyped_storage())
         self._resident = set(self._sizes)
 
     def trace(self) -> Trace:
-        """What was alive after each operation so far."""
+        """Return the bytes alive after each operation so far."""
         return Trace(self._program, self._live_bytes_after_each)
 
     def _record(self, func: object, args: tuple[Any, ...]) -> None:
@@ -61,7 +60,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live_bytes_after_each.append(self.live_bytes)
 
     def check(self) -> None:
-        """Take in a new peak, and refuse one that passes the budget."""
+        """Update the peak; raise ``torch.OutOfMemoryError`` if it is above the budget."""
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             if self.peak_bytes > self.budget_bytes:
@@ -75,12 +74,12 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
-        # It is new, or was resized in place.
+        # A new storage, or one that was resized in place.
         if size != self._sizes.get(key):
             self._resize(key, size)
 
     def _resize(self, key: int, size: int) -> None:
-        """A storage has other memory than before: 0 bytes if it is freed."""
+        """Set the size of a storage; 0 if it is freed."""
         self.live_bytes += size - self._sizes.get(key, 0)
         self._sizes[key] = size
 
@@ -90,16 +89,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gathered.pop(key, None)
 
     def _see_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
-        """FSDP has made room for what it gathers, by resizing storages in place, which is no
-        operation.
-        """
+        """Count the storages that FSDP has resized in place to gather parameters."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._see(storage)
             self._gathered[storage._cdata] = None
 
     def _see_freed(self) -> None:
-        """Look for what FSDP has freed since the last operation, which it does in the same way."""
+        """Count the storages that FSDP has resized to 0 since the last operation."""
         for key in tuple(self._gathered):
             storage = self._storages[key]()
             if storage is not None and not storage.nbytes():
@@ -107,9 +104,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del self._gathered[key]
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has memory: DTensor works out shapes on some that have none, in
-        operations that come by here.
-        """
+        """Return whether a tensor has memory; DTensor infers shapes with tensors that have none."""
         return not (tensor.is_meta or isinstance(tensor, private.FakeTensor))
 
     def _see_all(self, result: Any) -> None:
@@ -121,10 +116,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see_all(item)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation; where autograd adds up gradients of one tensor, do it in place, as it
-        does without a mode.
+        """Run an operation, and accumulate gradients in place as autograd does without a mode.
 
-        It does so in the first to arrive, if nothing else refers to it
+        Autograd adds to the first gradient in place if it holds the only reference
         (torch/csrc/autograd/input_buffer.cpp).
         """
         sums = func is torch.ops.aten.add.Tensor and private.current_graph_task_id() != -1
@@ -140,7 +134,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # The wrapper unwraps itself; its inner tensors come back here.
+            # The subclass unwraps itself, and the operation returns here with its inner tensors.
             return NotImplemented
         if self._gathered:
             self._see_freed()
@@ -157,7 +151,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the references to a gradient that autograd adds another to."""
+    """Records the reference counts of a gradient to which autograd adds another one."""
 
     references: tuple[int, ...] | None = None
 
@@ -170,9 +164,7 @@ class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Count who refers to the storage, the tensor and its Python object; None where it has not all
-    of a storage.
-    """
+    """Return the reference counts of storage, tensor and Python object; None for a partial view."""
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.element_size() != storage.nbytes():
         return None
@@ -182,8 +174,9 @@ def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _references_of_autograd() -> tuple[int, ...] | None:
-    """Return the references to a gradient that autograd alone holds, as an operation on it sees
-    them now: after a graph break of the compiler's there is one more.
+    """Return the reference counts of a gradient that only autograd holds, as seen by an operation.
+
+    They are measured, since a graph break of the compiler adds one.
     """
     first_sum = _FirstSum()  # type: ignore[no-untyped-call]
     with private.disable_current_modes(), torch.enable_grad(), first_sum:

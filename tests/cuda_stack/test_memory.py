@@ -105,8 +105,8 @@ def test_segments_expand_where_the_driver_has_virtual_memory():
 
 def test_a_driver_without_virtual_memory_is_done_without():
     line, last = on_the_stack(ASKS_FOR_SEGMENTS, EMULATE_VIRTUAL_MEMORY="0").splitlines()
-    assert line.startswith("cuda:0: no expandable segments (CUDA driver error")
-    assert line.endswith("the allocator does without them")
+    assert "CUDA driver error" in line
+    assert "expandable segments disabled" in line
     assert last == "False {False}"
 
 
@@ -156,7 +156,7 @@ def test_settings_that_a_program_gave_the_allocator_stay():
 def test_a_step_on_a_driver_without_virtual_memory_does_without_expandable_segments():
     program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
     *_, line, segments = on_the_stack(program, EMULATE_VIRTUAL_MEMORY="0").splitlines()
-    assert line.endswith("the allocator does without them")
+    assert "expandable segments disabled" in line
     assert segments == "{False}"
 
 

@@ -1,4 +1,4 @@
-"""The setting of PyTorch's allocator that is added, and where it is left alone."""
+"""Expandable segments are enabled unless the user configures the allocator."""
 
 import os
 import sys
@@ -19,14 +19,14 @@ from adaptive_batch.memory import (
 @pytest.fixture(autouse=True)
 def _nothing_is_set(monkeypatch):
     for variable in ALLOCATOR_VARIABLES:
-        # Set first, so that whatever a test leaves is taken away.
+        # Set first, so that monkeypatch removes the values that a test sets.
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(torch.version, "hip", None)
 
 
-def test_segments_expand_where_nothing_else_was_asked_for():
+def test_segments_expand_without_other_settings():
     assert not segments_expand()
     expand_segments()
     assert segments_expand()
@@ -34,7 +34,7 @@ def test_segments_expand_where_nothing_else_was_asked_for():
 
 @pytest.mark.parametrize("variable", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("settings", ["", "expandable_segments:False", "max_split_size_mb:64"])
-def test_settings_of_the_environment_are_left_alone(monkeypatch, variable, settings):
+def test_settings_of_the_environment_are_kept(monkeypatch, variable, settings):
     monkeypatch.setenv(variable, settings)
     before = dict(os.environ)
     expand_segments()
@@ -46,13 +46,13 @@ def test_settings_of_the_environment_are_left_alone(monkeypatch, variable, setti
     ("module", "name", "value"),
     [(sys, "platform", "win32"), (sys, "platform", "darwin"), (torch.version, "hip", "6.4")],
 )
-def test_nothing_is_asked_for_where_pytorch_has_no_such_segments(monkeypatch, module, name, value):
+def test_nothing_is_set_if_pytorch_does_not_support_them(monkeypatch, module, name, value):
     monkeypatch.setattr(module, name, value)
     expand_segments()
     assert allocator_settings() == ("", {})
 
 
-def test_a_device_that_is_not_cuda_is_not_asked(monkeypatch):
+def test_the_driver_is_checked_only_for_cuda(monkeypatch):
     told = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     expand_segments()
@@ -61,7 +61,7 @@ def test_a_device_that_is_not_cuda_is_not_asked(monkeypatch):
     assert segments_expand()
 
 
-def test_a_script_without_cuda_is_left_alone(monkeypatch, caplog):
+def test_a_script_without_cuda_is_not_changed(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     caplog.set_level("INFO", "adaptive_batch")
     expand_segments_in_script()

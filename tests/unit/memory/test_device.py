@@ -1,6 +1,4 @@
-"""Out of memory or not; sizes; and that counting live tensors agrees with what the allocator is
-asked for.
-"""
+"""OOM errors, sizes, and measurements of memory that agree with the allocator."""
 
 from __future__ import annotations
 
@@ -138,12 +136,12 @@ SOMETHING_ELSE = {
 
 
 @pytest.mark.parametrize("name", OUT_OF_MEMORY)
-def test_words_for_having_run_out_are_recognised(name):
+def test_an_out_of_memory_error_is_recognised(name):
     assert is_out_of_memory(OUT_OF_MEMORY[name])
 
 
 @pytest.mark.parametrize("name", SOMETHING_ELSE)
-def test_other_faults_are_not_taken_for_it(name):
+def test_another_error_is_not_taken_for_it(name):
     assert not is_out_of_memory(SOMETHING_ELSE[name])
 
 
@@ -170,7 +168,7 @@ def wrapped_by_data_parallel(error):
 
 
 @pytest.mark.parametrize("name", OUT_OF_MEMORY)
-def test_it_is_recognised_when_re_raised_with_a_cause(name):
+def test_it_is_recognised_as_a_cause(name):
     assert is_out_of_memory(raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name]))
     assert is_out_of_memory(
         raised_from(ValueError("step 3"), raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name]))
@@ -178,25 +176,25 @@ def test_it_is_recognised_when_re_raised_with_a_cause(name):
 
 
 @pytest.mark.parametrize("name", [name for name in OUT_OF_MEMORY if name != "NCCL"])
-def test_it_is_recognised_when_data_parallel_has_wrapped_it(name):
+def test_it_is_recognised_in_the_wrapper_of_data_parallel(name):
     error = wrapped_by_data_parallel(OUT_OF_MEMORY[name])
     assert "in replica 0 on device 0" in str(error)
     assert is_out_of_memory(error)
 
 
-def test_other_faults_stay_other_when_wrapped():
+def test_wrapping_another_error_does_not_change_it():
     for error in filter(None, SOMETHING_ELSE.values()):
         assert not is_out_of_memory(raised_from(RuntimeError("a trial failed"), error))
         assert not is_out_of_memory(wrapped_by_data_parallel(error))
 
 
-def test_an_error_that_is_its_own_cause_is_looked_at_once():
-    error = RuntimeError("going round")
+def test_a_cycle_of_causes_ends():
+    error = RuntimeError("cycle")
     error.__cause__ = error
     assert not is_out_of_memory(error)
 
 
-def test_an_allocator_that_really_runs_out_is_recognised():
+def test_a_real_out_of_memory_error_of_a_cpu_is_recognised():
     code = """
         import resource, torch
         from adaptive_batch.memory import is_out_of_memory
@@ -219,7 +217,7 @@ def test_an_allocator_that_really_runs_out_is_recognised():
     assert "DefaultCPUAllocator" in done.stdout
 
 
-# sizes
+# Sizes.
 
 
 @pytest.mark.parametrize(
@@ -245,12 +243,12 @@ def test_a_size_is_read(value, size):
     "value",
     ["12", "GiB", "-1GiB", "0GiB", "12 parsecs", "", 0, 1, -5, 0.0, 1.5, True, None, float("nan")],
 )
-def test_what_is_no_size_is_refused(value):
+def test_another_size_is_refused(value):
     with pytest.raises(ValueError, match='give a size such as "12GiB"'):
         parse_size(value, total_bytes=1000)
 
 
-# counting
+# Counting.
 
 
 def resident(training):
@@ -260,7 +258,7 @@ def resident(training):
 
 
 def peak_by_profiler(training, run):
-    """What was resident and the highest sum of the allocator's own reports."""
+    """Resident bytes plus the peak of the allocator's own reports."""
     before = storage_bytes(resident(training))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
@@ -307,7 +305,7 @@ def test_views_and_in_place_operations_count_once():
     assert (usage.resident_bytes, usage.peak_bytes) == (MIB, MIB)
 
 
-def test_a_storage_that_grows_in_place_is_counted_anew():
+def test_a_resized_storage_is_counted_with_its_new_size():
     def run():
         grown = torch.zeros(MIB, dtype=torch.uint8)
         grown.resize_(3 * MIB)
@@ -316,7 +314,7 @@ def test_a_storage_that_grows_in_place_is_counted_anew():
     assert counted(run).peak_bytes == 4 * MIB
 
 
-def test_freed_storages_leave():
+def test_freed_storages_do_not_count():
     def run():
         for _ in range(5):
             torch.zeros(MIB, dtype=torch.uint8)
@@ -328,7 +326,7 @@ def test_freed_storages_leave():
     assert counted(run).peak_bytes == 2 * MIB
 
 
-def test_low_bit_states_count_by_what_they_wrap():
+def test_low_bit_states_count_with_their_inner_tensors():
     parameter = torch.nn.Parameter(torch.zeros(256, 256))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torchao.optim.AdamW8bit([parameter])
@@ -343,16 +341,16 @@ def test_low_bit_states_count_by_what_they_wrap():
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
 def test_counting_agrees_with_the_allocator_on_low_bit_optimizers(optimizer):
-    """The eager program: compiled, the step takes less."""
+    """The eager step; compiled, it takes less memory."""
     with torch.compiler.set_stance("force_eager"):
         training, twin = (Training(Case(optimizer)) for _ in range(2))
-        twin.step()  # tables that torchao keeps for all are made once
+        twin.step()  # creates the tables that all states of torchao share
         expected = peak_by_profiler(training, training.step)
         twin = Training(Case(optimizer))
         assert peak_by_counting(twin, twin.step) == pytest.approx(expected, rel=1e-3)
 
 
-def test_passing_the_budget_raises_where_it_happens():
+def test_an_allocation_above_the_budget_raises():
     training = Training(Case("AdamW"))
     for phase in ("forward", "backward"):
         training.model.burden = {phase: GIB}
@@ -363,7 +361,7 @@ def test_passing_the_budget_raises_where_it_happens():
         assert "over the budget of 0.500 GiB" in str(error)
 
 
-def test_what_is_resident_alone_may_pass_the_budget():
+def test_resident_tensors_count_against_the_budget():
     with pytest.raises(torch.OutOfMemoryError):
         counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB - 1)
     assert (
@@ -378,7 +376,7 @@ def test_a_compiled_region_is_counted_as_the_eager_program():
     assert counted(lambda: function(x), x).peak_bytes >= 3 * MIB
 
 
-def test_a_cpu_has_what_is_available_and_what_is_held():
+def test_resident_tensors_are_available_to_a_trial():
     memory = device_memory(CPU)
     held = torch.zeros(64 * MIB, dtype=torch.uint8)
     assert 0 < host_available_bytes() <= memory.total_bytes()
@@ -386,7 +384,7 @@ def test_a_cpu_has_what_is_available_and_what_is_held():
     assert memory.describe().startswith("cpu (")
 
 
-# an accelerator, behind a fake of its allocator
+# An accelerator with a fake allocator.
 
 DEVICE = torch.device("cuda", 0)
 
@@ -396,24 +394,24 @@ def accelerator(**options):
     return backend, AcceleratorMemory(DEVICE, backend=backend)
 
 
-def test_an_accelerator_has_what_is_free_and_what_this_process_holds():
+def test_free_and_reserved_memory_is_available_to_a_trial():
     backend, memory = accelerator(used_by_others=3 * GIB)
     backend.hold(4 * GIB)
     assert memory.available_bytes([]) == 13 * GIB
     assert (memory.total_bytes(), memory.describe()) == (16 * GIB, "Fake 1000 (16.0 GiB)")
 
 
-def test_the_allocator_itself_refuses_what_passes_the_budget_and_is_free_again_after():
+def test_the_budget_is_the_limit_of_the_allocator_during_a_trial():
     backend, memory = accelerator()
     backend.fraction = 0.75
     with pytest.raises(torch.OutOfMemoryError), memory.measure([], budget_bytes=8 * GIB):
         backend.hold(9 * GIB)
     assert backend.fractions == [1.0, 0.5, 0.75]
     with memory.measure([], budget_bytes=14 * GIB):
-        assert backend.fraction == 0.75  # a limit that the user has set stays
+        assert backend.fraction == 0.75  # a lower limit of the user is kept
 
 
-def test_the_peak_is_of_reserved_memory_since_the_measurement_began():
+def test_the_peak_is_reserved_memory_since_the_start_of_the_measurement():
     backend, memory = accelerator()
     backend.hold(10 * GIB)
     backend.hold(2 * GIB)
@@ -423,8 +421,7 @@ def test_the_peak_is_of_reserved_memory_since_the_measurement_began():
     assert (usage.resident_bytes, usage.peak_bytes, usage.retried) == (2 * GIB, 6 * GIB, False)
 
 
-def test_statistics_of_peaks_start_afresh_once_the_cache_is_given_back():
-    """Not before: what the cache held would be the peak of what comes next."""
+def test_release_resets_the_peak_after_it_empties_the_cache():
     backend, memory = accelerator()
     with memory.measure([], budget_bytes=15 * GIB):
         backend.hold(6 * GIB)
@@ -433,9 +430,9 @@ def test_statistics_of_peaks_start_afresh_once_the_cache_is_given_back():
     assert backend.peak_reserved == backend.reserved == 3 * GIB
 
 
-def test_the_room_of_an_accelerator_is_what_its_allocator_may_still_make():
+def test_the_room_of_an_accelerator_follows_free_memory_and_limit():
     backend, memory = accelerator(used_by_others=3 * GIB)
-    assert memory.room() is None  # it holds nothing, or says nothing
+    assert memory.room() is None  # nothing is reserved
     backend.hold(6 * GIB)
     backend.hold(4 * GIB)
     assert memory.room() == Room(held_bytes=4 * GIB, total_bytes=13 * GIB)
@@ -444,7 +441,7 @@ def test_the_room_of_an_accelerator_is_what_its_allocator_may_still_make():
     assert device_memory(CPU).room() is None
 
 
-def test_what_was_wanted_is_read_from_the_allocators_message():
+def test_allocated_and_requested_bytes_are_read_from_the_message():
     said = (
         "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 39.39 GiB of"
         " which 2.55 GiB is free. Including non-PyTorch memory, this process has 36.84 GiB memory"
@@ -456,14 +453,14 @@ def test_what_was_wanted_is_read_from_the_allocators_message():
     assert wanted_bytes("std::bad_alloc") is None
 
 
-def test_an_allocator_that_had_to_retry_is_told():
+def test_a_retry_of_the_allocator_is_reported():
     backend, memory = accelerator()
     with memory.measure([], budget_bytes=15 * GIB) as usage:
         backend.retries += 1
     assert usage.retried
 
 
-def test_a_backend_that_cannot_limit_is_held_to_the_budget_after():
+def test_a_backend_without_a_limit_is_checked_after_the_trial():
     backend, memory = accelerator()
     backend.set_per_process_memory_fraction = None
     with (
@@ -483,8 +480,8 @@ class FailsInBackward(torch.autograd.Function):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_recovering_frees_what_a_failed_backward_left_in_autograds_engine():
-    """Of two branches that wait in the engine the first fails, so that the other is never run."""
+def test_recover_frees_the_graph_of_a_failed_backward():
+    """The first of two queued branches fails, so the engine never runs the other."""
 
     def failed_backward():
         x = torch.ones(8, requires_grad=True)

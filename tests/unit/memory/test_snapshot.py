@@ -1,4 +1,4 @@
-"""Snapshots put back the same bits into the same tensors; random state goes through a file."""
+"""Snapshots restore the same bits into the same tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 import sys
 
 import numpy as np
-import pytest
 import torch
 import torchao.optim
 from torch import nn
@@ -27,7 +26,7 @@ def draw() -> list[float]:
     ]
 
 
-def test_tensors_are_put_back_in_place_and_bit_for_bit():
+def test_tensors_are_restored_in_place_bit_for_bit():
     odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]).reshape(2, 2).t()
     bits = odd.clone().view(torch.int32)
     snapshot = TensorSnapshot([odd])
@@ -38,7 +37,7 @@ def test_tensors_are_put_back_in_place_and_bit_for_bit():
     assert odd.data_ptr() == address
 
 
-def test_low_bit_states_are_put_back_by_their_inner_tensors():
+def test_low_bit_states_are_restored_by_their_inner_tensors():
     parameter = nn.Parameter(torch.randn(128, 128))
     optimizer = torchao.optim.AdamW4bit([parameter])
     with torch.compiler.set_stance("force_eager"):
@@ -55,7 +54,7 @@ def test_low_bit_states_are_put_back_by_their_inner_tensors():
     assert all(map(torch.equal, plain_tensors(state), before))
 
 
-def test_an_optimizer_without_state_is_without_state_again():
+def test_new_state_of_an_optimizer_is_removed():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
     groups, own = [dict(group) for group in optimizer.param_groups], dict(vars(optimizer))
@@ -70,7 +69,7 @@ def test_an_optimizer_without_state_is_without_state_again():
     assert {k: v for k, v in vars(optimizer).items() if k in own or k == "counted"} == own
 
 
-def test_a_buffer_that_a_forward_replaced_is_the_same_tensor_again():
+def test_a_replaced_buffer_is_the_original_tensor_again():
     model = nn.BatchNorm1d(2)
     old, gradient = model.running_mean, torch.ones(2)
     model.weight.grad = gradient
@@ -88,8 +87,8 @@ def test_a_buffer_that_a_forward_replaced_is_the_same_tensor_again():
     assert not model.training
 
 
-def test_random_state_goes_on_after_a_file(tmp_path):
-    draw()  # leaves a second normal variate waiting in Python's and NumPy's generators
+def test_random_state_is_restored_from_a_file(tmp_path):
+    draw()  # the generators of Python and NumPy now hold a second normal variate
     state = RandomState(CPU)
     torch.save(state.state_dict(), tmp_path / "state.pt")
     expected = [draw() for _ in range(3)]
@@ -99,70 +98,7 @@ def test_random_state_goes_on_after_a_file(tmp_path):
     assert [draw() for _ in range(3)] == expected
 
 
-def test_numpy_goes_on_where_each_snapshot_was_taken_whatever_was_drawn_since_the_last():
-    numbers = [np.random.rand, np.random.normal, np.random.normal, lambda: np.random.randint(9)]
-    for number in numbers * 3:
-        for _ in range(2):
-            state = RandomState(CPU)
-            expected = [np.random.normal() for _ in range(3)]
-            state.restore()
-            assert [np.random.normal() for _ in range(3)] == expected
-            state.restore()
-        number()
-
-
-def another_python_state(state):
-    version, (*words, position), normal = state
-    words[600] ^= 1
-    return version, (*words, position), normal
-
-
-def another_numpy_state(state):
-    name, words, *rest = state
-    words = words.copy()
-    words[600] ^= 1
-    return name, words, *rest
-
-
-@pytest.mark.parametrize(
-    ("get_state", "set_state", "another", "draw_word"),
-    [
-        (random.getstate, random.setstate, another_python_state, lambda: random.getrandbits(32)),
-        (
-            np.random.get_state,
-            np.random.set_state,
-            another_numpy_state,
-            lambda: int.from_bytes(np.random.bytes(4), "little"),
-        ),
-    ],
-    ids=["python", "numpy"],
-)
-def test_a_state_that_a_script_sets_is_restored_even_if_one_late_word_differs(
-    get_state, set_state, another, draw_word
-):
-    begin = get_state()
-    states = []
-    for state in (begin, another(begin)):
-        set_state(state)
-        states.append((RandomState(CPU), [draw_word() for _ in range(624)]))
-    assert states[0][1] != states[1][1]
-    for state, expected in states:
-        state.restore()
-        assert [draw_word() for _ in range(624)] == expected
-
-
-@pytest.mark.parametrize("module", [random, np.random])
-def test_two_seeds_give_two_states(module):
-    states = []
-    for seed in (1, 2):
-        module.seed(seed)
-        states.append((RandomState(CPU), module.random()))
-    for state, expected in states:
-        state.restore()
-        assert module.random() == expected
-
-
-def test_a_checkpoint_of_an_earlier_version_holds_numpys_tuple():
+def test_the_numpy_tuple_of_earlier_checkpoints_is_read():
     state = RandomState(CPU).state_dict()
     name, words, *rest = np.random.get_state()
     expected = [draw() for _ in range(3)]
@@ -170,14 +106,14 @@ def test_a_checkpoint_of_an_earlier_version_holds_numpys_tuple():
     assert [draw() for _ in range(3)] == expected
 
 
-def test_numpy_has_no_state_where_it_is_not_loaded_and_nothing_can_have_been_drawn(monkeypatch):
+def test_numpy_has_no_state_if_it_is_not_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "numpy.random")
     state = RandomState(CPU)
     assert "numpy" not in state.state_dict()
     state.restore()
 
 
-def test_numpy_with_another_generator_goes_on_too(tmp_path):
+def test_another_bit_generator_of_numpy_is_restored(tmp_path):
     generator = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
@@ -192,10 +128,8 @@ def test_numpy_with_another_generator_goes_on_too(tmp_path):
         np.random.set_bit_generator(generator)
 
 
-def test_a_fresh_paged_state_is_set_back_in_place_since_its_buffers_are_never_given_back():
-    """bitsandbytes registers each paged buffer for good; it starts with zeros, step 0 and constant
-    maps.
-    """
+def test_a_new_paged_state_is_reset_in_place():
+    """bitsandbytes never frees a paged buffer; it starts with zeros, step 0 and constant maps."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     snapshot = OptimizerSnapshot(optimizer)

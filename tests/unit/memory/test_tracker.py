@@ -1,4 +1,4 @@
-"""Counting live bytes changes neither what autograd computes nor how it adds up gradients."""
+"""Counting live bytes changes neither gradients nor their accumulation in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptive_batch.memory import MemoryTracker
 
 
 class Doubled(torch.autograd.Function):
-    """Its backward adds by itself, out of place."""
+    """A function whose backward adds out of place."""
 
     @staticmethod
     def forward(ctx, x):
@@ -36,7 +36,7 @@ def same_twice(x):
 
 
 class InPlace(TorchDispatchMode):
-    """Notes each sum in backward: whether it came to lie in one of its terms."""
+    """Records for each sum in backward whether it is in place."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class InPlace(TorchDispatchMode):
 
 
 def sums(function, *, fake=False):
-    """Run it backward under a tracker, and return which sums were in place."""
+    """Run a backward under a tracker and return for each sum whether it was in place."""
     with FakeTensorMode() if fake else torch.enable_grad():
         x = torch.linspace(-1, 1, 1024).reshape(32, 32).requires_grad_()
         with InPlace() as noted, LoggingTracker():
@@ -59,14 +59,14 @@ def sums(function, *, fake=False):
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_gradients_of_a_forked_or_tied_tensor_are_added_up_in_place(fake):
+def test_gradients_of_a_reused_tensor_are_accumulated_in_place(fake):
     assert sums(forked, fake=fake) == [True, True]
     assert sums(tied, fake=fake) == [True]
 
 
-def test_a_gradient_that_another_refers_to_is_not_overwritten():
+def test_a_gradient_with_another_reference_is_not_overwritten():
     assert sums(same_twice) == [False]  # one gradient, for both
-    assert sums(lambda x: Doubled.apply(x)) == [False]  # by no sum of autograd
+    assert sums(lambda x: Doubled.apply(x)) == [False]  # not a sum of autograd
     kept = []
 
     def with_hooks(x):
@@ -81,7 +81,7 @@ def test_a_gradient_that_another_refers_to_is_not_overwritten():
 
 
 @pytest.mark.parametrize("function", [forked, tied, same_twice, Doubled.apply])
-def test_gradients_are_the_same_to_the_bit_as_without_a_tracker(function):
+def test_gradients_are_bit_identical_to_those_without_a_tracker(function):
     x = torch.linspace(-1, 1, 1024).reshape(32, 32)
     gradients = []
     for tracker in (None, MemoryTracker(2**40)):

@@ -533,7 +533,7 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
         with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
             one.loop.find_bound(**{option: value})
     with pytest.raises(
-        SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for what is available"
+        SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for all available memory"
     ):
         one.loop.find_bound(device_memory="999TiB")
     one = training(batch_increase_function=lambda epoch, batch_size: -1)
