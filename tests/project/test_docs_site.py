@@ -57,7 +57,7 @@ def built(copied, folder, texts):
 # Between the README and pages, in both directions.
 RIGHT_LINKS = {
     "README.md": "[x](docs/configuration.md#the-plan) [z](CHANGELOG.md#unreleased)",
-    "docs/many_gpus.md": "[x](../README.md#start) [y](../CHANGELOG.md) [z](../mkdocs.yml)",
+    "docs/many_gpus.md": "[x](../README.md#install) [y](../CHANGELOG.md) [z](../mkdocs.yml)",
 }
 
 

@@ -157,7 +157,8 @@ def test_a_target_of_make_on_a_page_is_there():
         if command.startswith("make ")
         for word in command.split()[1:]
     }
-    assert {"demo", "test", "check"} <= named <= targets
+    assert "demo" in named
+    assert named <= targets
 
 
 def test_what_pip_is_told_to_install_is_there():
