@@ -89,7 +89,7 @@ def test_every_page_is_on_the_site_in_its_navigation_and_fetches_nothing(site):
 
 
 def test_the_reference_is_drawn_from_the_docstrings(site):
-    html = (site / "api.html").read_text()
+    html = (site / "configuration.html").read_text()
     for name in ("AdaptiveStep.find_bound", "StepResult.loss", "SettingError"):
         assert 'id="adaptive_batch.' in html
         assert f'{name}"' in html
