@@ -17,8 +17,9 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from fractions import Fraction
+from functools import partial
 from importlib import import_module
 from pathlib import Path, PurePath
 from types import UnionType
@@ -52,6 +53,12 @@ def check_whole(
     if value > most:
         raise SettingError(key, value, f"give {most} or less")
     return value
+
+
+def auto_or_whole(key: str, value: object) -> None:
+    """Raise SettingError if a value is neither ``auto`` nor a whole number, 1 or more."""
+    if value != "auto":
+        check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
 
 
 def check_bool(key: str, value: object) -> bool:
@@ -97,9 +104,53 @@ def check_built_alike(
 
 
 def check_choice(key: str, value: str, options: Sequence[str]) -> None:
-    """Refuse what is none of the options."""
+    """Raise SettingError if a value is not one of the options."""
     if value not in options:
         raise SettingError(key, value, f"give one of {', '.join(options)}")
+
+
+@dataclass(frozen=True)
+class Option:
+    """Metadata of an option: a field of a dataclass of options, and a key of the configuration.
+
+    Attributes:
+        read: function of the option's name and the given value. It returns the value to store,
+            or None to store the given one, and raises SettingError for a value out of range.
+        shown: default in the documentation, if it differs from the field's.
+        needs: keys of which one must be set for this one to have an effect; ``key=value`` asks
+            for that value.
+        resume: effect of a value that differs from the checkpoint's: ``refuse`` raises unless
+            `resume_allow_changes` lists the key, ``epoch`` raises within an epoch and is logged
+            between epochs, ``report`` is logged, ``free`` is not.
+        fills_steps: whether the option decides the rows of a step if `batch_tokens` is set, so
+            that a change counts as ``epoch``.
+    """
+
+    read: Callable[[str, Any], Any]
+    shown: str = ""
+    needs: tuple[str, ...] = ()
+    resume: str = "free"
+    fills_steps: bool = False
+
+
+def option(
+    default: Any = MISSING, read: Callable[[str, Any], Any] = check_bool, **more: Any
+) -> Any:
+    """Return the dataclass field of an :class:`Option`; without a default it is required."""
+    return field(default=default, metadata={"option": Option(read, **more)})
+
+
+def one_of(*options: str) -> Callable[[str, Any], Any]:
+    """Return the reader of an option that is one of some words."""
+    return partial(check_choice, options=options)
+
+
+def check_options(options: Any) -> None:
+    """Raise SettingError for the first option of a dataclass that is out of range."""
+    for own_field in fields(options):
+        value = getattr(options, own_field.name)
+        if "option" in own_field.metadata and value is not own_field.default:
+            own_field.metadata["option"].read(own_field.name, value)
 
 
 def check_share(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adaptive_batch._util import check_bool, check_choice, check_whole
+from adaptive_batch._util import check_options, check_whole, one_of, option
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Clock,
@@ -22,67 +22,76 @@ from .order import ORDERS
 from .token_sampler import LONG_ROWS
 
 
+def _seed(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
+        raise SettingError(key, value, "give a whole number")
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """In which order rows come, and steps that hold tokens.
+    """Order of rows, and steps that hold tokens.
 
     Attributes:
-        shuffle: whether the order ``dataloader`` takes the rows in a new order in each epoch.
+        shuffle: whether `dataloader` shuffles the rows in each epoch.
         seed: seed of the order.
-        sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
-        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
-        batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
-        min_rows_per_batch: the fewest rows of a step by tokens on one device, also where they have
-            more than `batch_tokens`; the last step of an epoch may have fewer.
-        max_rows_per_batch: the most rows of a step by tokens; None for no limit.
-        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
-        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several
-            micro-batches.
+        sample_order: `dataloader`: torchtune's order; beyond 1,048,576 rows another permutation in
+            each epoch. `random`: shuffled in each epoch. `seqlen`: short to long.
+        sample_window: rows within which `seqlen` sorts, after a shuffle; None: the whole dataset.
+        batch_tokens: real tokens of a step on one device, in place of `batch_size` rows. It sets
+            `micro_batch_tokens: auto` unless a micro-batch size is set.
+        min_rows_per_batch: fewest rows of a step of `batch_tokens` on one device, even if they
+            have more tokens; the last step of an epoch may have fewer.
+        max_rows_per_batch: most rows of a step of `batch_tokens` on one device.
+        long_rows: row with more than `batch_tokens` tokens: `error`; `drop`, which is logged; or
+            `alone`: a step of its own.
+        grow_beyond_maximum: `True`: a batch that grows beyond the maximum runs as more
+            micro-batches; `False`: it is cut to the maximum, which is logged.
 
     Raises:
         SettingError: a value cannot be used.
     """
 
-    shuffle: bool = True
-    seed: int = 0
-    sample_order: str = "dataloader"
-    sample_window: int | None = None
-    batch_tokens: int | None = None
-    min_rows_per_batch: int = 1
-    max_rows_per_batch: int | None = None
-    long_rows: str = "error"
-    grow_beyond_maximum: bool = False
+    shuffle: bool = option(True)
+    seed: int = option(0, _seed)
+    sample_order: str = option("dataloader", one_of(*ORDERS), resume="epoch")
+    sample_window: int | None = option(
+        None, check_whole, resume="epoch", needs=("sample_order=seqlen",)
+    )
+    batch_tokens: int | None = option(None, check_whole, resume="epoch")
+    min_rows_per_batch: int = option(1, check_whole, resume="epoch", needs=("batch_tokens",))
+    max_rows_per_batch: int | None = option(
+        None, check_whole, resume="epoch", needs=("batch_tokens",)
+    )
+    long_rows: str = option("error", one_of(*LONG_ROWS), resume="epoch", needs=("batch_tokens",))
+    grow_beyond_maximum: bool = option(
+        False, resume="report", needs=("batch_increase_function", "batch_size_schedule")
+    )
 
     def __post_init__(self) -> None:
-        check_choice("sample_order", self.sample_order, ORDERS)
-        check_choice("long_rows", self.long_rows, LONG_ROWS)
-        for key in ("shuffle", "grow_beyond_maximum"):
-            check_bool(key, getattr(self, key))
-        seed = self.seed
-        if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**63:
-            raise SettingError("seed", seed, "give a whole number")
-        least = check_whole("min_rows_per_batch", self.min_rows_per_batch)
+        check_options(self)
+        least = self.min_rows_per_batch
         if self.long_rows == "alone" and least > 1:
             remedy = (
                 f"a row alone is fewer than min_rows_per_batch={least}; set error or drop, or"
                 " remove min_rows_per_batch"
             )
             raise SettingError("long_rows", self.long_rows, remedy)
-        for key in ("batch_tokens", "max_rows_per_batch", "sample_window"):
-            if getattr(self, key) is not None:
-                check_whole(key, getattr(self, key))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batching(Sampling):
-    """What a step holds, in which order rows come, and where an epoch ends; keys of the
-    configuration mean what they do there.
+    """Size of a step, order of rows and end of an epoch; the attributes of :class:`Sampling`, and:
 
-    Attributes, besides those of :class:`Sampling`:
-        batch_size: configured rows on one device, before a search or a rule changes them; a step
-            has `gradient_accumulation_steps` times as many.
+    Attributes:
+        batch_size: configured rows on one device, before a search or a rule changes them.
+        gradient_accumulation_steps: factor of `batch_size` that gives the rows of a step.
+        batch_increase_function: function `f(epoch, batch_size) -> int`: rows to add to
+            `batch_size` at the start of each epoch.
+        batch_size_schedule: function `rule(progress) -> int`: rows of a step on one device, or
+            real tokens with `batch_tokens`.
+        drop_last: whether the last, short step of an epoch is dropped.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
-        epochs: after which the growth function is not called any more; None for no limit.
+        epochs: number of epochs; None for no limit.
     """
 
     batch_size: int

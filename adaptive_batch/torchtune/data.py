@@ -266,7 +266,7 @@ class Data:
                 f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or"
                 " give alone"
             )
-            raise SettingError("long_rows", settings.sampling.long_rows, remedy)
+            raise SettingError("long_rows", settings.long_rows, remedy)
         if settings.drop_last and len(steps) == 1:
             remedy = (
                 "a step holds all rows of an epoch, and drop_last would drop it; lower"

@@ -14,15 +14,13 @@ from torchtune.modules.peft import get_adapter_params
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import SettingError
 
-from .checks import takes_chunks
 from .config_errors import as_dict, check_block, component_of, computing, instantiate, missing
 from .model import num_token_embeddings
 from .reference import SecondModel
-from .task import Batch, Models, NextTokens, flat
+from .settings import fraction
+from .task import Batch, Models, NextTokens, flat, takes_chunks
 
 private = PrivateNames("distillation")
-
-_RATIO = 0.5
 
 
 class Distillation(NextTokens):
@@ -52,7 +50,9 @@ class Distillation(NextTokens):
             if given.get(key) is None:
                 raise missing(key)
             check_block(key, given[key])
-        self.kd_ratio = _ratio(given.get("kd_ratio"))
+        ratio = given.get("kd_ratio")
+        self.kd_ratio = 0.5 if ratio is None else ratio
+        fraction("kd_ratio", self.kd_ratio)
         self.kd_loss_fn = instantiate("kd_loss", cfg.kd_loss)
 
     # --- model and loss
@@ -190,12 +190,3 @@ class _HasLabels(TorchFunctionMode):
         if function is torch.Tensor.__bool__:
             return False
         return function(*arguments, **(named or {}))
-
-
-def _ratio(value: object) -> float:
-    """Return the share of the second loss; torchtune's where none is given."""
-    if value is None:
-        return _RATIO
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise SettingError("kd_ratio", value, "give a number from 0 to 1, such as 0.5")
-    return value

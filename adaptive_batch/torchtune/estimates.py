@@ -46,12 +46,11 @@ from .checks import TO_PLAN, check_parallel, complete, not_read
 from .config_errors import instantiate
 from .estimate_changes import candidates, with_overrides
 from .fake_run import FakeRun, Rows
-from .job import own_compiler
+from .job import own_compiler, task_of
 from .keys import load_function
 from .limit_finder import TrialRows
 from .model import FullModel
 from .settings import Settings
-from .tasks import task_of
 
 
 def estimate_devices(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
@@ -24,12 +24,13 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
-from .config_errors import computing, instantiate, one_line
+from .config_errors import component_of, computing, instantiate, one_line
+from .distillation import Distillation
 from .model import FullModel, num_token_embeddings
+from .preference_pairs import PreferencePairs, takes_pairs
 from .reference import SecondModel
 from .settings import Settings
-from .task import Task
-from .tasks import check_keys_of_others, task_of
+from .task import NextTokens, Task
 
 private = PrivateNames("compiled steps")
 
@@ -214,22 +215,11 @@ class Job:
         """
         settings = self.settings
         # The seed of torchtune's sampler.
-        if settings.sampling.sample_order == "dataloader":
+        if settings.sample_order == "dataloader":
             seed = 0
-        return Batching(
-            batch_size=settings.batch_size,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            batch_tokens=settings.batch_tokens,
-            batch_increase_function=settings.batch_increase_function,
-            batch_size_schedule=settings.batch_size_schedule,
-            grow_beyond_maximum=settings.grow_beyond_maximum,
-            shuffle=bool(self.cfg.shuffle),
-            seed=seed,
-            **asdict(settings.sampling),
-            drop_last=settings.drop_last,
-            max_steps_per_epoch=max_steps_per_epoch,
-            epochs=settings.epochs,
-        )
+        options = {option.name: getattr(settings, option.name) for option in fields(Batching)}
+        options |= {"shuffle": bool(self.cfg.shuffle), "seed": seed}
+        return Batching(**options | {"max_steps_per_epoch": max_steps_per_epoch})
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be built, and one of torch's that cannot step."""
@@ -246,6 +236,22 @@ class Job:
         """Build the configured optimizer of some parameters."""
         optimizer: torch.optim.Optimizer = instantiate("optimizer", self.cfg.optimizer, parameters)
         return optimizer
+
+
+def task_of(cfg: DictConfig, loss_fn: Any) -> type[Task]:
+    """Return the task of a configuration, by its loss and its teacher."""
+    if takes_pairs(loss_fn):
+        return PreferencePairs
+    return NextTokens if cfg.get("teacher_model") is None else Distillation
+
+
+def check_keys_of_others(cfg: DictConfig, task: type[Task]) -> None:
+    """Raise SettingError for a key of another task; it names the recipe of that task."""
+    for owner in (PreferencePairs, Distillation):
+        for key in owner.keys:
+            value = cfg.get(key)
+            if value is not None and key not in task.keys:
+                raise SettingError(key, component_of(value), f"{owner.without_it}; remove it")
 
 
 @contextmanager

@@ -1,31 +1,32 @@
-"""What a configuration key is, and how its value is read.
+"""Reading of configuration keys: each key is an option, a field of a frozen dataclass.
 
-A key is one field of a frozen dataclass (:mod:`.settings`): the field has its name, type and
-default, and the :class:`Key` that it carries has the rest. What needs to know about keys derives it
-from these fields: names that are refused, settings that have no effect (:mod:`.checks`), changes on
-resuming (:mod:`.resumed_run`), the tables of docs/configuration.md.
+Names that are refused, settings without effect, changes on resuming and the tables of
+docs/configuration.md are derived from the fields and from the ``Attributes`` of their docstrings.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
+from dataclasses import MISSING, Field, field, fields
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from adaptive_batch._util import check_choice, check_whole, nearest
+from omegaconf import DictConfig
+
+from adaptive_batch._util import Option, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EXAMPLES
 
+from .config_errors import component_of
 from .removed_keys import REMOVED_FUNCTIONS
 
-Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
 
-# Keys of torchtune's full fine-tune configs by what a change of them does on resuming. One that
-# looks like ours is still torchtune's.
-_THEIRS: Mapping[Resume, str] = {
+# Keys of torchtune's configs, by the effect of a change on resuming (see `Option.resume`).
+_THEIRS = {
     "refuse": "dataset model lr_scheduler",
     "epoch": "shuffle",
     "report": (
@@ -35,58 +36,25 @@ _THEIRS: Mapping[Resume, str] = {
     ),
     "free": (
         "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode"
-        " custom_sharded_layers device enable_async_checkpointing epochs fsdp_cpu_offload"
-        " fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats low_cpu_ram"
-        " max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler"
-        " resume_from_checkpoint save_adapter_weights_only seed tensor_parallel_dim"
-        " tensor_parallel_plan tokenizer"
+        " custom_sharded_layers device epochs fsdp_cpu_offload fsdp_reshard_after_forward"
+        " log_every_n_steps log_peak_memory_stats low_cpu_ram max_steps_per_epoch metric_logger"
+        " optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint"
+        " save_adapter_weights_only seed tensor_parallel_dim tensor_parallel_plan tokenizer"
     ),
 }
-TORCHTUNE_KEYS: Mapping[str, Resume] = {
+TORCHTUNE_KEYS: Mapping[str, str] = {
     name: policy for policy, names in _THEIRS.items() for name in names.split()
 }
-
-
-@dataclass(frozen=True)
-class Key:
-    """What a configuration key is besides its name, type and default.
-
-    Attributes:
-        read: called with the key's name and the value it was given; returns what the setting is, or
-            raises SettingError.
-        doc: its meaning, for the table in docs/configuration.md; empty for a key of torchtune's
-            that the table leaves out.
-        shown: the default as the table shows it, where that is not the field's.
-        needs: keys of which one must be set for this top-level key to have an effect; ``key=value``
-            asks for that value.
-        resume: what a value other than the checkpoint's does: ``refuse`` is an error unless
-            `resume_allow_changes` lists the key; ``epoch`` is one within an epoch, since it changes
-            which rows come when, and is logged between epochs; ``report`` is logged.
-        fills_steps: with `batch_tokens` it decides which rows a step holds, so that a change is
-            also treated as ``epoch``.
-    """
-
-    read: Callable[[str, Any], Any]
-    doc: str
-    shown: str = ""
-    needs: tuple[str, ...] = ()
-    resume: Resume = "free"
-    fills_steps: bool = False
-
-
-def key(
-    read: Callable[[str, Any], Any], doc: str = "", *, default: Any = MISSING, **more: Any
-) -> Any:
-    """Return the dataclass field of a key, which must be given where it has no default; for the
-    arguments see :class:`Key`.
-    """
-    return field(default=default, metadata={"key": Key(read, doc, **more)})
+_OTHER_RECIPES = {
+    "quantizer": "quantization-aware training is torchtune's qat_distributed",
+    "policy_model": "reinforcement learning is torchtune's ppo_full_finetune_single_device",
+}
+# Similarity of a typo: lr_scale is taken for lr_scaling, compile_mode (0.74) not for compile.
+_CLOSE = 0.77
 
 
 def group(keys: type) -> Any:
-    """Return the dataclass field of keys that are one object of the settings, though the
-    configuration has each of them at its top.
-    """
+    """Return the field of keys that are one object of the settings, but top-level keys."""
     return field(default=keys(), metadata={"group": keys})
 
 
@@ -96,14 +64,14 @@ def fields_of(block: type) -> dict[str, Field[Any]]:
     for own_field in fields(block):
         if "group" in own_field.metadata:
             named |= fields_of(own_field.metadata["group"])
-        else:
+        elif "option" in own_field.metadata:
             named[own_field.name] = own_field
     return named
 
 
-def keys_of(block: type) -> dict[str, Key]:
+def keys_of(block: type) -> dict[str, Option]:
     """Return the keys of a dataclass of settings, groups included, by name."""
-    return {name: key_field.metadata["key"] for name, key_field in fields_of(block).items()}
+    return {name: key_field.metadata["option"] for name, key_field in fields_of(block).items()}
 
 
 def values_of(settings: Any) -> dict[str, Any]:
@@ -116,22 +84,23 @@ def values_of(settings: Any) -> dict[str, Any]:
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Read and check what is given of the keys of a dataclass; null is as good as absent."""
+    """Read and check the keys of a dataclass that are given; null counts as absent."""
     values: dict[str, Any] = {}
     for own_field in fields(block):
         name = own_field.name
-        keys = own_field.metadata.get("group")
-        if keys is not None:
+        if "group" in own_field.metadata:
+            keys = own_field.metadata["group"]
             values[name] = keys(**read_keys(keys, config))
-            continue
-        value = config.get(name)
-        if own_field.default is MISSING or value is not None:
-            values[name] = own_field.metadata["key"].read(prefix + name, value)
+        elif "option" in own_field.metadata:
+            value = config.get(name)
+            if own_field.default is MISSING or value is not None:
+                read = own_field.metadata["option"].read(prefix + name, value)
+                values[name] = value if read is None else read
     return values
 
 
 def block(keys: type[T]) -> Callable[[str, Any], T]:
-    """Return the reader of a key whose value is a block of keys, which a dataclass has."""
+    """Return the reader of a key whose value is a block of keys, the fields of a dataclass."""
 
     def read(name: str, value: Any) -> T:
         names = list(keys_of(keys))
@@ -139,71 +108,82 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
             raise SettingError(name, value, f"give a block of keys, such as {name}.{names[0]}=...")
         for key in value:
             if key not in names:
-                full_name = f"{name}.{key}"
                 remedy = f"there is no such key; {nearest(str(key), names)}"
-                raise SettingError(full_name, value[key], remedy)
+                raise SettingError(f"{name}.{key}", value[key], remedy)
         return keys(**read_keys(keys, value, prefix=f"{name}."))
 
     return read
 
 
+# --- names
+
+
+def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
+    """Raise SettingError for a key of another recipe, and for an unread key that is almost a read
+    one.
+
+    Args:
+        settings: Dataclass of our top-level keys.
+        config: Configuration as given, with its references.
+    """
+    for key, reason in _OTHER_RECIPES.items():
+        value = config.get(key)
+        if value is not None:
+            remedy = f"{reason}; remove it to train every weight as it is"
+            raise SettingError(key, component_of(value), remedy)
+    known = {*keys_of(settings), *TORCHTUNE_KEYS}
+    for name in unread(settings, config):
+        matches = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
+        if matches:
+            remedy = f"there is no such key; {matches[0]} is probably meant"
+            raise SettingError(name, config[name], remedy)
+
+
+def unread(settings: type, config: Mapping[str, Any] | DictConfig) -> list[str]:
+    """Return the top-level keys that neither we, torchtune nor a reference of a value reads."""
+    read = {*keys_of(settings), *TORCHTUNE_KEYS}
+    for reference in re.findall(r"\$\{([^}]*)", str(config)):
+        words = re.findall(r"[\w-]+", reference)
+        # ${model.embed_dim} reads model; in ${resolver:...} any word may be a key.
+        is_resolved = ":" in reference or "${" in reference
+        read.update(words if is_resolved else words[:1])
+    return [str(name) for name in config if str(name) not in read]
+
+
+# --- documentation
+
+
+def documented(block: type) -> dict[str, str]:
+    """Return the documentation of the attributes of a dataclass, by name."""
+    texts: dict[str, str] = {}
+    for owner in reversed(block.__mro__):
+        docstring = inspect.cleandoc(owner.__doc__ or "")
+        _, _, attributes = docstring.partition("\nAttributes:\n")
+        for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.M):
+            texts[name] = " ".join(text.replace("None", "null").split())
+    for own_field in fields(block):
+        texts |= documented(own_field.metadata["group"]) if "group" in own_field.metadata else {}
+    return texts
+
+
 def table(block: type, *, prefix: str = "") -> str:
-    """Return the keys of a dataclass as a table in Markdown."""
-    rows = [
-        f"| `{prefix}{field.name}` | {_default(field)} | {field.metadata['key'].doc} |"
-        for field in fields_of(block).values()
-        if field.metadata["key"].doc
-    ]
-    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+    """Return our keys of a dataclass as a table in Markdown."""
+    texts = documented(block)
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, own_field in fields_of(block).items():
+        default = f"`{own_field.default}`".replace("`None`", "null")
+        default = own_field.metadata["option"].shown or default
+        if name not in TORCHTUNE_KEYS:
+            rows.append(f"| `{prefix}{name}` | {default} | {texts[name]} |")
+    return "\n".join(rows)
 
 
-def _default(field: Field[Any]) -> str:
-    shown: str = field.metadata["key"].shown
-    if shown:
-        return shown
-    if field.default is None:
-        return "null"
-    return f"`{field.default}`"
-
-
-# --- how a value is read
-
-
-def one_of(*options: str) -> Callable[[str, Any], Any]:
-    """Return the reader of a key whose value is one of some words."""
-    return checked(partial(check_choice, options=options))
-
-
-def auto_or_whole(name: str, value: Any) -> int | str:
-    """Read ``auto`` or a whole number, 1 or more."""
-    if value == "auto":
-        return "auto"
-    return check_whole(name, value, remedy="give auto, or a whole number, 1 or more")
-
-
-def names_of_keys(name: str, value: Any) -> tuple[str, ...]:
-    """Read one name, or a list of them."""
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(
-        isinstance(name_of_key, str) for name_of_key in names
-    ):
-        raise SettingError(name, value, "give the names of keys, such as [dataset]")
-    return tuple(names)
-
-
-def checked(check: Callable[[str, Any], object]) -> Callable[[str, Any], Any]:
-    """Return the reader of a key whose value is taken as it is once `check` lets it pass."""
-
-    def read(name: str, value: Any) -> Any:
-        check(name, value)
-        return value
-
-    return read
+# --- functions
 
 
 def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
-    """Return the reader of a key that names a function, by a dotted path or by a block whose
-    `_component_` builds one.
+    """Return the reader of a key that names a function by a dotted path, or builds one by a block
+    with `_component_`.
     """
 
     def read(name: str, value: Any) -> Any:
@@ -219,7 +199,11 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
 
 def load_function(path: object, *, key: str) -> Any:
-    """Import what a dotted path names; refuse one that cannot be imported, with what is missing."""
+    """Import the object of a dotted path.
+
+    Raises:
+        SettingError: it cannot be imported, with the missing module or name.
+    """
     replacement = REMOVED_FUNCTIONS.get(str(path))
     if replacement is not None:
         raise SettingError(key, path, f"this function was removed; {replacement}")
@@ -250,24 +234,19 @@ def load_function(path: object, *, key: str) -> Any:
 
 
 def _load(value: object, *, key: str) -> Any:
-    if isinstance(value, str):
+    if not isinstance(value, Mapping):
         return load_function(value, key=key)
-    if isinstance(value, Mapping) and isinstance(value.get("_component_"), str):
-        build = load_function(value["_component_"], key=f"{key}._component_")
-        arguments = {str(k): v for k, v in value.items() if k != "_component_"}
-        try:
-            return build(**arguments)
-        except SettingError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise SettingError(
-                f"{key}._component_",
-                value["_component_"],
-                f"it is called with {arguments} to build the function, and failed: {error}; "
-                f"for a function itself write {key}: {value['_component_']}",
-            ) from error
-    raise SettingError(
-        key,
-        value,
-        "give the dotted path of a function, or a block with _component_ that builds one",
-    )
+    component = value.get("_component_")
+    build = load_function(component, key=f"{key}._component_")
+    arguments = {str(name): given for name, given in value.items() if name != "_component_"}
+    try:
+        return build(**arguments)
+    except SettingError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise SettingError(
+            f"{key}._component_",
+            component,
+            f"it is called with {arguments} to build the function, and failed: {error}; "
+            f"for a function itself write {key}: {component}",
+        ) from error

@@ -26,7 +26,6 @@ from adaptive_batch.training import (
     Evaluation,
     LongestRows,
     MicroBatchSizer,
-    ProbeOptions,
     SearchScope,
     find_limit,
     has_batch_norm,
@@ -668,15 +667,10 @@ class LimitFinder:
         Raises:
             DoesNotFitError: one row does not fit.
         """
-        probe = self._settings.probe
-        options = ProbeOptions(
-            probe.device_memory,
-            probe.headroom,
-            distributed.minimum(maximum),
-            probe.search,
+        options = replace(
+            self._settings.probe,
+            maximum=distributed.minimum(maximum),
             round_to_power_of_two=rounds,
-            trial_seconds=probe.trial_seconds,
-            memory_key="probe.device_memory",
         )
         return find_limit(
             trainer.tried(),

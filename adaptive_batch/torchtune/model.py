@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.dtypes import nf4tensor
 from torchtune import modules, training
+from torchtune.modules.peft import get_adapter_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
@@ -24,8 +25,7 @@ from adaptive_batch._util import nearest, replaced
 from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
-from .checks import check_all_is_trained
-from .config_errors import building, instantiate, one_line
+from .config_errors import building, component_of, instantiate, one_line
 
 
 class Weights(ABC):
@@ -72,7 +72,14 @@ class FullModel:
         Raises:
             SettingError: names the key, and the recipe that fits.
         """
-        check_all_is_trained(model, cfg)
+        remedy = "this recipe trains every weight; train adapters with adaptive_lora_finetune, or"
+        if get_adapter_params(model):
+            component = component_of(cfg.model)
+            raise SettingError("model", component, f"{remedy} give a model without adapters")
+        adapters = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
+        if adapters is not None:
+            key = "checkpointer.adapter_checkpoint"
+            raise SettingError(key, str(adapters), f"{remedy} remove it")
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""

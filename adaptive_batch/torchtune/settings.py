@@ -1,8 +1,6 @@
-"""Every configuration key that we read, each in one place: its name, type, default, check, what
-resuming does, its documentation.
+"""All configuration keys of ours: name, type, default, range, effect on resuming, documentation.
 
-The tables in docs/configuration.md are written from here by ``adaptive-batch keys
-docs/configuration.md``.
+``adaptive-batch keys docs/configuration.md`` writes the tables of the page from here.
 """
 
 from __future__ import annotations
@@ -16,17 +14,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
-from adaptive_batch.data import LAYOUT_KINDS, LONG_ROWS, ORDERS, UNIFORM, LayoutKind
+from adaptive_batch._util import auto_or_whole, check_share, check_whole, one_of, option
+from adaptive_batch.data import LAYOUT_KINDS, UNIFORM, Batching, LayoutKind
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
-from adaptive_batch.memory import check_device_memory, parse_size
-from adaptive_batch.probe import OBJECTIVES, needs_times
+from adaptive_batch.memory import parse_size
+from adaptive_batch.probe import needs_times
 from adaptive_batch.schedules import (
     RULES,
     Clock,
-    Progress,
     Reference,
+    Schedule,
     check_increment,
     check_scaled,
     check_schedule,
@@ -34,221 +32,140 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES, ConfiguredSize
+from adaptive_batch.training import ON_NONFINITE_LOSS, ConfiguredSize, ProbeOptions
 
 from .checks import check_together
 from .config_errors import as_dict
 from .keys import (
     TORCHTUNE_KEYS,
-    Resume,
-    auto_or_whole,
     block,
-    checked,
+    check_names,
     function,
     group,
-    key,
     keys_of,
-    names_of_keys,
-    one_of,
     read_keys,
     table,
 )
-from .names import check_names
 from .removed_keys import check_removed
 
 
-def _check_budget(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= 1:
-        raise SettingError(name, value, "give a share from 0 to 1, such as 0.5")
+def fraction(name: str, value: Any) -> None:
+    """Raise SettingError if a value is not a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise SettingError(name, value, "give a number from 0 to 1, such as 0.5")
 
 
-def _length(name: str, value: Any) -> int | str:
+def _length(name: str, value: Any) -> None:
     if not isinstance(value, str):
-        return check_whole(name, value)
-    if value not in ("longest", "max_seq_len"):
+        check_whole(name, value)
+    elif value not in ("longest", "max_seq_len"):
         raise SettingError(name, value, "give longest, max_seq_len or a number of tokens")
-    return value
 
 
 def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise SettingError(name, value, "give a list of lengths, such as [512, 1024, 2048]")
     for number, length in enumerate(value):
+        _length(name, length)
         if length in value[:number]:
             raise SettingError(name, value, f"{length} is there twice; leave one out")
-    return tuple(_length(name, length) for length in value)
+    return tuple(value)
 
 
 def _size(name: str, value: Any) -> int:
     try:
         if value == 0 and not isinstance(value, bool):
             return 0
-        # A share would be of nothing.
+        # A float would be a share of the device, whose size is not known here.
         if isinstance(value, float):
             raise ValueError
         return parse_size(value, total_bytes=0)
     except ValueError:
-        raise SettingError(
-            name, value, 'give a size such as "600MiB", or a whole number of bytes'
-        ) from None
+        remedy = 'give a size such as "600MiB", or a whole number of bytes'
+        raise SettingError(name, value, remedy) from None
 
 
-def _headroom(name: str, value: Any) -> int | float | str:
+def _devices(name: str, value: Any) -> None:
+    parse_devices(value)
+
+
+def _headroom(name: str, value: Any) -> Any:
     if isinstance(value, float):
         check_share(name, value)
     elif value != "auto":
         _size(name, value)
-    size: int | float | str = value
-    return size
-
-
-def _number_of_batches(name: str, value: Any) -> int | None:
-    # torchtune's later recipes write all so.
-    if value == -1:
-        return None
-    return check_whole(name, value)
-
-
-def _seed(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise SettingError(name, value, "give a whole number, 0 to 4294967295, or null")
     return value
+
+
+def _validation_batches(name: str, value: Any) -> None:
+    if value != -1:
+        check_whole(name, value)
 
 
 def _norm(name: str, value: Any) -> float:
     try:
-        # torchtune's recipes take "inf".
+        # torchtune's recipes accept "inf".
         norm = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         norm = math.nan
     if not norm > 0:
-        raise SettingError(
-            name, value, "give the largest norm of all gradients, above 0, such as 1.0, or null"
-        )
+        raise SettingError(name, value, "give a norm above 0, such as 1.0, or null")
     return norm
 
 
-def _layers(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(layer, str) for layer in value):
-        raise SettingError(
-            name, value, "give a list of names, such as [tok_embeddings,output], or null"
-        )
-    return tuple(value)
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) and name == "resume_allow_changes" else value
+    if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
+        raise SettingError(name, value, "give a list of names, such as [dataset]")
+    return tuple(names)
 
 
 @dataclass(frozen=True)
-class ProbeSettings:
-    """The `probe` block."""
+class ProbeSettings(ProbeOptions):
+    """The `probe` block.
 
-    search: str = key(
-        one_of(*SEARCHES),
-        "`predict`: chooses each next size so that it fits by what the peaks have shown. `binary`:"
-        " bisection of 1 to `maximum`. `halve`: `maximum`, then half of it, until one fits",
-        default="predict",
-    )
-    objective: str = key(
-        one_of(*OBJECTIVES),
-        "what `auto` takes within the bound: `throughput`: the micro-batches that train the most"
-        " real tokens a second, timed in a few trials; `largest`: as much at once as fits",
-        default="throughput",
-    )
-    device_memory: int | float | str | None = key(
-        checked(check_device_memory),
-        "what training may use: null = what is free now plus what this process holds; a size such"
-        " as `12GiB`; or a share of the device such as `0.9`",
-        default=None,
-    )
-    headroom: float | str = key(
-        checked(check_headroom),
-        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one GPU whose"
-        " allocator has expandable segments, as recipes ask for, and 0.05 elsewhere",
-        default="auto",
-    )
-    sequence_length: int | str = key(
-        _length,
-        "`longest`: the longest real rows of the dataset; `max_seq_len`: rows as long as the"
-        " tokenizer cuts them; or a number of tokens. With less than the longest, longer rows may"
-        " not fit, which is logged",
-        default="longest",
-    )
-    sequence_lengths: tuple[int | str, ...] = key(
-        _lengths,
-        "for `adaptive_probe`: a list, each length once; one search for each, and none for"
-        " `probe.sequence_length`",
-        default=(),
-        shown="none",
-    )
-    round_to_power_of_two: bool = key(
-        check_bool,
-        "train with the power of two at or below the bound, which is tried too: it stays the same"
-        " where the bound moves by some rows from run to run, and batches that double divide each"
-        " other. It leaves up to half of what fits unused, which is logged; `False`: the bound"
-        " itself",
-        default=True,
-    )
-    maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
-    trial_seconds: int | None = key(
-        check_whole,
-        "a size whose trial would take longer, by the time of the one before it, is not tried."
-        " null: whatever it takes",
-        default=60,
-    )
-    trial_timeout: int = key(
-        check_whole,
-        "several ranks: seconds after which a trial that does not end ends the run on all of them",
-        default=600,
-    )
-    assumed_maximum: int | None = key(
-        check_whole,
-        "for `preview`, which tries nothing: rows that fit",
-        default=None,
-    )
-    cache: bool = key(
-        check_bool,
-        "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is"
-        " tried once, and believed if it fits, whatever the learning rate; a search starts from a"
-        " curve of the same step that was planned or counted before",
-        default=True,
-    )
+    Attributes:
+        sequence_length: length of the rows in trials: `longest`: the longest rows of the dataset;
+            `max_seq_len`: the tokenizer's limit; or a number of tokens.
+        sequence_lengths: lengths for `adaptive_probe`, a list; each is searched for, in place of
+            `probe.sequence_length`.
+        trial_timeout: on several ranks, the seconds after which a trial that hangs ends all ranks.
+        assumed_maximum: rows that fit, for `preview`, which tries nothing.
+        cache: whether to reuse earlier results in `{output_dir}/adaptive_batch/probe.json` with the
+            same settings and versions. A reused maximum is tried once.
+    """
+
+    sequence_length: int | str = option("longest", _length)
+    sequence_lengths: tuple[int | str, ...] = option((), _lengths, shown="none")
+    round_to_power_of_two: bool = option(True)
+    trial_seconds: float | None = option(60, check_whole)
+    trial_timeout: int = option(600, check_whole)
+    assumed_maximum: int | None = option(None, check_whole)
+    cache: bool = option(True)
+    memory_key: str = "probe.device_memory"
 
 
 @dataclass(frozen=True)
 class EstimateSettings:
-    """The `estimate` block, for ``adaptive_estimate``."""
+    """The `estimate` block, for ``adaptive_estimate``.
 
-    devices: object = key(
-        checked(lambda name, value: parse_devices(value)),
-        "for `adaptive_estimate`, which needs it: devices that are not here: a size such as"
-        " `80GiB`, a name such as `H100`, or a list of them. See"
-        " [estimates](without_a_gpu.md#estimate-a-config)",
-        default=None,
-    )
-    sequence_lengths: tuple[int | str, ...] = key(
-        _lengths,
-        "a list of lengths, each as `probe.sequence_length`; null: that one alone",
-        default=(),
-        shown="null",
-    )
-    world_size: int = key(partial(check_whole, most=10**5), "ranks that share the model", default=1)
-    changes: bool = key(
-        check_bool,
-        "also estimate what single changes of the configuration would bring",
-        default=True,
-    )
-    headroom: int | float | str = key(
-        _headroom,
-        "what is left free beside that: a size such as `2GiB`, a number of bytes, or a share such"
-        " as `0.05`; `auto`: as `probe.headroom`",
-        default="auto",
-    )
-    context: int | None = key(
-        _size,
-        "what the driver's context and its libraries take outside of the allocator, in bytes or as"
-        " a size such as `600MiB`; null: 770MiB of an H100 or H200, 500MiB of others. Of no effect"
-        " if `device` is `cpu`. See [the context](without_a_gpu.md#the-context)",
-        default=None,
-    )
+    Attributes:
+        devices: devices to estimate for: a size such as `80GiB`, a name such as `H100`, or a list.
+        sequence_lengths: a list of lengths, each as `probe.sequence_length`; None: that one.
+        world_size: ranks that share the model.
+        changes: whether to estimate single changes of the configuration too.
+        headroom: memory that stays free: a size such as `2GiB`, a number of bytes, or a share such
+            as `0.05`; `auto`: as `probe.headroom`.
+        context: bytes of the driver's context and libraries outside of the allocator, or a size
+            such as `600MiB`; None: 770MiB for an H100 or H200, 500MiB for others.
+    """
+
+    devices: object = option(None, _devices)
+    sequence_lengths: tuple[int | str, ...] = option((), _lengths, shown="null")
+    world_size: int = option(1, partial(check_whole, most=10**5))
+    changes: bool = option(True)
+    headroom: int | float | str = option("auto", _headroom)
+    context: int | None = option(None, _size)
 
     def lengths_of(self, probe: ProbeSettings) -> tuple[str, tuple[int | str, ...]]:
         """Return the key that gives the lengths, and the lengths."""
@@ -258,108 +175,34 @@ class EstimateSettings:
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
-    """Keys of the order of rows and of steps that hold tokens."""
-
-    sample_order: str = key(
-        one_of(*ORDERS),
-        "`dataloader`: torchtune's order, and beyond 1,048,576 rows another permutation for each"
-        " epoch; `random`: shuffled again each epoch; `seqlen`: short to long",
-        default="dataloader",
-        resume="epoch",
-    )
-    sample_window: int | None = key(
-        check_whole,
-        "with `seqlen`: shuffle first and sort only within each so many rows, so that epochs differ"
-        " in more than rows of equal length",
-        default=None,
-        resume="epoch",
-        needs=("sample_order=seqlen",),
-    )
-    min_rows_per_batch: int = key(
-        check_whole,
-        "least rows of a step by `batch_tokens`, on each device. It comes before the budget: a step"
-        " of this many long rows may have more tokens. Only the last step of an epoch may have"
-        " fewer. Not together with `long_rows: alone`",
-        default=1,
-        resume="epoch",
-        needs=("batch_tokens",),
-    )
-    max_rows_per_batch: int | None = key(
-        check_whole,
-        "most rows of a step by `batch_tokens`",
-        default=None,
-        resume="epoch",
-        needs=("batch_tokens",),
-    )
-    long_rows: str = key(
-        one_of(*LONG_ROWS),
-        "a row above `batch_tokens`: `error`; `drop` (listed in `run.jsonl`); `alone`: a step of"
-        " its own",
-        default="error",
-        resume="epoch",
-        needs=("batch_tokens",),
-    )
-
-
-@dataclass(frozen=True)
-class MicroBatchSettings(ConfiguredSize):
-    """Keys of the size of a micro-batch."""
-
-    micro_batch_size: int | str | None = key(
-        auto_or_whole,
-        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see"
-        " `probe.objective`); or a number. The rows of a step run in as few micro-batches as that"
-        " allows; a `batch_size` above the bound is then no error",
-        default=None,
-        resume="report",
-    )
-    micro_batch_tokens: int | str | None = key(
-        auto_or_whole,
-        "tokens at once, padding included: `auto` = what is fastest within the bound (see"
-        " `probe.objective`); or a number, at least the longest row. The rows of a step are grouped"
-        " by length into as few micro-batches as can be, of nearly equal size and with little"
-        " padding. Not together with `micro_batch_size`, and not for rows with images, which tokens"
-        " do not measure",
-        default=None,
-        resume="report",
-    )
-
-
-@dataclass(frozen=True)
 class RateSettings:
-    """Keys of the learning rate, and of what else of the optimizer follows the batch."""
+    """Keys of the learning rate, and of what else of the optimizer follows the batch.
 
-    lr_scaling: str = key(
-        one_of(*RULES),
-        "`linear` or `sqrt`: the rate is multiplied by (batch / reference) or its square root, by"
-        " the global batch that is really stepped",
-        default="none",
-    )
-    reference_batch_size: Reference | None = key(
+    Attributes:
+        lr_scaling: factor of the learning rate: `linear`: batch / reference; `sqrt`: its square
+            root. The batch is the global batch of the step.
+        reference_batch_size: global batch that `lr` was chosen for: rows, or tokens as in
+            `8192tok`. Default: `batch_size` x `gradient_accumulation_steps` x ranks, before a
+            search.
+        scale_with_batch: values of the optimizer that follow batch / `reference_batch_size`:
+            `{beta2: half_life}`, `{weight_decay: per_token}` or both. See
+            [below](#what-follows-the-batch).
+        lr_clock: unit of warm-up and decay of `lr_scheduler`: `samples`, `tokens` or `steps`; or
+            one for each, as in `{warmup: steps, decay: tokens}`.
+    """
+
+    lr_scaling: str = option("none", one_of(*RULES))
+    reference_batch_size: Reference | None = option(
+        None,
         parse_reference,
-        "the global batch that the configured `lr` belongs to: a number of rows, or tokens as in"
-        " `8192tok`. Default: the configured `batch_size` x `gradient_accumulation_steps` x ranks,"
-        " before any probe",
-        default=None,
         shown="configured",
         resume="report",
         needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
     )
-    scale_with_batch: Mapping[str, str] | None = key(
-        lambda name, value: check_scaled(name, value) or None,
-        "what of the optimizer follows the batch, by the one that is really stepped over"
-        " `reference_batch_size`: `{beta2: half_life}` keeps the half-life of the second moment in"
-        " rows, `{weight_decay: per_token}` the decay for each row, or token where the reference is"
-        " one of tokens; or both. See [below](#what-follows-the-batch)",
-        default=None,
-        resume="report",
-    )
-    lr_clock: Clock = key(
+    scale_with_batch: Mapping[str, str] | None = option(None, check_scaled, resume="report")
+    lr_clock: Clock = option(
+        Clock(),
         lambda name, value: Clock.from_config(value),
-        "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for"
-        " each, as in `{warmup: steps, decay: tokens}`. See below",
-        default=Clock(),
         shown="`samples`",
         resume="refuse",
         needs=("lr_scheduler",),
@@ -368,32 +211,24 @@ class RateSettings:
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """Keys of validation during training; without `run_val_every_n_steps` there is none."""
+    """Keys of validation during training, which needs `run_val_every_n_steps`.
 
-    dataset_val: Any = key(
-        # It is checked together with run_val_every_n_steps.
-        checked(lambda name, value: None),
-        "a dataset block, or a list of them, to validate on",
-        default=None,
-        needs=("run_val_every_n_steps",),
+    Attributes:
+        dataset_val: dataset block to validate on, or a list of them.
+        run_val_every_n_steps: optimizer steps between validations, which log `val_loss`.
+        batch_size_val: rows at once in validation: a number; `auto`: found by a search of its own;
+            default: `batch_size`.
+        max_validation_batches: number of batches to validate on; None or -1: all.
+    """
+
+    # check_together checks the blocks.
+    dataset_val: Any = option(None, lambda name, value: None, needs=("run_val_every_n_steps",))
+    run_val_every_n_steps: int | None = option(None, check_whole)
+    batch_size_val: int | str | None = option(
+        None, auto_or_whole, shown="`batch_size`", needs=("run_val_every_n_steps",)
     )
-    run_val_every_n_steps: int | None = key(
-        check_whole, "validate after each so many optimizer steps; logs `val_loss`", default=None
-    )
-    batch_size_val: int | str | None = key(
-        auto_or_whole,
-        "rows at once in validation, and what `max_validation_batches` counts; `auto`: as many as"
-        " fit, found for validation alone, counted in `batch_size` rows. Running out of memory in"
-        " validation lowers this, never training's, whatever `on_out_of_memory` is",
-        default=None,
-        shown="`batch_size`",
-        needs=("run_val_every_n_steps",),
-    )
-    max_validation_batches: int | None = key(
-        _number_of_batches,
-        "validate on the first so many batches; null or -1: on all",
-        default=None,
-        needs=("run_val_every_n_steps",),
+    max_validation_batches: int | None = option(
+        None, _validation_batches, needs=("run_val_every_n_steps",)
     )
 
     @property
@@ -412,54 +247,41 @@ class ValidationSettings:
         return size if isinstance(size, int) else of_training
 
     def rows_of(self, rows: int, *, batch_size: int, ranks: int = 1) -> int:
-        """Return how many of the `rows` of a dataset are validated on: its first; `ranks` run a
-        batch each at a time. `batch_size` is the configured one.
+        """Return the number of rows of a dataset that are validated on: the first ones.
+
+        Args:
+            rows: rows of the dataset.
+            batch_size: configured batch size.
+            ranks: ranks that run a batch each at a time.
         """
-        if self.max_validation_batches is None:
+        if self.max_validation_batches in (None, -1):
             return rows
         return min(rows, self.max_validation_batches * self.rows_at_once(batch_size) * ranks)
 
 
 @dataclass(frozen=True)
 class SavingSettings:
-    """Keys of what is saved, and of how a saved run is resumed."""
+    """Keys of checkpoints and of resuming.
 
-    save_every_n_steps: int | None = key(
-        check_whole, "optimizer steps from one resume point to the next", default=None
-    )
-    keep_last_n_checkpoints: int | None = key(
-        check_whole,
-        "resume points that are kept; older ones go when a newer one is whole. null: all. Epoch"
-        " checkpoints stay",
-        default=None,
-        needs=("save_every_n_steps",),
-    )
-    enable_async_checkpointing: bool = key(
-        check_bool,
-        "`True`: a resume point is copied to the host, and written while training continues",
-        default=False,
-        needs=("save_every_n_steps",),
-    )
-    keep_final_state: bool = key(
-        check_bool,
-        "the last epoch is saved with the optimizer's state as well, so that a finished run goes on"
-        " from its end where `epochs` is raised; without it where the disk has no room. `False`:"
-        " weights alone, as torchtune",
-        default=True,
-    )
-    overwrite_output_dir: bool = key(
-        check_bool,
-        "`True`: a new run may replace one in `output_dir` that has not ended, which else is"
-        " refused. All that other runs have saved there goes once the first save of this one is"
-        " complete",
-        default=False,
-    )
-    resume_allow_changes: tuple[str, ...] = key(
-        names_of_keys,
-        "names of keys that may differ from the checkpoint's, as in `[dataset]`. See below",
-        default=(),
-        shown="none",
-        needs=("resume_from_checkpoint",),
+    Attributes:
+        save_every_n_steps: optimizer steps between two resume points.
+        keep_last_n_checkpoints: resume points to keep; None: all. Epoch checkpoints stay.
+        enable_async_checkpointing: whether a resume point is written while training continues.
+        keep_final_state: whether the last epoch is saved with the optimizer's state, so that a
+            larger `epochs` continues the run. `False`: weights alone, as torchtune.
+        overwrite_output_dir: whether a new run may replace an unfinished one in `output_dir`. The
+            saves of other runs there are deleted once its first save is complete.
+        resume_allow_changes: names of keys that may differ from the checkpoint's, as in
+            `[dataset]`.
+    """
+
+    save_every_n_steps: int | None = option(None, check_whole)
+    keep_last_n_checkpoints: int | None = option(None, check_whole, needs=("save_every_n_steps",))
+    enable_async_checkpointing: bool = option(False, needs=("save_every_n_steps",))
+    keep_final_state: bool = option(True)
+    overwrite_output_dir: bool = option(False)
+    resume_allow_changes: tuple[str, ...] = option(
+        (), _names, shown="none", needs=("resume_from_checkpoint",)
     )
 
 
@@ -486,178 +308,91 @@ class SearchPlan:
     sets_batch: bool
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Batching):
+    """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning.
 
-    batch_size: int = key(check_whole)
-    gradient_accumulation_steps: int = key(check_whole)
+    Attributes:
+        use_maximum_batch_size: whether to set `batch_size` to the largest that fits, at most the
+            rows of an epoch (see `probe.round_to_power_of_two`).
+        batch_increase_function: dotted path of `f(epoch, batch_size) -> int`, or a block with
+            `_component_` that builds one: rows to add to `batch_size` at the start of each epoch.
+            See [below](#growth-functions).
+        batch_size_schedule: dotted path of `rule(progress) -> int`, or a block that builds one:
+            rows of a step on one device, or real tokens with `batch_tokens`. See
+            [below](#schedules-of-the-batch).
+        preview: whether to print what training will do and stop before weights load.
+        reference_micro_batch_size: pairs at once in the reference of `adaptive_dpo`, which then
+            runs before the step: a number; `auto`: as many tokens as fit; None: with each
+            micro-batch of training. See
+            [preference pairs](torchtune.md#pairs-at-once-in-the-reference).
+        micro_batch_layout: layout of a micro-batch: `padded`: to the longest row; `grouped`:
+            padded, but sorted by length within the step; `packed`: rows without padding, each sees
+            itself alone; None: `padded`, or the fastest with `auto`.
+        uniform_micro_batches: what all micro-batches of a step have equal: `rows`, `lengths` or
+            `both`, for pipelines and compiled graphs.
+        pad_to_multiple_of: padded lengths are rounded up to a multiple of this number, for fewer
+            shapes to compile.
+        fused_rms_norm: whether torchtune's `RMSNorm` is one operation, without float32 copies;
+            results differ by rounding.
+        activation_memory_budget: share of the activations that compiled parts keep for backward,
+            0 to 1; the rest is recomputed. Needs `compile: True`.
+        on_out_of_memory: `shrink`: repeat the step with smaller micro-batches and try the former
+            limit later; `raise`: end the run, the default with the optimizer in backward.
+        on_nonfinite_loss: step whose loss is NaN or infinite: `warn` logs it, `skip` leaves
+            weights and optimizer unchanged, `stop` ends the run. See
+            [below](#a-loss-that-is-not-finite).
+        sync_gradients_every_micro_batch: whether several ranks reduce gradients after each
+            micro-batch; `False`: after the last, with less traffic and more memory.
+        drop_last: whether the last, short step of an epoch is dropped.
+        log_gradient_noise_scale: whether to measure and log the gradient noise scale. Needs
+            `micro_batch_size`, rows in random order and two or more micro-batches in a step.
+        verbose: whether to print the resolved configuration and torchtune's log.
+        probe: the search for the largest batch.
+        estimate: the estimate for other devices.
+    """
+
+    use_maximum_batch_size: bool = option(False, resume="report")
+    batch_size: int = option(read=check_whole)
+    gradient_accumulation_steps: int = option(read=check_whole)
     # Limited, as each is previewed.
-    epochs: int = key(partial(check_whole, most=10**6))
-    max_steps_per_epoch: int | None = key(check_whole, default=None)
-    seed: int | None = key(_seed, default=None)
-    log_every_n_steps: int | None = key(check_whole, default=None)
-    optimizer_in_bwd: bool = key(check_bool, default=False)
-    clip_grad_norm: float | None = key(_norm, default=None)
-    ac_mode: str | None = key(one_of("none", "full", "selective"), default=None)
-    custom_sharded_layers: tuple[str, ...] = key(_layers, default=())
-    use_maximum_batch_size: bool = key(
-        check_bool,
-        "`True`: search, then set `batch_size` to the bound (see `probe.round_to_power_of_two`), at"
-        " most the rows of an epoch; `gradient_accumulation_steps` stays",
-        default=False,
-        resume="report",
+    epochs: int = option(read=partial(check_whole, most=10**6))
+    max_steps_per_epoch: int | None = option(None, check_whole)
+    log_every_n_steps: int | None = option(None, check_whole)
+    optimizer_in_bwd: bool = option(False)
+    clip_grad_norm: float | None = option(None, _norm)
+    ac_mode: str | None = option(None, one_of("none", "full", "selective"))
+    custom_sharded_layers: tuple[str, ...] = option((), _names)
+    batch_increase_function: Callable[[int, int], int] | None = option(
+        None, function(check_increment), resume="refuse"
     )
-    batch_increase_function: Callable[[int, int], int] | None = key(
-        function(check_increment),
-        "dotted path of `f(epoch, batch_size) -> int`, or a block with `_component_` that builds"
-        " one: rows to add to `batch_size` at the start of each epoch. What goes beyond the bound"
-        " is cut to it and logged. See [below](#growth-functions)",
-        default=None,
-        resume="refuse",
+    batch_size_schedule: Schedule | None = option(
+        None, function(check_schedule), resume="refuse", fills_steps=True
     )
-    batch_size_schedule: Callable[[Progress], int] | None = key(
-        function(check_schedule),
-        "dotted path of `rule(progress) -> int`, or a block with `_component_` that builds one:"
-        " rows of a step on one device during training; with `batch_tokens`, real tokens. It needs"
-        " `gradient_accumulation_steps: 1` and no `batch_increase_function`. See"
-        " [below](#schedules-of-the-batch)",
-        default=None,
-        resume="refuse",
-        fills_steps=True,
+    preview: bool = option(False)
+    micro_batch: ConfiguredSize = group(ConfiguredSize)
+    reference_micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
+    micro_batch_layout: str | None = option(None, one_of(*LAYOUT_KINDS), resume="report")
+    uniform_micro_batches: str | None = option(
+        None, one_of(*UNIFORM), resume="report", fills_steps=True
     )
-    grow_beyond_maximum: bool = key(
-        check_bool,
-        "`True`: the batch that either of these asks for may pass the bound; the step then runs as"
-        " more micro-batches. `False`: it is cut to the bound, which is logged",
-        default=False,
-        resume="report",
-        needs=("batch_increase_function", "batch_size_schedule"),
-    )
-    preview: bool = key(
-        check_bool,
-        "`True`: print what training will do and stop before weights load. The bound is that of an"
-        " earlier search in `output_dir`, or `probe.assumed_maximum`",
-        default=False,
-    )
-    micro_batch: MicroBatchSettings = group(MicroBatchSettings)
-    reference_micro_batch_size: int | str | None = key(
-        auto_or_whole,
-        "for `adaptive_dpo`: pairs at once in the reference, which then runs for all pairs of a"
-        " step before the first of them is trained: `auto` = as many tokens as fit, found for the"
-        " reference alone, or fewer where that pads less; or a number, at most so many. null: the"
-        " reference runs within each micro-batch of training. Running out of memory in it lowers"
-        " this, never training's, whatever `on_out_of_memory` is. See"
-        " [preference pairs](torchtune.md#pairs-at-once-in-the-reference)",
-        default=None,
-        resume="report",
-    )
-    micro_batch_layout: str | None = key(
-        one_of(*LAYOUT_KINDS),
-        "how the rows of a micro-batch lie in it; which rows a step has never changes. `padded`: to"
-        " the longest; `grouped`: the same, sorted by length within the step and cut where that"
-        " takes least time; `packed`: one after the other without padding, positions restart and no"
-        " row sees another. null: `padded`, or with `auto` the fastest",
-        default=None,
-        resume="report",
-    )
-    batch_tokens: int | None = key(
-        check_whole,
-        "a step holds as many rows as fit into so many real tokens, instead of `batch_size` rows."
-        " Sets `micro_batch_tokens: auto` unless either micro key is set. Not together with a key"
-        " that changes `batch_size`",
-        default=None,
-        resume="epoch",
-    )
-    sampling: SamplingSettings = group(SamplingSettings)
-    uniform_micro_batches: str | None = key(
-        one_of(*UNIFORM),
-        "all micro-batches of a step alike, for pipelines and compiled graphs: `rows`: as many"
-        " rows; `lengths`: padded to one length; `both`",
-        default=None,
-        resume="report",
-        fills_steps=True,
-    )
-    pad_to_multiple_of: int = key(
-        check_whole,
-        "padded lengths are rounded up, never beyond what the model takes, so that there are fewer"
-        " shapes to compile",
-        default=1,
-        shown="null",
-        resume="report",
-    )
-    fused_rms_norm: bool = key(
-        check_bool,
-        "torchtune's `RMSNorm` as one operation in the model's `dtype`, which keeps its input and"
-        " no float32 copies of it; results differ by rounding",
-        default=False,
-        resume="report",
-    )
-    activation_memory_budget: float = key(
-        checked(_check_budget),
-        "with `compile: True`: share of what each compiled part would keep for backward, from 0 to"
-        " 1; what is above it is computed again in backward, the cheapest first (PyTorch's"
-        " `torch._functorch.config.activation_memory_budget`)",
-        default=1.0,
-        resume="report",
-    )
-    on_out_of_memory: str = key(
-        one_of("shrink", "raise"),
-        "`shrink`: the step runs again with less at once, and the former limit is tried later;"
-        " `raise`. With the optimizer in backward the default is `raise`, and `shrink` is refused:"
-        " a step that failed has changed weights already",
-        default="shrink",
-    )
-    on_nonfinite_loss: str = key(
-        one_of(*ON_NONFINITE_LOSS),
-        "a step whose loss is NaN or infinite: `warn` logs it, and training continues; `skip`"
-        " leaves weights and optimizer as they are; `stop` ends the run before the step is taken,"
-        " with status 1. See [below](#a-loss-that-is-not-finite)",
-        default="warn",
-        resume="report",
-    )
-    sync_gradients_every_micro_batch: bool = key(
-        check_bool,
-        "several ranks: `True` reduces gradients after each micro-batch; `False` keeps them"
-        " unsharded until the last of a step: less traffic, and as much more memory as all"
-        " gradients less a rank's part of them. The probe measures the one that is set",
-        default=True,
-    )
+    pad_to_multiple_of: int = option(1, check_whole, shown="null", resume="report")
+    fused_rms_norm: bool = option(False, resume="report")
+    activation_memory_budget: float = option(1.0, fraction, resume="report")
+    on_out_of_memory: str = option("shrink", one_of("shrink", "raise"))
+    on_nonfinite_loss: str = option("warn", one_of(*ON_NONFINITE_LOSS), resume="report")
+    sync_gradients_every_micro_batch: bool = option(True)
     rate: RateSettings = group(RateSettings)
     validation: ValidationSettings = group(ValidationSettings)
-    drop_last: bool = key(
-        check_bool,
-        "whether the last, short step of an epoch is dropped (`True`) or trained (`False`)",
-        default=True,
-        shown="see below",
-        resume="report",
-    )
-    log_gradient_noise_scale: bool = key(
-        check_bool,
-        "`True`: measure the gradient noise scale from the micro-batches of steps and log it. It"
-        " needs `micro_batch_size`, rows in a random order, and steps of two micro-batches or more;"
-        " `auto` then chooses no layout",
-        default=False,
-    )
+    drop_last: bool = option(True, shown="see below", resume="report")
+    log_gradient_noise_scale: bool = option(False)
     saving: SavingSettings = group(SavingSettings)
-    verbose: bool = key(
-        check_bool,
-        "`True`: print the resolved configuration, and all that torchtune logs. Either way"
-        " `adaptive_batch/config.yaml` in `output_dir` has the configuration of training",
-        default=False,
-    )
-    probe: ProbeSettings = key(
-        block(ProbeSettings),
-        "how the bound is searched for",
-        default=ProbeSettings(),
-        shown="block",
-    )
-    estimate: EstimateSettings = key(
-        block(EstimateSettings),
-        "devices that are not here, and what is estimated for them",
-        default=EstimateSettings(),
-        shown="block",
-    )
+    verbose: bool = option(False)
+    probe: ProbeSettings = option(ProbeSettings(), block(ProbeSettings), shown="block")
+    estimate: EstimateSettings = option(EstimateSettings(), block(EstimateSettings), shown="block")
+
+    def __post_init__(self) -> None:
+        """Check nothing: :meth:`from_config` has checked each key as it was typed."""
 
     @property
     def step_rows(self) -> int:
@@ -735,7 +470,7 @@ class Settings:
         return (
             self.use_maximum_batch_size
             or self.grows
-            or self.sampling.sample_order != "dataloader"
+            or self.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
             or self.micro_batch.is_given
             or self.batch_tokens is not None
@@ -759,7 +494,7 @@ class Settings:
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values["micro_batch"].is_given:
             # The tokens of a step do not tell what fits at once.
-            values["micro_batch"] = MicroBatchSettings(micro_batch_tokens="auto")
+            values["micro_batch"] = ConfiguredSize(micro_batch_tokens="auto")
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
         rate = values["rate"]
@@ -773,12 +508,12 @@ class Settings:
 
 
 OURS = tuple(name for name in keys_of(Settings) if name not in TORCHTUNE_KEYS)
-RESUME: Mapping[str, Resume] = {
-    **{name: own_key.resume for name, own_key in keys_of(Settings).items()},
+RESUME: Mapping[str, str] = {
+    **{name: key.resume for name, key in keys_of(Settings).items()},
     **TORCHTUNE_KEYS,
 }
 # Keys that, with `batch_tokens`, decide which rows a step holds.
-FILLS_STEPS = tuple(name for name, own_key in keys_of(Settings).items() if own_key.fills_steps)
+FILLS_STEPS = tuple(name for name, key in keys_of(Settings).items() if key.fills_steps)
 
 
 def reference_tables() -> dict[str, str]:

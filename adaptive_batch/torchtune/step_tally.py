@@ -36,7 +36,7 @@ def keys_against_padding(settings: Settings) -> str:
             f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
             " where they can be"
         )
-    if settings.sampling.sample_order != "seqlen":
+    if settings.sample_order != "seqlen":
         return "sample_order=seqlen with a sample_window brings rows of like length into a step"
     if settings.pad_to_multiple_of > 1:
         return "a lower pad_to_multiple_of leaves less"

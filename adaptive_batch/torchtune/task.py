@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,14 +17,15 @@ from adaptive_batch.data import lengthened
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import BatchForm, count_shifted_labels
 
-from .checks import check_chunks, check_loss, takes_chunks
-from .config_errors import building
+from .config_errors import as_dict, building, component_of, computing
 from .keys import load_function
 from .reference import SecondModel
 
 Row = Any
 Batch = dict[str, Any]
 Collate = Callable[[Sequence[Row]], Batch]
+# Classes of the logits that a loss is tried with.
+_CLASSES = 8
 COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
 
@@ -272,10 +274,23 @@ class NextTokens(Task):
         return count_shifted_labels(batch, self.ignore_index)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Refuse another loss, and one of chunks for a model that returns none."""
-        check_loss(self.loss_fn, self.cfg)
-        if model is not None:
-            check_chunks(model, self.loss_fn, self.cfg)
+        """Raise for another loss, and for a loss of chunks if the model returns none."""
+        component = component_of(self.cfg.loss)
+        if not isinstance(getattr(self.loss_fn, "ignore_index", None), int):
+            remedy = (
+                "not a next-token loss: it has no ignore_index (preferences are trained on by `tune"
+                " run adaptive_dpo`, and rewards are not); give"
+                " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
+            )
+            raise SettingError("loss", component, remedy)
+        if model is None:
+            _check_loss_computes(self.loss_fn, self.cfg)
+        elif takes_chunks(self.loss_fn) and not hasattr(model, "set_num_output_chunks"):
+            remedy = (
+                f"{component_of(self.cfg.model)} has no set_num_output_chunks, so it cannot return"
+                " chunks; give torch.nn.CrossEntropyLoss"
+            )
+            raise SettingError("loss", component, remedy)
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
         """Let the models return chunks where the loss takes them."""
@@ -312,3 +327,30 @@ def flat(logits: Any) -> Any:
     if isinstance(logits, list):
         return logits
     return logits.reshape(-1, logits.size(-1))
+
+
+def takes_chunks(loss_fn: Any) -> bool:
+    """Return whether a loss takes logits in chunks."""
+    return type(loss_fn).__name__ == "CEWithChunkedOutputLoss"
+
+
+def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
+    """Raise if a loss of torch or torchtune fails, or is not the mean cross-entropy of labels."""
+    # User-defined losses may take other inputs.
+    if not type(loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
+        return
+    label = 1 if loss_fn.ignore_index != 1 else 2
+    with computing("loss", cfg.loss):
+        if takes_chunks(loss_fn):
+            num_labels = loss_fn.num_output_chunks
+            logits = [torch.zeros(1, 1, _CLASSES)] * num_labels
+            loss = loss_fn(logits, torch.full((1, num_labels), label))
+        else:
+            loss = loss_fn(torch.zeros(2, _CLASSES), torch.full((2,), label))
+    expected = math.log(_CLASSES)
+    if loss.dim() or not math.isclose(loss, expected, rel_tol=1e-4):
+        remedy = (
+            f"equal logits of {_CLASSES} classes give {loss.tolist()}, and their mean cross-entropy"
+            f" is {expected:.4g}; give torch.nn.CrossEntropyLoss with reduction=mean"
+        )
+        raise SettingError("loss", as_dict(cfg.loss), remedy)

@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 from adaptive_batch import distributed
 from adaptive_batch._util import (
     check_bool,
-    check_choice,
     check_headroom,
+    check_options,
     check_whole,
     count,
     format_bytes,
+    one_of,
+    option,
 )
 from adaptive_batch.data import (
     LAYOUT_KINDS,
@@ -96,43 +98,40 @@ _MOST_VARIANTS = 8
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """How a search goes about it.
+    """Options of a search.
 
     Attributes:
-        device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9,
-            or None for what is available.
-        headroom: share of that which is left free, in [0, 1); ``auto`` for 1% where trials are
-            whole steps of training's own lengths and the allocator's segments expand, and 5%
-            elsewhere.
+        search: `predict`: fit a line through the peaks and try sizes that should fit. `binary`:
+            bisect 1 to `maximum`. `halve`: halve `maximum` until a size fits.
+        objective: what `auto` chooses within the maximum: `throughput`: the micro-batches with the
+            most real tokens a second, timed in a few trials; `largest`: as much at once as fits.
+        device_memory: memory that training may use: a size such as `12GiB`, or a share of the
+            device such as `0.9`; None: what is free, plus what this process holds.
+        headroom: share of it that stays free, from 0 to below 1; `auto`: 0.01 on one GPU with
+            expandable segments where trials are whole steps, and 0.05 elsewhere.
         maximum: the most rows that are tried.
-        search: ``predict``, ``binary`` or ``halve``.
-        round_to_power_of_two: whether the power of two at or below the bound is tried too; it is
-            then `batch_size` of the result.
-        objective: what ``auto`` takes within the bound: a name of :data:`.OBJECTIVES`.
-        trial_seconds: what a trial may take; a size that would take longer is not tried. None for
-            any time.
-        memory_key: name that errors give to `device_memory`.
+        round_to_power_of_two: whether to train with the power of two at or below the maximum
+            batch size, which is tried too. It stays the same while the maximum varies by some
+            rows from run to run.
+        trial_seconds: seconds that a trial may take; a size that would take longer is not tried.
+            None: no limit.
+        memory_key: name of `device_memory` in errors.
 
     Raises:
         SettingError: a value cannot be used.
     """
 
-    device_memory: int | float | str | None = None
-    headroom: float | str = "auto"
-    maximum: int = 4096
-    search: str = "predict"
-    round_to_power_of_two: bool = False
-    objective: str = "throughput"
+    device_memory: int | float | str | None = option(None, check_device_memory)
+    headroom: float | str = option("auto", check_headroom)
+    maximum: int = option(4096, check_whole)
+    search: str = option("predict", one_of(*SEARCHES))
+    round_to_power_of_two: bool = option(False)
+    objective: str = option("throughput", one_of(*OBJECTIVES))
     trial_seconds: float | None = None
     memory_key: str = "device_memory"
 
     def __post_init__(self) -> None:
-        check_device_memory(self.memory_key, self.device_memory)
-        check_headroom("headroom", self.headroom)
-        check_whole("maximum", self.maximum)
-        check_bool("round_to_power_of_two", self.round_to_power_of_two)
-        check_choice("search", self.search, SEARCHES)
-        check_choice("objective", self.objective, OBJECTIVES)
+        check_options(self)
 
 
 @dataclass(frozen=True)

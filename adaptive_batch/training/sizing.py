@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, from_json, rows_fit
+from adaptive_batch._util import auto_or_whole, count, from_json, option, rows_fit
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
@@ -20,17 +20,19 @@ from .limit_recovery import LimitChange, LimitRecovery, OOMPolicy, ShrinkRequest
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredSize:
-    """Configured size of a micro-batch: in rows or in tokens, padding included, or neither.
-
-    ``auto`` is what a search finds: what is fastest, where that is sought, or else as much as fits.
+    """Configured size of a micro-batch: in rows or in tokens, or neither.
 
     Attributes:
-        micro_batch_size: rows at once: a number, ``auto``, or None for the rows of a step that fit.
-        micro_batch_tokens: tokens at once: a number, ``auto``, or None.
+        micro_batch_size: most rows at once: a number; `auto`: found by a search (see
+            `probe.objective`); None: `batch_size`. The rows of a step run in as few micro-batches
+            as that allows.
+        micro_batch_tokens: most tokens at once, padding included: a number, at least the longest
+            row; `auto`: found by a search; None: no limit in tokens. The rows of a step are
+            grouped by length. Not for rows with images.
     """
 
-    micro_batch_size: int | str | None = None
-    micro_batch_tokens: int | str | None = None
+    micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
+    micro_batch_tokens: int | str | None = option(None, auto_or_whole, resume="report")
 
     @property
     def is_given(self) -> bool:

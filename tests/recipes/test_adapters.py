@@ -22,7 +22,8 @@ from torchtune.models.qwen2 import lora_qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.torchtune.checks import check_adapters_train, check_chunks
+from adaptive_batch.torchtune import NextTokens
+from adaptive_batch.torchtune.checks import check_adapters_train
 
 POINTS = (*LORA, "epochs=1", "save_every_n_steps=3", "save_adapter_weights_only=True")
 
@@ -212,8 +213,8 @@ def test_a_loss_of_chunks_is_refused_for_a_model_that_returns_none():
     )
     chunked = torchtune.modules.loss.CEWithChunkedOutputLoss()
     with pytest.raises(SettingError, match=r"mine\.Own has no set_num_output_chunks.*CrossEntropy"):
-        check_chunks(torch.nn.Linear(1, 1), chunked, cfg)
-    check_chunks(torch.nn.Linear(1, 1), torch.nn.CrossEntropyLoss(), cfg)
+        NextTokens(cfg, chunked).check(torch.nn.Linear(1, 1))
+    NextTokens(cfg, torch.nn.CrossEntropyLoss()).check(torch.nn.Linear(1, 1))
 
 
 FAMILIES = {  # transformers' configuration, what differs in it, and what is typed for torchtune

@@ -19,6 +19,7 @@ from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import (
+    FullModel,
     Job,
     NextTokens,
     Settings,
@@ -28,14 +29,12 @@ from adaptive_batch.torchtune import (
 )
 from adaptive_batch.torchtune.checks import (
     TO_TRAIN,
-    check_all_is_trained,
-    check_loss,
     check_output_dir,
     complete,
     why_unpacked,
 )
 from adaptive_batch.torchtune.config_errors import check_file, plainly
-from adaptive_batch.torchtune.tasks import check_keys_of_others
+from adaptive_batch.torchtune.job import check_keys_of_others
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 FULL = sorted(
@@ -67,9 +66,9 @@ def check(cfg):
     Settings.from_config(cfg)
     complete(cfg, needs=TO_TRAIN)
     check_keys_of_others(cfg, NextTokens)
-    check_loss(config.instantiate(cfg.loss), cfg)
+    NextTokens(cfg, config.instantiate(cfg.loss)).check(None)
     if "vision" not in cfg.model._component_:  # its builders need torchvision
-        check_all_is_trained(skeleton(cfg), cfg)
+        FullModel().check(skeleton(cfg), cfg)
 
 
 # --- other recipes
@@ -145,7 +144,7 @@ REFUSED = {
     "model.vocab_size": ["abc"],
     "model.rope_base": ["abc"],
     "model.attn_dropout": [1.5, float("nan"), "abc"],
-    "model.norm_eps": [None, "text", -1],
+    "model.norm_eps": ["text", -1],
     "model.tie_word_embeddings": ["abc"],
     "tokenizer": [None],
     "tokenizer.max_seq_len": [0, -5, "abc"],
@@ -165,9 +164,6 @@ REFUSED = {
     "lr_scheduler": ["a.b", {"num_cycles": 2}],
     "lr_scheduler.num_warmup_steps": [-1, 2.5, "abc", True],
     "checkpointer": [3],
-    "checkpointer.checkpoint_dir": [None, 5],
-    "checkpointer.output_dir": [None, 5],
-    "checkpointer.adapter_checkpoint": [5],
     "metric_logger": ["abc", {"_component_": None}],
     "tensor_parallel_plan": ["abc"],
     "profiler": [3],

@@ -38,7 +38,7 @@ from adaptive_batch.torchtune import (
 )
 from adaptive_batch.torchtune.checks import TO_PLAN
 from adaptive_batch.torchtune.estimate_changes import candidates
-from adaptive_batch.torchtune.tasks import task_of
+from adaptive_batch.torchtune.job import task_of
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*KD*.yaml"))

@@ -8,7 +8,7 @@ from torchtune import config
 
 from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.torchtune import Settings
-from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of
 from adaptive_batch.torchtune.settings import OURS, ProbeSettings
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -94,7 +94,7 @@ def test_our_keys_are_shown_with_their_defaults(name):
         shown["device_memory"] = None
     assert block(ProbeSettings)("probe", dict(cfg.probe)) == ProbeSettings()
     of_many = {"trial_timeout"} if cfg.get("sync_gradients_every_micro_batch") is None else set()
-    assert set(shown) == set(ProbeSettings.__dataclass_fields__) - {"sequence_lengths"} - of_many
+    assert set(shown) == set(keys_of(ProbeSettings)) - {"sequence_lengths"} - of_many
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import Settings, use_shipped_config, without_effect
-from adaptive_batch.torchtune.names import unread
+from adaptive_batch.torchtune.keys import unread
 
 PLAIN = {
     "batch_size": 2,
