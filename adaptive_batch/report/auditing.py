@@ -1,7 +1,6 @@
-"""The proof that each row was used exactly once in every epoch, across all restarts.
+"""The audit of a run log: each row is used exactly once in every epoch, across all restarts.
 
-It needs the run log alone: each record that counts is compared with what follows from the records
-before it.
+Each record that counts is compared with the values that follow from the records before it.
 """
 
 from __future__ import annotations
@@ -17,23 +16,22 @@ from typing import Any
 from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 
-from .history import Entry, Record, last_run, whole
-from .run_log import RECORD, iterate_records
+from .run_log import RECORD, Entry, Record, iterate_records, last_run, whole
 
-# Problems that are shown, and notes: a broken log has too many to print.
+# Limit of printed problems and notes.
 _MOST = 20
-# What a byte of an epoch says of its row.
+# Marks of rows in an epoch.
 _USED = 1
 _DROPPED = 2
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Proof of a run log.
+    """Result of an audit.
 
     Attributes:
         lines: aligned text, the verdict last.
-        problems: reasons why the proof does not hold, one sentence each, the first twenty.
+        problems: reasons why the audit fails, one sentence each, the first twenty.
     """
 
     lines: tuple[str, ...]
@@ -41,9 +39,7 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Return whether each row was used exactly once in each epoch, or is recorded as left out,
-        and nothing in the log contradicts it.
-        """
+        """Return whether each row is used exactly once in each epoch or recorded as left out."""
         return not self.problems
 
 
@@ -51,13 +47,13 @@ def audit(output_dir: str | Path) -> Audit:
     """Audit the run log ``adaptive_batch/run.jsonl`` of an output_dir.
 
     Raises:
-        SettingError: there is no such folder, or no log that can be read in it.
+        SettingError: the folder is missing, or its log is missing or unreadable.
     """
     path = Path(output_dir) / RECORD
     try:
         path.open("rb").close()
     except OSError as error:
-        problem = "there is no such folder"
+        problem = "the folder does not exist"
         if Path(output_dir).is_dir():
             problem = f"{path} cannot be read ({error.strerror})"
         remedy = f"{problem}; give the output_dir of a run"
@@ -66,7 +62,7 @@ def audit(output_dir: str | Path) -> Audit:
 
 
 def audit_records(records: Iterable[Record | None]) -> Audit:
-    """Audit the records of one file, in order; None stands for a torn line."""
+    """Audit the records of a file in order; None is a torn line."""
     all_records = list(records)
     run, num_others = last_run(record for record in all_records if record is not None)
     proof = _Proof(has_beginning=run.has_beginning)
@@ -100,17 +96,17 @@ class _Proof:
     """Compares each record that counts with those before it.
 
     Attributes:
-        epochs: epochs so far; only the last is open.
+        epochs: epochs so far; only the last one is open.
     """
 
     def __init__(self, *, has_beginning: bool) -> None:
         self.epochs: list[_Epoch] = []
         self._problems: list[str] = []
-        # Those so far; None after a gap that was reported: the next record is taken as it is.
+        # None after a reported gap: the next record is then not compared.
         self._totals: dict[str, int] | None = {"steps": 0, "samples": 0, "tokens": 0}
         # Rows of the dataset.
         self._num_rows = 0
-        # Rows that an epoch without a step has dropped, by its number.
+        # Rows dropped by an epoch that has no step yet, by its number.
         self._dropped: defaultdict[int, list[Any]] = defaultdict(list)
         self._has_ended = False
         if not has_beginning:
@@ -118,12 +114,12 @@ class _Proof:
             self._totals = None
 
     def finish(self) -> list[str]:
-        """Return all problems, once the last record was added."""
+        """Close the last epoch and return all problems."""
         self._close(is_done=self._has_ended)
         return self._problems
 
     def add(self, entry: Entry) -> None:
-        """Compare the next record, if it counts."""
+        """Compare the next record if it counts."""
         record = entry.record
         if entry.kind == "start":
             self._num_rows = max(0, whole(record, "rows") or self._num_rows)
@@ -145,7 +141,7 @@ class _Proof:
             self._of_epoch(entry.kind, record, whole(record, "epoch"))
 
     def _of_epoch(self, kind: object, record: Record, number: int | None) -> None:
-        """Compare a step, the end of an epoch, or rows that are dropped."""
+        """Compare a step, the end of an epoch, or dropped rows."""
         newest = self.epochs[-1] if self.epochs else None
         is_newest = newest is not None and newest.number == number
         if number is None:
@@ -158,18 +154,18 @@ class _Proof:
         elif kind == "step":
             self._step(record, self._open(number, record))
         else:
-            # An epoch that was resumed at its end ends again.
+            # An epoch that resumes at its end is recorded as ended again.
             epoch = newest if newest is not None and is_newest else self._open(number, record)
             epoch.ending = record
 
     def _start(self, record: Record) -> None:
-        """Compare where training resumes with where the steps before end."""
+        """Compare the progress at a start with that after the previous step."""
         self._has_ended = False
-        # Rows of an epoch that has no step yet are listed again when it begins.
+        # An epoch without a step records its dropped rows again when it begins.
         self._dropped.clear()
         progress = record.get("progress")
         if not isinstance(progress, Mapping):
-            self._problems.append("a start does not record where training resumes")
+            self._problems.append("a start does not record its progress")
             return
         if self._totals is None:
             return
@@ -178,9 +174,9 @@ class _Proof:
         found = {name: progress.get(name) for name in end}
         is_within = epoch.position > 0 and epoch.ending is None
         if found["epoch"] == epoch.number:
-            # The epoch continues, or ends again.
+            # The epoch continues, or is recorded as ended again.
             epoch.ending = None
-        # At the end of an epoch, training may also resume at the beginning of the next.
+        # Training may also resume at the beginning of the next epoch.
         elif self.epochs:
             end |= {"epoch": epoch.number + 1, "epoch_rows": 0}
         if found != end:
@@ -204,7 +200,7 @@ class _Proof:
             self._problems += epoch.mark(_USED, rows, subject)
             num_rows = len(rows)
         else:
-            self._problems.append(f"{subject}: which rows it used is not recorded")
+            self._problems.append(f"{subject}: its rows are not recorded")
         if self._totals is not None:
             expected = {
                 "step": self._totals["steps"] + 1,
@@ -224,12 +220,12 @@ class _Proof:
         epoch.steps.append(found["step"])
 
     def _open(self, number: int, record: Record) -> _Epoch:
-        """Return the epoch of a record; of a new one, after closing the one before."""
+        """Return the epoch of a record; close the previous one first if it is new."""
         newest = self.epochs[-1] if self.epochs else None
         if newest and newest.number == number and newest.ending is None:
             return newest
         expected = newest.number + 1 if newest else 0
-        # A log without its beginning may begin in any epoch.
+        # A log whose beginning is missing may begin in any epoch.
         if number != expected and (newest or self._totals):
             self._problems.append(
                 f"{record['kind']} {record.get('step', '')} belongs to epoch {number}, expected"
@@ -246,8 +242,8 @@ class _Proof:
             self._problems += self.epochs[-1].close(is_done=is_done)
 
     def conclusion(self) -> str:
-        """Return what is proved of the epochs."""
-        # Epochs of which the same is proved are named together: a run may have hundreds.
+        """Describe the result for all epochs."""
+        # A run may have hundreds of epochs: group those with the same result.
         parts = []
         for proved, alike in groupby(self.epochs, key=_Epoch.proved):
             numbers = [epoch.number for epoch in alike]
@@ -257,14 +253,14 @@ class _Proof:
 
 
 class _Epoch:
-    """The rows of one epoch, a byte each until it is closed.
+    """The rows of one epoch, one byte each until it is closed.
 
     Attributes:
         steps: numbers of its steps.
-        position: rows so far, as steps record them.
-        ending: its recorded end.
-        used: rows that steps have used, once it is closed.
-        reasons: why rows were left out, and how many for each reason, once it is closed.
+        position: rows so far, as recorded by its steps.
+        ending: the record of its end.
+        used: rows used by steps, once it is closed.
+        reasons: number of unused rows for each recorded reason, once it is closed.
     """
 
     def __init__(self, number: int, num_rows: int) -> None:
@@ -279,12 +275,10 @@ class _Epoch:
         self._marks = bytearray(num_rows)
 
     def mark(self, mark: int, rows: Sequence[Any], subject: str = "dropped rows") -> list[str]:
-        """Mark rows as used by a step or as dropped; return what is wrong with them. Dropped rows
-        may be listed again.
-        """
+        """Mark rows as used or dropped and return problems; a row may be dropped repeatedly."""
         wrong: defaultdict[str, list[Any]] = defaultdict(list)
         for row in rows:
-            # JSON may hold true, which Python counts as the int 1.
+            # True of JSON is an int in Python.
             if type(row) is not int or not 0 <= row < self.num_rows:
                 wrong["rows that the dataset does not have"].append(row)
             elif self._marks[row] == mark == _USED:
@@ -297,13 +291,13 @@ class _Epoch:
         return [f"{place}: {problem}: {_first_ten(which)}" for problem, which in wrong.items()]
 
     def close(self, *, is_done: bool) -> list[str]:
-        """Count its rows; return what is wrong with them at its end."""
+        """Count the rows and return problems."""
         self.used = self._marks.count(_USED)
         left_out = self.num_rows - self.used
         missing = [row for row, mark in enumerate(self._marks) if not mark]
         self.is_done = is_done or self.ending is not None or not missing
         reasons: Any = {"dropped": self._marks.count(_DROPPED)}
-        # Only one epoch is open at a time, so only one keeps its marks in memory.
+        # Only the open epoch keeps its marks in memory.
         self._marks = bytearray()
         problems = []
         if self.ending is not None:
@@ -328,7 +322,7 @@ class _Epoch:
         return [f"epoch {self.number}: {problem}" for problem in problems]
 
     def describe(self) -> str:
-        """Return one line on its steps and rows."""
+        """Describe the steps and rows in one line."""
         steps = f"steps {self.steps[0]:,} to {self.steps[-1]:,}" if self.steps else "no step"
         line = f"{steps}: {self.used:,} of {count(self.num_rows, 'row', ',')} used"
         if not self.is_done:
@@ -337,7 +331,7 @@ class _Epoch:
         return f"{line}, {self.num_rows - self.used:,} left out ({reasons})" if reasons else line
 
     def proved(self) -> str:
-        """Return what is proved of its rows, with a place for the name of the epoch."""
+        """Describe the result with a placeholder for the name of the epoch."""
         all_rows = count(self.num_rows, "row", ",")
         if self.used == self.num_rows:
             return f"each of {all_rows} exactly once in {{}}"
@@ -348,22 +342,21 @@ class _Epoch:
 
 
 def _compare_repeated(entries: Sequence[Entry]) -> tuple[list[str], list[str], str]:
-    """Compare each step that was rolled back with the step of the same number that counts.
+    """Compare each step that was rolled back with its repetition.
 
     Returns:
-        Differences that something explains, those that nothing explains, and how many steps were
-        alike.
+        Explained differences, unexplained differences, and a summary of the comparison.
     """
     notes = []
     different = []
     num_compared = num_alike = 0
-    # By step: the places of the records that were rolled back.
+    # Indices of rolled-back records by step.
     earlier: defaultdict[int, list[int]] = defaultdict(list)
     for place, entry in enumerate(entries):
         if entry.kind == "epoch_restarted" and entry.counts:
             notes.append(
-                f"epoch {entry.record.get('epoch')} began again after step {entry.steps}, as its"
-                f" data was changed: {len(earlier)} earlier steps do not count"
+                f"epoch {entry.record.get('epoch')} restarted after step {entry.steps} because its"
+                f" data changed: {len(earlier)} earlier steps do not count"
             )
             earlier.clear()
         if entry.kind != "step":
@@ -376,21 +369,21 @@ def _compare_repeated(entries: Sequence[Entry]) -> tuple[list[str], list[str], s
         unlike = [(at, names) for at, names in differences if names]
         num_compared += bool(attempts)
         num_alike += bool(attempts) and not unlike
-        # The first difference is enough: a step is named once.
+        # Report each step once.
         for at, names in unlike[:1]:
-            sentence = f"step {entry.steps} was not repeated alike: {', '.join(names)}"
+            sentence = f"step {entry.steps} differs from its first run: {', '.join(names)}"
             if reason := _reason_of_difference(entries[:place], at, names):
                 notes.append(f"{sentence}: {reason}")
             else:
                 different.append(sentence)
-    repeated = f"repeated steps: {num_compared:,}, alike: {num_alike:,}"
+    repeated = f"repeated steps: {num_compared:,}, identical: {num_alike:,}"
     if earlier:
-        repeated += f"; rolled back and not repeated so far: {len(earlier):,}"
+        repeated += f"; rolled back and not repeated yet: {len(earlier):,}"
     return notes, different, repeated
 
 
 def _differences(earlier: Record, later: Record) -> list[str]:
-    """Return what a repeated step has otherwise, with both values but for rows, which are many."""
+    """Return the names of values that differ in a repeated step, with both of loss and lr."""
     differences = [] if earlier.get("rows") == later.get("rows") else ["rows"]
     for name in ("loss", "lr"):
         before, after = earlier.get(name), later.get(name)
@@ -400,16 +393,17 @@ def _differences(earlier: Record, later: Record) -> list[str]:
 
 
 def _reason_of_difference(entries: Sequence[Entry], at: int, differences: Sequence[str]) -> str:
-    """Return what explains that a step came out otherwise; empty where nothing does.
+    """Return the reason for the differences of a repeated step, or "".
 
-    A setting that was changed on resume does. Such a change is a record between a start and the
-    next step whose ``before`` and ``after`` differ; records of growth rules, which have
-    ``requested``, do not count. A loss alone may also differ where the limit of a micro-batch
-    changed after the step that training went back to: sums are then rounded differently.
+    One reason is a setting that was changed on resume: a record between a start and the next step
+    whose ``before`` and ``after`` differ, except those of growth rules, which have ``requested``. A
+    loss may also differ alone if the micro-batch limit changed after the resumed step, since sums
+    are then rounded differently.
 
     Args:
-        entries: up to the repetition.
-        at: place of the step that was rolled back.
+        entries: entries before the repetition.
+        at: index of the step that was rolled back.
+        differences: names of the values that differ.
     """
     changed = [
         entry
@@ -435,7 +429,7 @@ def _reason_of_difference(entries: Sequence[Entry], at: int, differences: Sequen
 
 
 def _describe_differences(found: Mapping[str, object], expected: Mapping[str, object]) -> str:
-    """Return the values that are not as expected, with both."""
+    """List the values that differ from the expected ones."""
     return ", ".join(
         f"{name} {found[name]} instead of {value}"
         for name, value in expected.items()
@@ -444,6 +438,6 @@ def _describe_differences(found: Mapping[str, object], expected: Mapping[str, ob
 
 
 def _first_ten(rows: Sequence[Any]) -> str:
-    """Return the first ten numbers, and how many follow them."""
+    """List the first ten rows and count the rest."""
     more = f" and {len(rows) - 10:,} more" if len(rows) > 10 else ""
     return ", ".join(map(repr, rows[:10])) + more

@@ -1,5 +1,5 @@
-"""The report of a run: one picture, and one page with the picture, the settings, the audit and the
-events. The page needs no other file and no network.
+"""The report of a run: a self-contained page with a picture, the settings, the audit and the
+events.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptive_batch import __version__
-from adaptive_batch._util import atomic_write
+from adaptive_batch._util import atomic_write, count
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .auditing import audit_records
-from .history import Run, last_run
 from .picture import (
     RunData,
     as_number,
@@ -30,31 +29,30 @@ from .picture import (
     probe_panels,
     run_panels,
 )
-from .run_log import read_records
+from .run_log import Run, last_run, read_records
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-# Rows of one kind in the table of events: a long run may save a thousand times.
+# Limit of table rows for one kind of event.
 _MOST_ROWS = 100
 
 
 def write_report(output_dir: str | Path, *, output: str | Path | None = None) -> tuple[Path, Path]:
-    """Write the page and the picture of a run; return their paths.
+    """Write the page and the picture of a run and return their paths.
 
     Args:
-        output_dir: folder of the run; its ``run.jsonl`` and ``estimate.json`` are read, where they
-            are there, and ``probe.json`` where the log has no search.
+        output_dir: folder of the run, with a ``run.jsonl``, ``probe.json`` or ``estimate.json``. A
+            search in the log replaces ``probe.json``.
         output: path of the page; None for ``adaptive_batch/report.html`` in `output_dir`. The
-            picture has its name, with .png.
+            picture has the same name with .png.
 
     Raises:
-        SettingError: there is neither log nor probe nor estimate, or the page cannot be written
-            there.
+        SettingError: the folder lacks these files, or the page cannot be written.
         AdaptiveBatchError: matplotlib or jinja2 is not installed.
     """
-    # A missing library is named before a long log is read.
+    # Fail before reading a long log.
     _require_libraries()
     import jinja2
 
@@ -62,24 +60,24 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
 
     folder = Path(output_dir) / "adaptive_batch"
     page = Path(output or folder / "report.html")
-    # The picture, which ends in .png, would overwrite a page of the same name.
+    # The picture would overwrite a page that ends in .png.
     if page.is_dir() or page.suffix == ".png" or (output and not page.parent.is_dir()):
-        remedy = "give a file that ends in .html, in a folder that is there"
+        remedy = "give a file that ends in .html in an existing folder"
         raise SettingError("--output", str(page), remedy)
     has_log = (folder / "run.jsonl").is_file()
     probe = read_probe(folder / "probe.json")
     estimate = read_estimate(folder / "estimate.json")
     if not has_log and probe is None and estimate is None:
         remedy = (
-            "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's"
-            " output_dir"
+            "it has no adaptive_batch/run.jsonl, probe.json or estimate.json; give the output_dir"
+            " of a run"
         )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     records = read_records(folder / "run.jsonl") if has_log else []
     run, num_other_runs = last_run(records)
     data = RunData.of(run.entries)
     for entry in run.entries:
-        # A later `adaptive_probe` in the folder is another search than the run's.
+        # A later `adaptive_probe` in the folder may have written another search.
         probe = entry.record.get("search", probe)
     name = _printable(Path(output_dir).resolve().name)
     panels, constants, missing = run_panels(data)
@@ -127,7 +125,7 @@ def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
 
 
 def read_probe(path: Path) -> dict[str, Any] | None:
-    """Return the newest result in a ``probe.json``; None where there is none that can be read."""
+    """Return the newest result in a ``probe.json``; None if it is missing or unreadable."""
     try:
         probe = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -136,7 +134,7 @@ def read_probe(path: Path) -> dict[str, Any] | None:
 
 
 def facts_of(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what was recorded by name, a dozen facts; what was not is left out."""
+    """Return the recorded facts of a run by name."""
     counting = [entry for entry in run.entries if entry.counts]
     steps = [entry.record for entry in counting if entry.kind == "step"]
     starts = [entry.record for entry in run.entries if entry.kind == "start"]
@@ -155,7 +153,7 @@ def facts_of(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[s
             facts["bound of the reference"] = as_number(entry.record.get("max_batch_size"))
     if steps:
         facts["first batch"] = as_number(steps[0].get("batch_size"))
-        # The last step of an epoch may have fewer rows: that is no change of the batch size.
+        # The last step of an epoch may be short.
         facts["last batch"] = max(as_number(step.get("batch_size")) for step in steps[-2:])
         window = mean_window(len(steps))
         losses = [as_number(step.get("loss")) for step in steps[-window:]]
@@ -181,29 +179,27 @@ def facts_of(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[s
 
 
 def _notes_of(run: Run, num_other_runs: int) -> Iterator[str]:
-    """Yield what a reader should know of a run, one sentence each."""
+    """Yield notes on a run, one sentence each."""
     if not any(entry.kind == "step" for entry in run.entries):
         yield "No optimizer step is recorded."
     if num_other_runs:
-        yield f"Only the last run of the file is shown; other runs in it: {num_other_runs}."
+        yield f"Only the last run of the file is shown; it has {num_other_runs} others."
     lost = [entry.steps for entry in run.entries if mark_of(entry) == "loss not finite"]
     if lost:
         yield f"The loss is not finite from step {lost[0]:,} on, in {len(lost):,} steps."
     rolled_back = [entry for entry in run.entries if entry.kind == "step" and not entry.counts]
     if rolled_back:
-        yield f"Steps that restarts rolled back, which are not drawn: {len(rolled_back):,}."
+        yield f"{count(len(rolled_back), 'step', ',')} rolled back by restarts, not drawn."
 
 
 def _settings_of(run: Run) -> dict[str, Any]:
-    """Return what the last start recorded of its configuration; empty where it did not."""
+    """Return the configuration in the record of the last start, or {}."""
     recorded = [entry.record.get("settings") for entry in run.entries if entry.kind == "config"]
     return recorded[-1] if recorded and isinstance(recorded[-1], dict) else {}
 
 
 def _rows_of_events(run: Run, data: RunData) -> Iterator[Sequence[str]]:
-    """Yield a row of the table for each event, and one in place of many of a kind: of a kind that
-    is there very often, the first and the last are shown.
-    """
+    """Yield a table row for each event; of a very frequent kind, only the first and last ones."""
     counts = Counter(entry.kind for entry in run.entries)
     seen = Counter[object]()
     half = _MOST_ROWS // 2
@@ -223,25 +219,25 @@ def _rows_of_events(run: Run, data: RunData) -> Iterator[Sequence[str]]:
 
 
 def _require_libraries() -> None:
-    """Raise an AdaptiveBatchError where a library of the extra ``report`` is not installed."""
+    """Raise an AdaptiveBatchError if a library of the extra ``report`` is not installed."""
     try:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise AdaptiveBatchError(
-            f"the report is drawn with matplotlib and jinja2 ({error}): pip install"
+            f"the report needs matplotlib and jinja2 ({error}): pip install"
             " 'adaptive-batch[report]'"
         ) from None
 
 
 def _printable(text: str) -> str:
-    """Return a text in which what UTF-8 cannot hold is written out."""
-    # The name of a folder may be any bytes.
+    """Return a text with characters escaped that UTF-8 cannot encode."""
+    # The name of a folder can be arbitrary bytes.
     return text.encode(errors="backslashreplace").decode()
 
 
 def _duration(seconds: float) -> str:
-    """Return a time as people write it: 48 s, 2:05 min, 3:20:00 h."""
+    """Format a duration: 48 s, 2:05 min, 3:20:00 h."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes == 0:
         return f"{rest} s"
@@ -251,8 +247,8 @@ def _duration(seconds: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Return a moment in UTC; empty where it is none."""
-    # A log may hold any number as its time.
+    """Format a timestamp in UTC; return "" if it is invalid."""
+    # The time in a log can be any number.
     try:
         return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):

@@ -1,6 +1,6 @@
-"""The picture of a run: what its steps recorded, what its search tried, what its estimate holds.
+"""The picture of a run: recorded metrics, trials of the search, the estimate.
 
-matplotlib comes with the extra ``report`` and is imported when something is drawn.
+matplotlib comes with the extra ``report`` and is imported lazily.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptive_batch._util import format_bytes
 
-from .history import Entry
+from .run_log import Entry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 _GIB = 2**30
-# The Okabe-Ito colours, which colour-blind people tell apart.
+# The Okabe-Ito colours, distinguishable by colour-blind readers.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#59636e")
 EVENT_COLOURS = {"restarted": "#009e73", "out of memory": "#d55e00", "loss not finite": "#c4001a"}
-# Lines of one kind of event; more would hide the values.
+# Limit of lines for one kind of event.
 _MOST_LINES = 40
-# matplotlib cannot scale an axis beyond it.
+# Larger values break the scaling of matplotlib's axes.
 _LARGEST = 1e100
-# Title, label of the y axis, and metrics of the log by their labels.
+# (title, label of the y axis, labels of the metrics)
 _PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Rows per step", "rows", {"batch_size": "rows"}),
     ("Micro-batches per step", "micro-batches", {"micro_batches": "micro-batches"}),
@@ -58,13 +58,13 @@ _PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
         {"gradient_noise_scale": "noise scale", "batch_size": "rows per step"},
     ),
 )
-# What a step measures; the rest is set.
+# Metrics that are measured; the others are settings.
 _MEASURED = ("loss", "padding_fraction", "tokens_per_second_per_gpu")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One part of the picture, not drawn yet."""
+    """One panel of the picture, not drawn yet."""
 
     title: str
     draw: Callable[[Axes], None]
@@ -75,7 +75,7 @@ class _Series:
     """A metric over samples or minutes.
 
     Attributes:
-        is_measured: whether it scatters, and is drawn with its mean; else it is a setting.
+        is_measured: True for noisy values, drawn with their mean; False for settings.
     """
 
     label: str
@@ -84,7 +84,7 @@ class _Series:
     is_measured: bool
 
     def draw(self, axes: Axes, colour: str) -> None:
-        """Draw the values, and in front of many that were measured their running mean."""
+        """Draw the values, and the running mean of many measured ones."""
         marker = "." if len(self.ys) < 25 else None
         window = mean_window(len(self.ys))
         if not self.is_measured:
@@ -100,11 +100,11 @@ class _Series:
 
 @dataclass
 class RunData:
-    """Records of a run that are drawn.
+    """Entries of a run with their places on the x axes.
 
     Attributes:
-        entries: records that count, but for starts and out-of-memory errors, which always do.
-        samples, seconds: of each, samples and running time up to it.
+        entries: entries of the run.
+        samples, seconds: samples and running time up to each entry.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -115,13 +115,13 @@ class RunData:
     def of(cls, entries: Sequence[Entry]) -> RunData:
         """Read the entries of a run, in order."""
         data = cls()
-        # Samples by step, as a restart goes back.
+        # Samples by step: a restart returns to an earlier step.
         samples = {0: 0.0}
         seconds = 0.0
         previous_time = math.nan
         for entry in entries:
             time = as_number(entry.record.get("time"))
-            # The time before a start is that between a stop and a restart.
+            # Skip the time between a stop and a restart.
             if entry.kind != "start" and time > previous_time:
                 seconds += time - previous_time
             if math.isfinite(time):
@@ -135,7 +135,7 @@ class RunData:
         return data
 
     def points(self, metric: str, *, over_time: bool = False) -> tuple[list[float], list[float]]:
-        """Return where a metric was recorded, in samples or minutes, and its finite values."""
+        """Return the finite values of a metric and their places in samples or minutes."""
         xs = []
         ys = []
         for entry, samples, seconds in zip(self.entries, self.samples, self.seconds, strict=True):
@@ -147,7 +147,7 @@ class RunData:
         return xs, ys
 
     def marks(self, *, over_time: bool = False) -> Iterator[tuple[str, float]]:
-        """Yield the events that each panel marks, with their places."""
+        """Yield the marked events and their places in samples or minutes."""
         for entry, samples, seconds in zip(self.entries, self.samples, self.seconds, strict=True):
             mark = mark_of(entry)
             if mark is not None:
@@ -155,21 +155,21 @@ class RunData:
 
 
 def mark_of(entry: Entry) -> str | None:
-    """Return what is marked in the picture: a restart, an out-of-memory error, a loss that is no
-    number.
-    """
+    """Return the mark of an entry in the picture: restart, OOM or nonfinite loss; else None."""
     if entry.record.get("out_of_memory") is True:
         return "out of memory"
     if entry.kind == "start" and entry.record.get("resumed"):
         return "restarted"
-    # JSON has no nan, so the log holds it as text.
+    # The log holds nan as text.
     is_number = str(entry.record.get("loss")) not in ("nan", "inf", "-inf")
     return "loss not finite" if entry.kind == "step" and entry.counts and not is_number else None
 
 
 def run_panels(data: RunData) -> tuple[list[Panel], list[str], list[str]]:
-    """Return the panels of a run that have data, what was the same in all steps, which needs no
-    panel, and the titles of what was not recorded.
+    """Return the panels of a run.
+
+    Returns:
+        Panels with data, descriptions of constant metrics, and titles of metrics without data.
     """
     panels = []
     constants = []
@@ -182,7 +182,7 @@ def run_panels(data: RunData) -> tuple[list[Panel], list[str], list[str]]:
             for metric, label in metrics.items()
             if points[metric][1]
         ]
-        # The batch size alone needs no second panel.
+        # The batch size has its own panel.
         if not series or (
             len(metrics) > 1 and [each.label for each in series] == ["rows per step"]
         ):
@@ -201,7 +201,7 @@ def _drawing(
         for colour, each in zip(_COLOURS, series, strict=False):
             each.draw(axes, colour)
         drawn = [y for each in series for y in each.ys]
-        # A single value far above the others would leave them a flat line.
+        # One value far above the others would flatten them.
         if min(drawn) > 0 and max(drawn) > 50 * median(drawn):
             axes.set_yscale("log")
         elif "loss" not in y_label:
@@ -220,7 +220,7 @@ def _drawing(
 
 
 def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
-    """Return the panels of a search: its trials, and the speed of micro-batches that it timed."""
+    """Return the panels of a search: trials and speed of micro-batches."""
     trials = probe.get("trials")
     if not isinstance(trials, list):
         return []
@@ -231,7 +231,7 @@ def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
         rows = as_number(trial.get("batch_size")) if isinstance(trial, Mapping) else math.nan
         if math.isfinite(rows):
             peak = as_number(trial.get("peak_bytes")) / _GIB
-            # What ran out of memory has no peak; it is drawn where the budget ends.
+            # An OOM has no peak; draw it at the budget.
             points[trial.get("fits") is True].append((rows, budget if math.isnan(peak) else peak))
     if not any(points.values()):
         return []
@@ -259,9 +259,7 @@ def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
 
 
 def bound_of(probe: Mapping[str, Any]) -> str:
-    """Return the rows that a search has found to fit; with a plus where it stopped at the maximum,
-    so that more may fit.
-    """
+    """Format the result of a search; a plus means that it stopped at the configured maximum."""
     bound = as_number(probe.get("max_batch_size"))
     is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
     return f"{bound:,.0f}{'+' * is_at_maximum}" if 0 < bound < 10**9 else "no known"
@@ -269,7 +267,7 @@ def bound_of(probe: Mapping[str, Any]) -> str:
 
 def _speed_panels(probe: Mapping[str, Any]) -> Iterator[Panel]:
     speeds: dict[str, list[tuple[float, float]]] = {}
-    # The file may be of another version, or edited: a report is drawn without this then.
+    # A file of another version or an edited one has no speed panel.
     try:
         throughput = probe["throughput"]
         for trial in throughput["trials"]:
@@ -293,7 +291,7 @@ def _speed_panels(probe: Mapping[str, Any]) -> Iterator[Panel]:
 
 
 def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:
-    """Return a panel for each length, with a bar for each device."""
+    """Return one panel for each length, with one bar for each device."""
 
     def panel(number: int) -> Panel:
         fits = [target.lengths[number] for target in estimate.devices]
@@ -324,7 +322,7 @@ def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:
 
 
 def draw_picture(panels: Sequence[Panel], *, heading: str, events: Collection[str] = ()) -> bytes:
-    """Return all panels on one sheet, as PNG, with the colours of some events explained."""
+    """Draw all panels and a legend of `events`, and return the PNG."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -363,19 +361,19 @@ def draw_picture(panels: Sequence[Panel], *, heading: str, events: Collection[st
 
 
 def mean_window(num_values: int) -> int:
-    """Return how many values of a run a mean is taken over; 1 where they are few."""
-    # A fixed share of the run is as smooth in a long run as in a short one.
+    """Return the window of a running mean; 1 for few values."""
+    # A fixed share of the run is equally smooth in long and short runs.
     return max(5, num_values // 40) if num_values >= 20 else 1
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each value and those before it, from the first whole window on."""
+    """Return the trailing mean of each value from the first full window on."""
     sums = [0.0, *accumulate(values)]
     return [(sums[end] - sums[end - window]) / window for end in range(window, len(sums))]
 
 
 def as_number(value: object) -> float:
-    """Return a recorded value as a number, text such as "inf" too; nan where it is none."""
+    """Convert a recorded value, such as "inf", to a float; nan if it is not a number."""
     if isinstance(value, bool):
         return math.nan
     try:

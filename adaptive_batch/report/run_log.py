@@ -1,4 +1,7 @@
-"""The run log: each step and each event of a run, one JSON object a line in ``run.jsonl``."""
+"""The run log ``run.jsonl`` with one JSON object per step or event, and the runs in it.
+
+A restart rolls back the records after the step that it resumes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -19,31 +23,33 @@ from adaptive_batch.errors import SettingError
 log = logging.getLogger("adaptive_batch")
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
+Record = Mapping[str, Any]
+# Kinds that are logged before the record of their step.
+_IN_NEXT_STEP = {"limit", "reference_limit", "nonfinite_loss"}
 
 
 class RunLog:
-    """Appends one JSON object a line: ``kind`` is ``step``, or the name of the event. Any thread
-    may write; nothing is buffered.
+    """Appends one JSON object per line, with ``kind`` ``step`` or the name of an event.
 
-    JSON has no nan and no infinities: they are written as text, which ``float`` reads. Restarts of
-    a run append; a line torn by a kill is ended.
+    It is thread-safe and unbuffered. NaN and infinities are written as text, which ``float`` reads.
+    Restarts of a run append to the file.
 
-    A loop is given it as ``StepOptions(event=RunLog("output"))``; ``adaptive-batch audit
-    output`` and ``report output`` read it.
+    Pass it to a loop as ``StepOptions(event=RunLog("output"))``; ``adaptive-batch audit output``
+    and ``report output`` read it.
 
     Args:
         folder: folder of the run; the file is ``adaptive_batch/run.jsonl`` in it.
-        enabled: whether anything is written; None on rank zero alone.
+        enabled: whether to write; None writes on rank zero only.
 
     Raises:
-        SettingError: another log of the folder is open, in this process or in another.
+        SettingError: another log of the folder is open, in this process or another one.
     """
 
     def __init__(self, folder: str | Path, *, enabled: bool | None = None) -> None:
         self._file = None
         self._writing = threading.Lock()
         if enabled is None:
-            # It imports torch, which reading a log does not need.
+            # Imports torch, which readers of logs do not need.
             from adaptive_batch import distributed
 
             enabled = distributed.is_rank_zero()
@@ -55,15 +61,15 @@ class RunLog:
             if not _locked(self._file):
                 self._file.close()
                 remedy = (
-                    "another run is writing there; give this one another folder. A RunLog of your"
-                    " own is closed by close(), and on several ranks it is made once they have met"
+                    "another run is writing to it; give another folder. Close your own RunLog with"
+                    " close(); on several ranks, create it after the process group"
                 )
                 raise SettingError("output_dir", str(folder), remedy)
             if torn:
                 self._file.write("\n")
 
     def __call__(self, kind: str, message: str, *, prints: bool = True, **values: Any) -> None:
-        """Record a step, or an event."""
+        """Record a step or an event."""
         if kind == "step":
             self.step(**values)
         else:
@@ -80,22 +86,20 @@ class RunLog:
         self._write(kind, {"message": message, **values})
 
     def sync(self) -> None:
-        """Flush the log to disk, so that nothing saved afterwards is ahead of it."""
+        """Flush the log to disk, so that no checkpoint is newer than the log."""
         if self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; writing afterwards raises a :class:`SettingError`."""
+        """Close the file; later writes raise a :class:`SettingError`."""
         if self._file:
             self._file.close()
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
             if self._file.closed:
-                remedy = (
-                    "it was closed, and steps come after that; close it when training has ended"
-                )
+                remedy = "it is closed and cannot record this step; close it after training"
                 raise SettingError("event", type(self).__name__, remedy)
             finite = without_nan(values)
             with self._writing:
@@ -117,7 +121,7 @@ class RunLog:
 
 
 def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the records of a file line by line; None for a line that a kill has torn."""
+    """Yield the records of a file; None for a torn line."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             try:
@@ -128,19 +132,17 @@ def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file; lines that a kill has torn are left out, with a warning."""
+    """Return the records of a file; skip torn lines with a warning."""
     records = list(iterate_records(path))
     torn = records.count(None)
     if torn:
-        log.warning("%s: torn lines that are left out: %d", path, torn)
+        log.warning("%s: skipped %d incomplete lines", path, torn)
     return [record for record in records if record is not None]
 
 
 def _locked(file: TextIO) -> bool:
-    """Lock the file until it is closed or this process ends by any means; return whether nobody
-    else had.
-    """
-    # It has no locks of this kind.
+    """Lock the file until it is closed or the process ends; return False if it was locked."""
+    # Windows has no fcntl.
     if sys.platform == "win32":
         return True
     import fcntl
@@ -156,11 +158,104 @@ def _locked(file: TextIO) -> bool:
 
 
 def _ends_torn(path: Path) -> bool:
-    """Return whether the last line of a file has no end. Only its last byte is read: logs grow
-    large.
-    """
+    """Return whether the last line of a file is incomplete."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A record of a run.
+
+    Attributes:
+        steps: optimizer steps up to and including this record.
+        counts: False if a restart has rolled it back.
+    """
+
+    record: Record
+    kind: object
+    steps: int
+    counts: bool = True
+
+
+@dataclass(eq=False)
+class Run:
+    """Records of a run, across all its restarts.
+
+    Attributes:
+        name: name in the record of its start.
+        has_beginning: whether the log has the first start of the run.
+        entries: records in order.
+    """
+
+    name: object = None
+    has_beginning: bool = False
+    entries: list[Entry] = field(default_factory=list)
+
+    def add(self, record: Record) -> None:
+        """Add the next record; a start at an earlier step rolls back later records."""
+        kind = record.get("kind")
+        steps = self.entries[-1].steps if self.entries else 0
+        if kind == "step":
+            steps = whole(record, "step") or 0
+        elif kind == "start":
+            steps = steps_at(record)
+            self._roll_back(steps)
+        elif kind == "epoch_restarted":
+            steps = self._steps_before(whole(record, "epoch") or 0)
+            self._roll_back(steps)
+        self.entries.append(Entry(record, kind, steps))
+
+    def _roll_back(self, steps: int) -> None:
+        for entry in reversed(self.entries):
+            if entry.counts and entry.steps + (entry.kind in _IN_NEXT_STEP) <= steps:
+                return
+            entry.counts = False
+
+    def _steps_before(self, epoch: int) -> int:
+        """Return the optimizer steps before an epoch."""
+        for entry in reversed(self.entries):
+            if (
+                entry.counts
+                and entry.kind == "step"
+                and (whole(entry.record, "epoch") or 0) < epoch
+            ):
+                return entry.steps
+        return 0
+
+
+def last_run(records: Iterable[Record]) -> tuple[Run, int]:
+    """Return the last run of a file, and the number of other runs in it."""
+    # The first run collects records before any start.
+    runs = [Run()]
+    run = runs[0]
+    for record in records:
+        if record.get("kind") == "start":
+            name = record.get("run")
+            begun = Run(name, has_beginning=not record.get("resumed"))
+            same = [earlier for earlier in runs if earlier.name == name]
+            # Loops in scripts record no name: their starts resume the newest run.
+            if begun.has_beginning or (name is not None and not same):
+                run = begun
+                runs.append(run)
+            elif name is not None:
+                run = same[-1]
+        run.add(record)
+    others = [each for each in runs[1:] if each is not run]
+    return run, len(others)
+
+
+def steps_at(start: Record) -> int:
+    """Return the optimizer steps before a start."""
+    progress = start.get("progress")
+    return whole(progress, "steps") or 0 if isinstance(progress, Mapping) else 0
+
+
+def whole(record: Record, name: str) -> int | None:
+    """Return an integer of a record; None if it is missing or another type."""
+    value = record.get(name)
+    # isinstance() would accept a bool.
+    return value if type(value) is int else None

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from adaptive_batch.report import read_records
-from adaptive_batch.report.history import last_run
 from adaptive_batch.report.page import read_probe
 from adaptive_batch.report.picture import RunData, draw_picture, probe_panels, run_panels
+from adaptive_batch.report.run_log import last_run
 
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "demo.png"
 

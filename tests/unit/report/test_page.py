@@ -1,6 +1,4 @@
-"""A report shows what was recorded, all of it and nothing else, on a page that needs no
-other file.
-"""
+"""The report shows all recorded values of a run on a self-contained page."""
 
 import base64
 import io
@@ -24,9 +22,9 @@ from support.run_records import NASTY, PROBE, Records, full_records
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
-from adaptive_batch.report.history import last_run
 from adaptive_batch.report.page import facts_of
 from adaptive_batch.report.picture import RunData, probe_panels, run_panels, running_mean
+from adaptive_batch.report.run_log import last_run
 
 EVERY_PANEL = [
     "Rows per step",
@@ -84,11 +82,11 @@ def page(written):
     return written[0].read_text()
 
 
-# --- what is on the page
+# Contents of the page.
 
 
 @pytest.mark.slow
-def test_every_panel_is_there_when_its_numbers_are():
+def test_each_panel_is_drawn_if_its_metrics_are_recorded():
     panels, constants, missing = panels_of(full_records())
     assert list(panels) == EVERY_PANEL
     assert (constants, missing) == ([], [])
@@ -102,7 +100,7 @@ def test_every_panel_is_there_when_its_numbers_are():
         ("padding_fraction", {"Padding"}),
     ],
 )
-def test_a_panel_without_numbers_is_left_out_and_named(metric, panels):
+def test_a_panel_without_data_is_named(metric, panels):
     drawn, constants, missing = panels_of(short(**{metric: None}))
     absent = {"Peak memory of steps", "Gradient noise scale"} | panels
     assert set(missing) == {title.lower() for title in absent}
@@ -116,7 +114,7 @@ def test_a_panel_without_numbers_is_left_out_and_named(metric, panels):
 
 
 @pytest.mark.slow
-def test_values_mean_and_events_lie_where_they_were_recorded():
+def test_values_means_and_events_have_their_recorded_places():
     records = full_records()
     steps = {
         record["step"]: record
@@ -133,19 +131,19 @@ def test_values_mean_and_events_lie_where_they_were_recorded():
     assert [y for _, y in loss["validation"]] == [2.4 + 40 / n for n in range(100, 700, 100)]
 
 
-def test_the_facts_of_the_run_are_at_the_head():
+def test_the_page_begins_with_the_facts_of_the_run():
     found = facts(full_records(), PROBE)
     assert found["rows"] == "4,096"
     assert (found["epochs"], found["steps"], found["samples"]) == ("1", "600", "28,800")
     assert (found["bound"], found["first batch"], found["last batch"]) == ("24", "16", "64")
     assert (found["restarts"], found["out of memory"]) == ("1", "1")
     assert found["final val_loss"] == "2.467"
-    # Ten hours between the stop and the restart are not in it.
+    # Without the ten hours between the stop and the restart.
     assert found["time"] == "5:36 min"
     assert facts(Records(), {**PROBE, "maximum": 24})["bound"] == "24+"
 
 
-def test_the_bound_of_a_reference_that_runs_apart_is_at_the_head():
+def test_the_bound_of_a_separate_reference_is_a_fact():
     records = Records()
     records.start()
     for bound in (12, 9):
@@ -153,7 +151,7 @@ def test_the_bound_of_a_reference_that_runs_apart_is_at_the_head():
     assert facts(records)["bound of the reference"] == "9"
 
 
-def test_a_short_last_step_is_not_taken_for_the_last_batch():
+def test_the_last_batch_ignores_a_short_last_step():
     records = Records()
     records.start()
     for number, rows in enumerate((16, 24, 24, 8), start=1):
@@ -162,7 +160,7 @@ def test_a_short_last_step_is_not_taken_for_the_last_batch():
     assert (found["first batch"], found["last batch"]) == ("16", "24")
 
 
-def test_the_final_loss_is_the_mean_that_the_picture_ends_with():
+def test_the_final_loss_is_the_last_running_mean():
     records = Records()
     records.start()
     for number in range(1, 31):
@@ -174,18 +172,18 @@ def test_the_final_loss_is_the_mean_that_the_picture_ends_with():
     assert facts(records)["final loss"] == "29.75 (mean of 4 steps)"
 
 
-def test_the_search_shows_what_fits_what_does_not_and_the_budget():
+def test_trials_are_drawn_with_the_budget():
     (panel,) = probe_panels(PROBE)
     assert panel.title == "Trials of the search: 24 rows fit"
     axes = Figure().subplots()
     panel.draw(axes)
     shown = {each.get_label(): each.get_offsets().tolist() for each in axes.collections}
-    # What ran out of memory has no peak, and lies where the budget ends.
+    # An OOM has no peak and is drawn at the budget.
     assert shown == {"fits": [[1, 2], [24, 13], [16, 9]], "does not fit": [[32, 14]]}
     assert lines_of(panel)[0]["14.00 GiB allowed"][0][1] == 14
 
 
-def test_the_speed_of_micro_batches_is_drawn_where_they_were_timed():
+def test_the_speed_of_timed_micro_batches_is_drawn():
     choices = (("grouped", 512, 900.0), ("packed", 1024, 1000.0), ("packed", 512, 800.0))
     timed = [
         {"kind": kind, "limit": {"amount": amount, "unit": "tokens"}, "tokens_per_second": rate}
@@ -199,7 +197,7 @@ def test_the_speed_of_micro_batches_is_drawn_where_they_were_timed():
         assert len(probe_panels({**PROBE, "throughput": {**fastest, **damage}})) == 1
 
 
-def test_what_was_run_last_and_what_the_audit_says_is_on_the_page(tmp_path):
+def test_the_page_has_the_last_settings_and_the_audit(tmp_path):
     records = Records()
     for seed in ("7", "8"):
         records.start()
@@ -214,7 +212,7 @@ def test_what_was_run_last_and_what_the_audit_says_is_on_the_page(tmp_path):
         assert "<h2>Settings" not in write_report(records.write(tmp_path))[0].read_text()
 
 
-def test_text_of_the_run_is_escaped_everywhere(tmp_path):
+def test_all_text_is_escaped(tmp_path):
     records = Records()
     records.start()
     records.add("config", message=NASTY, settings={NASTY: NASTY})
@@ -228,7 +226,7 @@ def test_text_of_the_run_is_escaped_everywhere(tmp_path):
     assert page.count("&lt;script&gt;") >= 4
 
 
-def test_a_kind_that_is_recorded_very_often_is_cut_in_the_middle_and_says_so(tmp_path):
+def test_frequent_events_are_shortened(tmp_path):
     records = Records()
     records.start()
     for number in range(1, 1001):
@@ -241,7 +239,7 @@ def test_a_kind_that_is_recorded_very_often_is_cut_in_the_middle_and_says_so(tmp
     assert "batch_size 1 -&gt; 2" in page
 
 
-def test_the_page_holds_the_picture_and_refers_to_nothing_outside(written, page):
+def test_the_page_embeds_the_picture_and_has_no_external_reference(written, page):
     assert not re.search(r"https?:|//\w+\.|@import|<script|<iframe|<object|<embed", page)
     assert re.findall(r'href="([^"]*)"', page) == ["data:,"]
     (source,) = re.findall(r'src="([^"]*)"', page)
@@ -252,10 +250,10 @@ def test_the_page_holds_the_picture_and_refers_to_nothing_outside(written, page)
     assert len([1 for count, _ in image.getcolors(maxcolors=1 << 24) if count > 50]) > 20
 
 
-# --- restarts
+# Restarts.
 
 
-def test_what_a_restart_rolled_back_is_not_drawn_but_what_happened_stays_marked(tmp_path):
+def test_rolled_back_steps_are_not_drawn_but_events_are_marked(tmp_path):
     records = short(10)
     records.add("batch_size", message="taken", before=16, after=32)
     records.add("limit", message="out", before=16, after=8, out_of_memory=True)
@@ -266,10 +264,10 @@ def test_what_a_restart_rolled_back_is_not_drawn_but_what_happened_stays_marked(
     assert list(data.marks()) == [("out of memory", 160), ("restarted", 80)]
     page = write_report(records.write(tmp_path))[0].read_text()
     assert "(rolled back by a restart) taken" in page
-    assert "Steps that restarts rolled back, which are not drawn: 5." in page
+    assert "5 steps rolled back by restarts, not drawn." in page
 
 
-def test_only_the_last_run_of_a_file_is_shown_and_that_is_said(tmp_path):
+def test_only_the_last_run_of_a_file_is_shown(tmp_path):
     records = full_records(12)
     records.start()
     records.samples = {0: 0}
@@ -277,10 +275,10 @@ def test_only_the_last_run_of_a_file_is_shown_and_that_is_said(tmp_path):
     found = facts(records)
     assert (found["steps"], found["restarts"]) == ("1", "0")
     page = write_report(records.write(tmp_path))[0].read_text()
-    assert "Only the last run of the file is shown; other runs in it: 1." in page
+    assert "Only the last run of the file is shown" in page
 
 
-def test_a_loss_that_is_not_finite_is_named_and_marked(tmp_path):
+def test_a_nonfinite_loss_is_noted_and_marked(tmp_path):
     records = Records()
     records.start()
     for number in range(1, 31):
@@ -290,10 +288,10 @@ def test_a_loss_that_is_not_finite_is_named_and_marked(tmp_path):
     assert "The loss is not finite from step 7 on, in 3 steps." in page
 
 
-# --- what is not as it should be
+# Damaged files.
 
 
-def test_a_log_that_was_cut_at_any_byte_is_still_drawn(tmp_path):
+def test_a_log_cut_at_any_byte_is_drawn(tmp_path):
     whole = full_records(60).write(tmp_path) / "adaptive_batch" / "run.jsonl"
     content = whole.read_bytes()
     for size in range(0, len(content), 97):
@@ -302,7 +300,7 @@ def test_a_log_that_was_cut_at_any_byte_is_still_drawn(tmp_path):
         assert sum(map(len, run_panels(RunData.of(run.entries)))) == len(EVERY_PANEL)
 
 
-def test_torn_lines_and_records_of_another_form_still_make_a_page(tmp_path):
+def test_invalid_records_are_skipped(tmp_path):
     records = short(39)
     records.lines[20] = records.lines[20][:30]
     strange = [
@@ -321,7 +319,7 @@ def test_torn_lines_and_records_of_another_form_still_make_a_page(tmp_path):
 @pytest.mark.parametrize(
     "value", ["nan", "-inf", 1e300, "text", 10**400, -1e300, 0, 1e-300, True, []]
 )
-def test_any_value_of_a_metric_makes_a_page(tmp_path, value):
+def test_any_value_of_a_metric_is_drawn(tmp_path, value):
     metrics = ("loss", "lr", "padding_fraction", "gradient_noise_scale", "batch_size")
     records = short(3, **dict.fromkeys(metrics, value))
     probe = {**PROBE, "budget_bytes": value, "max_batch_size": value}
@@ -330,7 +328,7 @@ def test_any_value_of_a_metric_makes_a_page(tmp_path, value):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_very_short_runs_make_a_page(tmp_path, num_steps):
+def test_very_short_runs_have_a_page(tmp_path, num_steps):
     page = write_report(short(num_steps).write(tmp_path))[0].read_text()
     assert ("No optimizer step is recorded." in page) == (num_steps == 0)
 
@@ -338,7 +336,7 @@ def test_very_short_runs_make_a_page(tmp_path, num_steps):
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"trials": [3, {"batch_size": "x"}]}', '{"trials": 3}']
 )
-def test_a_search_alone_makes_a_page_and_one_that_cannot_be_read_is_left_out(tmp_path, content):
+def test_a_search_alone_has_a_page_and_an_invalid_one_is_skipped(tmp_path, content):
     folder = short(1).write(tmp_path, probe=PROBE)
     (folder / "adaptive_batch" / "probe.json").write_text(content)
     assert write_report(folder)[1].stat().st_size
@@ -349,23 +347,22 @@ def test_a_search_alone_makes_a_page_and_one_that_cannot_be_read_is_left_out(tmp
     assert "Not recorded" not in page
 
 
-def test_a_folder_without_a_run_is_refused_with_what_would_do(tmp_path, capsys):
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["report", str(tmp_path)])
     assert exit_.value.code == 2
-    said = capsys.readouterr().err
-    assert "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json" in said
+    assert "OUTPUT_DIR" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("output", ["report.png", "nowhere/report.html", "."])
-def test_an_output_that_cannot_be_a_page_is_refused(tmp_path, output):
+def test_an_invalid_output_is_refused(tmp_path, output):
     full_records(12).write(tmp_path)
-    with pytest.raises(SettingError, match=r"give a file that ends in \.html, in a folder that"):
+    with pytest.raises(SettingError, match="--output"):
         write_report(tmp_path, output=tmp_path / output)
 
 
-def test_the_command_says_where_page_and_picture_are(tmp_path, capsys):
+def test_the_command_prints_the_paths(tmp_path, capsys):
     folder = full_records(12).write(tmp_path / "run")
     assert main(["report", str(folder), "--output", str(tmp_path / "look.html")]) == 0
     files = [str(tmp_path / "look.html"), str(tmp_path / "look.png")]
@@ -373,7 +370,7 @@ def test_the_command_says_where_page_and_picture_are(tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "look.html", "look.png"}
 
 
-def test_without_matplotlib_one_line_names_the_extra(tmp_path):
+def test_a_missing_matplotlib_is_reported_with_the_extra(tmp_path):
     folder = full_records(12).write(tmp_path)
     program = textwrap.dedent("""
         import sys
@@ -389,11 +386,11 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path):
     assert "pip install 'adaptive-batch[report]'" in line
 
 
-# --- long runs
+# Long runs.
 
 
 @given(y=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), window=st.integers(1, 70))
-def test_the_running_mean_is_the_mean_of_the_values_before(y, window):
+def test_a_running_mean_is_the_trailing_mean(y, window):
     window = min(window, len(y))
     means = running_mean(y, window)
     assert len(means) == len(y) - window + 1
@@ -403,7 +400,7 @@ def test_the_running_mean_is_the_mean_of_the_values_before(y, window):
 
 
 @pytest.mark.slow
-def test_a_long_run_makes_a_small_page_soon(tmp_path):
+def test_a_long_run_has_a_small_page(tmp_path):
     folder = full_records(25_000).write(tmp_path, probe=PROBE)
     start = time.process_time()
     page, _ = write_report(folder)
@@ -413,7 +410,7 @@ def test_a_long_run_makes_a_small_page_soon(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [b"caf\xe9", "größe €".encode()], ids=["no UTF-8", "UTF-8"])
-def test_a_folder_of_any_name_is_reported_on_any_terminal(tmp_path, name):
+def test_a_folder_may_have_any_name(tmp_path, name):
     folder = full_records(60).write(tmp_path / os.fsdecode(name))
     command = [sys.executable, "-m", "adaptive_batch", "report", folder]
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
@@ -423,7 +420,7 @@ def test_a_folder_of_any_name_is_reported_on_any_terminal(tmp_path, name):
     assert b"adaptive_batch/report.html" in done.stdout
 
 
-def test_a_reader_that_ends_early_ends_the_command_without_a_word(tmp_path):
+def test_a_closed_pipe_ends_the_command_silently(tmp_path):
     folder = full_records(60).write(tmp_path)
     reading, writing = os.pipe()
     os.close(reading)

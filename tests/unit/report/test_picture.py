@@ -1,4 +1,4 @@
-"""The picture of an estimate shows what it holds, from its file alone."""
+"""The picture of an estimate."""
 
 import html
 import io
@@ -39,7 +39,7 @@ def length_of(
     optimizer=3.0,
     resident=(1.0, 0.001, 2.0, 0.125),
 ):
-    """A plan whose lines are (fixed, a row) in GiB."""
+    """An estimate whose curve has lines of (fixed, per row) GiB."""
     parts = Resident(*(int(part * GIB) for part in resident))
     curve = MemoryCurve(
         tuple(
@@ -72,7 +72,7 @@ def drawn(figure):
 
 
 def bars(axes):
-    """By kind: the lower and the upper edge on each device."""
+    """Return the lower and upper edges on each device by kind."""
     return {
         bar.get_label(): [(one.get_y(), one.get_y() + one.get_height()) for one in bar]
         for bar in axes.containers
@@ -83,15 +83,15 @@ def ticks(axes):
     return [tick.get_text() for tick in axes.get_xticklabels()]
 
 
-# --- what is shown
+# Panels.
 
 
 @given(
     lines=st.lists(st.tuples(st.floats(3.6, 20), st.floats(0.01, 4)), min_size=1, max_size=5),
     gib=st.floats(20, 90),
 )
-def test_the_kinds_are_stacked_to_the_peak_of_forward_and_backward(lines, gib):
-    # No two lines of a hull are parallel.
+def test_the_bars_add_up_to_the_peak(lines, gib):
+    # The lines of a curve have distinct slopes.
     slopes = {int(each * GIB): (fixed, each) for fixed, each in lines}
     length = length_of(*(slopes[slope] for slope in sorted(slopes)))
     plan = plan_with(length, targets=(("device", gib), ("other", 30.0)))
@@ -104,7 +104,7 @@ def test_the_kinds_are_stacked_to_the_peak_of_forward_and_backward(lines, gib):
         assert edges[-1][1] == pytest.approx(length.curve.peak_bytes(rows) / GIB, rel=1e-6)
 
 
-def test_each_device_has_its_name_its_rows_and_a_line_at_what_may_be_used():
+def test_each_device_has_its_name_rows_and_budget():
     (panel,) = estimate_panels(plan_with())
     axes = drawn(panel)
     assert ticks(axes) == ["80 GiB\n71 rows", "L4\n16 rows"]
@@ -112,7 +112,7 @@ def test_each_device_has_its_name_its_rows_and_a_line_at_what_may_be_used():
     assert budgets == [75.0, 20.0]
     (panel,) = estimate_panels(plan_with(maximum=30, targets=(("80 GiB", 75.0), ("small", 2.0))))
     assert ticks(drawn(panel)) == ["80 GiB\n30+ rows", "small\n0 rows"]
-    # Where nothing fits, the first row is shown.
+    # One row is shown if none fits.
     assert max(edges[1][1] for edges in bars(drawn(panel)).values()) == pytest.approx(4.5)
 
 
@@ -124,7 +124,7 @@ def test_each_length_has_a_panel_with_its_own_rows():
     assert "2,048 tokens" in long.title
 
 
-def test_the_optimizers_step_has_a_line():
+def test_the_peak_of_the_optimizer_step_has_a_line():
     (panel,) = estimate_panels(plan_with(length_of((4.0, 1.0), optimizer=76.0)))
     steps = [
         line.get_ydata()[0] for line in drawn(panel).get_lines() if line.get_linestyle() == ":"
@@ -132,7 +132,7 @@ def test_the_optimizers_step_has_a_line():
     assert steps == [76.0] * 2
 
 
-# --- the file
+# Files.
 
 
 def full_plan():
@@ -159,7 +159,7 @@ def full_plan():
         '{"devices": 3}',
     ],
 )
-def test_a_plan_that_cannot_be_read_is_none(tmp_path, content):
+def test_an_unreadable_estimate_is_none(tmp_path, content):
     (tmp_path / "estimate.json").write_text(content)
     assert read_estimate(tmp_path / "estimate.json") is None
     assert read_estimate(tmp_path / "nowhere.json") is None
@@ -167,7 +167,7 @@ def test_a_plan_that_cannot_be_read_is_none(tmp_path, content):
 
 @pytest.mark.parametrize("value", [None, [], float("nan"), float("inf")])
 @pytest.mark.parametrize("key", ["sequence_length", "allocated_bytes", "composition"])
-def test_a_plan_with_a_value_that_is_none_is_refused_as_a_whole(tmp_path, key, value):
+def test_an_estimate_with_an_invalid_value_is_none(tmp_path, key, value):
     full_plan().save(tmp_path / "estimate.json")
     saved = json.loads((tmp_path / "estimate.json").read_text())
     saved["devices"][0]["lengths"][0][key] = value
@@ -176,7 +176,7 @@ def test_a_plan_with_a_value_that_is_none_is_refused_as_a_whole(tmp_path, key, v
 
 
 @pytest.mark.parametrize("num_lengths", [1, 3])
-def test_the_picture_is_written_and_not_blank(tmp_path, num_lengths):
+def test_the_picture_is_not_blank(tmp_path, num_lengths):
     plan = full_plan()
     devices = (
         replace(device, lengths=(device.lengths * 2)[:num_lengths]) for device in plan.devices
@@ -189,7 +189,7 @@ def test_the_picture_is_written_and_not_blank(tmp_path, num_lengths):
     )
 
 
-def test_a_report_of_a_folder_with_a_plan_alone_shows_its_tables(tmp_path):
+def test_an_estimate_alone_has_a_page_with_its_tables(tmp_path):
     plan = full_plan()
     plan.save(tmp_path / "adaptive_batch" / "estimate.json")
     page = write_report(tmp_path)[0].read_text()
