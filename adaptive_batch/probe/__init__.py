@@ -1,8 +1,7 @@
-"""The search for the maximum batch size: strategies, trials, the finder, its cache."""
+"""The search for the maximum batch size: strategies, trials, results and their store."""
 
-from .finder import ProbeResult, read_result, run_search, try_again
+from .finder import ProbeResult, Store, read_result, run_search, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial, measured_curve
-from .store import Store
 from .throughput import (
     NEWER_FIELDS,
     OBJECTIVES,

@@ -1,15 +1,18 @@
-"""Runs trials until a search ends: the result and its table."""
+"""The loop of a search, its result, and the store of results."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import (
+    atomic_write,
     count,
     format_bound,
     format_bytes,
@@ -18,36 +21,37 @@ from adaptive_batch._util import (
 )
 
 from .search import Search, Trial
-from .store import Store
 from .throughput import NEWER_FIELDS, Throughput
 
 log = logging.getLogger("adaptive_batch")
 
+_FORMAT = 4
+# Number of older records that a file keeps.
+_KEPT = 31
 # More bytes than any device has.
 _ENDLESS = 2**62
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        max_batch_size: the largest size that was tried and fits; 0 when none did.
-        batch_size: rows on one device that training begins with, where it takes what was found:
-            `max_batch_size`, or the power of two below it, which was tried too.
-        seconds: how long each trial took.
-        sequence_length: tokens in the longest row of each trial; 0 where it is not known.
-        resident_bytes: alive before any trial.
-        budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed
-            least.
-        from_cache: the bound was known, and was tried once more.
-        budgets_of_ranks: what each of several ranks was allowed, in bytes.
-        maximum: the most rows that would have been tried; 0 where it is not known.
-        max_batch_size_with_retries: the largest size that was tried and ran, be it that the
-            allocator gave back its cache and asked again; None where no trial of a larger size than
-            `max_batch_size` did, 0 where one could have.
-        throughput: what is fastest within the bound; None where that was not asked.
-        counts_eager: whether the peaks are those of the eager program, where a compiled one runs.
+        max_batch_size: largest tried size that fits, or 0.
+        batch_size: rows on one device to start training with: `max_batch_size`, or a power of two
+            below it that was tried too.
+        trials: trials in order.
+        seconds: duration of each trial.
+        sequence_length: tokens in the longest row of each trial; 0 if unknown.
+        resident_bytes: bytes alive before any trial.
+        budget_bytes: memory limit of a trial, the lowest one of all ranks.
+        from_cache: the size is an earlier result that was tried again.
+        budgets_of_ranks: memory limit of each rank in bytes; empty for one rank.
+        maximum: limit of the search; 0 if unknown.
+        max_batch_size_with_retries: largest tried size that ran with retries of the allocator; None
+            if none above `max_batch_size` did, 0 if that was not tried.
+        throughput: fastest choice within the bound; None if it was not searched.
+        counts_eager: whether the peaks belong to the eager program although training compiles it.
     """
 
     max_batch_size: int
@@ -66,24 +70,24 @@ class ProbeResult:
 
     @property
     def bound(self) -> str:
-        """`max_batch_size` as text, with a plus where no more were tried."""
+        """`max_batch_size` as text, with a plus if it is the limit of the search."""
         return format_bound(self.max_batch_size, self.maximum)
 
     @property
     def num_out_of_memory(self) -> int:
-        """Trials of this run that ran out of memory."""
+        """Number of trials of this run that ran out of memory."""
         if self.from_cache:
-            # The run whose search it was has counted them; the trial of this one fit.
+            # The earlier run has counted its own.
             return 0
         return sum(not (trial.fits or trial.retried) for trial in self.trials)
 
     def record(self) -> dict[str, Any]:
-        """Return the result as plain values, without the traces of trials, which are large."""
+        """Return the result as plain values, without the large traces of trials."""
         trials = tuple(replace(trial, trace=None) for trial in self.trials)
         return {**asdict(replace(self, trials=trials)), "bytes_per_row": self.bytes_per_row()}
 
     def peak_bytes(self) -> int | None:
-        """Return the peak of the bound's own trial, the optimizer's phase included."""
+        """Return the peak of the trial of `max_batch_size`, the optimizer's step included."""
         peaks = [
             peak
             for trial in self.trials
@@ -94,11 +98,8 @@ class ProbeResult:
         return max(peaks, default=None)
 
     def bytes_per_row(self) -> float | None:
-        """Return the slope of the peak between the two largest sizes that fit.
-
-        None where fewer than two were measured.
-        """
-        # A size may have been tried twice; its last peak counts.
+        """Return the slope of the peak between the two largest sizes that fit, or None."""
+        # Of a size that was tried twice, the last peak counts.
         peaks = {
             trial.batch_size: trial.peak_bytes
             for trial in self.trials
@@ -110,26 +111,22 @@ class ProbeResult:
         return (peaks[larger] - peaks[smaller]) / (larger - smaller)
 
     def table(self) -> str:
-        """Return the trials, the memory and the bound as aligned text.
-
-        A line for each trial, then what is fixed, what a row costs, what is left free, and the
-        bound.
-        """
+        """Return the trials, the memory per row and the bound as aligned text."""
         lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
         length = self.sequence_length or "-"
         for trial, seconds in zip(self.trials, self.seconds, strict=True):
             rows = trial.batch_size
             peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
             fits = "yes" if trial.fits else "no"
-            # A trial that stopped half-way has no rate.
+            # A failed trial has no rate.
             rate = f"{rows / seconds:.1f}" if seconds and trial.fits else "-"
             lines.append(f"{rows:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}")
         fixed = format_bytes(self.resident_bytes)
-        lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)")
+        lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, kept gradients)")
         optimizer_peaks = [trial.optimizer_peak_bytes for trial in self.trials]
         if known_peaks := [peak for peak in optimizer_peaks if peak is not None]:
             peak = format_bytes(max(known_peaks))
-            lines.append(f"optimizer's step: {peak} at its peak, whatever the batch")
+            lines.append(f"optimizer's step: {peak} at its peak, for any batch")
         slope = self.bytes_per_row()
         if slope is not None:
             row = format_bytes(slope)
@@ -144,19 +141,19 @@ class ProbeResult:
         with_retries = self.max_batch_size_with_retries
         if with_retries is not None:
             lines.append(
-                f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives"
-                " back its cache and asks again, which is slow)"
+                f"max_batch_size_with_retries: {with_retries or 'not tried'} (slow: the allocator"
+                " frees its cache and retries)"
             )
         bound = f"max_batch_size: {self.bound}"
         if self.from_cache:
-            bound += ", known from before and tried again"
+            bound += ", an earlier result that was tried again"
         if self.batch_size != self.max_batch_size:
             bound += f"; rounded down to a power of two: {self.batch_size}"
         lines.append(bound)
         if self.counts_eager:
             lines.append(
-                "peaks are those of the eager program, which is what can be counted here: compiled"
-                " it needs less as a rule, and more rows may fit"
+                "peaks are those of the eager program; the compiled one usually needs less, so more"
+                " rows may fit"
             )
         if self.throughput:
             lines.append(self.throughput.table())
@@ -164,15 +161,15 @@ class ProbeResult:
 
     def _line_of_ranks(self) -> str:
         budgets = self.budgets_of_ranks
-        line = f"{len(budgets)} ranks, which all must have room"
+        line = f"{len(budgets)} ranks, the smallest decides"
         smallest = min(budgets)
-        # Budgets this close are the same for the reader: no rank holds the others back.
+        # Budgets within 1% count as equal.
         about_smallest = 1.01 * smallest
         if max(budgets) <= about_smallest:
             return line
         ranks = [str(rank) for rank, budget in enumerate(budgets) if budget <= about_smallest]
         return (
-            f"{line}: rank {', '.join(ranks)} may use least, {format_bytes(smallest)}, others up to"
+            f"{line}: rank {', '.join(ranks)} may use {format_bytes(smallest)}, others up to"
             f" {format_bytes(max(budgets))}"
         )
 
@@ -189,21 +186,23 @@ def run_search(
     resident_bytes: int = 0,
     budget_bytes: int = 0,
 ) -> ProbeResult:
-    """Find the largest batch whose whole training step fits; `max_batch_size` is 0 when none does.
+    """Find the largest batch whose whole training step fits.
 
-    Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the
-    largest.
+    Every rank runs the same trials. A size fits if it fits on all ranks, and its peak is the
+    largest of theirs.
 
     Args:
-        run_trial: runs one trial of that many rows; see :class:`.DryRun`.
-        search: decides which size is tried next.
-        fewest: rows that the model needs; fewer are not tried.
-        trial_seconds: what a trial may take; None for any time. Few rows take longer each than
-            many, so that sizes grow until one shows that the next would take too long.
-        seconds_of_fewest: what the fewest rows took before the first trial.
-        round_to_power_of_two: also find the size to train with by rounding the bound down; it is
-            tried if it was not.
-        sequence_length, resident_bytes, budget_bytes: for the result.
+        run_trial: function that runs a trial of the given rows; see :class:`.DryRun`.
+        search: search strategy.
+        fewest: smallest size to try.
+        trial_seconds: time limit of a trial; None for no limit. The time per row falls with the
+            rows, so sizes grow until the next one would take too long.
+        seconds_of_fewest: duration of `fewest` rows before the first trial.
+        round_to_power_of_two: whether to round the size for training down, and to try it too.
+        sequence_length, resident_bytes, budget_bytes: fields of the result.
+
+    Returns:
+        The result; its `max_batch_size` is 0 if no size fits.
     """
     trials: list[Trial] = []
     seconds: list[float] = []
@@ -217,7 +216,7 @@ def run_search(
         return trial
 
     def rows_in_time(rows: int, took: float) -> int:
-        """Return the rows whose trial ends in time, where time grows as the rows do."""
+        """Return the rows whose trial ends in time, by linear extrapolation."""
         return distributed.minimum(int(rows * (trial_seconds or 0) / max(took, 1e-9)))
 
     maximum = search.maximum
@@ -228,12 +227,12 @@ def run_search(
         search.record(trial)
         if trial_seconds is not None and trial.fits:
             most_rows = rows_in_time(size, seconds[-1])
-            # A few rows more are not worth another trial of that length.
+            # Less than twice the rows are not worth another long trial.
             search.try_at_most(most_rows if most_rows >= 2 * size else search.best)
     max_batch_size = search.best
     if trial_seconds is not None and max_batch_size == search.maximum < maximum:
         log.info(
-            "more than %s are not tried: a trial would take longer than %g s (trial_seconds)",
+            "search ends at %s: a larger trial would take longer than %g s (trial_seconds)",
             count(max_batch_size, "row"),
             trial_seconds,
         )
@@ -241,7 +240,7 @@ def run_search(
     if round_to_power_of_two and max_batch_size:
         fitting = {trial.batch_size for trial in trials if trial.fits}
         power = 1 << (max_batch_size.bit_length() - 1)
-        # The power of two may not have been tried yet, and need not fit although more rows did.
+        # The power of two may be untried, and need not fit although more rows do.
         while power and power not in fitting and not run(power).fits:
             power //= 2
         batch_size = power or max_batch_size
@@ -265,19 +264,19 @@ def _outcome(trial: Trial) -> str:
     else:
         text = f"{count(trial.batch_size, 'row')} did not fit"
     if trial.retried:
-        text += " without the allocator asking again"
+        text += " without a retry of the allocator"
     if trial.peak_bytes is not None:
         text += f", peak {format_bytes(trial.peak_bytes)}"
     return text
 
 
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
-    """Try an earlier bound again; return None where it no longer fits."""
+    """Try an earlier result again; return None if it no longer fits."""
     start = time.perf_counter()
     trial = _agree(run_trial(known.max_batch_size))
     if not trial.fits:
         log.info(
-            "the bound of %d rows that was found before no longer fits; probing again",
+            "the earlier result of %d rows no longer fits; probing again",
             known.max_batch_size,
         )
         return None
@@ -286,15 +285,13 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
 
 
 def read_result(store: Store, value: str, *, name: str = "fingerprint") -> ProbeResult | None:
-    """Return the newest result that a store keeps under a value of a name; None where there is
-    none, or it cannot be used.
-    """
+    """Return the newest usable result whose field `name` has this value, or None."""
     record = store.get(value, name=name)
     if record is None:
         return None
     try:
         result: ProbeResult = from_json(ProbeResult, record, optional=NEWER_FIELDS)
-        # Only a size that was tried may be trained with, whatever the file claims.
+        # Only tried sizes may be trained with, even if the file was edited.
         fitting = {trial.batch_size for trial in result.trials if trial.fits}
         if not fitting >= {result.max_batch_size, result.batch_size}:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
@@ -305,21 +302,21 @@ def read_result(store: Store, value: str, *, name: str = "fingerprint") -> Probe
 
 
 def _agree(trial: Trial) -> Trial:
-    """Return one trial for all ranks.
+    """Combine the trial of all ranks.
 
-    It fits where it fits everywhere; its peaks are the largest, its trace is that of rank zero,
-    whose shards are largest.
+    It fits if it fits on all ranks. Peaks are the largest; the trace is that of rank zero, which
+    has the largest shards.
     """
     if distributed.world_size() == 1:
         return trial
     fails = not trial.fits
     numbers = trial.peak_bytes, trial.optimizer_peak_bytes
-    # Of what was held the least counts, and not that of a rank that did not run out.
+    # The minimum over the ranks that ran out of memory.
     held_bytes = _ENDLESS if trial.held_bytes is None else trial.held_bytes
     fails_anywhere, is_out_of_memory_anywhere, least_held, *peaks = distributed.all_reduce_max(
         [
             fails,
-            # A rank that ran with retries does not fit, but has not run out of memory.
+            # A rank with retries does not fit, but has not run out of memory.
             fails and not trial.retried,
             -held_bytes,
             *(-1 if number is None else number for number in numbers),
@@ -336,3 +333,41 @@ def _agree(trial: Trial) -> Trial:
         retried=bool(fails_anywhere and not is_out_of_memory_anywhere),
         held_bytes=None if least_held == -_ENDLESS else -least_held,
     )
+
+
+class Store:
+    """Records in a JSON file: the newest at the top level, older ones under ``earlier``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, value: str, *, name: str = "fingerprint") -> dict[str, Any] | None:
+        """Return the newest record whose field `name` has this value, or None."""
+        found = [record for record in self._records() if record.get(name) == value]
+        return found[-1] if found else None
+
+    def put(self, fingerprint: str, record: Mapping[str, Any]) -> None:
+        """Write a record under the fingerprint of its settings; log a warning if the disk fails."""
+        earlier = [each for each in self._records() if each["fingerprint"] != fingerprint]
+        names = {"format": _FORMAT, "fingerprint": fingerprint}
+        text = json.dumps({**names, **record, "earlier": earlier[-_KEPT:]}, indent=2)
+        try:
+            atomic_write(self.path, text, sync=True)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); the next run searches again", self.path, error)
+
+    def _records(self) -> list[dict[str, Any]]:
+        """Return the records, oldest first; [] if the file cannot be read."""
+        try:
+            latest = json.loads(self.path.read_text())
+            records = [*latest.pop("earlier"), latest]
+            if any(
+                record["format"] != _FORMAT or "fingerprint" not in record for record in records
+            ):
+                raise ValueError("it was written by another version")
+            return records
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            log.warning("%s cannot be read (%r); probing again", self.path, error)
+            return []

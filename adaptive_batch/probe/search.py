@@ -1,57 +1,75 @@
-"""Which batch size to try next, decided by the trials so far alone.
+"""Search strategies for the maximum batch size.
 
-Three searches for the largest number of rows that fits. Each is a state machine without a device:
-it names a candidate, records how the trial of it went, and names the next one until the search is
-over. Its state is the list of trials.
+Each strategy is a state machine without a device. It proposes a candidate, records the result of
+its trial, and proposes the next one until the search ends. Its state is the list of trials.
 
     Halving        start, start/2, ... until one fits       an OOM for each halving
     BinarySearch   bisection of 1..maximum                  exact; log2(maximum) trials, many OOMs
-    Predictive     from the peaks that trials report        about five trials, mostly without an OOM
+    Predictive     extrapolates the peaks of trials         about five trials, mostly without an OOM
 
-Whatever the answers are, also contradictory ones, every candidate lies between the largest size
-that fitted and the smallest that did not. So no size is tried twice, each search ends, and only a
-size that was tried is ever the best.
+Every candidate lies between the largest size that fits and the smallest that does not, even after
+contradictory results. So each search ends, no size is tried twice, and the result has been tried.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from adaptive_batch.memory import MemoryCurve, Trace
 
-from .extrapolation import UNCERTAIN, Point, next_rows
-
-# Share of the budget to which an expected curve is trusted at first, where bytes are not counted.
+# Share of the budget for the first trial of an expected curve, if bytes are not counted.
 SURE = 0.95
-# A peak that differs from the expected one by more than this part of its rise refutes the curve.
+# A peak that differs by more than this part of its rise contradicts an expected curve.
 ALIKE = 0.1
-# The same where bytes are counted: another peak is of another step.
+# The same limit if bytes are counted.
 EQUAL = 1e-6
-# An expectation at which the allocator only asked again is lowered by this part, doubled each time.
+# Reduction of an expected size after a retry of the allocator; doubled each time.
 NEAR = 0.05
-# After an OOM, a gap of this part of the rows is not worth a trial that may be another OOM.
+# After an OOM, the search ends at a gap of this part of the rows.
 CLOSE = 0.012
+
+# Extrapolation of peaks.
+
+# Share of the budget up to which measured peaks were flat before they turned steep.
+KNEE = 3 / 8
+# Peaks grow at most like rows ** 1.35 (measured: up to 1.3).
+STEEPEST = 1.35
+# While rows take less than this share of the peak, the ops that fill the budget are still hidden.
+GENTLE = 1 / 4
+# A line is extrapolated at most to this multiple of the tried rows.
+LEAP = 32
+# Peaks that agree to this part of their rise have no noise; noise is about 1e-2.
+EXACT = 1e-4
+# Maximum error of a noisy peak.
+UNCERTAIN = 0.01
+# Typical error of a noisy peak: the root mean square of +-1% is 0.006.
+NOISE = 0.007
+# Intermediate targets of a noisy search, as shares of the budget.
+HALFWAY = 0.9
+NEARLY = 0.975
+# Step near the end of a noisy search, so that its result is within 1%.
+FINE = 0.01
+# An estimated end this close counts as reached.
+REACHED = 0.002
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How one trial went.
+    """Result of one trial.
 
     Attributes:
-        fits: whether the whole training step fitted in memory, without the allocator giving back
-            its cache and asking again.
-        peak_bytes: most bytes held in forward and backward, what was resident included; None where
-            not known or not fitting.
-        optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch.
-        trace: bytes alive after each operation of forward and backward, where the device counts
-            them.
-        retried: it ran to its end, and does not fit because the allocator gave back its cache and
-            asked again.
-        held_bytes: most bytes held before memory ran out; None where it did not, or where that is
-            not known.
+        batch_size: rows.
+        fits: whether the training step fits without a retry of the allocator.
+        peak_bytes: peak of forward and backward, resident bytes included; None if unknown or if the
+            step does not fit.
+        optimizer_peak_bytes: peak of the optimizer's step, which does not grow with the batch.
+        trace: bytes alive after each operation of forward and backward, if the device counts them.
+        retried: the step ran, but does not fit since the allocator freed its cache and retried.
+        held_bytes: peak before an OOM; None without an OOM or if unknown.
     """
 
     batch_size: int
@@ -64,9 +82,9 @@ class Trial:
 
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
-    """Return the curve through the two largest sizes that fit, or None.
+    """Return the curve through the two largest sizes that fit.
 
-    There is one where both ran the same operations and their bytes were counted.
+    It is None unless their bytes were counted and both ran the same operations.
     """
     traced = sorted(
         {t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}.items()
@@ -77,12 +95,10 @@ def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
 
 
 class Search(ABC):
-    """A search: while there is a candidate, try it and record the trial.
-
-    The answer lies in an open interval.
+    """Base class of search strategies: try the candidate and record the trial until there is none.
 
     Attributes:
-        maximum: the most rows that are tried, as far as is known so far.
+        maximum: limit of the tried rows.
     """
 
     def __init__(self, limit: int) -> None:
@@ -94,39 +110,39 @@ class Search(ABC):
     @property
     @abstractmethod
     def candidate(self) -> int | None:
-        """Rows to try next; None when the search is over."""
+        """Rows to try next; None at the end of the search."""
 
     @property
     def best(self) -> int:
-        """Largest number of rows that was tried and fits; 0 when none did."""
+        """Largest tried number of rows that fits, or 0."""
         return max((trial.batch_size for trial in self._trials if trial.fits), default=0)
 
     @property
     def _too_many(self) -> int:
-        """Fewest rows known not to fit; one above the limit while all have fitted."""
+        """Fewest tried rows that do not fit; `maximum` + 1 if all fit."""
         return min(
             (trial.batch_size for trial in self._trials if not trial.fits), default=self.maximum + 1
         )
 
     def try_at_most(self, rows: int) -> None:
-        """Try no more rows than this for now, nor more than are of use."""
+        """Limit the next trials to `rows`, within the initial maximum."""
         self.maximum = min(self._useful_rows, max(1, rows, self.best))
 
     def record(self, trial: Trial) -> None:
-        """Record how the trial of the candidate went."""
+        """Record the trial of the candidate."""
         assert trial.batch_size == self.candidate, (trial.batch_size, self.candidate)
         self._trials.append(trial)
 
 
 class Halving(Search):
-    """`start` rows, then half of it, until one fits; never looks above `start`."""
+    """Halves `start` until the size fits."""
 
     def __init__(self, *, start: int) -> None:
         super().__init__(start)
 
     @property
     def candidate(self) -> int | None:
-        # The first, or more than it, as it took less time than was thought.
+        # The first trial, or a larger one after the time limit was raised.
         if all(trial.fits for trial in self._trials) and self.best < self.maximum:
             return self.maximum
         half = self._too_many // 2
@@ -136,10 +152,7 @@ class Halving(Search):
 
 
 class BinarySearch(Search):
-    """Plain bisection of ``1..maximum``, exact and blind to peaks.
-
-    It is the search of torchtune's RFC (pull request 2199).
-    """
+    """Bisection of ``1..maximum`` without peaks, as in torchtune's RFC (pull request 2199)."""
 
     def __init__(self, *, maximum: int) -> None:
         super().__init__(maximum)
@@ -153,25 +166,23 @@ class BinarySearch(Search):
 
 
 class Predictive(Search):
-    """Chooses each next size so that it fits by the peaks of the trials before.
+    """Chooses each size such that it fits according to the peaks of earlier trials.
 
-    Starts from the fewest rows, and stops where the next row would not fit. Ends on the exact
-    maximum while nothing runs out of memory, and within 1.2% below it otherwise. Without peaks it
-    doubles, then bisects. Where trials tell the bytes alive at each operation, two of them tell the
-    maximum, and a third tries it. Where a curve is expected, the first trial is at what it allows,
-    the next at what it allows once it is scaled to the peak that was measured; where peaks are not
-    counted to the byte, it then ends within 3% below the maximum.
+    The result is the exact maximum if no trial runs out of memory, else within 1.2% below it.
+    Without peaks, the search doubles and then bisects. If trials report the bytes alive after each
+    operation, two of them determine the maximum and a third tries it. With an expected curve, the
+    first trial is its maximum and the second the maximum of the curve scaled to the measured peak;
+    unless bytes are counted, the result is then within 3% below the maximum.
 
     Args:
-        budget_bytes: most bytes that a trial may hold.
-        maximum: most rows that are of use.
-        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every
-            peak and do not grow.
-        granularity_bytes: peaks are known to this many bytes; an accelerator's allocator reserves
-            memory in blocks.
-        expected: what peaks should be, from an estimate or earlier trials; believed only as far as
-            trials bear it out.
-        fewest: rows that are tried first where nothing is expected.
+        budget_bytes: limit of a trial's memory.
+        maximum: limit of the rows.
+        resident_bytes: bytes held before any trial (parameters, optimizer state), part of every
+            peak.
+        granularity_bytes: resolution of peaks; an accelerator's allocator reserves blocks.
+        expected: expected curve of an estimate or of earlier trials, used until a trial contradicts
+            it.
+        fewest: rows of the first trial without an expected curve.
     """
 
     def __init__(
@@ -211,20 +222,20 @@ class Predictive(Search):
             return None
         measured = measured_curve(self._trials)
         traced = too_many if measured is None else self._allowed(measured, self._budget_bytes)
-        # From `too_many` on, a trial has shown that the traces are wrong.
+        # If the traces allow `too_many` rows, that trial has contradicted them.
         if traced < too_many:
             return traced if traced > best else None
         refuted = self._refutes_budget()
         if refuted is not None:
             return self._rows_from_below(refuted)
         points = self._points()
-        # The device does not report the peak.
+        # The device does not report peaks.
         if not points or points[-1].rows != best:
             return (best + too_many) // 2 if failed else min(2 * best, self.maximum)
         target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
         if target is None:
             return None
-        # A prediction was too high once: keep part of the gap in reserve, less after a near miss.
+        # After an OOM, use only a part of the gap, more of it after a near miss.
         if failed:
             is_near_miss = 1.03 * best < too_many < 1.2 * best
             part = 0.7 if is_near_miss else 0.5
@@ -232,7 +243,7 @@ class Predictive(Search):
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
 
     def _rows_below_expected(self) -> int | None:
-        """Return fewer rows than an expectation that was too high; None where none was."""
+        """Return fewer rows after an expected size did not fit; None without an expected curve."""
         too_many = self._too_many
         if self._expected is None or too_many == 1:
             return None
@@ -240,7 +251,7 @@ class Predictive(Search):
         return max(1, math.floor(too_many * max(part, 0.5)))
 
     def _bears_out(self, curve: MemoryCurve) -> bool:
-        """Return whether nothing that was tried contradicts a curve."""
+        """Return whether all trials agree with a curve."""
         if any(not trial.fits for trial in self._trials):
             return False
         is_counted = self._granularity_bytes == 1
@@ -248,10 +259,7 @@ class Predictive(Search):
         return all(abs(self._scale(curve, trial) - 1) <= may_differ for trial in self._trials)
 
     def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
-        """Return a trial's peak over the expected one, both without what was resident.
-
-        It is infinity where the peak is not known.
-        """
+        """Return measured / expected peak without resident bytes; infinity if unknown."""
         if trial.peak_bytes is None:
             return math.inf
         rise = curve.peak_bytes(trial.batch_size) - self._resident_bytes
@@ -260,8 +268,8 @@ class Predictive(Search):
         return (trial.peak_bytes - self._resident_bytes) / rise
 
     def _rows_by_expectation(self, curve: MemoryCurve) -> int | None:
-        """Return what a curve allows, scaled to the last trial; None where no more than fits."""
-        # Memory that is counted tensor by tensor; an allocator gives whole blocks.
+        """Return the maximum of a curve scaled to the last trial; None if not above `best`."""
+        # Exact if bytes are counted; allocators reserve whole blocks.
         is_exact = self._granularity_bytes == 1
         if not self._trials:
             sure = 1 if is_exact else SURE
@@ -271,14 +279,13 @@ class Predictive(Search):
         room = (self._budget_bytes - self._resident_bytes) / scale
         rows = self._allowed(curve, resident + room)
         best = self.best
-        # Of many rows noise decides over the last percent, and an error is not worth it.
+        # With many rows, the last percent is within the noise and not worth an OOM.
         if not is_exact and CLOSE * rows > 1:
             rows = math.floor(rows * (1 - UNCERTAIN))
             if rows - best <= CLOSE * best:
                 return None
             return rows
-        # Of few rows one more is much. Up to two blocks may have been half empty, so where no more
-        # than these is missing, it may fit.
+        # With few rows, try one more if at most two blocks are missing: they may be partly free.
         if not is_exact and rows <= best < self.maximum:
             missing_bytes = curve.peak_bytes(best + 1) - resident - room
             is_near = missing_bytes <= 2 * self._granularity_bytes / scale
@@ -294,10 +301,9 @@ class Predictive(Search):
         return self.maximum if rows is None else min(rows, self.maximum)
 
     def _refutes_budget(self) -> Trial | None:
-        """Return the trial that held most when memory ran out with part of the budget left.
+        """Return the trial with the highest peak among those with an OOM below the budget.
 
-        None where that was not so, or where an allocator in blocks may just have asked for the
-        rest.
+        It is None if no trial had one, or for an allocator that reserves blocks.
         """
         if self._granularity_bytes > 1:
             return None
@@ -309,10 +315,10 @@ class Predictive(Search):
         return max(early, key=lambda trial: trial.held_bytes or 0, default=None)
 
     def _rows_from_below(self, refuted: Trial) -> int:
-        """Return the rows to try where the device gives less than the budget.
+        """Return the rows to try next on a device with less memory than the budget.
 
-        What it has held it can hold, so the rows of that come first. Then steps from the largest
-        that fitted double until one fails, and the gap is halved.
+        First try the rows for the memory that it has held. Then double steps from the largest size
+        that fits until one fails, and halve the gap.
         """
         best = self.best
         too_many = self._too_many
@@ -321,7 +327,7 @@ class Predictive(Search):
         if curve is not None:
             sure_rows = self._allowed(curve, held_bytes)
         else:
-            # The peak of a row does not grow with the rows.
+            # The peak per row does not grow with the rows.
             share = (held_bytes - self._resident_bytes) / self._free_bytes
             last = self._points()[-1:]
             sure_rows = max((math.floor(rows * share / full) for rows, full in last), default=0)
@@ -329,7 +335,7 @@ class Predictive(Search):
             return sure_rows
         fewer = [trial.batch_size for trial in self._trials if trial.batch_size < best]
         step = 2 * (best - max(fewer, default=0))
-        # What was held misses what fits by about one operation of that trial.
+        # The next allocation of the failed trial is the only uncertainty.
         if sure_rows == best:
             step = math.floor(CLOSE * refuted.batch_size)
         return best + max(1, min(step, (too_many - best) // 2))
@@ -338,3 +344,177 @@ class Predictive(Search):
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]
         shares = [(rows, (peak - self._resident_bytes) / self._free_bytes) for rows, peak in peaks]
         return [Point(rows, share) for rows, share in shares if share > 0]
+
+
+# Extrapolation of peaks: the next rows of a Predictive search without a curve.
+
+
+class Point(NamedTuple):
+    """A trial that fits: its rows, and its peak as a share of the budget, both without resident
+    bytes.
+    """
+
+    rows: float
+    share: float
+
+
+def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) -> float | None:
+    """Return the rows to try next after trials in growing order; None if no larger size fits.
+
+    The peak is a maximum of straight lines in the rows, one for each op, with intercepts of 0 or
+    more. So it is convex, and often flat at first. Growing the rows by budget / peak always fits.
+    Beyond two trials, the peak lies on or above the line through them: no size beyond that line's
+    end fits, and a steeper line may end earlier. Hence:
+
+    1. Grow safely, by slightly less than budget / peak, since real peaks bend upwards in places.
+    2. Follow a line once a third trial lies on it, and a curve ``fixed + c * rows ** power`` once a
+    fourth does. From below the knee, follow it only to slightly beyond the knee, where a steeper
+    line would show.
+    3. Do not follow a line that hardly grows above the resident bytes: another one fills the
+    budget.
+    4. Peaks below a line are noisy, and no three will agree: fit a curve to the peaks that rise
+    clearly above the noise.
+    """
+    last = points[-1]
+    safe = _grow(last, STEEPEST)
+    if len(points) == 1:
+        return max(2.0, safe)
+    previous = points[-2]
+    if len(points) > 2 and last.share / previous.share <= (last.rows / previous.rows) ** 1.001:
+        # The peak grows at most proportionally.
+        safe = _grow(last, 1.1)
+    proportional = _straight(Point(0, 0.0), previous, last, rounding)
+    power = _proven_power(points, rounding)
+    row = (last.share - previous.share) / (last.rows - previous.rows)
+    # Floats round by about a byte.
+    full = 1 + 1e-9 if proportional or power == 1 else 1.05
+    if last.share + row > full:
+        return None
+    # A line through the origin is the steepest possible one.
+    if proportional:
+        return _reach(previous, last, 1, 1.0)
+    # Without this, a flat peak just below the budget would take one trial for each row.
+    if resident_known and row * last.rows < GENTLE * last.share:
+        return max(safe, 1.25 * last.rows)
+    if power:
+        end = _reach(previous, last, power, 1.0)
+        if end < last.rows + 0.95:
+            return None
+        if last.share > KNEE:
+            return min(end, LEAP * last.rows)
+        # Below the knee, go no further than is safe from the knee on.
+        knee_rows = _reach(previous, last, power, KNEE)
+        return max(safe, min(end, _grow(Point(knee_rows, KNEE), 2)))
+    if _noisy(points, rounding):
+        return _next_rows_in_noise(points, safe)
+    return safe
+
+
+def _proven_power(points: Sequence[Point], rounding: float) -> float | None:
+    """Return the exponent of a curve ``fixed + c * rows ** power`` through the last trials.
+
+    It is 1 if the last three lie on a line, 0.3 to 3 if the last four lie on a curve, else None.
+    """
+    last = points[-1]
+    if len(points) < 3 or last.share <= points[-2].share:
+        return None
+    if _straight(points[-3], points[-2], last, rounding):
+        return 1
+    if len(points) < 4 or not points[-4].share < points[-3].share < points[-2].share:
+        return None
+    first, second, third = points[-4:-1]
+    # Bisection: a higher exponent raises the curve beyond its first two points.
+    low = 0.3
+    high = 3.0
+    for _ in range(50):
+        power = (low + high) / 2
+        if _at(first, second, power, third.rows) < third.share:
+            low = power
+        else:
+            high = power
+    tolerance = max(EXACT * (last.share - first.share), rounding)
+    return low if abs(last.share - _at(first, second, low, last.rows)) <= tolerance else None
+
+
+def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
+    """Return the next rows on a curve ``fixed + c * rows ** power`` through noisy peaks.
+
+    The fixed part is the mean of the trials that do not rise clearly above the noise. After the
+    first trial that does, assume the steepest power and aim at `HALFWAY`. Two such trials determine
+    the power, for a step to `NEARLY`. From there, take slightly less than the mean of the estimated
+    ends, or None if that is close enough. If one row exceeds the noise, follow the line through the
+    last two trials, lowered by the noise.
+    """
+    last = points[-1]
+    lowest = min(point.share for point in points)
+    flat = [point.share for point in points if point.share < lowest * (1 + 2 * UNCERTAIN)]
+    fixed = sum(flat) / len(flat)
+    risen = [point for point in points if point.share - fixed > 3 * UNCERTAIN * fixed]
+    if last not in risen:
+        return max(safe, LEAP * last.rows)
+    rise = last.share - fixed
+    room = max(0.0, 1 - fixed)
+    if FINE * last.rows * math.pow(room / rise, 1 / STEEPEST) < 1:
+        low = Point(points[-2].rows, points[-2].share * (1 - NOISE))
+        high = Point(last.rows, last.share * (1 + NOISE))
+        return max(safe, _reach(low, high, 1.05, 1.0))
+    power = STEEPEST
+    if len(risen) > 1:
+        rows, share = risen[0]
+        power = math.log(rise / (share - fixed)) / math.log(last.rows / rows)
+        power = min(max(power, 0.85), STEEPEST)
+    if last.share < NEARLY - 2 * UNCERTAIN:
+        goal = HALFWAY if len(risen) == 1 else NEARLY
+        return max(safe, last.rows * math.pow(max(1.0, (goal - fixed) / rise), 1 / power))
+    near = [point for point in risen if point.share > NEARLY - 4 * UNCERTAIN]
+    ends = [point.rows * math.pow(room / (point.share - fixed), 1 / power) for point in near]
+    end = sum(ends) / len(ends)
+    if end < last.rows * (1 + REACHED):
+        return None
+    return max(last.rows * (1 + FINE), end * (1 - FINE))
+
+
+def _noisy(points: Sequence[Point], rounding: float) -> bool:
+    """Return whether a peak contradicts a maximum of lines.
+
+    Such a peak lies below the first one, or below the line through the previous two.
+    """
+    if points[1].share < points[0].share - rounding:
+        return True
+    for first, second, third in zip(points, points[1:], points[2:], strict=False):
+        tolerance = max(10 * EXACT * abs(third.share - first.share), rounding)
+        if third.share - _at(first, second, 1, third.rows) < -tolerance:
+            return True
+    return False
+
+
+def _grow(point: Point, power: float) -> float:
+    """Return the rows that fill the budget if the peak grows like ``rows ** power``."""
+    return point.rows * math.pow(min(1.0, point.share), -1 / power)
+
+
+def _at(first: Point, second: Point, power: float, rows: float) -> float:
+    """Return the share at `rows` on the curve ``fixed + c * rows ** power`` through two points."""
+    start = math.pow(first.rows, power)
+    end = math.pow(second.rows, power)
+    rise = second.share - first.share
+    return first.share + rise * (math.pow(rows, power) - start) / (end - start)
+
+
+def _reach(first: Point, second: Point, power: float, share: float) -> float:
+    """Return the rows at which ``fixed + c * rows ** power`` through two points reaches `share`.
+
+    For a flat curve, return the rows of the second point.
+    """
+    if second.share <= first.share:
+        return second.rows
+    start = math.pow(first.rows, power)
+    end = math.pow(second.rows, power)
+    part = (share - first.share) / (second.share - first.share)
+    return math.pow(max(0.0, start + part * (end - start)), 1 / power)
+
+
+def _straight(first: Point, second: Point, third: Point, rounding: float) -> bool:
+    """Return whether three points lie on a line, within the resolution of bytes."""
+    tolerance = max(EXACT * abs(third.share - first.share), rounding)
+    return abs(third.share - _at(first, second, 1, third.rows)) <= tolerance

@@ -1,8 +1,8 @@
-"""Finds the layout and size of micro-batches that train the most real tokens a second.
+"""Search for the layout and size of micro-batches that train the most real tokens per second.
 
-The largest size that fits is a bound and no aim: from some size on, more tokens at once are hardly
-faster, while rows of uneven lengths are padded more. A step has the same rows in any layout, so the
-time of its micro-batches decides. A few sizes of each layout run the same steps in turns.
+The largest size that fits is rarely the fastest: beyond some size, more tokens at once hardly help,
+while uneven rows need more padding. All layouts run the same rows of a step, so the time of its
+micro-batches decides. A few sizes of each layout run the same steps in turns.
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ log = logging.getLogger("adaptive_batch")
 
 OBJECTIVES = ("throughput", "largest")
 
-# Sizes of each layout that are timed, as shares of the largest that may fit.
+# Timed sizes of each layout, as shares of its largest one.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
-# Turns in which they run: the fewest are enough where the two fastest of each size differ by no
-# more than this share, as on a machine without other work.
+# Minimum and maximum number of rounds. The minimum is enough if the two fastest rounds of each size
+# differ by at most this share, as on an idle machine.
 _ROUNDS = 3
 _MOST_ROUNDS = 7
 _REPRODUCED = 0.03
-# Of two sizes of one layout whose times differ by less, the smaller leaves memory free.
+# Of two sizes of a layout whose times differ by less, the smaller one is chosen.
 _ALIKE = 0.01
 
 
 def needs_times(objective: str) -> bool:
-    """Return whether micro-batches are timed for an objective. `adaptive-batch emulate` has no
-    times: there the largest that fits is taken.
-    """
+    """Return whether an objective times micro-batches; under `adaptive-batch emulate` none does."""
     return objective == "throughput" and not is_emulated()
 
 
 @dataclass(frozen=True)
 class TimedTrial:
-    """A layout and a limit that were timed.
+    """Timing of a layout and a limit.
 
     Attributes:
-        kind: the layout's kind.
-        limit: the limit of a micro-batch.
-        tokens_per_second: real tokens of a device, the optimizer's step included.
-        padding: share of padding in the tokens that were run.
-        peak_bytes: the peak of the largest such micro-batch; None where it was not tried.
+        kind: kind of the layout.
+        limit: limit of a micro-batch.
+        tokens_per_second: real tokens per second on one device, the optimizer's step included.
+        padding: share of padding in the processed tokens.
+        peak_bytes: peak of the largest such micro-batch; None if it was not tried.
     """
 
     kind: str
@@ -69,17 +67,16 @@ NEWER_FIELDS = ("compile_seconds", "counts_eager")
 
 @dataclass(frozen=True)
 class Throughput:
-    """The fastest layout and limit, and the trials that showed it.
+    """The fastest layout and limit, with all timings.
 
     Attributes:
-        kind: the layout's kind.
-        limit: the limit of a micro-batch.
-        tokens_per_second: the rate of its trial.
-        time: the time of a micro-batch in this layout, as the trials have shown it.
-        trials: the trials in their order.
-        seconds: the seconds that the search took.
-        compile_seconds: the seconds of it in which a compiled model was compiled for trials, which
-            no rate has in it.
+        kind: kind of the layout.
+        limit: limit of a micro-batch.
+        tokens_per_second: rate of its trial.
+        time: measured time model of a micro-batch in this layout.
+        trials: timings in order.
+        seconds: duration of the search.
+        compile_seconds: compilation time within `seconds`, excluded from the rates.
     """
 
     kind: str
@@ -91,7 +88,7 @@ class Throughput:
     compile_seconds: float = 0.0
 
     def with_peak(self, peak_bytes: int | None) -> Throughput:
-        """Return the same result, with this peak in the trial of the fastest choice."""
+        """Return the result with the peak of the fastest choice set."""
         trials = tuple(
             replace(trial, peak_bytes=peak_bytes)
             if (trial.kind, trial.limit) == (self.kind, self.limit)
@@ -101,7 +98,7 @@ class Throughput:
         return replace(self, trials=trials)
 
     def table(self) -> str:
-        """Return aligned text: a line for each trial, then the fastest choice."""
+        """Return the timings and the fastest choice as aligned text."""
         lines = [f"{'layout':>8} {'at once':>15} {'peak':>10} {'padding':>8} {'tokens/s':>9}"]
         for trial in self.trials:
             at_once = f"{trial.limit.amount:,} {trial.limit.unit}"
@@ -111,7 +108,7 @@ class Throughput:
                 f" {trial.tokens_per_second:>9,.0f}"
             )
         if self.compile_seconds:
-            lines.append(f"compiled before: {self.compile_seconds:.0f} s, in no trial's time")
+            lines.append(f"compilation: {self.compile_seconds:.0f} s, excluded from the rates")
         return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
 
 
@@ -122,15 +119,16 @@ Choice = tuple[MicroBatchLayout, MicroBatchLimit]
 
 
 class FastestSearch:
-    """Finds the layout and the limit whose micro-batches take least time for the same steps.
+    """Finds the layout and limit whose micro-batches take the least time for the same steps.
 
     Args:
-        run: function that runs the steps once in each of some layouts, and returns the seconds of
-            each micro-batch, None where one does not fit. Rows are numbered through all steps.
+        run: function that runs the steps once in each of the given layouts and returns the seconds
+            of their micro-batches, or None for a layout that does not fit. Rows are numbered
+            through all steps.
         steps: tokens of each row of each step.
-        layouts: the layouts to choose from.
-        limits: the smallest and the largest limit of a layout.
-        step_seconds: the seconds that a step takes beside its micro-batches.
+        layouts: layouts to choose from.
+        limits: function that returns the smallest and the largest limit of a layout.
+        step_seconds: time of a step outside its micro-batches.
     """
 
     def __init__(
@@ -150,12 +148,14 @@ class FastestSearch:
         self._limits = limits
         self._step_seconds = step_seconds * len(steps)
         self._pieces: dict[Choice, Pieces] = {}
-        # At the speed that the machine had as the first choices were timed.
+        # Normalized to the speed of the machine during the first timings.
         self._seconds: dict[Choice, float] = {}
 
     def __call__(self) -> list[Throughput]:
-        """Time a few sizes of each layout, and smaller ones while they are faster; return what
-        fits, fastest first.
+        """Time a few sizes of each layout, and smaller ones while they are faster.
+
+        Returns:
+            The choices that fit, fastest first.
         """
         choices: list[Choice] = []
         for layout in map(self._timed, self._layouts):
@@ -176,8 +176,10 @@ class FastestSearch:
         ]
 
     def _timed(self, layout: MicroBatchLayout) -> MicroBatchLayout:
-        """Return a layout with the time by which it groups rows: half of the rows run in the
-        smallest micro-batches and half in the largest, which shows what part of the time is fixed.
+        """Return a layout with its time model.
+
+        Half of the rows run in the smallest micro-batches and half in the largest, which separates
+        fixed time and time per token.
         """
         if not (layout.sorts and layout.pads):
             return layout
@@ -201,7 +203,7 @@ class FastestSearch:
     def _cut(
         self, layout: MicroBatchLayout, limit: MicroBatchLimit, every: slice = slice(None)
     ) -> Pieces:
-        """Return the micro-batches of the steps, or of some rows of each."""
+        """Split the steps, or a slice of the rows of each, into micro-batches."""
         pieces = []
         for numbers in self._steps:
             numbers = numbers[every]
@@ -210,7 +212,7 @@ class FastestSearch:
         return pieces, layout
 
     def _new(self, choice: Choice) -> list[Choice]:
-        """Return a choice, unless it cuts the steps as an earlier one does."""
+        """Return [choice], or [] if an earlier choice gives the same micro-batches."""
         pieces = self._cut(*choice)
         if pieces in self._pieces.values():
             return []
@@ -218,9 +220,9 @@ class FastestSearch:
         return [choice]
 
     def _medians(self, cuts: Sequence[Pieces]) -> list[float | None]:
-        """Return the seconds of each cut, None where it does not fit.
+        """Return the median seconds of each split; None if it does not fit.
 
-        Cuts run in turns. A turn that was slower than the fastest one counts as much faster.
+        The splits run in rounds. Each round is normalized to the speed of the fastest one.
         """
         rounds: dict[int, list[float]] = {place: [] for place in range(len(cuts))}
         for number in range(_MOST_ROUNDS):
@@ -240,7 +242,7 @@ class FastestSearch:
         return [seconds.get(place) for place in range(len(cuts))]
 
     def _time(self, choices: Sequence[Choice]) -> None:
-        """Time choices; one that was timed before shows how much slower the machine is now."""
+        """Time choices; one that was timed before calibrates the speed of the machine."""
         medians = self._medians([self._pieces[choice] for choice in choices])
         seconds = {
             choice: median
@@ -259,8 +261,9 @@ class FastestSearch:
             )
 
     def _smaller(self) -> list[Choice]:
-        """Return half of the smallest size of each layout of which nothing fits, or of the fastest
-        layout, if that is its fastest; beside the fastest choice.
+        """Return smaller sizes to time, together with the fastest choice.
+
+        Halve the smallest size of a layout if it is the fastest choice, or if no size of it fits.
         """
         fastest = sorted(self._seconds, key=self._seconds.__getitem__)[:1]
         smaller: list[Choice] = []
@@ -275,7 +278,7 @@ class FastestSearch:
         return [*smaller, *fastest] if smaller else []
 
     def _ranked(self) -> list[Choice]:
-        """Return the choices that fit, fastest first; the smaller of those that are alike."""
+        """Return the choices that fit, fastest first; of equally fast ones, the smallest first."""
         ranked = sorted(self._seconds, key=self._seconds.__getitem__)
         alike = [
             choice
@@ -287,7 +290,7 @@ class FastestSearch:
         return sorted(ranked, key=lambda choice: choice != first)
 
     def _rate(self, choice: Choice) -> float:
-        """Return the real tokens a second of a choice that was timed."""
+        """Return the real tokens per second of a timed choice."""
         return sum(self._lengths) / (self._seconds[choice] + self._step_seconds)
 
     def _padding(self, choice: Choice) -> float:
@@ -297,7 +300,7 @@ class FastestSearch:
 
 
 def _is_reproduced(rounds: Sequence[float]) -> bool:
-    """Return whether the two fastest rounds took about as long."""
+    """Return whether the two fastest rounds took about the same time."""
     fastest, second = sorted(rounds)[:2]
     return second <= (1 + _REPRODUCED) * fastest
 

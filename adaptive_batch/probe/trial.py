@@ -1,7 +1,7 @@
-"""Trials: forward and backward of some rows, measured, without a trace.
+"""Trials: measured training steps that leave no trace.
 
-All that is resident in training is resident in a trial. With several ranks all try the same at the
-same time, and what does not fit on one does not fit.
+The memory that is resident in training is resident in a trial. All ranks run the same trial, and a
+size that does not fit on one rank does not fit.
 """
 
 from __future__ import annotations
@@ -38,51 +38,50 @@ from adaptive_batch.memory import (
 
 from .search import Trial
 
-# What runs each micro-batch of a step.
+# Functions that run the micro-batches of a step.
 TrialStep = Sequence[Callable[[], None]]
 
 
 class DryRun:
     """Runs trials of a training step.
 
-    Entering copies what training has, and leaving puts it back bit for bit. Entering also tries one
-    whole step with the fewest rows, so that the optimizer's state is resident during every trial as
-    it is in training, and so that the optimizer's own phase, which does not grow with the batch, is
-    measured once.
+    Entering the context saves the training state, and leaving it restores the state bit for bit.
+    Entering also runs one whole step with the fewest rows, so that the optimizer's state is
+    resident during every trial. This step measures the peak of the optimizer's step too, which does
+    not grow with the batch.
 
     Args:
-        model: weights loaded; put into training mode unless it is in it, where modules that are
-            frozen in evaluation mode stay so.
+        model: model with loaded weights. It is put into training mode, unless it is in it already
+            and only has frozen modules in evaluation mode.
         optimizer: the optimizer, or the optimizers in backward.
-        forward_backward: a function that runs so many of the longest rows through the code that
-            training runs, ``backward`` included.
-        step: the end of a training step, once gradients are there: clipping and
-            ``optimizer.step()``.
-        accumulates: True where a step may have two micro-batches or more, so that gradients are
-            already there when a forward begins.
-        memory: the device.
-        budget_bytes: bytes that a trial may use, all that is resident included.
-        fewest: the fewest rows that the model trains on.
-        row: the name of so many rows in an error, their length included.
-        sharding: the sharding of the model; needed where there are several ranks.
-        keep_gradients: a function that runs a micro-batch of one row and leaves its gradients
-            unsharded, as in the middle of a step.
-        steps: a function that returns steps of training whose largest micro-batch has so many rows,
-            the largest first, for a caching allocator, which varying lengths fragment. A trial is
-            all of these then, from a fresh cache.
-        remedies: the end of the error that one row does not fit.
-        held: frozen modules that lie on the device beside the model.
-        leaves_cache: whether the allocator's cache stays as the last trial left it.
+        forward_backward: function that runs forward and backward of the given number of longest
+            rows with the code of training.
+        step: function that ends a training step: clipping and ``optimizer.step()``.
+        accumulates: True if a step may have several micro-batches, so that gradients exist before a
+            forward.
+        memory: memory of the device.
+        budget_bytes: memory limit of a trial, resident bytes included.
+        fewest: fewest rows that the model trains on.
+        row: description of the fewest rows for errors, with their length.
+        sharding: sharding of the model; needed with several ranks.
+        keep_gradients: function that runs a micro-batch of one row and keeps its gradients
+            unsharded, as within a step.
+        steps: function that returns training steps of varying lengths, the largest first, for the
+            given size of the largest micro-batch. A trial then runs all of them from an empty
+            cache, since varying lengths fragment a caching allocator.
+        remedies: advice at the end of the error that one row does not fit.
+        held: frozen modules that are on the device besides the model.
+        leaves_cache: whether to keep the allocator's cache after the last trial.
 
     Attributes:
-        resident_bytes: bytes alive before a trial; known after entering, as is the rest.
+        resident_bytes: bytes alive before a trial, known after entering.
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
             backward.
-        seconds_of_fewest: least that the fewest rows took; infinity before they ran.
+        seconds_of_fewest: shortest duration of the fewest rows; infinity before they ran.
 
     Raises:
         DoesNotFitError: the fewest rows do not fit (on entering).
-        RankLostError: out of memory on this rank where the others cannot be told.
+        RankLostError: this rank ran out of memory while other ranks wait in a collective.
     """
 
     def __init__(
@@ -128,8 +127,7 @@ class DryRun:
         self._keep_gradients = keep_gradients if accumulates else None
         self._remedies = remedies
         self._held = held
-        # Of what was measured last: whether the allocator had to ask twice, and the most bytes held
-        # before it ran out of memory; None where it did not, or that is not known.
+        # Of the last measurement: whether the allocator retried, and the peak before an OOM.
         self._retried = False
         self._held_bytes: int | None = None
         self._exit = ExitStack()
@@ -167,11 +165,9 @@ class DryRun:
     def __call__(self, batch_size: int) -> Trial:
         """Try `batch_size` rows.
 
-        Raises:
-            RuntimeError: the trial failed for another reason than memory; that size is not "too
-                large", it is broken.
-            RankLostError: out of memory where the other ranks cannot be told; whether the
-                ``trial_rows`` in its facts fit is not known.
+        Raises: RuntimeError: the trial failed for a reason other than memory.
+            RankLostError: this rank ran out of memory while other ranks wait in a collective; its
+                facts have the ``trial_rows``.
         """
         phase = f"a trial of {count(batch_size, 'row')}"
         try:
@@ -195,10 +191,10 @@ class DryRun:
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
     def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
-        """Run micro-batches one after the other, and return the seconds that each took.
+        """Run micro-batches in turn and return the seconds of each on the slowest rank.
 
-        They are those of the slowest rank; None where the micro-batches do not fit. Where memory is
-        counted in Python, which takes time, it is not counted here.
+        It is None if they do not fit. Memory of a CPU is not counted meanwhile, since counting
+        takes time.
         """
         seconds: list[float] = []
 
@@ -214,7 +210,7 @@ class DryRun:
         self._drop_gradients()
         if usage is None:
             return None
-        # Ranks exchange whole numbers.
+        # all_reduce_max() takes integers.
         nanoseconds = [int(1e9 * duration) for duration in seconds]
         return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
 
@@ -239,10 +235,13 @@ class DryRun:
         *,
         in_training_mode: bool = False,
     ) -> Trial:
-        """Try to run `batch_size` rows without gradients, in evaluation mode unless the model is to
-        stay as it trains.
+        """Try `batch_size` rows without gradients, with the memory resident between two training
+        steps.
 
-        What training has between two of its steps is resident.
+        Args:
+            evaluate: function that runs the forward of the given number of rows.
+            batch_size: rows.
+            in_training_mode: whether to keep the model in training mode.
         """
         self._drop_gradients()
         modes = [(module, module.training) for module in self._model.modules()]
@@ -252,7 +251,7 @@ class DryRun:
             phase = f"a trial of evaluating {count(batch_size, 'row')}"
             usage = self._measure(lambda: evaluate(batch_size), phase, prepare=False)
         finally:
-            # A module may do more in train() than note its mode.
+            # A module's train() may do more than set the mode.
             self._model.train()
             for module, training in modes:
                 module.training = training
@@ -261,10 +260,10 @@ class DryRun:
         return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
 
     def _try_one_step(self, snapshot: TrainingSnapshot) -> None:
-        """Run one whole step with the fewest rows, so that the optimizer's state is there.
+        """Run one whole step with the fewest rows to create the optimizer's state.
 
         Raises:
-            DoesNotFitError: they do not fit; the error says how much it needs.
+            DoesNotFitError: the rows do not fit; the message has the memory that they need.
         """
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
@@ -274,10 +273,10 @@ class DryRun:
             self.resident_bytes = usage.resident_bytes
             return
         needs = f"more than {format_bytes(self.budget_bytes)}"
-        # A step that ran out of memory leaves states half made.
+        # An OOM in the step leaves incomplete optimizer state.
         snapshot.restore_optimizers()
         available = self._memory.available_bytes(self._resident())
-        # With more than the budget the step may fit, and its peak says how much it needs.
+        # Measure the needed memory with all available memory.
         if not distributed.any_of_ranks(available <= self.budget_bytes):
             failed_again, peaks = self._whole_step(available)
             if failed_again is None and peaks:
@@ -285,7 +284,7 @@ class DryRun:
         raise self._does_not_fit(failed, needs)
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
-        """Run forward and backward of the fewest rows, the optimizer's step, and the former again.
+        """Run the fewest rows, the optimizer's step, and the fewest rows again.
 
         Returns:
             The phase that did not fit, or None, and the peaks of the phases before it.
@@ -297,7 +296,7 @@ class DryRun:
         for phase, run in phases:
             start = time.perf_counter()
             is_fewest = run == self._run_fewest
-            # Ranks learn their collectives from the first rows that run.
+            # The first rows record the collectives of the ranks.
             usage = self._measure(
                 run, phase, within=budget_bytes, prepare=is_fewest, is_first=is_fewest
             )
@@ -327,54 +326,52 @@ class DryRun:
         is_timed: bool = False,
         is_first: bool = False,
     ) -> Usage | None:
-        """Run a part of a trial, and return what it used; None where it does not fit on some rank,
-        which is cleared away on all of them.
+        """Measure a part of a trial; return None if it does not fit on some rank.
 
-        What makes the allocator free its cache and ask again does not fit.
+        A retry of the allocator counts as not fitting.
 
         Args:
-            run: function that runs what is measured.
-            what: its name in errors.
-            within: bytes that it may use; None for the budget.
-            prepare: whether gradients are made that are there when it begins.
-            is_timed: whether `run` times itself, so that nothing is counted in Python meanwhile.
-            is_first: whether ranks learn their collectives from it.
+            run: function to measure.
+            what: name of the part in errors.
+            within: memory limit in bytes; None for the budget.
+            prepare: whether to create the gradients that exist before a forward.
+            is_timed: whether `run` measures time, so that memory must not be counted in Python.
+            is_first: whether `run` records the collectives of the ranks.
 
         Raises:
-            DoesNotFitError: the first row of several ranks ran out of memory.
-            RankLostError: out of memory where the other ranks cannot be told.
-            RuntimeError: it failed for another reason than memory.
+            DoesNotFitError: the first rows ran out of memory on one of several ranks.
+            RankLostError: this rank ran out of memory while other ranks wait in a collective.
+            RuntimeError: `run` failed for a reason other than memory.
         """
         budget_bytes = self.budget_bytes if within is None else within
         usage: Usage | None = None
         message = ""
         is_prepared = has_run = False
         self._held_bytes = None
-        # Nothing is released in the except block: the traceback keeps tensors alive until it has
-        # been left.
+        # Free memory only after the except block: its traceback keeps tensors alive.
         try:
             if prepare:
                 self._prepare_gradients()
             is_prepared = True
-            # Counting in Python would be timed along with the run.
+            # Counting in Python would slow down a timed run.
             is_counted = not is_timed or self._memory.granularity_bytes > 1
             measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
             with measuring if is_counted else nullcontext(Usage(0)) as usage:
                 run()
-                # No other rank waits for it; it may still be over its budget.
+                # Other ranks do not wait any more; this one may still be over its budget.
                 has_run = True
         except AdaptiveBatchError:
             raise
         except Exception as error:
             if not is_out_of_memory(error):
-                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
+                raise RuntimeError(f"{what} failed, not because of memory: {error}") from error
             message = str(error) or type(error).__name__
             if usage is not None:
                 self._held_bytes = usage.peak_bytes
                 usage = None
         self._retried = usage is not None and usage.retried
         fits = usage is not None and not usage.retried
-        # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
+        # If a rank failed in the middle, the others wait in collectives that it has to complete.
         can_rejoin = has_run or distributed.world_size() == 1
         if not can_rejoin and not (is_prepared and self._sharding.can_finish):
             if is_first:
@@ -389,7 +386,7 @@ class DryRun:
         except Exception as error:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise
-            raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
+            raise self._lost(f"the cleanup after {what}", str(error), budget_bytes) from error
         if fits and not fits_everywhere:
             self._drop_gradients()
             self._memory.release()
@@ -400,13 +397,13 @@ class DryRun:
     def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
         return RankLostError(
             f"{what} ran out of memory on {self._memory.device} within"
-            f" {format_bytes(budget_bytes)}, where the other ranks wait and cannot be told:"
+            f" {format_bytes(budget_bytes)} while the other ranks wait in a collective:"
             f" {message.partition(chr(10))[0]}",
             {"doing": what, "error": message},
         )
 
     def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
-        """Return the error of what needs more than the budget."""
+        """Return the error for a part that needs more than the budget."""
         place = str(self._memory.device)
         if distributed.world_size() > 1:
             place = f"rank {distributed.rank()}"
@@ -414,7 +411,7 @@ class DryRun:
         return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
 
     def _resident(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that training holds between two of its steps."""
+        """Yield the tensors that training holds between two steps."""
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             yield tensor
             if tensor.grad is not None:
@@ -425,7 +422,7 @@ class DryRun:
         yield from optimizer_state_tensors(optimizers_of(self._optimizer))
 
     def _prepare_gradients(self) -> None:
-        """Make the gradients that are there when a forward begins."""
+        """Create the gradients that exist before a forward."""
         if self._keep_gradients:
             self._drop_gradients()
             self._keep_gradients()
@@ -437,17 +434,14 @@ class DryRun:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _drop_gradients(self) -> None:
-        """Leave no gradient."""
+        """Remove all gradients."""
         self._sharding.reset()
         for parameter in self._model.parameters():
             parameter.grad = None
 
 
 def _keep_place_of_states(optimizers: Iterable[Optimizer]) -> None:
-    """Reserve the memory that the state of a new optimizer had in trials.
-
-    It is free for that state alone: it is released when the optimizer's first step begins.
-    """
+    """Keep the memory of a new optimizer's trial state until its first step needs it."""
     for optimizer in optimizers:
         place = list(optimizer_state_tensors([optimizer]))
         optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())

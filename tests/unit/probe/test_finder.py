@@ -1,4 +1,4 @@
-"""What a search finds was tried; its file is whole or not believed; ranks agree."""
+"""Results of searches have been tried; damaged files are ignored; ranks agree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAXIMUM = 256
 
 
 def linear(true_maximum: int) -> IdealDevice:
-    """A device on which so many rows are the most that fit."""
+    """A device on which at most `true_maximum` rows fit."""
     row = int(0.7 * BUDGET / (true_maximum + 0.5))
     return IdealDevice(
         lambda rows: BUDGET * 3 // 10 + rows * row,
@@ -51,7 +51,7 @@ SEARCHES = {
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 64, 255, 256, 1000])
-def test_the_bound_was_tried_and_fits(search, true_maximum):
+def test_the_result_was_tried_and_fits(search, true_maximum):
     device = linear(true_maximum)
     result = run_search(device, search=SEARCHES[search](), sequence_length=512, budget_bytes=BUDGET)
     assert result.max_batch_size in [t.batch_size for t in result.trials if t.fits]
@@ -77,9 +77,7 @@ def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("row_seconds", [0, 1])
-def test_a_size_whose_trial_would_take_too_long_is_not_tried(
-    search, row_seconds, monkeypatch, caplog
-):
+def test_trials_stay_within_their_time_limit(search, row_seconds, monkeypatch, caplog):
     device = linear(64)
     clock = [0.0]
 
@@ -87,13 +85,11 @@ def test_a_size_whose_trial_would_take_too_long_is_not_tried(
         clock[0] += 1 + row_seconds * rows
         return device(rows)
 
-    # A single row takes longer than each of many.
     caplog.set_level("INFO", "adaptive_batch")
     with monkeypatch.context() as patched:
         patched.setattr("adaptive_batch.probe.finder.time.perf_counter", lambda: clock[0])
         result = run_search(trial, search=SEARCHES[search](), trial_seconds=20, seconds_of_fewest=5)
-    says_so = "are not tried: a trial would take longer than 20 s" in caplog.text
-    assert says_so == bool(row_seconds)
+    assert ("(trial_seconds)" in caplog.text) == bool(row_seconds)
     if row_seconds:
         assert max(device.tried) == result.max_batch_size
         assert 10 <= result.max_batch_size < 20
@@ -104,7 +100,7 @@ def test_a_size_whose_trial_would_take_too_long_is_not_tried(
 
 @pytest.mark.parametrize("round_to_power_of_two", [False, True])
 @pytest.mark.parametrize("search", SEARCHES)
-def test_the_bound_is_zero_when_nothing_fits(search, round_to_power_of_two):
+def test_the_result_is_zero_if_no_size_fits(search, round_to_power_of_two):
     device = IdealDevice(lambda rows: BUDGET + 1, budget_bytes=BUDGET)
     result = run_search(
         device, search=SEARCHES[search](), round_to_power_of_two=round_to_power_of_two
@@ -115,7 +111,7 @@ def test_the_bound_is_zero_when_nothing_fits(search, round_to_power_of_two):
 
 
 @given(answers=st.lists(st.booleans()), search=st.sampled_from(list(SEARCHES)))
-def test_whatever_a_device_answers_only_sizes_that_were_tried_and_fit_are_returned(answers, search):
+def test_for_any_device_the_result_was_tried_and_fits(answers, search):
     left = list(answers)
     result = run_search(
         lambda rows: Trial(rows, bool(left and left.pop())),
@@ -127,7 +123,7 @@ def test_whatever_a_device_answers_only_sizes_that_were_tried_and_fit_are_return
     assert result.batch_size <= result.max_batch_size
 
 
-def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
+def test_the_table_has_fixed_memory_memory_per_row_and_headroom():
     row = GIB // 4
     device = IdealDevice(
         lambda rows: 4 * GIB + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=5 * GIB
@@ -143,8 +139,8 @@ def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
     lines = result.table().splitlines()
     assert lines[0].split() == ["rows", "length", "peak", "fits", "seconds", "rows/s"]
     assert lines[1].split()[:5] == ["1", "2048", "4.25", "GiB", "yes"]
-    assert "fixed: 4.00 GiB (weights, buffers, optimizer state, gradients that stay)" in lines
-    assert "optimizer's step: 5.00 GiB at its peak, whatever the batch" in lines
+    assert "fixed: 4.00 GiB (weights, buffers, optimizer state, kept gradients)" in lines
+    assert "optimizer's step: 5.00 GiB at its peak, for any batch" in lines
     assert "each row: 0.250 GiB more, between the two largest sizes that fit" in lines
     assert "free at the bound: 2.00 GiB of the 16.00 GiB allowed" in lines
     assert lines[-1] == "max_batch_size: 40+; rounded down to a power of two: 32"
@@ -153,20 +149,20 @@ def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
 
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize(("true_maximum", "plus"), [(255, ""), (256, "+"), (1000, "+")])
-def test_a_bound_that_is_the_most_that_is_tried_has_a_plus(search, true_maximum, plus):
+def test_a_result_at_the_limit_has_a_plus(search, true_maximum, plus):
     result = run_search(linear(true_maximum), search=SEARCHES[search]())
     assert result.bound == f"{result.max_batch_size}{plus}"
     assert result.table().endswith(f"max_batch_size: {result.max_batch_size}{plus}")
 
 
-def test_the_peak_of_the_bound_includes_the_optimizers_phase():
+def test_the_peak_includes_the_optimizers_step():
     device = IdealDevice(
         lambda rows: rows * GIB, budget_bytes=BUDGET, optimizer_peak_bytes=15 * GIB
     )
     assert run_search(device, search=Halving(start=2)).peak_bytes() == 15 * GIB
 
 
-# the file
+# Files.
 
 
 @pytest.fixture
@@ -181,7 +177,7 @@ def result() -> ProbeResult:
     )
 
 
-def test_results_of_other_lengths_are_kept_beside_the_latest(result, tmp_path, caplog):
+def test_older_results_are_kept(result, tmp_path, caplog):
     store = Store(tmp_path / "adaptive_batch" / "probe.json")
     assert read_result(store, "512") is None
     other = replace(result, sequence_length=1024)
@@ -234,9 +230,7 @@ def without(key):
         edited(earlier=3),
     ],
 )
-def test_a_torn_foreign_or_old_file_is_not_believed_and_it_is_said(
-    result, tmp_path, caplog, change
-):
+def test_a_damaged_or_foreign_file_is_ignored_with_a_warning(result, tmp_path, caplog, change):
     path = tmp_path / "probe.json"
     Store(path).put("f", result.record())
     path.write_text(change(path.read_text()))
@@ -246,10 +240,10 @@ def test_a_torn_foreign_or_old_file_is_not_believed_and_it_is_said(
     assert "probing" in caplog.text
 
 
-def test_saving_is_whole_or_not_at_all(result, tmp_path, caplog):
+def test_a_failed_save_keeps_the_previous_file(result, tmp_path, caplog):
     store = Store(tmp_path / "probe.json")
     store.put("f", result.record())
-    with pytest.raises(TypeError):  # dies in the midst of writing
+    with pytest.raises(TypeError):  # fails while writing
         store.put("f", {"seconds": object()})
     assert read_result(store, "f") == result
     (tmp_path / "a file").write_text("")
@@ -257,8 +251,7 @@ def test_saving_is_whole_or_not_at_all(result, tmp_path, caplog):
     assert "cannot be written" in caplog.text
 
 
-# two ranks: the smaller device decides; each rank writes what it found, and the facts below read
-# that
+# Two ranks, of which the smaller device decides.
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -271,7 +264,7 @@ def run_rank(rank: int, folder: Path) -> None:
         found[search] = run_search(device, search=make(), round_to_power_of_two=True), device.tried
     silent = IdealDevice(
         lambda rows: rows, budget_bytes=9
-    )  # the other rank's device cannot say what it used
+    )  # the device of the other rank reports no peaks
     result = run_search(
         lambda rows: replace(silent(rows), peak_bytes=rows if rank else None),
         search=SEARCHES["predict"](),
@@ -307,7 +300,7 @@ def test_the_largest_peak_of_any_rank_counts(ranks):
         assert all(t.peak_bytes == t.batch_size for t in result.trials if t.fits)
 
 
-def test_the_largest_size_that_ran_with_retries_is_told_beside_the_bound(tmp_path):
+def test_the_largest_size_with_retries_is_reported(tmp_path):
     def run_trial(rows):
         return Trial(rows, rows <= 9, 100 * rows if rows <= 9 else None, retried=9 < rows <= 12)
 
@@ -315,9 +308,9 @@ def test_the_largest_size_that_ran_with_retries_is_told_beside_the_bound(tmp_pat
     assert (result.max_batch_size, result.max_batch_size_with_retries) == (
         9,
         10,
-    )  # of those that were tried
+    )
     assert result.num_out_of_memory == sum(trial.batch_size > 12 for trial in result.trials)
-    assert "max_batch_size_with_retries: 10 (the allocator" in result.table()
+    assert "max_batch_size_with_retries: 10 (" in result.table()
     Store(tmp_path / "probe.json").put("a", result.record())
     assert read_result(Store(tmp_path / "probe.json"), "a") == result
     plain = run_search(lambda rows: Trial(rows, rows <= 9), search=BinarySearch(maximum=20))

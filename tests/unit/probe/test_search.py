@@ -1,6 +1,4 @@
-"""Which size to try next: facts that hold for any answers, and the trials spent on the curves that
-memory follows.
-"""
+"""Search strategies: invariants for any results, and the number of trials on typical curves."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def run(search: Search, answer: Callable[[int], Trial], *, at_most: int = 400) -
 def ideal(
     peak: Peak, *, budget: float = BUDGET, noise: float = 0.0, seed: int = 0
 ) -> Callable[[int], Trial]:
-    """A device on which a size fits when its true peak is within the budget; reported peaks may be
-    off by `noise`.
-    """
+    """A device whose reported peaks have relative `noise`; sizes fit by their true peaks."""
     source = random.Random(seed)
 
     def answer(rows: int) -> Trial:
@@ -54,17 +50,13 @@ def ideal(
 
 
 def power(true_maximum: int, fixed: float, exponent: float, budget: float = BUDGET) -> Peak:
-    """``fixed + c * rows ** exponent``, which leaves the budget half-way between the true maximum
-    and the next row.
-    """
+    """``fixed + c * rows ** exponent``, which reaches the budget half a row above the maximum."""
     slope = (1 - fixed) * budget / (true_maximum + 0.5) ** exponent
     return lambda rows: fixed * budget + slope * rows**exponent
 
 
 def kinked(true_maximum: int, fixed: float, knee: float, intercept: float) -> Peak:
-    """Gentle from `fixed` to `knee`, then a line from `intercept` to the budget; all in shares of
-    the budget.
-    """
+    """A gentle line from `fixed` to `knee`, then a steep one; all in shares of the budget."""
     steep = (1 - intercept) / (true_maximum + 0.5)
     gentle = (knee - fixed) * steep / (knee - intercept)
     return lambda rows: BUDGET * max(fixed + gentle * rows, intercept + steep * rows)
@@ -89,7 +81,7 @@ searches = st.one_of(
 
 
 @given(searches, st.data())
-def test_any_search_ends_on_any_answers_and_only_tries_new_sizes_within_its_range(
+def test_any_search_ends_and_tries_each_size_once_within_its_range(
     search_and_maximum: tuple[Search, int], data: st.DataObject
 ) -> None:
     search, maximum = search_and_maximum
@@ -106,7 +98,7 @@ def test_any_search_ends_on_any_answers_and_only_tries_new_sizes_within_its_rang
     assert search.best == max((trial.batch_size for trial in trials if trial.fits), default=0)
 
 
-def test_halving_tries_its_start_first_and_halves_until_one_fits() -> None:
+def test_halving_halves_its_start_until_one_fits() -> None:
     search = Halving(start=100)
     assert [t.batch_size for t in run(search, lambda rows: Trial(rows, rows <= 13))] == [
         100,
@@ -136,14 +128,14 @@ def test_binary_search_finds_the_true_maximum_in_log2_trials(
     assert len(trials) <= ceil(log2(maximum + 1))
 
 
-def test_predictive_ends_after_one_trial_when_one_row_does_not_fit() -> None:
+def test_predictive_ends_if_one_row_does_not_fit() -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=4096)
     assert run(search, lambda rows: Trial(rows, False)) == [Trial(1, False)]
     assert search.best == 0
 
 
 @given(st.integers(1, 5000), st.data())
-def test_predictive_without_peaks_doubles_and_bisects_to_within_its_last_percent(
+def test_predictive_without_peaks_doubles_and_bisects_to_the_last_percent(
     maximum: int, data: st.DataObject
 ) -> None:
     true_maximum = data.draw(st.integers(0, maximum))
@@ -158,9 +150,7 @@ def test_predictive_without_peaks_doubles_and_bisects_to_within_its_last_percent
 
 @pytest.mark.parametrize("true_maximum", [37, 700, 3000])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_linear_memory_takes_five_trials_and_no_out_of_memory(
-    true_maximum: int, fixed: float
-) -> None:
+def test_a_line_takes_five_trials_without_an_oom(true_maximum: int, fixed: float) -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
     trials = run(search, ideal(power(true_maximum, fixed, 1)))
     assert search.best == true_maximum
@@ -170,9 +160,7 @@ def test_linear_memory_takes_five_trials_and_no_out_of_memory(
 
 @pytest.mark.parametrize("true_maximum", [1, 2])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_a_true_maximum_of_one_or_two_rows_costs_one_trial_more(
-    true_maximum: int, fixed: float
-) -> None:
+def test_a_maximum_of_one_or_two_rows_takes_one_more_trial(true_maximum: int, fixed: float) -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=4096)
     trials = run(search, ideal(power(true_maximum, fixed, 1)))
     assert search.best == true_maximum
@@ -182,7 +170,7 @@ def test_a_true_maximum_of_one_or_two_rows_costs_one_trial_more(
 @pytest.mark.parametrize("true_maximum", [37, 700, 3000])
 @pytest.mark.parametrize("exponent", [0.9, 1.1, 1.3])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_memory_that_bends_takes_eight_trials_and_at_most_one_out_of_memory(
+def test_a_power_curve_takes_eight_trials_and_at_most_one_oom(
     true_maximum: int, exponent: float, fixed: float
 ) -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
@@ -194,9 +182,7 @@ def test_memory_that_bends_takes_eight_trials_and_at_most_one_out_of_memory(
 
 @pytest.mark.parametrize("exponent", [0.9, 1.0])
 @pytest.mark.parametrize("fixed", [share for share in FIXED_SHARES if share <= 0.3])
-def test_one_percent_of_noise_leaves_a_small_maximum_exact_in_eight_trials(
-    exponent: float, fixed: float
-) -> None:
+def test_a_small_maximum_is_exact_with_one_percent_of_noise(exponent: float, fixed: float) -> None:
     for seed in range(30):
         search = Predictive(budget_bytes=BUDGET, maximum=4096)
         trials = run(search, ideal(power(37, fixed, exponent), noise=0.01, seed=seed))
@@ -207,7 +193,7 @@ def test_one_percent_of_noise_leaves_a_small_maximum_exact_in_eight_trials(
 
 @pytest.mark.parametrize("exponent", [0.9, 1.0, 1.1, 1.3])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_one_percent_of_noise_costs_a_large_maximum_little(exponent: float, fixed: float) -> None:
+def test_a_large_maximum_is_near_with_one_percent_of_noise(exponent: float, fixed: float) -> None:
     for seed in range(30):
         search = Predictive(budget_bytes=BUDGET, maximum=100_000)
         trials = run(search, ideal(power(3000, fixed, exponent), noise=0.01, seed=seed))
@@ -226,7 +212,7 @@ def test_one_percent_of_noise_costs_a_large_maximum_little(exponent: float, fixe
         if i <= f
     ],
 )
-def test_memory_flat_or_gentle_up_to_three_eighths_never_runs_out(
+def test_a_knee_below_three_eighths_causes_no_oom(
     true_maximum: int, fixed: float, intercept: float
 ) -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
@@ -237,7 +223,7 @@ def test_memory_flat_or_gentle_up_to_three_eighths_never_runs_out(
 
 
 @pytest.mark.parametrize("budget_mib", [36, 44, 50, 68, 76, 100, 128, 500, 3000])
-def test_the_measured_shape_with_tied_embeddings_never_runs_out(budget_mib: int) -> None:
+def test_the_measured_curve_of_tied_embeddings_causes_no_oom(budget_mib: int) -> None:
     """31.95 MiB at 1 to 4 rows, 44 at 16, 68 at 32, measured on a small model."""
     search = Predictive(budget_bytes=budget_mib * 2**20, maximum=4096)
     trials = run(
@@ -249,9 +235,7 @@ def test_the_measured_shape_with_tied_embeddings_never_runs_out(budget_mib: int)
 
 @st.composite
 def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
-    """A resident part, and a peak that is the highest of some lines, each from the resident part or
-    above it.
-    """
+    """Resident bytes, and a maximum of lines that start at or above them."""
     resident = draw(st.integers(0, BUDGET // 2))
     free = BUDGET - resident
     lines = [
@@ -263,7 +247,7 @@ def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
 
 @examples(300)
 @given(maxima_of_lines())
-def test_on_any_maximum_of_lines_the_result_is_the_true_maximum_or_a_percent_below_it(
+def test_any_maximum_of_lines_is_found_to_a_percent(
     curve: tuple[int, Peak, int],
 ) -> None:
     resident, peak, budget = curve
@@ -278,7 +262,7 @@ def test_on_any_maximum_of_lines_the_result_is_the_true_maximum_or_a_percent_bel
 
 
 @pytest.mark.parametrize("resident_share", [0.2, 0.5, 0.9])
-def test_known_residents_leave_linear_memory_two_trials(resident_share: float) -> None:
+def test_a_line_above_known_resident_bytes_takes_three_trials(resident_share: float) -> None:
     search = Predictive(
         budget_bytes=BUDGET, maximum=4096, resident_bytes=round(resident_share * BUDGET)
     )
@@ -289,10 +273,8 @@ def test_known_residents_leave_linear_memory_two_trials(resident_share: float) -
 
 
 @pytest.mark.parametrize("budget", [60_000_000, 70 * 2**20, 90 * 2**20, 400 * 2**20])
-def test_a_line_that_hardly_grows_is_not_followed_once_residents_are_known(budget: int) -> None:
-    """Measured with a small transformer: 24 KB a row up to 4 rows, which three trials confirm, then
-    two megabytes a row.
-    """
+def test_a_line_that_hardly_grows_above_resident_bytes_is_not_followed(budget: int) -> None:
+    """Measured with a small transformer: 24 KB per row up to 4 rows, then 2 MB per row."""
 
     def peak(rows: int) -> int:
         return max(49_543_476 + 24_576 * rows, 37_289_780 + 2_185_464 * rows)
@@ -304,7 +286,7 @@ def test_a_line_that_hardly_grows_is_not_followed_once_residents_are_known(budge
     assert len(trials) <= 13
 
 
-def test_the_maximum_is_tried_when_memory_would_allow_more() -> None:
+def test_the_search_ends_at_its_maximum() -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=100)
     trials = run(search, ideal(power(3000, 0.2, 1)))
     assert search.best == 100
@@ -312,7 +294,7 @@ def test_the_maximum_is_tried_when_memory_would_allow_more() -> None:
     assert out_of_memory(trials) == 0
 
 
-def test_a_size_that_the_optimizer_alone_made_too_large_counts_as_too_large() -> None:
+def test_an_optimizer_step_that_does_not_fit_counts() -> None:
     search = Predictive(budget_bytes=1000, maximum=64)
     run(
         search,
@@ -323,7 +305,7 @@ def test_a_size_that_the_optimizer_alone_made_too_large_counts_as_too_large() ->
     assert search.best == 5
 
 
-# --- traces: the bytes alive at each operation, where a device counts them
+# Traces of the bytes alive after each operation.
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=12)
 
@@ -342,7 +324,7 @@ def traced(rows: int, program: list[tuple[int, int]], budget: int) -> Trial:
 @pytest.mark.slow
 @given(program=lines, room=st.floats(1, 60))
 @examples(300)
-def test_two_traces_give_the_exact_maximum_without_an_oom_beyond_two_rows(program, room):
+def test_two_traces_determine_the_maximum(program, room):
     budget = max(1, int(max(fixed + slope for fixed, slope in program) * room))
     search = Predictive(budget_bytes=budget, maximum=4096)
     trials = []
@@ -355,7 +337,7 @@ def test_two_traces_give_the_exact_maximum_without_an_oom_beyond_two_rows(progra
     assert [trial.batch_size for trial in trials if not trial.fits] in ([], [2])
 
 
-def test_sizes_that_ran_other_operations_are_not_put_on_one_line():
+def test_traces_of_different_operations_are_not_combined():
     search = Predictive(budget_bytes=1000, maximum=100)
     search.record(Trial(1, True, 100, trace=Trace(1, [100])))
     rows = search.candidate
@@ -363,7 +345,7 @@ def test_sizes_that_ran_other_operations_are_not_put_on_one_line():
     assert rows < search.candidate < 100
 
 
-def test_a_prediction_that_a_trial_contradicts_is_dropped():
+def test_a_contradicted_prediction_is_dropped():
     search = Predictive(budget_bytes=1000, maximum=100)
     search.record(Trial(1, True, 100, trace=Trace(1, [100])))
     rows = search.candidate
@@ -383,7 +365,7 @@ def test_a_prediction_that_a_trial_contradicts_is_dropped():
 
 
 def on_smaller_device(rows: int, room: int, *, shows_held: bool = True) -> Trial:
-    """Forty operations of 250 bytes a row each, on a device that has `room` bytes but says more."""
+    """A trial of forty operations of 250 bytes per row, on a device with `room` bytes."""
     alive = [1000 + 250 * rows * number for number in range(1, 41)]
     if max(alive) <= room:
         return Trial(rows, True, max(alive), trace=Trace(1, alive))
@@ -395,7 +377,7 @@ def on_smaller_device(rows: int, room: int, *, shows_held: bool = True) -> Trial
 @pytest.mark.parametrize(
     ("shows_held", "most_trials", "most_ooms"), [(True, 11, 4), (False, 18, 8)]
 )
-def test_a_device_that_gives_less_than_its_budget_is_approached_from_below(
+def test_a_device_with_less_than_its_budget_is_approached_from_below(
     true_maximum: int, shows_held: bool, most_trials: int, most_ooms: int
 ) -> None:
     room = 1000 + 10_000 * true_maximum + 5000
@@ -406,13 +388,13 @@ def test_a_device_that_gives_less_than_its_budget_is_approached_from_below(
     assert out_of_memory(trials) <= most_ooms
 
 
-# --- an expected curve
+# Expected curves.
 
-BLOCK = 20 * 1024**2  # what an accelerator's allocator reserves at once
+BLOCK = 20 * 1024**2  # segment of an accelerator's allocator
 
 
 def expected(true: Peak, resident: int, off: float) -> MemoryCurve:
-    """A line from what is resident, whose rise is off by a part."""
+    """A line from the resident bytes with a relative error of its slope."""
     row = (true(2) - true(1)) * (1 + off)
     return MemoryCurve((Line(Fraction(resident), Fraction(row), 0),))
 
@@ -427,7 +409,7 @@ def in_blocks(peak: Peak) -> Callable[[int], Trial]:
 
 @pytest.mark.parametrize("true_maximum", [1, 2, 37, 700, 3000])
 @pytest.mark.parametrize("resident", FIXED_SHARES)
-def test_an_exact_expectation_takes_one_trial(true_maximum: int, resident: float) -> None:
+def test_an_exact_curve_takes_one_trial(true_maximum: int, resident: float) -> None:
     peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
     curve = expected(peak, held, 0.0)
     search = Predictive(budget_bytes=BUDGET, maximum=100_000, resident_bytes=held, expected=curve)
@@ -438,7 +420,7 @@ def test_an_exact_expectation_takes_one_trial(true_maximum: int, resident: float
 @pytest.mark.parametrize("off", [-0.05, -0.02, 0.0, 0.02, 0.05])
 @pytest.mark.parametrize("true_maximum", [1, 2, 5, 37, 80, 300, 700, 3000])
 @pytest.mark.parametrize("resident", FIXED_SHARES)
-def test_an_expectation_within_five_percent_takes_three_trials(
+def test_a_curve_within_five_percent_takes_three_trials(
     true_maximum: int, resident: float, off: float
 ) -> None:
     peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
@@ -462,7 +444,7 @@ def test_an_expectation_within_five_percent_takes_three_trials(
     block=st.sampled_from([1, BLOCK]),
 )
 @examples(200)
-def test_a_wrong_expectation_costs_trials_and_no_rows(
+def test_a_wrong_curve_costs_trials_but_no_rows(
     true_maximum: int, resident: float, factor: float, block: int
 ) -> None:
     peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
@@ -480,7 +462,7 @@ def test_a_wrong_expectation_costs_trials_and_no_rows(
 
 @pytest.mark.parametrize("fragments", [0.06, 0.1, 0.2])
 @pytest.mark.parametrize("true_maximum", [1, 2, 9, 44, 300])
-def test_an_expectation_that_knows_no_fragments_is_lowered_by_little(
+def test_a_curve_without_fragmentation_is_lowered_slightly(
     true_maximum: int, fragments: float
 ) -> None:
     peak = power(true_maximum, 0.05, 1)
@@ -498,7 +480,7 @@ def test_an_expectation_that_knows_no_fragments_is_lowered_by_little(
     assert sum(not (trial.fits or trial.retried) for trial in trials) <= 1
 
 
-def test_a_device_that_cannot_say_what_it_used_takes_the_first_size_from_the_curve() -> None:
+def test_a_device_without_peaks_starts_from_the_curve() -> None:
     peak = power(64, 0.1, 1)
     search = Predictive(
         budget_bytes=BUDGET,

@@ -1,6 +1,4 @@
-"""The fastest micro-batches: the choice against every choice there is, on machines that are made
-up.
-"""
+"""The fastest micro-batches on simulated machines, compared with all choices."""
 
 import random
 from dataclasses import asdict, dataclass, field
@@ -24,9 +22,7 @@ LAYOUTS = [MicroBatchLayout(kind=kind) for kind in ("grouped", "packed")]
 
 @dataclass
 class Machine:
-    """Takes the modelled time of each layout, and more the larger a micro-batch is, up to what
-    fits; counts its trials.
-    """
+    """A machine with a time model for each layout and a slowdown of large micro-batches."""
 
     times: dict[str, MicroBatchTime]
     slowdown: float = 0.0  # for each 1000 tokens
@@ -62,7 +58,7 @@ class Machine:
 
 @dataclass
 class BusyMachine(Machine):
-    """Is slower by a factor while other programs run, in phases of drawn lengths."""
+    """A machine that other programs slow down by a factor, in random phases."""
 
     phase_seconds: float = 1.0
     factor: float = 3.0
@@ -133,7 +129,7 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
 
 
 @pytest.mark.parametrize("phase_seconds", [0.02, 1.0])
-def test_other_programs_do_not_change_which_layout_is_chosen(phase_seconds: float) -> None:
+def test_other_programs_do_not_change_the_choice(phase_seconds: float) -> None:
     times = {
         "grouped": MicroBatchTime(0.004, 0, 1e-4),
         "packed": MicroBatchTime(0.1, 0, 0.5e-4),
@@ -154,7 +150,7 @@ def test_other_programs_do_not_change_which_layout_is_chosen(phase_seconds: floa
     assert chosen == ["packed"] * 4
 
 
-def test_what_does_not_fit_is_not_taken_and_nothing_larger_is_tried() -> None:
+def test_a_choice_that_does_not_fit_is_not_taken() -> None:
     random.seed(0)
     times = dict.fromkeys(LAYOUT_KINDS, MicroBatchTime(1.0, 0, 1e-4, 0))
     steps, machine = drawn_steps(1.0), Machine(times, fits=1500)
@@ -165,7 +161,7 @@ def test_what_does_not_fit_is_not_taken_and_nothing_larger_is_tried() -> None:
     assert search(Machine(times, fits=1), drawn_steps(1.0)) is None
 
 
-def test_a_result_is_read_as_it_was_written() -> None:
+def test_a_result_is_read_from_its_json() -> None:
     random.seed(0)
     found = search(Machine(dict.fromkeys(LAYOUT_KINDS, MicroBatchTime())), drawn_steps(1.0))
     assert found is not None

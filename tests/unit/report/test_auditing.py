@@ -1,4 +1,4 @@
-"""The audit passes every run that uses each row once per epoch, and fails every corruption of its log."""
+"""The audit passes runs that use each row once per epoch, and fails corrupted logs."""
 
 import json
 import random
@@ -35,7 +35,7 @@ class Run:
         return rows
 
     def process(self, saves):
-        """Yield the records of one process that resumes the newest of `saves`, and append its saves."""
+        """Yield the records of a process that resumes the newest of `saves`; append its saves."""
         progress, resumed = (saves[-1], True) if saves else (Progress(), False)
         start = {
             "resumed": resumed,
@@ -88,7 +88,10 @@ class Run:
         return list(self.process([]))
 
     def lines(self, kills, *, completes=True):
-        """Return the lines of a log; a kill is (records before it, share of the last line, lost saves)."""
+        """Return the lines of a log.
+
+        A kill is (records before it, share of the last line, lost saves).
+        """
         lines, saves = [], []
         for after, share, lost in kills:
             written = []

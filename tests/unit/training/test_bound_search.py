@@ -255,7 +255,7 @@ def test_an_error_in_a_trial_leaves_training_as_it_was():
             raise ValueError("index out of range")
 
     with pytest.raises(
-        RuntimeError, match=r"a trial of .* failed, and not for lack of memory: index out of range"
+        RuntimeError, match=r"a trial of .* failed, not because of memory: index out of range"
     ):
         find_max_batch_size(
             training.model, training.optimizer, fail, sample, device_memory="512KiB"
