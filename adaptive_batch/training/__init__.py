@@ -1,7 +1,6 @@
 """The training loop: micro-batches, retries after running out of memory, evaluation."""
 
 from .adaptive_step import AdaptiveStep, configured_size
-from .agreement import RankReport, differences, same_answers
 from .batch_forms import FORMS, BatchForm
 from .bound_search import (
     SEARCHES,
@@ -13,22 +12,32 @@ from .bound_search import (
     find_max_batch_size,
     kinds_to_choose_from,
 )
-from .evaluation import Evaluator
 from .evaluation_parts import EvaluationParts
-from .full_batch_loss import FullBatchLoss
-from .limit_recovery import LimitChange, OOMPolicy
 from .loop import AdaptiveLoop
 from .model_checks import has_batch_norm
-from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .options import StepOptions, Terms
 from .packing import isolated_rows, pack_rows
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
-from .recipe_step import RecipeStep
-from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
-from .row_loss import RowLoss, count_shifted_labels
-from .sizing import ConfiguredSize, MicroBatchSizer
-from .step_result import PLACE_OF_STEP, StepResult
+from .recipe_step import (
+    REFERENCE,
+    REFERENCE_VALUES,
+    Evaluator,
+    RecipeStep,
+    RowLoss,
+    RowReference,
+    count_shifted_labels,
+)
+from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
+from .step import RankReport, differences, same_answers
+from .step_result import (
+    ON_NONFINITE_LOSS,
+    PLACE_OF_STEP,
+    FullBatchLoss,
+    NonfiniteSteps,
+    StepResult,
+    norm_to_clip,
+)
 from .trials import Evaluation, LongestRows, TriedStep
 
 __all__ = [

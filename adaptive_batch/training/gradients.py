@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adaptive_batch._util import replaced
+from adaptive_batch.distributed import whole_tensor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import is_out_of_memory
 
@@ -225,3 +226,29 @@ def _leaves(nodes: Collection[Any]) -> Iterator[torch.Tensor]:
             if next_node is not None and next_node not in visited:
                 visited.add(next_node)
                 unvisited.append(next_node)
+
+
+def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor | None:
+    """Clip the norm of all gradients to a maximum; return the norm that they had.
+
+    Args:
+        model: model whose gradients are clipped.
+        max_grad_norm: maximum; infinity measures the norm alone, None does neither.
+    """
+    if max_grad_norm is None:
+        return None
+    # With tensor parallelism some parameters lie on other meshes, or on none.
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    if len(by_mesh) <= 1:
+        return whole_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
+    norms = []
+    for parameters in by_mesh.values():
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norms.append(whole_tensor(torch.nn.utils.get_total_norm(gradients)))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    for parameters in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    return norm

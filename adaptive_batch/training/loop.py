@@ -43,14 +43,13 @@ from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesaw, rate_rule
 
 from .adaptive_step import log_event
-from .agreement import RankReport
 from .bound_search import ProbeOptions, SearchScope
 from .model_checks import check_gradients_are_clear, check_parameters
-from .nonfinite import NonfiniteSteps
 from .options import StepOptions
 from .rate import AdaptiveRate
 from .row_step import RowStep
-from .step_result import StepResult
+from .step import RankReport
+from .step_result import NonfiniteSteps, StepResult
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate

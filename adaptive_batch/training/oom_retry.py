@@ -21,8 +21,7 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
-from .limit_recovery import ShrinkRequest, gather_requests
-from .sizing import MicroBatchSizer
+from .sizing import MicroBatchSizer, ShrinkRequest, gather_requests
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.schedules import UNITS, check_scaled
 
-from .limit_recovery import OOMPolicy
-from .nonfinite import ON_NONFINITE_LOSS
+from .sizing import OOMPolicy
+from .step_result import ON_NONFINITE_LOSS
 
 # Options of a loop, which has rows, a rate and an optimizer; the script of a bare step has its own.
 _OF_LOOP = {

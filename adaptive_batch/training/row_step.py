@@ -27,14 +27,13 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, needs_times
 
 from .adaptive_step import AdaptiveStep
-from .agreement import RankReport
 from .batch_forms import FORMS
 from .bound_search import Choices, ProbeOptions, SearchScope, kinds_to_choose_from
-from .clipping import clip_gradients
-from .nonfinite import norm_to_clip
+from .gradients import clip_gradients
 from .options import StepOptions, Terms
 from .parts import BatchSource, Part, RowsOfBatch
-from .step_result import StepResult
+from .step import RankReport
+from .step_result import StepResult, norm_to_clip
 from .trials import LongestRows, TriedStep
 
 private = PrivateNames("memory estimates")

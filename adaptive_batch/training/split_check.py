@@ -19,8 +19,8 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
-from .batch_statistics import BatchStatistics
 from .gradient_passes import Comparison, GradientPasses, Parts, Sample, shares_of
+from .label_shares import BatchStatistics
 from .model_checks import gradient_hooks, has_batch_norm, some_names
 from .options import Terms
 from .parts import BatchSource, LabelCounter, Part, arrays_in, has_shifted_labels

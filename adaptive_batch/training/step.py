@@ -5,11 +5,11 @@ smaller, where memory runs out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,18 +17,138 @@ from torch import nn
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import Sharding, sharding_of
-from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, RankLostError
-from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory, recover
+from adaptive_batch.errors import (
+    MEMORY_REMEDIES,
+    AdaptiveBatchError,
+    GrowthFunctionError,
+    RankLostError,
+)
+from adaptive_batch.memory import (
+    DeviceMemory,
+    RandomState,
+    TensorSnapshot,
+    device_memory,
+    is_out_of_memory,
+    recover,
+)
 
-from .agreement import MicroBatchPlan, RankReport, same_answers
 from .compilations import CompilationLog
 from .gradients import OtherLeaves, SavedGradients
 from .model_checks import optimizers_wait
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
-from .snapshot import StepSnapshot
+
+_ABSENT = "nothing"
+
 
 Result = TypeVar("Result")
+
+
+class MicroBatchPlan(NamedTuple):
+    """The micro-batches of a step, as all ranks have agreed.
+
+    Attributes:
+        micro_batches: micro-batches of this rank.
+        number: micro-batches on the rank that has most; all ranks run as many.
+        ends: whether any rank was asked to end before the step.
+    """
+
+    micro_batches: list[MicroBatch]
+    number: int
+    ends: bool = False
+
+    @classmethod
+    def agreed(cls, micro_batches: list[MicroBatch], *, ends: bool = False) -> MicroBatchPlan:
+        """Return the plan of these micro-batches; a collective that finds the largest number."""
+        (number,) = distributed.all_reduce_max([len(micro_batches)])
+        return cls(micro_batches, number, ends)
+
+    @property
+    def slots(self) -> list[MicroBatch | None]:
+        """Return what this rank runs in turn: None where other ranks have more micro-batches."""
+        return [*self.micro_batches, *[None] * (self.number - len(self.micro_batches))]
+
+
+class RankReport(NamedTuple):
+    """What each rank reports before a step.
+
+    Attributes:
+        batch_size: rows that run at once where no size is configured and all of them fit, see
+            :meth:`MicroBatchSizer.limit`; the same on all ranks.
+        num_rows: rows of the step on all ranks, as this one counts them; 0 where none does.
+        requested: batch that was requested for the step; a user's rule may have given another
+            answer on another rank.
+        ends: whether this rank was asked to end.
+    """
+
+    batch_size: int
+    num_rows: int = 0
+    requested: int = 0
+    ends: bool = False
+
+
+def same_answers(answers: Mapping[str, int]) -> None:
+    """Refuse a user's function that answers differently on some rank.
+
+    Args:
+        answers: that it gave here, by what it was asked: the key of the function, and when.
+
+    Raises:
+        GrowthFunctionError: naming the rank.
+    """
+    texts = {call: str(answer) for call, answer in answers.items()}
+    first, *later = distributed.all_gather(texts)
+    for rank, of_rank in enumerate(later, start=1):
+        for name, value, of_first in differences(of_rank, first):
+            raise GrowthFunctionError(
+                f"{name} answers {value} on rank {rank} and {of_first} on rank 0; it must be the"
+                " same function of the same arguments on all ranks"
+            )
+
+
+def differences(
+    mine: Mapping[str, str], first: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each difference between two ranks, and the value of each."""
+    for name in sorted(first.keys() | mine.keys()):
+        if first.get(name) != mine.get(name):
+            yield name, mine.get(name, _ABSENT), first.get(name, _ABSENT)
+
+
+class StepSnapshot:
+    """Running statistics and random numbers of a model in training.
+
+    Args:
+        model: model whose persistent buffers a forward may change.
+        device: device whose random numbers it draws.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        # Those that outlive a forward: a checkpoint holds them.
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+
+    def take(self) -> Callable[[], None]:
+        """Return the function that puts everything back as it is now."""
+        random_state = RandomState(self._device)
+        if not self._places:
+            return random_state.restore
+        # A forward may also put another tensor in a buffer's place.
+        buffers = [(module, name, module._buffers[name]) for module, name in self._places]
+        statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
+
+        def restore() -> None:
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+            statistics.restore()
+            random_state.restore()
+
+        return restore
 
 
 class Weighting(ABC, Generic[Result]):

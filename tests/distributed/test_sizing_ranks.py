@@ -7,7 +7,7 @@ from support.ranks import run_on_ranks
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import ConfiguredSize, MicroBatchSizer, OOMPolicy
-from adaptive_batch.training.limit_recovery import ShrinkRequest, gather_requests
+from adaptive_batch.training.sizing import ShrinkRequest, gather_requests
 
 NUM_STEPS = 6
 

@@ -21,7 +21,7 @@ from adaptive_batch.training import (
     MicroBatchSizer,
     RecipeStep,
 )
-from adaptive_batch.training.limit_recovery import ShrinkRequest
+from adaptive_batch.training.sizing import ShrinkRequest
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
 SAID = (

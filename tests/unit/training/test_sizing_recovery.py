@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import OOMPolicy
-from adaptive_batch.training.limit_recovery import smaller_limit
+from adaptive_batch.training.sizing import smaller_limit
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 UNITS = st.sampled_from(["rows", "tokens"])
