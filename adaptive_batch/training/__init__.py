@@ -1,6 +1,6 @@
 """The training loop: micro-batches, retries after running out of memory, evaluation."""
 
-from .adaptive_step import AdaptiveStep, configured_size
+from .adaptive_step import AdaptiveStep
 from .batch_forms import FORMS, BatchForm
 from .bound_search import (
     SEARCHES,
@@ -28,7 +28,7 @@ from .recipe_step import (
     RowReference,
     count_shifted_labels,
 )
-from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
+from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy, configured_size
 from .step import RankReport, differences, same_answers
 from .step_result import (
     ON_NONFINITE_LOSS,

@@ -27,28 +27,18 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
-from adaptive_batch.data import Event, MicroBatch, MicroBatchLayout
-from adaptive_batch.distributed import sharding_of
+from adaptive_batch._util import check_bool, check_whole, instance_of
+from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import ProbeOptions, SearchScope, find_limit
-from .label_shares import LENGTHS_REMEDY, STATISTICS, BatchStatistics, LabelShares
-from .model_checks import (
-    check_parameters,
-    check_ranks,
-    gradients_must_come,
-    is_compiled,
-    is_replicated,
-)
-from .options import REMEDIES, StepOptions, Terms
-from .parts import BatchSource, LabelCounter, Part, SplitBatch
-from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer
-from .split_check import SplitCheck
+from .bound_search import ProbeOptions, SearchScope
+from .model_checks import check_parameters, gradients_must_come, is_compiled
+from .options import StepOptions
+from .part_step import LENGTHS_REMEDY, PartStep
+from .parts import Part, SplitBatch
 from .splitters import CustomSplit, RowSplitter, length_in_sample
-from .step import RankReport, Step
+from .step import RankReport
 from .trials import LongestRows, TriedStep
 
 private = PrivateNames("memory estimates")
@@ -57,127 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("adaptive_batch")
 
 
-class PartStep(Step):
-    """Runs a script's function on the parts of a batch: divided alike on all ranks, checked before
-    the first split, and again where memory runs out.
-
-    Args:
-        model: model whose gradients are summed.
-        forward_backward: function that runs forward and backward of a part.
-        sizer: decides what a part may hold.
-        terms: names of the caller's API, for errors.
-        num_labels: function that returns the labels of a batch; see :class:`.AdaptiveStep`.
-        statistics: function that returns statistics of a part; see :class:`.AdaptiveStep`.
-        counts_over_ranks: whether labels and statistics are those of all ranks.
-        event: function that writes down what was compiled again; see :class:`.CompilationLog`.
-        options: see :class:`Step`.
-
-    Attributes:
-        forward_backward, terms: as given.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        forward_backward: Callable[[Part], Any],
-        sizer: MicroBatchSizer,
-        *,
-        terms: Terms,
-        num_labels: Callable[[Any], Any] | None,
-        statistics: Callable[[Part], Mapping[str, Any]] | None,
-        counts_over_ranks: bool,
-        event: Callable[..., object],
-        **options: Any,
-    ) -> None:
-        super().__init__(model, sizer, **options)
-        self.forward_backward = forward_backward
-        self.terms = terms
-        self._event = event
-        self._counts_over_ranks = counts_over_ranks
-        self._labels = LabelCounter(num_labels)
-        self._statistics = BatchStatistics(statistics, self, over_ranks=counts_over_ranks)
-        self._check = SplitCheck(
-            self,
-            forward_backward,
-            self._labels,
-            self._statistics,
-            terms=terms,
-            name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
-        )
-        # A rank can be brought to the end of a micro-batch whose collectives are known.
-        self._records_collectives = (
-            self.sharding.is_sharded and self.retry.retries and not is_compiled(model)
-        )
-
-    def run(self, rows: BatchSource, report: RankReport) -> list[Any]:
-        """Run forward and backward of a batch; see :meth:`.AdaptiveStep.__call__`.
-
-        Args:
-            rows: rows of this rank.
-            report: what this rank reports to the others; its batch size is the rows of the step on
-                the rank that has most.
-        """
-        self.sizer.is_packed = rows.is_packed
-        self.record_collectives_of(rows)
-        weighting = LabelShares(
-            self,
-            self.forward_backward,
-            rows,
-            labels=self._labels,
-            statistics=self._statistics,
-            check=self._check,
-            counts_over_ranks=self._counts_over_ranks,
-        )
-        results = self.run_step(weighting, self.agree(weighting, report))
-        self.compilations.log_new(self._event)
-        return results
-
-    def num_labels(self, batch: Any, num_rows: int) -> float:
-        """Return the labels of a batch of `num_rows` rows, as a part's share counts them."""
-        return self._labels.count(batch, num_rows, counts_first=self._check.counts_first_label)
-
-    def run_alone(self, part: Part) -> None:
-        """Run a part that is the whole batch, with its own statistics."""
-        statistics = self._statistics.of_part(part)
-        self.forward_backward(part._replace(statistics=statistics))
-
-    # --- trials
-
-    def record_collectives_of(self, rows: BatchSource) -> None:
-        """Run one row as a trial, to record collectives before a micro-batch can fail."""
-        if not self._records_collectives:
-            return
-        self._records_collectives = False
-
-        def run() -> None:
-            for is_last in (False, True):
-                self.try_part(lambda: (rows.dummy(), 1), is_last=is_last)
-
-        self.record_collectives(run, MicroBatch([0], 1))
-
-    def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
-        """Run a batch as one part, as a trial, and forget what it returned.
-
-        Args:
-            make: function that makes the batch, which is part of what is tried, and returns it with
-                the number of its rows.
-            is_last: whether gradients are reduced.
-        """
-        statistics = {}
-        if self._statistics.are_needed:
-            with self.trial(evaluates=STATISTICS):
-                batch, num_rows = make()
-                statistics = self._statistics.of_part(Part(batch, num_rows, is_trial=True))
-                # Made again below, where its memory is part of what is tried.
-                del batch
-        with self.trial(is_last=is_last):
-            batch, num_rows = make()
-            self.forward_backward(
-                Part(batch, num_rows, is_last=is_last, is_trial=True, statistics=statistics)
-            )
-
-
-class AdaptiveStep:
+class AdaptiveStep(PartStep):
     """Calls a function of the script's once for each part of a batch that fits, and again where
     memory runs out.
 
@@ -218,17 +88,11 @@ class AdaptiveStep:
         memory: memory of its device.
         sharding: how several ranks hold it.
         sizer: decides what a part may hold.
-        engine: runs the parts of a batch.
-        terms: names of the caller's API, for errors.
-        tried_one_part: whether the trials of a search ran one part alone, without the gradients
-            that a second part meets.
+        is_trial: whether a trial or a check of a split runs now, and not training.
 
     Raises:
         SettingError: an argument cannot be used.
     """
-
-    # A class attribute, since a script gives none.
-    terms = Terms()
 
     def __init__(
         self,
@@ -244,7 +108,6 @@ class AdaptiveStep:
     ) -> None:
         options = instance_of(StepOptions, "options", options)
         options.check_of_step()
-        size = configured_size(micro_batch_size, micro_batch_tokens)
         for key, function in (
             ("forward_backward", forward_backward),
             ("split", split),
@@ -255,46 +118,19 @@ class AdaptiveStep:
                 raise SettingError(key, function, "give a function")
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
-        self.model = model
+        super().__init__(
+            model,
+            forward_backward,
+            micro_batch_size=micro_batch_size,
+            micro_batch_tokens=micro_batch_tokens,
+            num_labels=num_labels,
+            statistics=statistics,
+            options=options,
+            name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
+        )
         self._split_batch: RowSplitter | CustomSplit = (
             RowSplitter(trims=not is_compiled(model)) if split is None else CustomSplit(split)
         )
-        device = next(model.parameters()).device
-        expand_segments_in_script(device)
-        self.memory = options.memory or device_memory(
-            device, shared_by=distributed.local_world_size()
-        )
-        self.sizer = MicroBatchSizer(
-            size,
-            layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
-            memory=self.memory,
-            policy=options.oom_policy,
-            on_change=partial(log_change, options.event),
-        )
-        self.sharding = sharding_of(
-            model,
-            overlaps=options.overlap_reduction,
-            finishes=not is_replicated(model),
-            syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
-        )
-        check_ranks(model, self.sharding)
-        self.engine = PartStep(
-            model,
-            forward_backward,
-            self.sizer,
-            terms=self.terms,
-            num_labels=num_labels,
-            statistics=statistics,
-            counts_over_ranks=options.count_labels_over == "ranks" and distributed.world_size() > 1,
-            event=partial(log_event, options.event),
-            memory=self.memory,
-            sharding=self.sharding,
-            retries=options.on_out_of_memory == "shrink",
-            remedies=REMEDIES,
-        )
-        self.tried_one_part = False
-        if self.sizer.waits_for_search:
-            log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
     @classmethod
     def of(
@@ -308,11 +144,6 @@ class AdaptiveStep:
         return decorate
 
     @property
-    def is_trial(self) -> bool:
-        """Whether what runs now is a trial or a check of a split, and not training."""
-        return self.engine.is_trial
-
-    @property
     def max_batch_size(self) -> int | None:
         """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
         return self.sizer.max_batch_size
@@ -320,12 +151,12 @@ class AdaptiveStep:
     @property
     def micro_batches(self) -> list[MicroBatch]:
         """Rows of each micro-batch of the last batch, on this rank."""
-        return self.engine.plan.micro_batches
+        return self.plan.micro_batches
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of the last batch, on the rank that has most."""
-        return self.engine.plan.number
+        return self.plan.number
 
     # --- a step
 
@@ -349,7 +180,7 @@ class AdaptiveStep:
         rows = self._split_batch(batch)
         report = RankReport(batch_size=distributed.maximum(rows.num_rows))
         try:
-            return self.engine.run(rows, report)
+            return self.run_rows(rows, report)
         finally:
             # Also where the step has run out of memory for good.
             if self.tried_one_part and self.num_micro_batches > 1:
@@ -407,14 +238,7 @@ class AdaptiveStep:
             rows, accumulates=accumulates or self.sizer.may_split, whole_step_rows=batch_size
         )
         try_sample = partial(self._try_sample, beside_gradients=accumulates)
-        return self.search(TriedStep(self.engine, optimizer, try_sample), scope, options)
-
-    def search(self, tried: TriedStep, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
-        """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
-        results = find_limit(tried, scope, options, sizer=self.sizer)
-        fits_whole = results[-1].max_batch_size >= (scope.whole_step_rows or 0)
-        self.tried_one_part = fits_whole and not scope.accumulates
-        return results[-1]
+        return self.search(TriedStep(self, optimizer, try_sample), scope, options)
 
     def _try_sample(
         self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True
@@ -432,15 +256,15 @@ class AdaptiveStep:
             return rows.part(range(rows.num_rows)), rows.num_rows
 
         def run() -> None:
-            comes = gradients_must_come(self.model, self.engine.forward_backward)
+            comes = gradients_must_come(self.model, self.forward_backward)
             # Gradients that are not reduced are not the parameters' yet.
             with comes if is_last else nullcontext():
-                self.engine.try_part(whole, is_last=is_last)
+                self.try_part(whole, is_last=is_last)
 
         if not beside_gradients:
             run()
             return
-        gradients = self.engine.save_gradients()
+        gradients = self.save_gradients()
         if self.sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
@@ -490,7 +314,8 @@ class AdaptiveStep:
             # A script has to copy what a sample has on the CPU to a model on another device.
             fake.batch(made, is_moved=device.type == "cpu")
             with DevicesAsHost(fake):
-                self.engine.run_alone(Part(made["batch"], num_rows, is_trial=True))
+                part = Part(made["batch"], num_rows, is_trial=True)
+                self.forward_backward(part._replace(statistics=self.statistics.of_part(part)))
 
         try:
             return estimate_step(
@@ -506,65 +331,4 @@ class AdaptiveStep:
                 headroom=headroom,
             )
         finally:
-            self.engine.compilations.forget()
-
-    # --- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what fits, as plain values; random numbers are the script's to save."""
-        return {"sizer": self.sizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; what :meth:`find_bound` has found since counts more.
-
-        Raises:
-            SettingError: the state is none of a step.
-        """
-        check_state(state, ("sizer",), owner="a step")
-        self.sizer.load_search(state["sizer"])
-        self.sizer.load_state_dict(state["sizer"])
-
-
-def configured_size(
-    micro_batch_size: int | str | None, micro_batch_tokens: int | str | None
-) -> ConfiguredSize:
-    """Return the size of a micro-batch that these arguments configure.
-
-    Raises:
-        SettingError: naming the key.
-    """
-    if micro_batch_tokens is not None and micro_batch_size is not None:
-        remedy = "micro_batch_size is given too; give one of them"
-        raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
-    for key, value in (
-        ("micro_batch_size", micro_batch_size),
-        ("micro_batch_tokens", micro_batch_tokens),
-    ):
-        if value not in (None, "auto"):
-            check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
-    return ConfiguredSize(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
-
-
-def log_change(
-    event: Callable[..., object] | None,
-    change: LimitChange,
-    *,
-    kind: str = "limit",
-    prefix: str = "",
-) -> None:
-    """Log a change of a limit, and report it as an event of a kind."""
-    text = prefix + change.describe()
-    if distributed.is_rank_zero():
-        log.log(logging.INFO if change.grows else logging.WARNING, "%s", text)
-    if event is not None:
-        event(kind, text, prints=False, **change.facts())
-
-
-def log_event(
-    event: Event | None, kind: str, message: str, *, prints: bool = True, **facts: Any
-) -> None:
-    """Log an event on rank zero, unless `prints` is False, and report it."""
-    if prints and distributed.is_rank_zero():
-        log.warning("%s", message)
-    if event is not None:
-        event(kind, message, prints=False, **facts)
+            self.compilations.forget()

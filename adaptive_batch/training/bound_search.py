@@ -331,7 +331,7 @@ class BoundSearch:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
                 stack.callback(gradients.put_back)
-                stack.enter_context(gradients.with_others(others))
+                stack.enter_context(others.watched(gradients.set_aside))
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)

@@ -21,7 +21,6 @@ from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import RandomState, device_memory
 
-from .adaptive_step import log_change
 from .oom_retry import OOMRetry
 from .options import StepOptions
 from .parts import (
@@ -111,7 +110,7 @@ class EvaluationParts:
             memory=self._memory,
             policy=options.oom_policy,
             on_change=partial(
-                log_change, options.event, kind="validation_limit", prefix="evaluation: "
+                options.report_change, kind="validation_limit", prefix="evaluation: "
             ),
         )
         with distributed.alone():
@@ -165,8 +164,7 @@ class EvaluationParts:
             return split_rows
 
         with distributed.alone():
-            if self.sizer.has_to_agree:
-                self.sizer.agree()
+            self.sizer.agree()
             self.sizer.begin_step(NO_LIMIT)
             if self.sizer.limit_of_step.amount < NO_LIMIT:
                 rows = split()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
-from .label_shares import STATISTICS, BatchStatistics, Statistics, sum_of
 from .model_checks import is_batch_norm
-from .options import Terms
 from .parts import BatchSource, LabelCounter, Part
-from .step import Step
+
+if TYPE_CHECKING:
+    from .part_step import PartStep
 
 _DROPOUTS = (
     "dropout",
@@ -251,33 +251,14 @@ class GradientPasses:
 
     Args:
         step: runs the parts of a batch.
-        forward_backward: function that runs a part; see :class:`.AdaptiveStep`.
-        labels: counts the labels of a part.
-        statistics: statistics of a batch.
-        terms: names of the caller's API.
-        name: name of the function.
 
     Attributes:
         keeps_autocast: whether the function fails without autocast, so that it stays on.
         written: names of the buffers and frozen parameters that passes wrote.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        forward_backward: Callable[[Part], object],
-        labels: LabelCounter,
-        statistics: BatchStatistics,
-        *,
-        terms: Terms,
-        name: str,
-    ) -> None:
+    def __init__(self, step: PartStep) -> None:
         self._step = step
-        self._forward_backward = forward_backward
-        self._labels = labels
-        self._statistics = statistics
-        self._terms = terms
-        self._name = name
         self.keeps_autocast = False
         self._has_other_draws = False
         self.written: set[str] = set()
@@ -306,7 +287,7 @@ class GradientPasses:
         Raises:
             SettingError: the function failed.
         """
-        shares = sample.shares(self._labels, counts_first=counts_first)
+        shares = sample.shares(self._step.labels, counts_first=counts_first)
         whole = Pass(sample.batch.uncut(), sample.rows, sum(shares), sample.dummy)
         parts = [
             Pass(sample.batch, part, share, sample.dummy)
@@ -358,13 +339,13 @@ class GradientPasses:
 
     def _run(self, passes: Sequence[Pass], by_row: bool, accumulates: bool) -> torch.Tensor | None:
         step = self._step
-        statistics: list[Statistics] = []
+        statistics: list[Mapping[str, Any]] = []
         gradients: list[dict[int, torch.Tensor]] = []
         draws_of_passes: list[list[int | None]] = []
         drawn: set[str] = set()
 
         def measure(number: int) -> None:
-            statistics.append(self._statistics.of_part(passes[number].part()))
+            statistics.append(self._step.statistics.of_part(passes[number].part()))
 
         def run_pass(number: int) -> None:
             one = passes[number]
@@ -384,18 +365,18 @@ class GradientPasses:
                     is_last=not is_first_of_parts,
                     statistics=statistics[number] if statistics else {},
                 )
-                self._forward_backward(part)
+                step.forward_backward(part)
             draws_of_passes.append(draws)
             drawn.update(random_state.changed())
             written = self._versions().items() - versions.items()
             self.written.update(name for name, _ in written)
             gradients.append({key: _projected(grad) for key, grad in step.gradients().items()})
 
-        if self._statistics.are_needed:
-            if not self._run_in_turn(passes, measure, STATISTICS):
+        if self._step.statistics.are_needed:
+            if not self._run_in_turn(passes, measure, step.statistics.KIND):
                 return None
             # The parts of a batch have the sums over all of them.
-            statistics[1:] = [sum_of(statistics[1:])] * (len(passes) - 1)
+            statistics[1:] = [step.statistics.sum_of(statistics[1:])] * (len(passes) - 1)
         if not self._run_in_turn(passes, run_pass):
             return None
         self._has_other_draws = bool(drawn)
@@ -459,9 +440,9 @@ class GradientPasses:
             rows = f"{rows} of a batch ({treatment})"
         problem = (
             f"it raised {type(error).__name__} on {rows}, or on a part of them: {error}; if the"
-            f" {whole.batch.noun}s are not those of the batch, {self._terms.split}"
+            f" {whole.batch.noun}s are not those of the batch, {self._step.terms.split}"
         )
-        return SettingError(self._terms.function, self._name, problem)
+        return SettingError(self._step.terms.function, self._step.name, problem)
 
 
 @contextmanager

@@ -43,16 +43,10 @@ class SavedGradients:
         for parameter in earlier:
             parameter.grad = None
 
-    @contextmanager
-    def with_others(self, others: OtherLeaves) -> Iterator[None]:
-        """Set the gradients of leaves that the model does not have aside too."""
-
-        def set_aside(leaf: torch.Tensor) -> None:
-            self._others.append((weakref.ref(leaf), leaf.grad))
-            leaf.grad = None
-
-        with others.watched(set_aside):
-            yield
+    def set_aside(self, leaf: torch.Tensor) -> None:
+        """Set aside the gradient of a leaf that the model does not have."""
+        self._others.append((weakref.ref(leaf), leaf.grad))
+        leaf.grad = None
 
     def others(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yield leaves that the model does not have, with their gradients before the batch."""
@@ -137,10 +131,11 @@ class OtherLeaves:
             SettingError: memory ran out in a backward whose graph was not looked through and has
                 leaves that are not known; or a leaf has a hook, see :meth:`begin_step`.
         """
-        leaves = [reference() for reference in self._known.values()]
-        self._known = {id(leaf): weakref.ref(leaf) for leaf in leaves if leaf is not None}
-        for leaf in leaves:
-            if leaf is not None:
+        for key, reference in list(self._known.items()):
+            leaf = reference()
+            if leaf is None:
+                del self._known[key]
+            else:
                 reached(leaf)
         # Also a function that was imported by its name calls the private one.
         name = "_engine_run_backward"
@@ -152,7 +147,12 @@ class OtherLeaves:
             # torch.autograd.grad accumulates nothing.
             if not options.get("accumulate_grad", True):
                 return run_backward(roots, *arguments, **options)
-            nodes = _nodes_of(roots)
+            each_root = [roots] if isinstance(roots, torch.Tensor) else roots
+            nodes = [
+                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+                for root in each_root
+                if isinstance(root, GradientEdge) or root.requires_grad
+            ]
             is_looked_through = self._has_new_size(nodes) or self._is_split or self._in_trials
             new_leaves = self._new_leaves(nodes) if is_looked_through else []
             if self._is_split:
@@ -194,38 +194,22 @@ class OtherLeaves:
         """Return the leaves of a graph that are neither known nor the model's; now they are."""
         own = set(map(id, self._own()))
         new = []
-        for leaf in _leaves(nodes):
-            known = self._known.get(id(leaf))
-            if id(leaf) not in own and (known is None or known() is not leaf):
-                self._known[id(leaf)] = weakref.ref(leaf)
-                new.append(leaf)
+        visited = set(nodes)
+        unvisited = list(nodes)
+        while unvisited:
+            node = unvisited.pop()
+            following = node.next_functions
+            if not following and node.name() == "torch::autograd::AccumulateGrad":
+                leaf = node.variable
+                known = self._known.get(id(leaf))
+                if id(leaf) not in own and (known is None or known() is not leaf):
+                    self._known[id(leaf)] = weakref.ref(leaf)
+                    new.append(leaf)
+            for next_node, _ in following:
+                if next_node is not None and next_node not in visited:
+                    visited.add(next_node)
+                    unvisited.append(next_node)
         return new
-
-
-def _nodes_of(roots: Any) -> list[Any]:
-    """Return the nodes in which backward begins, from one tensor or several."""
-    if isinstance(roots, torch.Tensor):
-        roots = [roots]
-    return [
-        root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-        for root in roots
-        if isinstance(root, GradientEdge) or root.requires_grad
-    ]
-
-
-def _leaves(nodes: Collection[Any]) -> Iterator[torch.Tensor]:
-    """Yield the leaves that backward from these nodes accumulates gradients in."""
-    visited = set(nodes)
-    unvisited = list(nodes)
-    while unvisited:
-        node = unvisited.pop()
-        following = node.next_functions
-        if not following and node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable
-        for next_node, _ in following:
-            if next_node is not None and next_node not in visited:
-                visited.add(next_node)
-                unvisited.append(next_node)
 
 
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor | None:

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +41,7 @@ from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesaw, rate_rule
 
-from .adaptive_step import log_event
-from .bound_search import ProbeOptions, SearchScope
+from .bound_search import ProbeOptions
 from .model_checks import check_gradients_are_clear, check_parameters
 from .options import StepOptions
 from .rate import AdaptiveRate
@@ -185,7 +183,7 @@ class AdaptiveLoop:
         )
         self.learning_rate: float | None = None
         self._nonfinite = NonfiniteSteps(
-            options.on_nonfinite_loss, self._step.engine, event=partial(log_event, options.event)
+            options.on_nonfinite_loss, self._step, event=options.report
         )
         self._built_with = {
             "batch_size": batch_size,
@@ -228,6 +226,7 @@ class AdaptiveLoop:
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
         batches = self._batches
+        batching = batches.batching
         ranks = distributed.data_parallel_size()
         options = ProbeOptions(
             device_memory,
@@ -237,25 +236,22 @@ class AdaptiveLoop:
             objective=objective,
         )
         options = replace(options, maximum=min(maximum, max(1, batches.num_rows // ranks)))
-        step_rows = timed_rows = self._batches.rows_on_largest_rank(self.batch_size)
+        step_rows = timed_rows = batches.rows_on_largest_rank(self.batch_size)
         reshard(self._model)
         # Reading a row of some datasets draws random numbers.
-        with RandomState(self._step.engine.memory.device):
-            if batches.batching.batch_tokens:
-                timed_rows = mean_rows(batches.batching.batch_tokens, self._step.dataset.lengths)
-            scope = SearchScope(
-                self._step.longest_rows(batches.order),
+        with RandomState(self._step.memory.device):
+            if batching.batch_tokens:
+                timed_rows = mean_rows(batching.batch_tokens, self._step.dataset.lengths)
+            result = self._step.find_bound(
+                self._optimizer,
+                options,
+                order=batches.order,
                 # On fewer ranks than training began with, a batch that is cut to the bound has more
                 # rows than the bound.
-                accumulates=(
-                    batches.batching.grow_beyond_maximum
-                    or self._step.sizer.may_split
-                    or batches.ranks > ranks
-                ),
-                whole_step_rows=step_rows,
-                choices=self._step.find_choices(objective, timed_rows=timed_rows),
+                accumulates=batching.grow_beyond_maximum or batches.ranks > ranks,
+                step_rows=step_rows,
+                timed_rows=timed_rows,
             )
-            result = self._step.search(self._optimizer, scope, options)
         if self._built_with["batch_size"] == "max" and not self.progress.steps:
             batches.begin_with(result.batch_size)
         return result
@@ -316,7 +312,7 @@ class AdaptiveLoop:
     @property
     def is_trial(self) -> bool:
         """Whether a trial runs now, and not training."""
-        return self._step.engine.is_trial
+        return self._step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield this rank's rows of each remaining step of the epoch. Steps may be taken ahead of
@@ -382,7 +378,7 @@ class AdaptiveLoop:
             requested=planned.progress.batch,
         )
         reshard(self._model)
-        if step.engine.has_gradients():
+        if step.has_gradients():
             check_gradients_are_clear(self._model, self._optimizer)
         began = time.perf_counter()
         result = step.run(rows, report)
@@ -465,7 +461,7 @@ class AdaptiveLoop:
                 would lose that step.
         """
         # A step that a GradScaler skips leaves no gradients.
-        if self._awaits_optimizer and self._step.engine.has_gradients():
+        if self._awaits_optimizer and self._step.has_gradients():
             raise ValueError(
                 "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
                 " here would lose that step; save after optimizer.step()"

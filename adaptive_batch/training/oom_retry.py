@@ -21,7 +21,7 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
-from .sizing import MicroBatchSizer, ShrinkRequest, gather_requests
+from .sizing import MicroBatchSizer, ShrinkRequest
 
 Result = TypeVar("Result")
 
@@ -252,7 +252,9 @@ class OOMRetry:
             request = self.sizer.after_out_of_memory(
                 self.current, self._error, failures=self.num_failures
             )
-        requests = gather_requests(request)
+        requests = {
+            rank: asked for rank, asked in enumerate(distributed.all_gather(request)) if asked
+        }
         for rank, rank_request in requests.items():
             if rank_request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_choice, instance_of
 from adaptive_batch.data import LAYOUT_KINDS
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.schedules import UNITS, check_scaled
 
-from .sizing import OOMPolicy
+from .sizing import LimitChange, OOMPolicy
 from .step_result import ON_NONFINITE_LOSS
+
+log = logging.getLogger("adaptive_batch")
 
 # Options of a loop, which has rows, a rate and an optimizer; the script of a bare step has its own.
 _OF_LOOP = {
@@ -130,6 +134,20 @@ class StepOptions:
         check_choice("count_labels_over", self.count_labels_over, ("rank", "ranks"))
         check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ON_NONFINITE_LOSS)
         check_choice("lr_clock", self.lr_clock, UNITS)
+
+    def report(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+        """Log an event on rank zero, unless `prints` is False, and pass it to `event`."""
+        if prints and distributed.is_rank_zero():
+            log.warning("%s", message)
+        if self.event is not None:
+            self.event(kind, message, prints=False, **facts)
+
+    def report_change(self, change: LimitChange, *, kind: str = "limit", prefix: str = "") -> None:
+        """Log a change of a limit, and report it as an event of a kind."""
+        text = prefix + change.describe()
+        if distributed.is_rank_zero():
+            log.log(logging.INFO if change.grows else logging.WARNING, "%s", text)
+        self.report(kind, text, prints=False, **change.facts())
 
     def check_of_step(self) -> None:
         """Refuse what a bare step does not do.

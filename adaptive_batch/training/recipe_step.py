@@ -126,17 +126,13 @@ class SmallBatch(NamedTuple):
 
 
 class SumThenDivide(Weighting[StepResult]):
-    """The rows of a step: adds up what their micro-batches leave, and divides the gradients.
+    """Sums what the micro-batches of a step leave, and divides the gradients.
 
     Args:
         step: runs them.
-        loss: their loss.
         rows: rows of this rank.
         global_rows: rows of all ranks; needed where the loss counts rows.
-        scales_gradients: False with the optimizer in backward, whose only micro-batch is stepped as
-            it comes.
         measures_noise: whether the noise is sampled, see :class:`SmallBatch`.
-        clip: function that clips the gradients and returns the norm that they had.
 
     Attributes:
         reference_values: numbers of each row that a reference has computed, if it runs in
@@ -145,25 +141,20 @@ class SumThenDivide(Weighting[StepResult]):
 
     def __init__(
         self,
-        step: Step,
-        loss: RowLoss,
+        step: RecipeStep,
         rows: Sequence[Row],
         *,
         global_rows: int,
-        scales_gradients: bool,
         measures_noise: bool,
-        clip: Callable[[], torch.Tensor | None],
     ) -> None:
         self._step = step
-        self._loss = loss
+        self._loss = step.loss
         self._rows = rows
         self.reference_values: torch.Tensor | None = None
         self._global_rows = global_rows
-        self._scales_gradients = scales_gradients
         self._measures_noise = measures_noise
-        self._clip = clip
         if not rows:
-            self.idle = MicroBatch([0], loss.row_length(loss.some_row()))
+            self.idle = MicroBatch([0], step.loss.row_length(step.loss.some_row()))
 
     def divide(self) -> list[MicroBatch]:
         """Divide the rows within the limit."""
@@ -173,7 +164,7 @@ class SumThenDivide(Weighting[StepResult]):
 
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """Begin an attempt, whose sums are 0."""
-        assert self._scales_gradients or plan.number == 1, (
+        assert self._step.scales_gradients or plan.number == 1, (
             "with the optimizer in backward a step is one micro-batch"
         )
         sizer = self._step.sizer
@@ -240,7 +231,7 @@ class SumThenDivide(Weighting[StepResult]):
                 self._add(loss.detach(), labels if together else count, batch, weight=count)
         # With the optimizer in backward each parameter is stepped as soon as its gradient is there,
         # so this, the only micro-batch of the step, is divided at once.
-        if not self._scales_gradients:
+        if not self._step.scales_gradients:
             self._all_reduce()
             if not self._loss.counts_rows and not together:
                 loss = mean
@@ -274,11 +265,11 @@ class SumThenDivide(Weighting[StepResult]):
 
     def end(self) -> StepResult:
         """Count the label tokens of all ranks, and divide the gradients by them."""
-        if self._scales_gradients and self._all_reduce():
+        if self._step.scales_gradients and self._all_reduce():
             raise OutOfMemoryElsewhereError
         ranks = distributed.world_size()
         has_labels = bool(self._label_tokens) if ranks > 1 else self._num_labelled > 0
-        if has_labels and self._scales_gradients and not self._loss.counts_rows:
+        if has_labels and self._step.scales_gradients and not self._loss.counts_rows:
             scale = ranks / self._label_tokens
             for parameter in self._step.model.parameters():
                 if parameter.grad is not None:
@@ -290,14 +281,15 @@ class SumThenDivide(Weighting[StepResult]):
         if self._small is not None:
             noise = self._noise(self._small)
         # Before numbers are read, which waits for the device.
-        grad_norm = self._clip()
+        grad_norm = self._step.clip()
         num_micro_batches = self._num_labelled
         if ranks > 1:
             num_micro_batches = self._step.plan.number if has_labels else 0
         loss, metrics = 0.0, dict.fromkeys(self._loss.metrics, 0.0)
         if has_labels:
             loss, metrics = self._means()
-        copies = copies_of_each_row()
+        # With tensor parallelism several ranks run the same rows.
+        copies = ranks // distributed.data_parallel_size()
         return StepResult(
             loss=loss,
             num_labels=self._label_tokens // copies,
@@ -385,11 +377,6 @@ class SumThenDivide(Weighting[StepResult]):
             return None
         ratio = labels / rows * self._num_rows / self._label_tokens
         return NoiseSample(rows, squared * (ranks / labels) ** 2, self._num_rows, whole, ratio)
-
-
-def copies_of_each_row() -> int:
-    """Return how many ranks run the same rows, as with tensor parallelism."""
-    return distributed.world_size() // distributed.data_parallel_size()
 
 
 @dataclass(frozen=True)
@@ -500,6 +487,7 @@ class RecipeStep(Step):
 
     Attributes:
         loss: as given.
+        scales_gradients: as `scale_gradients`.
         reference: runs the reference; None where the loss does, or there is none.
     """
 
@@ -520,7 +508,7 @@ class RecipeStep(Step):
         )
         super().__init__(model, sizer, **options)
         self.loss = loss
-        self._scales_gradients = scale_gradients
+        self.scales_gradients = scale_gradients
         self._max_grad_norm = max_grad_norm
         self._measures_noise = measures_noise
         self.reference: ReferencePass | None = None
@@ -552,13 +540,7 @@ class RecipeStep(Step):
         # It is what their losses are divided by.
         assert report.num_rows or not self.loss.counts_rows
         weighting = SumThenDivide(
-            self,
-            self.loss,
-            rows,
-            global_rows=report.num_rows,
-            scales_gradients=self._scales_gradients,
-            measures_noise=measures_noise,
-            clip=self.clip,
+            self, rows, global_rows=report.num_rows, measures_noise=measures_noise
         )
         plan = self.agree(weighting, report)
         if self.reference is not None:
@@ -591,10 +573,16 @@ class RecipeStep(Step):
             retry: runs micro-batches.
             loss: knows the lengths of rows, and the dummy of a rank that has fewer micro-batches.
             kind: kind of the layout of micro-batches.
-            doing, evaluates, undo: see :meth:`Step.evaluate`, which also says what is raised.
+            doing: end of a sentence, for a rank that is lost.
+            evaluates: see :meth:`Step.run_forward`.
+            undo: function that takes back what a failed attempt has changed besides results.
 
         Returns:
             Each micro-batch with what the function returned.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told.
         """
         # Rows are divided by what training's micro-batches were found to take: more at once are not
         # faster where they are padded more.
@@ -612,15 +600,18 @@ class RecipeStep(Step):
                 return forward(dummies, idle.length)
             return forward([rows[number] for number in micro_batch.rows], micro_batch.length)
 
-        results = self.evaluate(
-            lambda: micro_batches(lengths, retry.sizer.limit_of_step, layout),
-            run,
-            retry=retry,
-            doing=doing,
-            evaluates=evaluates,
-            idle=idle,
-            undo=undo,
-        )
+        def undo_attempt() -> None:
+            self.sharding.reset()
+            undo()
+
+        with self.compilations.without_garbage():
+            for attempt in retry.attempts(undo=undo_attempt, doing=doing):
+                with attempt:
+                    own = micro_batches(lengths, retry.sizer.limit_of_step, layout)
+                    plan = MicroBatchPlan.agreed(own)
+                    results = self.run_forward(
+                        plan, run, retry=retry, evaluates=evaluates, idle=idle
+                    )
         return [(micro_batch, result) for micro_batch, result in results if micro_batch is not None]
 
     def sum_losses(self, rows: Sequence[Row], length: int, *, loss: RowLoss) -> tuple[float, int]:
@@ -650,7 +641,7 @@ class RecipeStep(Step):
         Raises:
             RankLostError: out of memory.
         """
-        assert self._scales_gradients
+        assert self.scales_gradients
         row = self.loss.some_row()
 
         def run() -> None:
@@ -671,7 +662,7 @@ class RecipeStep(Step):
             if self.reference is not None:
                 batch[REFERENCE_VALUES] = self.reference.dummy_values(len(rows))
             loss, count = self.loss.loss_and_labels(batch)
-            if self._scales_gradients and not self.loss.counts_rows:
+            if self.scales_gradients and not self.loss.counts_rows:
                 loss = loss * count
             loss.backward()  # type: ignore[no-untyped-call]
 

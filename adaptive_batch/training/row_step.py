@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,11 @@ from adaptive_batch.data import (
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, needs_times
 
-from .adaptive_step import AdaptiveStep
 from .batch_forms import FORMS
 from .bound_search import Choices, ProbeOptions, SearchScope, kinds_to_choose_from
 from .gradients import clip_gradients
 from .options import StepOptions, Terms
+from .part_step import PartStep
 from .parts import BatchSource, Part, RowsOfBatch
 from .step import RankReport
 from .step_result import StepResult, norm_to_clip
@@ -88,7 +89,28 @@ class RowsOfStep(BatchSource):
         return collated
 
 
-class _LossStep(AdaptiveStep):
+class RowStep(PartStep):
+    """Runs forward and backward of the rows of one step, and finds how many of the longest rows
+    fit.
+
+    Args:
+        model: model on its device.
+        dataset: rows, and their lengths.
+        collate: function that makes one padded batch of a list of rows, on the host.
+        mean_loss: function that returns the mean loss of a batch over its labels.
+        num_labels: function that returns how many these are; see :class:`.AdaptiveStep`.
+        micro_batch_size: rows at once; see :class:`.AdaptiveStep`.
+        micro_batch_tokens: padded tokens at once.
+        options: how a step runs.
+
+    Attributes:
+        dataset: as given.
+
+    Raises:
+        SettingError: an argument cannot be used, or packed rows are configured and would not train
+            the model as padded ones do.
+    """
+
     terms = Terms(
         function="mean_loss",
         split="make what belongs together one row of the dataset",
@@ -96,32 +118,6 @@ class _LossStep(AdaptiveStep):
         sum="return the mean over the labels of the batch",
         totals="",
     )
-
-
-class RowStep:
-    """Forward and backward of the rows of one step, through :class:`AdaptiveStep`; and the search
-    for how many of the longest rows fit.
-
-    Args:
-        model: model on its device.
-        dataset: rows, and their lengths.
-        collate: function that makes one padded batch of a list of rows, on the host.
-        mean_loss: function that returns the mean loss of a batch over its labels.
-        num_labels: function that returns how many these are; see :class:`AdaptiveStep`.
-        micro_batch_size: rows at once; see :class:`AdaptiveStep`.
-        micro_batch_tokens: padded tokens at once.
-        options: how a step runs.
-
-    Attributes:
-        dataset: as given.
-        step: runs the rows.
-        engine: runs the micro-batches of `step`.
-        sizer: decides what a micro-batch may hold.
-
-    Raises:
-        SettingError: an argument cannot be used, or packed rows are configured and would not train
-            the model as padded ones do.
-    """
 
     def __init__(
         self,
@@ -135,39 +131,31 @@ class RowStep:
         micro_batch_tokens: int | str | None,
         options: StepOptions,
     ) -> None:
-        for key, function in (("collate", collate), ("mean_loss", mean_loss)):
-            if not callable(function):
+        functions = {"collate": collate, "mean_loss": mean_loss, "num_labels": num_labels}
+        for key, function in functions.items():
+            if not callable(function) and (function is not None or key != "num_labels"):
                 raise SettingError(key, function, "give a function")
-        self.dataset = dataset
-        self._model = model
-        self._collate = collate
-        self._mean_loss = mean_loss
-        self._options = options
-        self._to_device = options.to_device or self._move
-        self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
-
-        def forward_backward(part: Part) -> tuple[torch.Tensor, float] | None:
-            return self._forward_backward(part)
-
-        # Errors name the script's own function.
-        forward_backward.__name__ = getattr(mean_loss, "__name__", type(mean_loss).__name__)
-        self.step = _LossStep(
+        super().__init__(
             model,
-            forward_backward,
+            self._forward_backward,
             micro_batch_size=micro_batch_size,
             micro_batch_tokens=micro_batch_tokens,
             num_labels=num_labels,
-            options=StepOptions(
-                on_out_of_memory=options.on_out_of_memory,
-                oom_policy=options.oom_policy,
-                sync_gradients_every_micro_batch=options.sync_gradients_every_micro_batch,
+            statistics=None,
+            options=replace(
+                options,
+                overlap_reduction=False,
                 count_labels_over="ranks",
-                memory=options.memory,
-                event=options.event,
+                micro_batch_layout=None,
             ),
+            name=getattr(mean_loss, "__name__", type(mean_loss).__name__),
         )
-        self.engine = self.step.engine
-        self.sizer = self.step.sizer
+        self.dataset = dataset
+        self._collate = collate
+        self._mean_loss = mean_loss
+        self._options = options
+        self._to_device = options.to_device or partial(move_to_device, device=self.memory.device)
+        self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
         self._warned_unlabelled = False
         self._chooses_fastest = micro_batch_tokens == "auto"
         layout = options.micro_batch_layout
@@ -188,16 +176,13 @@ class RowStep:
             return form.join(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
-    def _move(self, batch: Batch) -> Batch:
-        return move_to_device(batch, self.engine.memory.device)
-
     def _token_loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of a batch of one row."""
-        num_labels = self.engine.num_labels(batch, 1)
+        num_labels = self.num_labels(batch, 1)
         return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
 
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, float] | None:
-        num_labels = self.engine.num_labels(part.batch, part.num_rows)
+        num_labels = self.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
             # The mean over 0 labels is NaN.
             return None
@@ -222,14 +207,14 @@ class RowStep:
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            report: see :meth:`PartStep.run`.
+            report: see :meth:`PartStep.run_rows`.
 
         Raises:
             SettingError: the bound was found for steps of one micro-batch, and this one has more
                 rows.
         """
         bound = self.sizer.max_batch_size
-        must_not_split = self.step.tried_one_part and not self.sizer.may_split
+        must_not_split = self.tried_one_part and not self.sizer.may_split
         if bound is not None and report.batch_size > bound and must_not_split:
             remedy = (
                 f"{bound} rows fit at once where no gradients are there yet, and from a step's"
@@ -238,7 +223,7 @@ class RowStep:
             )
             raise SettingError("batch_size", report.batch_size, remedy)
         step_rows = RowsOfStep(self, rows)
-        results = self.engine.run(step_rows, report)
+        results = self.run_rows(step_rows, report)
         trained = list(filter(None, results))
         num_parts = len(trained)
         loss = 0.0
@@ -248,16 +233,16 @@ class RowStep:
             loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
             num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
-        run_tokens = sum(each.run_tokens for each in self.step.micro_batches)
+        run_tokens = sum(each.run_tokens for each in self.plan.micro_batches)
         ranks = distributed.world_size()
         if ranks > 1:
             own: list[Any] = [loss / ranks, num_labels, num_tokens, run_tokens]
             loss, num_labels, num_tokens, run_tokens = (
                 sum(values) for values in zip(*distributed.all_gather(own), strict=True)
             )
-            num_parts = self.step.num_micro_batches if num_labels else 0
+            num_parts = self.plan.number if num_labels else 0
             if not num_labels:
-                self.engine.drop_gradients()
+                self.drop_gradients()
         if not num_labels and not self._warned_unlabelled:
             self._warned_unlabelled = True
             log.warning(
@@ -277,14 +262,14 @@ class RowStep:
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""
-        return clip_gradients(self._model, self._max_grad_norm)
+        return clip_gradients(self.model, self._max_grad_norm)
 
     @cached_property
     def labelled_row(self) -> Row:
         """The first row that has a label, for a rank that has no row of a step."""
         for number in range(len(self.dataset)):
             row = self.dataset[number]
-            if self.engine.num_labels(self.make_batch([row]), 1):
+            if self.num_labels(self.make_batch([row]), 1):
                 return row
         raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
 
@@ -317,7 +302,7 @@ class RowStep:
 
         try:
             return estimate_step(
-                self._model,
+                self.model,
                 optimizer,
                 forward_backward,
                 self.clip,
@@ -329,7 +314,7 @@ class RowStep:
                 headroom=headroom,
             )
         finally:
-            self.engine.compilations.forget()
+            self.compilations.forget()
 
     # --- what fits
 
@@ -345,40 +330,54 @@ class RowStep:
             order=None if order is None else lambda: order,
         )
 
-    def find_choices(self, objective: str, *, timed_rows: int) -> Choices | None:
-        """Return the micro-batches that a search times; None where it takes the largest, or where a
-        saved state has chosen. Ranks call it together.
+    def find_bound(
+        self,
+        optimizer: Optimizer,
+        options: ProbeOptions,
+        *,
+        order: RowOrder,
+        accumulates: bool,
+        step_rows: int,
+        timed_rows: int,
+    ) -> ProbeResult:
+        """Find how many rows fit, and run no more at once; see :meth:`PartStep.search`.
 
         Args:
-            objective: name of :data:`.OBJECTIVES`.
-            timed_rows: rows of a step on one device.
+            optimizer: optimizer of the model's parameters.
+            options: how the search goes about it.
+            order: numbers of the rows in the order of training.
+            accumulates: whether some step has several micro-batches, whatever fits.
+            step_rows: rows of a step on one device, which is one micro-batch if they fit.
+            timed_rows: rows of a step whose micro-batches are timed.
         """
-        is_timed = self._chooses_fastest and needs_times(objective)
-        if not is_timed or self.sizer.throughput is not None:
-            return None
-        return Choices(self._compare_layouts(), "tokens", timed_rows)
-
-    def search(
-        self, optimizer: Optimizer, scope: SearchScope, options: ProbeOptions
-    ) -> ProbeResult:
-        """Find how many rows fit, and run no more at once; see :meth:`AdaptiveStep.search`."""
+        choices = None
+        # A saved state may have chosen.
+        is_open = self._chooses_fastest and self.sizer.throughput is None
+        if is_open and needs_times(options.objective):
+            choices = Choices(self._compare_layouts(), "tokens", timed_rows)
+        scope = SearchScope(
+            self.longest_rows(order),
+            accumulates=accumulates or self.sizer.may_split,
+            whole_step_rows=step_rows,
+            choices=choices,
+        )
         keep_gradients = None
         if distributed.world_size() > 1 and not self._options.sync_gradients_every_micro_batch:
             keep_gradients = partial(self._try_rows, is_last=False)
             # The gradients that are kept can be dropped once FSDP has run.
-            self.engine.record_collectives_of(RowsOfStep(self, self.dataset.longest(1)))
+            self.record_collectives_of(RowsOfStep(self, self.dataset.longest(1)))
         tried = TriedStep(
-            self.engine,
+            self,
             optimizer,
             self._try_rows,
             self.clip,
             row_length=self.dataset.length,
             keep_gradients=keep_gradients,
         )
-        return self.step.search(tried, scope, options)
+        return self.search(tried, scope, options)
 
     def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        self.engine.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
+        self.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
 
     def _compare_layouts(self) -> tuple[str, ...]:
         """Run a few rows in each layout; return the kinds that train the model alike, of which a
@@ -402,7 +401,7 @@ class RowStep:
 
         form = FORMS[kind]
         return form.why_unfit(
-            self._model,
+            self.model,
             self._token_loss,
             rows,
             collate=lambda rows, length: self._collate([dict(row) for row in rows]),
@@ -413,14 +412,14 @@ class RowStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what fits, as plain values."""
-        return {**self.step.state_dict(), "bound_accumulates": not self.step.tried_one_part}
+        return {**super().state_dict(), "bound_accumulates": not self.tried_one_part}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; what was found since counts more."""
         has_found = self.sizer.max_batch_size is not None
-        self.step.load_state_dict(state)
+        super().load_state_dict(state)
         if has_found:
             return
-        self.step.tried_one_part = not state["bound_accumulates"]
+        self.tried_one_part = not state["bound_accumulates"]
         if state["sizer"]["throughput"] and self._chooses_fastest:
             self.sizer.load_throughput(state["sizer"], kinds=self._compare_layouts())

@@ -9,7 +9,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from adaptive_batch import distributed
-from adaptive_batch._util import auto_or_whole, count, from_json, option, rows_fit
+from adaptive_batch._util import (
+    auto_or_whole,
+    check_whole,
+    count,
+    from_json,
+    option,
+    rows_fit,
+)
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, wanted_bytes
@@ -37,11 +44,6 @@ class ShrinkRequest(NamedTuple):
     error: str
 
 
-def gather_requests(request: ShrinkRequest | None) -> dict[int, ShrinkRequest]:
-    """Return the requests of the ranks that have one, by rank; a collective."""
-    return {rank: asked for rank, asked in enumerate(distributed.all_gather(request)) if asked}
-
-
 @dataclass(frozen=True)
 class LimitChange:
     """A limit that was lowered during a run, or that is tried again.
@@ -55,6 +57,7 @@ class LimitChange:
         ranks: ranks that ran out of memory, of several; empty if there is one.
         good_steps: steps that have fit since the limit was lowered, if the former one is tried
             again.
+        noun: what a row is called.
     """
 
     before: MicroBatchLimit
@@ -64,6 +67,7 @@ class LimitChange:
     error: str = ""
     ranks: tuple[int, ...] = ()
     good_steps: int = 0
+    noun: str = "row"
 
     @property
     def grows(self) -> bool:
@@ -84,12 +88,12 @@ class LimitChange:
 
     def describe(self) -> str:
         """Return one line that says what changed, from what to what, and why."""
-        limits = f"from {self.before} to {self.after}"
+        limits = f"from {self.before.describe(self.noun)} to {self.after.describe(self.noun)}"
         if self.grows:
             steps = count(self.good_steps, "step")
             return f"no out of memory in {steps}: micro-batch limit raised {limits}"
         where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        size = count(self.rows, "row")
+        size = count(self.rows, self.noun)
         if self.length:
             size += f" of {count(self.length, 'token')}"
         return (
@@ -149,9 +153,12 @@ class LimitRecovery:
             halves: whether to halve without a look at what is free now.
         """
         fits = None
-        if not halves:
-            amount = len(failed.rows) * _row_amount(limit, failed)
-            fits = fitting_amount(self._memory, error, amount=amount)
+        room = None if halves or self._memory is None else self._memory.room()
+        needed_bytes = wanted_bytes(error)
+        if room is not None and needed_bytes is not None and needed_bytes > room.held_bytes:
+            free_bytes = room.total_bytes - room.held_bytes
+            amount = len(failed.rows) * (1 if limit.unit == "rows" else failed.length)
+            fits = amount * free_bytes // (needed_bytes - room.held_bytes)
         smaller = smaller_limit(limit, failed, fits=fits)
         return ShrinkRequest(len(failed.rows), failed.length, smaller, error)
 
@@ -208,22 +215,6 @@ class LimitRecovery:
         self._total_bytes = state.get("total_bytes", 0)
 
 
-def fitting_amount(memory: DeviceMemory | None, error: str, *, amount: int) -> int | None:
-    """Return how many rows or tokens fit in what is free now; None if that is unknown.
-
-    Args:
-        memory: memory of the device.
-        error: message of the device, which names what was needed in all.
-        amount: size of the micro-batch that ran out of memory.
-    """
-    room = None if memory is None else memory.room()
-    needed_bytes = wanted_bytes(error)
-    if room is None or needed_bytes is None or needed_bytes <= room.held_bytes:
-        return None
-    free_bytes = room.total_bytes - room.held_bytes
-    return amount * free_bytes // (needed_bytes - room.held_bytes)
-
-
 def smaller_limit(
     limit: MicroBatchLimit, failed: MicroBatch, *, fits: int | None
 ) -> MicroBatchLimit | None:
@@ -237,17 +228,12 @@ def smaller_limit(
     rows = len(failed.rows)
     if rows == 1:
         return None
-    row_amount = _row_amount(limit, failed)
+    row_amount = 1 if limit.unit == "rows" else failed.length
     amount = rows * row_amount // 2
     if fits is not None:
         # It did not fit, whatever the device says.
         amount = min(fits, (rows - max(1, rows // 16)) * row_amount)
     return replace(limit, amount=max(row_amount, amount))
-
-
-def _row_amount(limit: MicroBatchLimit, piece: MicroBatch) -> int:
-    """Return what a row of a micro-batch takes of a limit."""
-    return 1 if limit.unit == "rows" else piece.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +281,26 @@ class ConfiguredSize:
             fit = f"{count(max_batch_size, 'row')} of {length} tokens fit"
             remedy = f"{fit}; give {fitting_tokens} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
+
+
+def configured_size(
+    micro_batch_size: int | str | None, micro_batch_tokens: int | str | None
+) -> ConfiguredSize:
+    """Return the size of a micro-batch that these arguments configure.
+
+    Raises:
+        SettingError: naming the key.
+    """
+    if micro_batch_tokens is not None and micro_batch_size is not None:
+        remedy = "micro_batch_size is given too; give one of them"
+        raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
+    for key, value in (
+        ("micro_batch_size", micro_batch_size),
+        ("micro_batch_tokens", micro_batch_tokens),
+    ):
+        if value not in (None, "auto"):
+            check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
+    return ConfiguredSize(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
 
 
 class MicroBatchSizer:
@@ -490,11 +496,6 @@ class MicroBatchSizer:
         """Count a step that ran to its end."""
         self._recovery.good_steps += 1
 
-    @property
-    def has_to_agree(self) -> bool:
-        """Whether there are other ranks, or the former limit is due to be tried again."""
-        return distributed.world_size() > 1 or self._tries_former()
-
     def agree(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
         """Try the former limit again if it is time on all ranks; all of them call it.
 
@@ -504,7 +505,10 @@ class MicroBatchSizer:
         Returns:
             The largest of each number on any rank; and whether the limit has changed.
         """
-        any_stays, *largest = distributed.all_reduce_max([int(not self._tries_former()), *numbers])
+        # Only if it allows more in this step.
+        is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
+        stays = not (is_lowered and self._recovery.is_due())
+        any_stays, *largest = distributed.all_reduce_max([int(stays), *numbers])
         if not any_stays:
             before = self.limit_of_step
             good_steps = self._recovery.good_steps
@@ -512,11 +516,6 @@ class MicroBatchSizer:
             after = self.limit_of_step
             self._on_change(LimitChange(before, after, good_steps=good_steps, noun=self.noun))
         return largest, not any_stays
-
-    def _tries_former(self) -> bool:
-        """Return whether the former limit allows more in this step, and is due to be tried."""
-        is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
-        return is_lowered and self._recovery.is_due()
 
     def lower(self, requests: Mapping[int, ShrinkRequest]) -> None:
         """Take the smallest limit of these requests, by rank; none of them is of one row."""

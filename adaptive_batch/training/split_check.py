@@ -7,8 +7,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,11 +20,11 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .gradient_passes import Comparison, GradientPasses, Parts, Sample, shares_of
-from .label_shares import BatchStatistics
 from .model_checks import gradient_hooks, has_batch_norm, some_names
-from .options import Terms
-from .parts import BatchSource, LabelCounter, Part, arrays_in, has_shifted_labels
-from .step import Step
+from .parts import BatchSource, LabelCounter, arrays_in, has_shifted_labels
+
+if TYPE_CHECKING:
+    from .part_step import PartStep
 
 log = logging.getLogger("adaptive_batch")
 
@@ -58,11 +58,6 @@ class SplitCheck:
 
     Args:
         step: runs the parts of a batch.
-        forward_backward: function that runs a part, see :class:`.AdaptiveStep`.
-        labels: counts the labels of a part.
-        statistics: statistics of a batch.
-        terms: names of the caller's API.
-        name: name of the function.
 
     Attributes:
         counts_first_label: whether the first label of each row counts, as far as batches have
@@ -70,23 +65,9 @@ class SplitCheck:
         keeps_columns: whether parts keep all columns, since the gradient depends on padding.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        forward_backward: Callable[[Part], object],
-        labels: LabelCounter,
-        statistics: BatchStatistics,
-        *,
-        terms: Terms,
-        name: str,
-    ) -> None:
+    def __init__(self, step: PartStep) -> None:
         self._step = step
-        self._labels = labels
-        self._terms = terms
-        self._name = name
-        self._passes = GradientPasses(
-            step, forward_backward, labels, statistics, terms=terms, name=name
-        )
+        self._passes = GradientPasses(step)
         self.counts_first_label = False
         self.keeps_columns = False
         self._knows_first_label = False
@@ -148,7 +129,7 @@ class SplitCheck:
             )
         if not self._begin_split(counts, rows):
             return
-        self._step.check_hooks(num_parts)
+        self._step.other_leaves.begin_step(is_split=True)
         self._num_parts = num_parts
         self._lacks_gradient = False
         with RandomState(self._step.memory.device):
@@ -162,7 +143,7 @@ class SplitCheck:
                         raise
             # An AdaptiveLoop collates each part, so that it cannot keep columns.
             can_keep_columns = distributed.any_of_ranks(rows.cuts)
-            candidates = _Candidates(batch, pieces, self._labels, number=self._num_splits)
+            candidates = _Candidates(batch, pieces, self._step.labels, number=self._num_splits)
             for parts in self._choose_parts(candidates):
                 sample = Sample(batch, parts, rows.dummy)
                 self._compare(sample, can_keep_columns=can_keep_columns)
@@ -209,7 +190,7 @@ class SplitCheck:
         result = self._passes.compare(sample, counts_first=counts_first, by_row=by_row)
         if result is None or not result.is_measured or self._knows_first_label:
             return result
-        other_shares = sample.shares(self._labels, counts_first=not counts_first)
+        other_shares = sample.shares(self._step.labels, counts_first=not counts_first)
         if not distributed.any_of_ranks(other_shares != result.shares):
             return result
         other = self._passes.compare(sample, counts_first=not counts_first, by_row=by_row)
@@ -274,7 +255,7 @@ class SplitCheck:
             if not is_equal:
                 remedy = self._remedy(sample, result, tolerance, coefficient, by_row=by_row)
             problem = f"{measured}), so a split would train something else; {remedy}"
-            raise SettingError(self._terms.function, self._name, problem)
+            raise SettingError(self._step.terms.function, self._step.name, problem)
 
     def _remedy(
         self,
@@ -294,7 +275,7 @@ class SplitCheck:
             coefficient: coefficient of the model's auxiliary loss; 0 without one.
             by_row: whether each row draws its random numbers with a seed of its own.
         """
-        terms = self._terms
+        terms = self._step.terms
         separate = self._passes.compare(
             sample, counts_first=self.counts_first_label, by_row=by_row, accumulates=False
         )
@@ -355,7 +336,7 @@ class SplitCheck:
     def _warn(self, kind: str, message: str) -> None:
         """Log the first message of a kind."""
         if kind not in self._warned and distributed.is_rank_zero():
-            log.warning("%s: %s", self._name, message)
+            log.warning("%s: %s", self._step.name, message)
         self._warned.add(kind)
 
     def _warn_of_side_effects(self) -> None:
@@ -380,7 +361,7 @@ class SplitCheck:
         if self._knows_first_label:
             return
         without, including = (
-            sample.shares(self._labels, counts_first=counts_first)[0]
+            sample.shares(self._step.labels, counts_first=counts_first)[0]
             for counts_first in (False, True)
         )
         self._knows_first_label = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
@@ -399,7 +380,7 @@ class SplitCheck:
             remedy = (
                 "each is the token after its own already, and the loss shifts them again, so that"
                 f" it predicts the token after the next; shift them in one of the two, or give"
-                f" {self._terms.num_labels} where that is meant"
+                f" {self._step.terms.num_labels} where that is meant"
             )
             raise SettingError("labels", "shifted twice", remedy)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -39,7 +40,6 @@ from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
 
 _ABSENT = "nothing"
-
 
 Result = TypeVar("Result")
 
@@ -210,6 +210,7 @@ class Step:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
         compilations: counts and logs what is compiled again.
+        other_leaves: finds the trained leaves that the model does not have.
         largest_size: size of the largest micro-batch since the allocator's cache was last emptied,
             in tokens; in rows if lengths are unknown.
         is_trial: whether a trial runs now, and not training.
@@ -242,7 +243,7 @@ class Step:
         self.saved_gradients = SavedGradients({}, self.drop_gradients)
         self.plan = MicroBatchPlan([], 0)
         self._snapshot = StepSnapshot(model, self.memory.device)
-        self._other_leaves = OtherLeaves(self.own_leaves)
+        self.other_leaves = OtherLeaves(self.own_leaves)
 
     # --- training
 
@@ -273,7 +274,7 @@ class Step:
             self.largest_size = 0
 
         try:
-            with self.compilations.without_garbage(), saved.with_others(self._other_leaves):
+            with self.compilations.without_garbage(), self.other_leaves.watched(saved.set_aside):
                 for attempt in self.retry.attempts(undo=undo, doing="in a step"):
                     with attempt:
                         if self.retry.num_failures:
@@ -305,20 +306,18 @@ class Step:
             self.sharding.reset()
         with optimizers_wait() if plan.number > 1 else nullcontext():
             self.plan = plan = weighting.begin(plan)
-            self.check_hooks(plan.number)
-            size = max((micro_batch.size for micro_batch in plan.micro_batches), default=0)
+            self.other_leaves.begin_step(is_split=plan.number > 1)
+            size = max(map(attrgetter("size"), plan.micro_batches), default=0)
             if size > self.largest_size:
                 self.largest_size = size
                 self.memory.make_room_for_larger()
-            is_last = [number == plan.number - 1 for number in range(plan.number)]
-            if weighting.reduces_first:
-                is_last[0] = True
+            reduced = {plan.number - 1, 0} if weighting.reduces_first else {plan.number - 1}
             self.retry.run_in_turn(
                 plan.slots,
                 weighting.run,
                 drop=self.drop_gradients,
                 idle=weighting.idle,
-                kinds=[{"is_last": is_one} for is_one in is_last],
+                kinds=[{"is_last": number in reduced} for number in range(plan.number)],
             )
             return weighting.end()
 
@@ -335,8 +334,6 @@ class Step:
         """
         self.sizer.begin_step(report.batch_size)
         micro_batches = weighting.divide()
-        if not self.sizer.has_to_agree:
-            return MicroBatchPlan(micro_batches, len(micro_batches), report.ends)
         numbers = [
             int(report.ends),
             report.requested,
@@ -359,60 +356,7 @@ class Step:
             return MicroBatchPlan.agreed(weighting.divide(), ends=ends)
         return MicroBatchPlan(micro_batches, number, ends)
 
-    def check_hooks(self, num_micro_batches: int) -> None:
-        """Refuse hooks that may step an optimizer in backward if a step has several micro-batches.
-
-        Raises:
-            SettingError: a parameter has one.
-        """
-        self._other_leaves.begin_step(is_split=num_micro_batches > 1)
-
     # --- without gradients
-
-    def evaluate(
-        self,
-        divide: Callable[[], list[MicroBatch]],
-        forward: Callable[[MicroBatch | None], Result],
-        *,
-        retry: OOMRetry,
-        doing: str,
-        evaluates: bool | str = True,
-        idle: MicroBatch | None = None,
-        undo: Callable[[], object] = lambda: None,
-    ) -> list[tuple[MicroBatch | None, Result]]:
-        """Run a function on micro-batches that have a limit of their own, until memory suffices for
-        all of them. With several ranks all of them run the same number.
-
-        Args:
-            divide: function that divides the rows of this rank within that limit.
-            forward: function that runs a micro-batch without gradients; None is a dummy.
-            retry: runs them.
-            doing: end of a sentence, for a rank that is lost.
-            evaluates: kind of micro-batch by which ranks know its collectives, see
-                :meth:`Sharding.micro_batch`.
-            idle: micro-batch that errors name where this rank has none.
-            undo: function that takes back what a failed attempt has changed besides results.
-
-        Returns:
-            Each micro-batch with what the function returned.
-
-        Raises:
-            DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told.
-        """
-
-        def undo_attempt() -> None:
-            self.sharding.reset()
-            undo()
-
-        with self.compilations.without_garbage():
-            for attempt in retry.attempts(undo=undo_attempt, doing=doing):
-                with attempt:
-                    plan = MicroBatchPlan.agreed(divide())
-                    results = self.run_forward(
-                        plan, forward, retry=retry, evaluates=evaluates, idle=idle
-                    )
-        return results
 
     def run_forward(
         self,
@@ -423,8 +367,18 @@ class Step:
         evaluates: bool | str,
         idle: MicroBatch | None = None,
     ) -> list[tuple[MicroBatch | None, Result]]:
-        """Run the micro-batches of a plan once without gradients; the arguments are those of
-        :meth:`evaluate`.
+        """Run the micro-batches of a plan once without gradients.
+
+        Args:
+            plan: micro-batches, as many on all ranks.
+            forward: function that runs a micro-batch without gradients; None is a dummy.
+            retry: runs them.
+            evaluates: kind of micro-batch by which ranks know its collectives, see
+                :meth:`Sharding.micro_batch`.
+            idle: micro-batch that errors name where this rank has none.
+
+        Returns:
+            Each micro-batch with what the function returned.
 
         Raises:
             OutOfMemoryElsewhereError: a rank ran out of memory, and all of them have come here.
@@ -476,7 +430,7 @@ class Step:
             restore = self._snapshot.take()
             saved = self.save_gradients()
             try:
-                with saved.with_others(self._other_leaves):
+                with self.other_leaves.watched(saved.set_aside):
                     run()
             finally:
                 saved.put_back()
@@ -550,18 +504,16 @@ class Step:
         """
         return [module._parameters for module in self.model.modules() if module._parameters]
 
-    def _parameters(self) -> Iterator[nn.Parameter | None]:
-        return chain.from_iterable(map(dict.values, self._parameters_of_modules))
-
     def own_leaves(self) -> Iterator[torch.Tensor | None]:
         """Yield the leaves of the model, the whole ones of sharded parameters too."""
-        return chain(self._parameters(), self.sharding.unsharded_parameters())
+        parameters = map(dict.values, self._parameters_of_modules)
+        return chain(*parameters, self.sharding.unsharded_parameters())
 
     def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the gradients that are there, by parameter."""
         return {
             parameter: parameter.grad
-            for parameter in self._parameters()
+            for parameter in chain.from_iterable(map(dict.values, self._parameters_of_modules))
             if parameter is not None and parameter.grad is not None
         }
 

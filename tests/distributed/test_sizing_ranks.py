@@ -7,7 +7,7 @@ from support.ranks import run_on_ranks
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import ConfiguredSize, MicroBatchSizer, OOMPolicy
-from adaptive_batch.training.sizing import ShrinkRequest, gather_requests
+from adaptive_batch.training.sizing import ShrinkRequest
 
 NUM_STEPS = 6
 
@@ -20,8 +20,7 @@ def limits_of_steps() -> list[int]:
     sizer = MicroBatchSizer(
         ConfiguredSize(micro_batch_size=32), policy=OOMPolicy(grow_after=2 + 2 * rank)
     )
-    request = ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory") if rank else None
-    sizer.lower(gather_requests(request))
+    sizer.lower({1: ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory")})
     limits = []
     for step in range(NUM_STEPS):
         numbers, _ = sizer.agree([rank, step])

@@ -1388,13 +1388,13 @@ def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(m
         micro_batch_size=4,
         statistics=lambda part: {"rows": remember(part, torch.ones(()) * part.num_rows)},
     )
-    shrink = step.engine.retry._shrink
+    shrink = step.retry._shrink
 
     def note_alive():
         alive.append([reference() is not None for reference in made])
         shrink()
 
-    monkeypatch.setattr(step.engine.retry, "_shrink", note_alive)
+    monkeypatch.setattr(step.retry, "_shrink", note_alive)
     step({"x": torch.randn(8, 4)})
     assert trained == [4, 4, 2, 2, 2, 2]
     assert alive == [[False] * 3]

@@ -8,10 +8,10 @@ import weakref
 import pytest
 import torch
 from support.loops import train, training
-from support.sharded_model import Decoder, collate, make_rows, token_losses
+from support.sharded_model import Decoder, collate, make_rows, runner_of, token_losses
 
 from adaptive_batch import AdaptiveStep, StepOptions
-from adaptive_batch.data import MicroBatch
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import MicroBatchSizer
 from adaptive_batch.training.compilations import (
     CompilationLog,
@@ -153,7 +153,7 @@ def test_what_a_search_compiles_is_not_logged():
     made.loop.find_bound(device_memory="1GiB", maximum=4)
     assert any(graph.reason for graph in compilations.new())
     # Not by a step: what is fastest may have several shapes, which are compiled in training.
-    made.loop._step.step.engine.compilations.log_new(events)
+    made.loop._step.compilations.log_new(events)
     assert not events
 
 
@@ -164,7 +164,7 @@ def test_what_an_estimate_compiles_is_not_logged(owner):
     model.compile(dynamic=False)
     events = Events()
     made = training(model=model, rows=ROWS, batch_size=2)
-    step = made.loop._step.step
+    step = made.loop._step
     compilations = Compilations()
     if owner == "loop":
         made.loop.estimate("1GiB", maximum=4)
@@ -172,7 +172,7 @@ def test_what_an_estimate_compiles_is_not_logged(owner):
         step = decoder_step(model, events)
         step.estimate(made.optimizer, lambda rows: collate(ROWS[:rows]), "1GiB", maximum=4)
     assert any(graph.reason for graph in compilations.new())
-    step.engine.compilations.log_new(events)
+    step.compilations.log_new(events)
     assert not events
 
 
@@ -223,7 +223,7 @@ def test_what_compiling_leaves_in_cycles_is_freed_before_backward_and_else_nothi
 
 @pytest.mark.usefixtures("_no_automatic_collection")
 def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_steps():
-    runner = decoder_step(compiled_decoder(), Events()).engine
+    runner = decoder_step(compiled_decoder(), Events())
     left = left_behind()
     run(compiled(dynamic=False), 3)
     assert left() is not None
@@ -235,14 +235,20 @@ def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_s
 
 @pytest.mark.usefixtures("_no_automatic_collection")
 def test_what_compiling_leaves_in_cycles_is_freed_in_passes_without_gradients():
-    runner = decoder_step(compiled_decoder(), Events()).engine
+    runner = runner_of(compiled_decoder(), MicroBatchLimit(4))
     is_freed = []
 
-    def forward(micro_batch):
+    def forward(rows, length):
         left = left_behind()
-        run(compiled(dynamic=False), micro_batch.length)
+        run(compiled(dynamic=False), length)
         is_freed.append(left() is None)
 
-    retry = runner.retry.with_sizer(MicroBatchSizer())
-    runner.evaluate(lambda: [MicroBatch([0], 3)], forward, retry=retry, doing="in a test")
+    runner.evaluate_rows(
+        make_rows([3]),
+        forward,
+        retry=runner.retry.with_sizer(MicroBatchSizer()),
+        loss=runner.loss,
+        kind="padded",
+        doing="in a test",
+    )
     assert is_freed == [True]

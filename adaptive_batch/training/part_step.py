@@ -1,0 +1,442 @@
+"""A step of a function that runs forward and backward of the parts of a batch. Each part has its
+share of the labels, so that the gradients of the parts add up to those of the batch. A single part
+keeps the script's own bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from adaptive_batch import distributed
+from adaptive_batch._util import check_state
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, micro_batches, split_by_rows
+from adaptive_batch.distributed import sharding_of
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import device_memory, expand_segments_in_script
+from adaptive_batch.probe import ProbeResult
+
+from .bound_search import ProbeOptions, SearchScope, find_limit
+from .model_checks import check_ranks, is_compiled, is_replicated
+from .oom_retry import OutOfMemoryElsewhereError
+from .options import REMEDIES, StepOptions, Terms
+from .parts import BatchSource, LabelCounter, Part, copy_containers
+from .sizing import MicroBatchSizer, configured_size
+from .split_check import SplitCheck
+from .step import MicroBatchPlan, RankReport, Step, StepSnapshot, Weighting
+from .trials import TriedStep
+
+log = logging.getLogger("adaptive_batch")
+
+LENGTHS_REMEDY = (
+    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or"
+    " micro_batch_size"
+)
+_STATISTICS_REMEDY = (
+    "return a mapping of names to numbers or tensors that add up over parts, such as"
+    ' {"loss": losses.sum(), "labels": count}, the same names and shapes for each part'
+)
+
+
+class PartStep(Step):
+    """Runs a function on the parts of a batch: divided alike on all ranks, checked before the first
+    split, and again where memory runs out.
+
+    Args:
+        model: model whose gradients are summed.
+        forward_backward: function that runs forward and backward of a part.
+        micro_batch_size, micro_batch_tokens, num_labels, statistics: see :class:`.AdaptiveStep`.
+        options: how a step runs.
+        name: name of the function in errors.
+
+    Attributes:
+        terms: names of the caller's API, for errors.
+        forward_backward, name: as given.
+        labels: counts the labels of a part.
+        statistics: statistics of a batch.
+        check: checks that a batch may be split.
+        counts_over_ranks: whether labels and statistics are those of all ranks.
+        tried_one_part: whether the trials of a search ran one part alone, without the gradients
+            that a second part meets.
+
+    Raises:
+        SettingError: an argument cannot be used.
+    """
+
+    # A class attribute, since a script gives none.
+    terms = Terms()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_backward: Callable[[Part], Any],
+        *,
+        micro_batch_size: int | str | None,
+        micro_batch_tokens: int | str | None,
+        num_labels: Callable[[Any], Any] | None,
+        statistics: Callable[[Part], Mapping[str, Any]] | None,
+        options: StepOptions,
+        name: str,
+    ) -> None:
+        size = configured_size(micro_batch_size, micro_batch_tokens)
+        device = next(model.parameters()).device
+        expand_segments_in_script(device)
+        memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())
+        sizer = MicroBatchSizer(
+            size,
+            layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
+            memory=memory,
+            policy=options.oom_policy,
+            on_change=options.report_change,
+        )
+        sharding = sharding_of(
+            model,
+            overlaps=options.overlap_reduction,
+            finishes=not is_replicated(model),
+            syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
+        )
+        check_ranks(model, sharding)
+        super().__init__(
+            model,
+            sizer,
+            memory=memory,
+            sharding=sharding,
+            retries=options.on_out_of_memory == "shrink",
+            remedies=REMEDIES,
+        )
+        self.forward_backward = forward_backward
+        self.name = name
+        self.counts_over_ranks = (
+            options.count_labels_over == "ranks" and distributed.world_size() > 1
+        )
+        self.labels = LabelCounter(num_labels)
+        self.statistics = BatchStatistics(statistics, self)
+        self.check = SplitCheck(self)
+        self.tried_one_part = False
+        self._report = options.report
+        # A rank can be brought to the end of a micro-batch whose collectives are known.
+        self._records_collectives = (
+            sharding.is_sharded and self.retry.retries and not is_compiled(model)
+        )
+        if sizer.waits_for_search:
+            log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
+
+    def run_rows(self, rows: BatchSource, report: RankReport) -> list[Any]:
+        """Run forward and backward of a batch, in parts that fit.
+
+        Args:
+            rows: rows of this rank.
+            report: what this rank reports to the others; its batch size is the rows of the step on
+                the rank that has most.
+
+        Returns:
+            What the function returned, of each part that has labels in turn.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told.
+            SettingError: the loss of the batch is not the sum of its parts' shares.
+        """
+        self.sizer.is_packed = rows.is_packed
+        self.sizer.noun = rows.noun
+        self.record_collectives_of(rows)
+        weighting = LabelShares(self, rows)
+        results = self.run_step(weighting, self.agree(weighting, report))
+        self.compilations.log_new(self._report)
+        return results
+
+    def num_labels(self, batch: Any, num_rows: int) -> float:
+        """Return the labels of a batch of `num_rows` rows, as a part's share counts them."""
+        return self.labels.count(batch, num_rows, counts_first=self.check.counts_first_label)
+
+    # --- what fits
+
+    def search(self, tried: TriedStep, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
+        """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
+        results = find_limit(tried, scope, options, sizer=self.sizer)
+        fits_whole = results[-1].max_batch_size >= (scope.whole_step_rows or 0)
+        self.tried_one_part = fits_whole and not scope.accumulates
+        return results[-1]
+
+    def record_collectives_of(self, rows: BatchSource) -> None:
+        """Run one row as a trial, once, to record collectives before a micro-batch can fail."""
+        if not self._records_collectives:
+            return
+        self._records_collectives = False
+
+        def run() -> None:
+            for is_last in (False, True):
+                self.try_part(lambda: (rows.dummy(), 1), is_last=is_last)
+
+        self.record_collectives(run, MicroBatch([0], 1))
+
+    def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
+        """Run a batch as one part, as a trial, and forget what it returned.
+
+        Args:
+            make: function that makes the batch, which is part of what is tried, and returns it with
+                the number of its rows.
+            is_last: whether gradients are reduced.
+        """
+        statistics: Mapping[str, Any] = {}
+        if self.statistics.are_needed:
+            with self.trial(evaluates=self.statistics.KIND):
+                batch, num_rows = make()
+                statistics = self.statistics.of_part(Part(batch, num_rows, is_trial=True))
+                # Made again below, where its memory is part of what is tried.
+                del batch
+        with self.trial(is_last=is_last):
+            batch, num_rows = make()
+            self.forward_backward(
+                Part(batch, num_rows, is_last=is_last, is_trial=True, statistics=statistics)
+            )
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what fits, as plain values; random numbers are the script's to save."""
+        return {"sizer": self.sizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; what a search has found since counts more.
+
+        Raises:
+            SettingError: the state is none of a step.
+        """
+        check_state(state, ("sizer",), owner="a step")
+        self.sizer.load_search(state["sizer"])
+        self.sizer.load_state_dict(state["sizer"])
+
+
+class LabelShares(Weighting[list[Any]]):
+    """The rows of a batch: makes its parts with their shares, and collects what the function
+    returns of them.
+
+    Args:
+        step: runs the parts.
+        rows: rows of this rank.
+    """
+
+    def __init__(self, step: PartStep, rows: BatchSource) -> None:
+        self._step = step
+        self._rows = rows.uncut() if step.check.keeps_columns else rows
+        self.drop()
+
+    def drop(self) -> None:
+        """Free the parts, statistics and results of a failed attempt."""
+        self._parts: list[Part | None] = []
+        self._sums: Mapping[str, Any] = {}
+        self._results: list[Any] = []
+
+    def divide(self) -> list[MicroBatch]:
+        """Divide the rows within the limit.
+
+        Raises:
+            SettingError: the limit is in tokens, and lengths of rows are not known.
+        """
+        rows = self._rows
+        layout = self._step.sizer.layout
+        if rows.is_packed:
+            layout = layout.of_kind("packed", time=layout.time)
+        limit = self._step.sizer.limit_of_step
+        if rows.knows_lengths or not layout.keeps_order(limit):
+            if rows.lengths is None:
+                raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
+            return micro_batches(rows.lengths, limit, layout)
+        width = rows.width
+        pieces = split_by_rows(range(rows.num_rows), limit.amount)
+        return [MicroBatch(piece, width) for piece in pieces]
+
+    def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
+        """Make the parts with their shares and statistics, before the first backward.
+
+        Returns:
+            The plan; another one if the split check finds that parts keep all columns.
+
+        Raises:
+            SettingError: the loss of the batch is not the sum of its parts' shares.
+        """
+        step = self._step
+        own = plan.micro_batches
+        # Where this rank has no memory for them, it takes part in what ranks do together as one
+        # without rows.
+        batches = step.retry.prepare(lambda: [self._rows.part(each.rows) for each in own]) or []
+        if plan.number == 1 and not step.counts_over_ranks:
+            self._parts = [Part(batch, self._rows.num_rows) for batch in batches] or [None]
+        else:
+            kept_columns = step.check.keeps_columns
+            self._parts = self._parts_with_shares(plan, batches)
+            if step.check.keeps_columns and not kept_columns:
+                self._rows = self._rows.uncut()
+                return self.begin(MicroBatchPlan.agreed(self.divide(), ends=plan.ends))
+        if step.statistics.are_needed:
+            self._sums = step.statistics.of_batch(self._rows, self._parts, plan)
+        return plan
+
+    def _parts_with_shares(self, plan: MicroBatchPlan, batches: Sequence[Any]) -> list[Part | None]:
+        """Return the parts with their shares of the labels: 0 of one that has no label. None where
+        this rank has fewer than others.
+        """
+        step = self._step
+        own = plan.micro_batches
+        counts = [
+            step.labels.candidates(batch, len(micro_batch.rows))
+            for batch, micro_batch in zip(batches, own, strict=False)
+        ]
+        if plan.number > 1:
+            step.check.check(self._rows, own, counts, num_parts=plan.number)
+        labels = [count[step.check.counts_first_label] for count in counts]
+        total: float = sum(labels)
+        if step.counts_over_ranks:
+            # FSDP takes the mean over ranks.
+            total = sum(distributed.all_gather(total)) / distributed.world_size()
+        labelled = [number for number, count in enumerate(labels) if count]
+        parts: list[Part | None] = [None] * plan.number
+        for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
+            part = Part(batch, len(own[number].rows))
+            if len(own) > 1 or step.counts_over_ranks:
+                # Without a share no loss is run, but statistics may count something else.
+                part = part._replace(
+                    share=count / total if count else 0.0,
+                    is_first=number in labelled[:1],
+                    is_last=number in labelled[-1:],
+                )
+            parts[number] = part
+        return parts
+
+    def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
+        """Call the function with the next part, or with a dummy of share 0 if other ranks wait."""
+        # Drop our reference, so that this part is freed before the next one runs.
+        part = self._parts.pop(0)
+        function = self._step.forward_backward
+        if part is not None and part.share:
+            self._results.append(function(part._replace(statistics=self._sums)))
+        elif self._step.sharding.needs_dummy(is_last=is_last):
+            function(
+                Part(
+                    self._rows.dummy(),
+                    1,
+                    share=0.0,
+                    is_first=False,
+                    is_last=is_last,
+                    statistics=self._sums,
+                )
+            )
+
+    def end(self) -> list[Any]:
+        """Return what the function returned of each part that has labels."""
+        if distributed.any_of_ranks(self._step.retry.has_failed):
+            raise OutOfMemoryElsewhereError
+        return self._results
+
+
+class BatchStatistics:
+    """Statistics of a whole batch that its loss needs before the first backward: sums of what a
+    function returns of each part, in a pass without gradients.
+
+    The model is in the mode in which it is trained. Random numbers and persistent buffers are as
+    before afterwards, so that the loss draws the same numbers, as if one forward had served both.
+
+    Args:
+        function: ``function(part)`` returns a mapping of names to numbers or tensors; None where a
+            loss needs no statistics.
+        step: runs the parts of a batch.
+    """
+
+    # Kind of micro-batch by which ranks know its collectives: the function need not run the model
+    # as often as the loss does.
+    KIND = "statistics"
+
+    def __init__(
+        self, function: Callable[[Part], Mapping[str, Any]] | None, step: PartStep
+    ) -> None:
+        self._function = function
+        self._step = step
+        self._snapshot = StepSnapshot(step.model, step.memory.device)
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether there is a function."""
+        return self._function is not None
+
+    def of_part(self, part: Part) -> Mapping[str, Any]:
+        """Return the statistics of a part alone; empty where none are needed.
+
+        Raises:
+            SettingError: the function returned no mapping.
+        """
+        if self._function is None:
+            return {}
+        with torch.no_grad():
+            statistics = self._function(part._replace(batch=copy_containers(part.batch)))
+        if not isinstance(statistics, Mapping):
+            raise SettingError("statistics", type(statistics).__name__, _STATISTICS_REMEDY)
+        return dict(statistics)
+
+    def of_batch(
+        self, rows: BatchSource, parts: Sequence[Part | None], plan: MicroBatchPlan
+    ) -> Mapping[str, Any]:
+        """Return the sums over the parts of a batch. A collective.
+
+        Args:
+            rows: rows of the batch.
+            parts: parts of the batch, on all ranks as many; None where this rank has fewer.
+            plan: their micro-batches.
+
+        Raises:
+            OutOfMemoryElsewhereError: a rank ran out of memory, and all came to the end.
+            SettingError: parts have different statistics.
+        """
+        left = list(parts)
+
+        def forward(_: MicroBatch | None) -> Mapping[str, Any]:
+            part = left.pop(0)
+            if part is None and self._step.sharding.needs_dummy(is_last=not left):
+                part = Part(rows.dummy(), 1, share=0.0)
+            return {} if part is None else self.of_part(part)
+
+        restore = self._snapshot.take()
+        results = self._step.run_forward(plan, forward, retry=self._step.retry, evaluates=self.KIND)
+        restore()
+        of_parts = [statistics for micro_batch, statistics in results if micro_batch is not None]
+        if self._step.counts_over_ranks:
+            on_host = [_moved(statistics, torch.device("cpu")) for statistics in of_parts]
+            of_all_ranks = list(chain(*distributed.all_gather(on_host)))
+            return _moved(self.sum_of(of_all_ranks), self._step.memory.device)
+        # A rank without rows runs dummies alone, whose loss has weight 0.
+        return self.sum_of(of_parts) or next((each for _, each in results if each), {})
+
+    @staticmethod
+    def sum_of(statistics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the sums by name; one alone as it is.
+
+        Raises:
+            SettingError: names or shapes differ.
+        """
+        if not statistics:
+            return {}
+        total, *others = statistics
+        for other in others:
+            if other.keys() != total.keys():
+                names = " and ".join(str(sorted(each)) for each in (total, other))
+                raise SettingError("statistics", f"of two parts {names}", _STATISTICS_REMEDY)
+            for name in total:
+                shapes = [tuple(torch.as_tensor(each[name]).shape) for each in (total, other)]
+                if shapes[0] != shapes[1]:
+                    value = f"{name} of shapes {shapes[0]} and {shapes[1]} of two parts"
+                    raise SettingError("statistics", value, _STATISTICS_REMEDY)
+            total = {name: value + other[name] for name, value in total.items()}
+        return total
+
+
+def _moved(statistics: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Return statistics with their tensors on a device."""
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in statistics.items()
+    }
