@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from adaptive_batch import distributed
@@ -118,124 +117,6 @@ class OOMPolicy:
             raise SettingError("grow_after", self.grow_after, "give 1 or more")
 
 
-class LimitRecovery:
-    """Keeps the limit that was lowered, and decides when the former one is tried again.
-
-    Args:
-        policy: when the former limit is tried again.
-        memory: memory of the device; None if nothing runs.
-
-    Attributes:
-        lowered: limit that was lowered; None if none was, or the former one is tried again.
-        good_steps: steps that have fit since the limit changed last.
-    """
-
-    def __init__(self, policy: OOMPolicy, memory: DeviceMemory | None) -> None:
-        self._policy = policy
-        self._memory = memory
-        self.lowered: MicroBatchLimit | None = None
-        # Nothing has been tried again yet that could fail too early.
-        self.good_steps = policy.grow_after
-        # Tries of the former limit that have failed, one after the other.
-        self._failed_tries = 0
-        # Bytes that the device had when memory ran out; 0 if it did not report them.
-        self._total_bytes = 0
-
-    def request(
-        self, limit: MicroBatchLimit, failed: MicroBatch, error: str, *, halves: bool
-    ) -> ShrinkRequest:
-        """Return the smaller limit that this rank asks for after a micro-batch ran out of memory.
-
-        Args:
-            limit: limit until now.
-            failed: micro-batch that ran out of memory.
-            error: message of the device.
-            halves: whether to halve without a look at what is free now.
-        """
-        fits = None
-        room = None if halves or self._memory is None else self._memory.room()
-        needed_bytes = wanted_bytes(error)
-        if room is not None and needed_bytes is not None and needed_bytes > room.held_bytes:
-            free_bytes = room.total_bytes - room.held_bytes
-            amount = len(failed.rows) * (1 if limit.unit == "rows" else failed.length)
-            fits = amount * free_bytes // (needed_bytes - room.held_bytes)
-        smaller = smaller_limit(limit, failed, fits=fits)
-        return ShrinkRequest(len(failed.rows), failed.length, smaller, error)
-
-    def lower(self, limit: MicroBatchLimit) -> None:
-        """Lower the limit; soon after a try of the former one, the next try comes later."""
-        if self.lowered is None:
-            is_too_early = self.good_steps < self._steps_to_wait
-            self._failed_tries = self._failed_tries + 1 if is_too_early else 0
-        self.lowered = limit
-        self.good_steps = 0
-        self._total_bytes = self._available_bytes()
-
-    def start_below(self, limit: MicroBatchLimit) -> None:
-        """Start with a limit at which an earlier attempt of the run ended."""
-        if self.lowered is None or limit.amount < self.lowered.amount:
-            self.lowered = limit
-        self.good_steps = 0
-        self._failed_tries = _TRIES_THAT_A_LOST_RANK_COUNTS
-
-    def is_due(self) -> bool:
-        """Return whether it is time to try the former limit again."""
-        if self.lowered is None or self.good_steps < self._policy.grow_after:
-            return False
-        return (
-            self.good_steps >= self._steps_to_wait
-            or self._available_bytes() > _GIVEN_BACK * self._total_bytes > 0
-        )
-
-    def try_former(self) -> None:
-        """Try the former limit again."""
-        self.lowered = None
-        self.good_steps = 0
-
-    def _available_bytes(self) -> int:
-        room = None if self._memory is None else self._memory.room()
-        return 0 if room is None else room.total_bytes
-
-    @property
-    def _steps_to_wait(self) -> int:
-        return self._policy.grow_after << self._failed_tries
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "lowered": self.lowered and asdict(self.lowered),
-            "good_steps": self.good_steps,
-            "failed_tries": self._failed_tries,
-            "total_bytes": self._total_bytes,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.lowered = state["lowered"] and MicroBatchLimit(**state["lowered"])
-        self.good_steps = state["good_steps"]
-        self._failed_tries = state.get("failed_tries", 0)
-        self._total_bytes = state.get("total_bytes", 0)
-
-
-def smaller_limit(
-    limit: MicroBatchLimit, failed: MicroBatch, *, fits: int | None
-) -> MicroBatchLimit | None:
-    """Return the limit after a micro-batch ran out of memory; None if it was one row.
-
-    Args:
-        limit: limit until now.
-        failed: micro-batch that ran out of memory.
-        fits: amount that fits in what is free now; None for half of the rows.
-    """
-    rows = len(failed.rows)
-    if rows == 1:
-        return None
-    row_amount = 1 if limit.unit == "rows" else failed.length
-    amount = rows * row_amount // 2
-    if fits is not None:
-        # It did not fit, whatever the device says.
-        amount = min(fits, (rows - max(1, rows // 16)) * row_amount)
-    return replace(limit, amount=max(row_amount, amount))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredSize:
     """Configured size of a micro-batch: in rows or in tokens, or neither.
@@ -344,13 +225,21 @@ class MicroBatchSizer:
         self.is_packed = False
         self.noun = "row"
         self._batch_size = 1
-        self._new_recovery = partial(LimitRecovery, policy or OOMPolicy(), memory)
+        self._memory = memory
+        self._grow_after = (policy or OOMPolicy()).grow_after
         self._forget_limits()
 
     def _forget_limits(self) -> None:
-        self._recovery = self._new_recovery()
         # What rows allow that are longer than those of the search; never passed.
         self._limit_of_longer: MicroBatchLimit | None = None
+        # None where no limit was lowered, or the former one is tried again.
+        self._lowered: MicroBatchLimit | None = None
+        # Steps that have fit since the limit changed last: enough, as nothing was tried again yet.
+        self._good_steps = self._grow_after
+        # Tries of the former limit that have failed, one after the other.
+        self._failed_tries = 0
+        # Bytes that the device had when memory ran out; 0 if it did not report them.
+        self._total_bytes = 0
 
     # --- what may run at once ---------------------------------------------------------------------
 
@@ -369,7 +258,7 @@ class MicroBatchSizer:
         Args:
             batch_size: rows of the step, which run at once if they fit and no size is configured.
         """
-        return _smaller(self.full_limit(batch_size), self._recovery.lowered)
+        return _smaller(self.full_limit(batch_size), self._lowered)
 
     def full_limit(self, batch_size: int) -> MicroBatchLimit:
         """Return :meth:`limit` as it was before memory ran out."""
@@ -490,11 +379,45 @@ class MicroBatchSizer:
             failures: failures of this step so far, this one included; 0 where the process ends.
                 What is free now counts in the first alone: if the step fails again, it was wrong.
         """
-        return self._recovery.request(self.limit_of_step, failed, error, halves=failures != 1)
+        limit = self.limit_of_step
+        rows = len(failed.rows)
+        if rows == 1:
+            return ShrinkRequest(rows, failed.length, None, error)
+        row_amount = 1 if limit.unit == "rows" else failed.length
+        amount = rows * row_amount // 2
+        room = self._memory.room() if self._memory is not None and failures == 1 else None
+        needed_bytes = wanted_bytes(error)
+        if room is not None and needed_bytes is not None and needed_bytes > room.held_bytes:
+            free_bytes = room.total_bytes - room.held_bytes
+            fits = rows * row_amount * free_bytes // (needed_bytes - room.held_bytes)
+            # All rows did not fit, whatever the device says.
+            amount = min(fits, (rows - max(1, rows // 16)) * row_amount)
+        smaller_limit = replace(limit, amount=max(row_amount, amount))
+        return ShrinkRequest(rows, failed.length, smaller_limit, error)
 
     def after_attempt(self) -> None:
         """Count a step that ran to its end."""
-        self._recovery.good_steps += 1
+        self._good_steps += 1
+
+    @property
+    def _available_bytes(self) -> int:
+        room = None if self._memory is None else self._memory.room()
+        return 0 if room is None else room.total_bytes
+
+    @property
+    def _tries_former(self) -> bool:
+        """Whether the former limit allows more in this step, and is due to be tried again: after
+        enough good steps, or if the device has more room since.
+        """
+        is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
+        return (
+            is_lowered
+            and self._good_steps >= self._grow_after
+            and (
+                self._good_steps >= self._grow_after << self._failed_tries
+                or self._available_bytes > _GIVEN_BACK * self._total_bytes > 0
+            )
+        )
 
     def agree(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
         """Try the former limit again if it is time on all ranks; all of them call it.
@@ -505,14 +428,12 @@ class MicroBatchSizer:
         Returns:
             The largest of each number on any rank; and whether the limit has changed.
         """
-        # Only if it allows more in this step.
-        is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
-        stays = not (is_lowered and self._recovery.is_due())
-        any_stays, *largest = distributed.all_reduce_max([int(stays), *numbers])
+        any_stays, *largest = distributed.all_reduce_max([int(not self._tries_former), *numbers])
         if not any_stays:
             before = self.limit_of_step
-            good_steps = self._recovery.good_steps
-            self._recovery.try_former()
+            good_steps = self._good_steps
+            self._lowered = None
+            self._good_steps = 0
             after = self.limit_of_step
             self._on_change(LimitChange(before, after, good_steps=good_steps, noun=self.noun))
         return largest, not any_stays
@@ -526,14 +447,23 @@ class MicroBatchSizer:
         rows, length, _, error = requests[rank]
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         self.num_out_of_memory += 1
-        self._recovery.lower(limit)
+        if self._lowered is None:
+            # Soon after a try of the former limit, the next try comes later.
+            is_too_early = self._good_steps < self._grow_after << self._failed_tries
+            self._failed_tries = self._failed_tries + 1 if is_too_early else 0
+        self._lowered = limit
+        self._good_steps = 0
+        self._total_bytes = self._available_bytes
         self._on_change(LimitChange(before, limit, rows, length, error, ranks, noun=self.noun))
         now = self.limit_of_step
         assert now.amount <= limit.amount, f"lowered to {limit}, and the limit is {now}"
 
     def start_below(self, limit: MicroBatchLimit) -> None:
         """Start with a limit at which an earlier attempt of the run ended."""
-        self._recovery.start_below(limit)
+        if self._lowered is None or limit.amount < self._lowered.amount:
+            self._lowered = limit
+        self._good_steps = 0
+        self._failed_tries = _TRIES_THAT_A_LOST_RANK_COUNTS
 
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""
@@ -553,7 +483,10 @@ class MicroBatchSizer:
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
             "held": self._limit_of_longer and asdict(self._limit_of_longer),
-            **self._recovery.state_dict(),
+            "lowered": self._lowered and asdict(self._lowered),
+            "good_steps": self._good_steps,
+            "failed_tries": self._failed_tries,
+            "total_bytes": self._total_bytes,
         }
 
     def load_search(self, state: Mapping[str, Any]) -> None:
@@ -584,7 +517,10 @@ class MicroBatchSizer:
         if any(state[key] != value for key, value in self.conditions().items()):
             return
         self._limit_of_longer = state["held"] and MicroBatchLimit(**state["held"])
-        self._recovery.load_state_dict(state)
+        self._lowered = state["lowered"] and MicroBatchLimit(**state["lowered"])
+        self._good_steps = state["good_steps"]
+        self._failed_tries = state.get("failed_tries", 0)
+        self._total_bytes = state.get("total_bytes", 0)
 
 
 def _smaller(limit: MicroBatchLimit, other: MicroBatchLimit | None) -> MicroBatchLimit:
