@@ -41,7 +41,7 @@ class NoSizer:
 
     Args:
         maximum: the number; None for none.
-        batch_tokens: tokens of a step on one device; None where it holds rows.
+        batch_tokens: tokens of a step on one device; None if it holds rows.
     """
 
     waits_for_search = False

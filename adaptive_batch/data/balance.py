@@ -175,7 +175,7 @@ class _SortedRows:
     def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
         """Return the tokens with which so many groups take the rows from `start` to `end`.
 
-        None where `at_most` is too little.
+        None if `at_most` is too little.
         """
         mean = math.ceil((self._tokens_before[end] - self._tokens_before[start]) / groups)
         low = max(self._lengths[start], mean)

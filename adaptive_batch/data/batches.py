@@ -65,7 +65,7 @@ class PlannedRows(NamedTuple):
         own: row numbers of this rank.
         following: row numbers that this rank takes next if the next step is as large and ranks take
             rows in turn.
-        tokens: real tokens of all ranks' rows; 0 where they are not counted ahead of training.
+        tokens: real tokens of all ranks' rows; 0 if they are not counted ahead of training.
     """
 
     progress: Progress
@@ -223,7 +223,7 @@ class Batches(Sampler[list[int]]):
 
         Args:
             progress: that place.
-            steps: ``steps`` of the state that was saved there; None where there is none.
+            steps: ``steps`` of the state that was saved there; None if there is none.
             keeps_batch: whether the batch size is the saved one, and not the configured one, from
                 which growth begins again.
 
@@ -294,7 +294,7 @@ class Batches(Sampler[list[int]]):
         return self.sizer.limit(self.batch_size)
 
     def maximum(self) -> int | None:
-        """Return what a rule may not pass; None where it may grow freely, or the bound is not
+        """Return what a rule may not pass; None if it may grow freely, or the bound is not
         known.
         """
         max_batch_size = self.sizer.max_batch_size
@@ -673,7 +673,7 @@ class Batches(Sampler[list[int]]):
             raise SettingError("dataset", count(num_rows, "row"), remedy)
 
     def _next_step(self, epoch: PlannedEpoch, progress: Progress) -> PlannedRows | None:
-        """Return the rows of the step at a progress; None where the epoch is over."""
+        """Return the rows of the step at a progress; None if the epoch is over."""
         if epoch.is_over(progress):
             return None
         batch, size = epoch.next_step(progress, requested=self._request(progress))

@@ -333,7 +333,7 @@ def _checksum(path: Path, packed: bytes) -> bytes:
 
 
 def _read(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
-    """Read a cache file; None where there is none, and where there is none to be trusted, which is
+    """Read a cache file; None if there is none, and where there is none to be trusted, which is
     logged.
     """
     try:

@@ -48,7 +48,7 @@ class ReadAhead:
         self._rows: dict[int, Any] = {}
         # Numbers of the rows to read, in their order.
         self._expected: dict[int, None] = {}
-        # Reads that are still watched for draws before any row is read ahead; None where one has
+        # Reads that are still watched for draws before any row is read ahead; None if one has
         # drawn or failed, so that none ever is.
         self._reads_to_watch: int | None = 32
 

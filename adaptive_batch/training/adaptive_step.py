@@ -80,7 +80,7 @@ class AdaptiveStep(PartStep):
         statistics: ``statistics(part)`` returns a mapping of names to numbers or tensors. It is run
             on each part before the first backward, without gradients; the sums over the parts are
             ``part.statistics`` in `forward_backward`. With ``count_labels_over="ranks"`` they are
-            sums over all ranks. None where a loss needs none.
+            sums over all ranks. None if a loss needs none.
         options: how a step runs.
 
     Attributes:
@@ -172,7 +172,7 @@ class AdaptiveStep(PartStep):
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told; end the
+            RankLostError: this rank ran out of memory and cannot notify the others; end the
                 process.
             SettingError: the loss of the batch is not the sum of its parts' shares, so that it
                 cannot be split.
@@ -215,7 +215,7 @@ class AdaptiveStep(PartStep):
             headroom: share of that which is left free; see :class:`ProbeOptions`.
             maximum: the most rows that are tried.
             batch_size: rows of the script's batches; of more than fit, the bound is sought again
-                beside the gradients that a second part meets. None where they fit, or are not
+                beside the gradients that a second part meets. None if they fit, or are not
                 known.
             accumulates: whether the script adds up the gradients of several batches, so that those
                 of earlier ones are there.

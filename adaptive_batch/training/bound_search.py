@@ -158,7 +158,7 @@ class SearchScope:
         accumulates: whether some step has two micro-batches or more, so that gradients are there
             when a forward begins.
         whole_step_rows: rows of a step on one device that is one micro-batch if they fit; None
-            where a step never has more than fit.
+            if a step never has more than fit.
         evaluation: evaluation that is tried in place of training; None for training.
         choices: choices of which the fastest is sought too, within what fits; None for as much at
             once as fits.
@@ -313,7 +313,7 @@ class BoundSearch:
 
         Raises:
             DoesNotFitError: one row does not fit.
-            RankLostError: a rank ran out of memory where the others cannot be told.
+            RankLostError: a rank ran out of memory and cannot notify the others.
         """
         budgets = distributed.all_gather(self._budget)
         log.info(
@@ -600,7 +600,7 @@ class ThroughputSearch:
         return True
 
     def _time(self, cuts: Sequence[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of each micro-batch of rows in some layouts, None where one does not
+        """Return the seconds of each micro-batch of rows in some layouts, None if one does not
         fit.
         """
         timings = []
@@ -628,7 +628,7 @@ def kinds_to_choose_from(
 
     Args:
         why_unfit: function that returns why a kind that does not pad would not train the model as
-            padded rows do; empty where it would.
+            padded rows do; empty if it would.
         configured: kind that is configured; None leaves the choice.
         uniform: what all micro-batches have alike, see :class:`.MicroBatchLayout`.
     """

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` has compiled, as torch itself records it: how often, why, for how long."""
+"""Records of ``torch.compile``: the number, causes and seconds of compilations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .model_checks import is_compiled
 
 private = PrivateNames("compiled steps")
 
-# What torch says where a function has as many variants as it may have.
+# Torch's message for a function that has the most variants allowed.
 _LIMIT_IS_REACHED = "recompile limit exceeded"
 
 
@@ -28,12 +28,12 @@ class Compilation:
     """A graph that was compiled, or a failed attempt.
 
     Attributes:
-        function: name of the function whose code it is of; empty for a graph of backward, which is
-            compiled when it runs first.
-        reason: the cause, where the function was compiled before; else empty.
-        seconds: time that it took.
-        gives_up: whether the function has too many variants and runs without the compiler from now
-            on.
+        function: name of the compiled function; empty for a graph of backward, which is compiled
+            when it first runs.
+        reason: cause of a recompilation; empty for the first compilation.
+        seconds: duration.
+        gives_up: whether the function has too many variants, so that it now runs without the
+            compiler.
     """
 
     function: str
@@ -52,14 +52,14 @@ class Compilation:
 
 
 class Compilations:
-    """Reads what this process has compiled since it was asked last, or since this was made."""
+    """Reads the compilations of this process since the last call, or since construction."""
 
     def __init__(self) -> None:
         self._last_microsecond = time.time_ns() // 1000
 
     def new(self) -> list[Compilation]:
-        """Return the new compilations in their order, of which torch keeps the last 64."""
-        # Without it nothing was compiled.
+        """Return the new compilations in order; torch keeps the last 64."""
+        # Before this import nothing was compiled.
         if "torch._dynamo" not in sys.modules:
             return []
         compilations = []
@@ -67,7 +67,7 @@ class Compilations:
         names: dict[str, str] = {}
         for metrics in private.compilation_metrics():
             start = metrics.start_time_us or 0
-            # Variants of one function have its number in common; a failed attempt has no name.
+            # Variants of one function share its number; a failed attempt has no name.
             number = str(metrics.compile_id).partition("/")[0]
             name = metrics.co_name or ""
             if name:
@@ -90,11 +90,11 @@ class Compilations:
 
 
 class CompilationLog:
-    """Counts and logs what is compiled again in this process while a model trains, whatever asked
-    for it, and frees what compiling leaves behind.
+    """Counts and logs recompilations of this process while a model trains, and frees the garbage of
+    the compiler. It is off if no part of the model is compiled at construction.
 
     Args:
-        model: model that trains; nothing is looked at unless a part of it is compiled by now.
+        model: model that trains.
 
     Attributes:
         num_again: how often a function was compiled again.
@@ -105,22 +105,21 @@ class CompilationLog:
         self._compilations = Compilations() if is_compiled(model) else None
 
     def forget(self) -> None:
-        """Leave out what was compiled since the last call of this or `log_new`, as for trials."""
+        """Skip the compilations since the last call of this or `log_new`, as of trials."""
         if self._compilations is not None:
             self._compilations = Compilations()
 
     def without_garbage(self) -> AbstractContextManager[object]:
-        """Inside, what compiling leaves in reference cycles is freed as soon as it ends."""
+        """Free the compiler's reference cycles after each compilation inside."""
         if self._compilations is None:
             return nullcontext()
         return _garbage_is_collected()
 
     def log_new(self, event: Callable[..., object]) -> None:
-        """Log what was compiled again since the last call of this or `forget`, a line for each with
-        its cause.
+        """Log each recompilation since the last call of this or `forget`, with its cause.
 
         Args:
-            event: function ``event(kind, message, **facts)`` that writes down an event.
+            event: ``event(kind, message, **facts)`` logs an event.
         """
         if self._compilations is None:
             return
@@ -152,20 +151,20 @@ def _garbage_is_collected() -> Iterator[None]:
 
 
 def _collect_garbage(_: object) -> None:
-    # The error of a kernel that needs too much shared memory is in a cycle with the frames of all
-    # its callers, and keeps their logits. Torch collects the younger generations alone.
+    # The error of a kernel that needs too much shared memory is in a cycle with the frames of its
+    # callers, and so keeps their logits alive. Torch collects only the younger generations.
     gc.collect()
 
 
 def _first_line(reason: str) -> str:
-    """Return the cause without the number of the variant, and without where in the code it is."""
+    """Return the cause without the number of the variant and without its place in the code."""
     line = reason.partition("\n")[0].partition("  #")[0]
     variant, separator, cause = line.partition(": ")
     return cause if separator and "/" in variant else line
 
 
 def describe_all(compilations: Sequence[Compilation]) -> str:
-    """Return how many graphs were compiled, and in how many seconds."""
+    """Describe the number of compiled graphs and their seconds."""
     num_graphs = sum(bool(compilation.function) for compilation in compilations)
     seconds = sum(compilation.seconds for compilation in compilations)
     return f"{count(num_graphs, 'graph')} compiled in {seconds:.0f} s"
@@ -173,7 +172,7 @@ def describe_all(compilations: Sequence[Compilation]) -> str:
 
 @contextmanager
 def any_number_of_variants() -> Iterator[None]:
-    """Inside, a function may be compiled for any number of shapes."""
+    """Allow any number of variants of a compiled function inside."""
     with torch.compiler.config.patch(  # type: ignore[attr-defined]
         recompile_limit=2**20, accumulated_recompile_limit=2**20
     ):

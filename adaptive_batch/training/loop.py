@@ -360,7 +360,7 @@ class AdaptiveLoop:
             DoesNotFitError: one row alone ran out of memory.
             NonfiniteLossError: the loss or the gradients are NaN or infinite, with
                 ``on_nonfinite_loss="stop"``; no gradient is left.
-            RankLostError: out of memory on this rank where the others cannot be told; end the
+            RankLostError: this rank ran out of memory and cannot notify the others; end the
                 process, so that they end too.
             SettingError: the step has more rows than the bound, which was tried for steps of one
                 micro-batch; or the loss or its labels cannot be used, or the sum over the

@@ -1,9 +1,8 @@
-"""Runs micro-batches, and runs all of them again, smaller, where one runs out of memory, on all
-ranks alike.
+"""Retries of micro-batches: after an OOM all ranks run the step again with a smaller limit.
 
-What failed is undone first, so that a retry leaves what a run with that limit from the start would
-have left. With several ranks an attempt fails on all of them or on none: a rank that had room
-raises :class:`OutOfMemoryElsewhereError`.
+The failed attempt is undone first, so that the retry leaves the same bits as a step that had the
+smaller limit from the start. Either all ranks fail an attempt or none does: a rank that had enough
+memory raises :class:`OutOfMemoryElsewhereError`.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
 
 
 class OOMRetry:
-    """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again in
-    smaller ones.
+    """Runs micro-batches; after an OOM undoes them and runs smaller ones.
 
     Args:
-        sizer: decides what one micro-batch may hold.
+        sizer: limits a micro-batch.
         memory: memory of the device.
         sharding: FSDP modules of the model.
-        retries: whether a step is run again; False lets an out-of-memory error through.
-        remedies: end of the sentence that one row does not fit.
-        is_of_training: whether the limit is that of training, with which a restart begins where
-            this rank is lost.
+        retries: whether an attempt is repeated; False raises the out-of-memory error.
+        remedies: end of the message that one row does not fit.
+        is_of_training: whether `sizer` limits training. If this rank is lost, a restart begins
+            with its smaller limit.
 
     Attributes:
-        current: micro-batch that is being run; after a run the fullest of them.
+        current: micro-batch that runs; after a run the fullest one.
         retries: as given.
         num_failures: failed attempts of the current step.
     """
@@ -71,19 +69,19 @@ class OOMRetry:
         self._has_succeeded = False
 
     def with_sizer(self, sizer: MicroBatchSizer) -> OOMRetry:
-        """Return an OOMRetry for the same model with another limit than training's."""
+        """Return an OOMRetry for the same model with a limit that is not training's."""
         return OOMRetry(sizer, memory=self.memory, sharding=self._sharding, is_of_training=False)
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank has run out of memory in the current attempt."""
+        """True after an OOM of this rank in the current attempt."""
         return self._error is not None
 
     def attempts(
         self, *, undo: Callable[[], object], doing: str
     ) -> Iterator[AbstractContextManager[None]]:
-        """Yield a context for each attempt. If the code inside runs out of memory, undo the
-        attempt, lower the limit, and yield again::
+        """Yield a context for each attempt. After an OOM inside, undo the attempt, lower the limit,
+        and yield again::
 
             for attempt in retry.attempts(undo=undo, doing="in a step"):
                 with attempt:
@@ -92,12 +90,12 @@ class OOMRetry:
         On several ranks, micro-batches run inside by :meth:`run_in_turn`.
 
         Args:
-            undo: function that takes back what a failed attempt has done.
-            doing: end of a sentence, for a rank that is lost.
+            undo: function that undoes a failed attempt.
+            doing: phrase for the error of a lost rank, such as ``in a step``.
 
         Raises:
             DoesNotFitError: a micro-batch of one row ran out of memory.
-            RankLostError: this rank ran out of memory where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
         """
         self.num_failures = 0
         while True:
@@ -134,19 +132,15 @@ class OOMRetry:
             self._error = _message(error)
 
     def set_suspects(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set `current` to the fullest micro-batch, which is blamed if memory runs out before one
-        starts.
-        """
+        """Set `current` to the fullest micro-batch, which is blamed for an OOM before the first."""
         self.current = micro_batches[0]
         if len(micro_batches) > 1:
             self.current = self.sizer.limit_of_step.fullest(micro_batches)
 
     def prepare(self, make: Callable[[], Result]) -> Result | None:
-        """Return what a function makes before the first micro-batch runs; None where it ran out of
-        memory.
+        """Call a function before the first micro-batch, and return its result; None after an OOM.
 
-        Other ranks learn of that as of a micro-batch: :meth:`run_in_turn` runs only the collectives
-        then.
+        :meth:`run_in_turn` then runs the collectives alone, so that other ranks finish the attempt.
         """
         try:
             return make()
@@ -168,16 +162,16 @@ class OOMRetry:
         kinds: Sequence[Mapping[str, Any]],
         context: Callable[..., AbstractContextManager[object]] | None = None,
     ) -> None:
-        """Run micro-batches one after the other; after one that ran out of memory on a rank, only
-        their collectives.
+        """Run micro-batches one after the other; after an OOM only the collectives of the rest.
 
         Args:
-            slots: micro-batches, as many on all ranks; None for a dummy of a rank that has fewer.
+            slots: micro-batches, the same number on all ranks; None for a dummy on a rank that has
+                fewer.
             run: ``run(micro_batch, is_last)`` runs one of them.
-            drop: function that frees what a micro-batch has made.
-            idle: micro-batch that errors name where this rank has none.
-            kinds: kind of each, as :meth:`Sharding.micro_batch` takes it.
-            context: function of a kind, whose context a micro-batch runs in; None for
+            drop: function that frees the tensors of a micro-batch.
+            idle: micro-batch that errors name if this rank has none.
+            kinds: arguments of `context` for each micro-batch.
+            context: function that returns the context of a micro-batch; None for
                 :meth:`Sharding.micro_batch`.
         """
         context = context or self._sharding.micro_batch
@@ -208,16 +202,16 @@ class OOMRetry:
             self.current = fullest
 
     def _can_finish(self, error: Exception, *, following: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether a micro-batch ran out of memory beside other ranks, and its collectives
-        can be brought to their end, and then those of the following ones.
+        """Return whether an error is an OOM of one of several ranks, and this rank can finish the
+        collectives of this micro-batch and of the following ones.
         """
         can_finish = distributed.world_size() > 1 and self.retries and self._sharding.can_finish
         is_known = all(self._sharding.knows(**kind) for kind in following)
         return can_finish and is_known and is_out_of_memory(error)
 
     def lost(self, error: BaseException, doing: str) -> RankLostError:
-        """Build the error of a rank that ran out of memory where the others cannot be told, with
-        the limit to restart with.
+        """Build the error of a rank that ran out of memory and cannot notify the others; it has the
+        limit for a restart.
         """
         message = _message(error)
         request = self.sizer.after_out_of_memory(self.current, "")
@@ -245,7 +239,7 @@ class OOMRetry:
         )
 
     def _shrink(self) -> None:
-        """Shrink what was too large on any rank."""
+        """Lower the limit by the requests of all ranks."""
         self.num_failures += 1
         request: ShrinkRequest | None = None
         if self._error is not None:

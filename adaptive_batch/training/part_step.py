@@ -139,7 +139,7 @@ class PartStep(Step):
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
             SettingError: the loss of the batch is not the sum of its parts' shares.
         """
         self.sizer.is_packed = rows.is_packed
@@ -279,7 +279,7 @@ class LabelShares(Weighting[list[Any]]):
         return plan
 
     def _parts_with_shares(self, plan: MicroBatchPlan, batches: Sequence[Any]) -> list[Part | None]:
-        """Return the parts with their shares of the labels: 0 of one that has no label. None where
+        """Return the parts with their shares of the labels: 0 of one that has no label. None if
         this rank has fewer than others.
         """
         step = self._step
@@ -343,12 +343,12 @@ class BatchStatistics:
     before afterwards, so that the loss draws the same numbers, as if one forward had served both.
 
     Args:
-        function: ``function(part)`` returns a mapping of names to numbers or tensors; None where a
+        function: ``function(part)`` returns a mapping of names to numbers or tensors; None if a
             loss needs no statistics.
         step: runs the parts of a batch.
     """
 
-    # Kind of micro-batch by which ranks know its collectives: the function need not run the model
+    # Kind of micro-batch, which identifies its collectives: the function need not run the model
     # as often as the loss does.
     KIND = "statistics"
 
@@ -365,7 +365,7 @@ class BatchStatistics:
         return self._function is not None
 
     def of_part(self, part: Part) -> Mapping[str, Any]:
-        """Return the statistics of a part alone; empty where none are needed.
+        """Return the statistics of a part alone; empty if none are needed.
 
         Raises:
             SettingError: the function returned no mapping.
@@ -385,7 +385,7 @@ class BatchStatistics:
 
         Args:
             rows: rows of the batch.
-            parts: parts of the batch, on all ranks as many; None where this rank has fewer.
+            parts: parts of the batch, on all ranks as many; None if this rank has fewer.
             plan: their micro-batches.
 
         Raises:

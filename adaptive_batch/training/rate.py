@@ -285,7 +285,7 @@ class AdaptiveRate:
                 write_rate(group, float(base) * factor)
 
     def describe(self) -> str | None:
-        """Return a line on what is scaled with the batch; None where nothing is."""
+        """Return a line on what is scaled with the batch; None if nothing is."""
         rules = {"lr": self._rule, **self._follow}
         followers = read_scaled(self._optimizers[0].param_groups, self._follow)
         bases = {"lr": self.base, **followers}
@@ -298,7 +298,7 @@ class AdaptiveRate:
         return "; ".join(lines) or None
 
     def describe_unscaled(self, batch: int, *, configured: int) -> str | None:
-        """Return a line on a rate that does not follow the batch; None where it does, or the batch
+        """Return a line on a rate that does not follow the batch; None if it does, or the batch
         is as configured.
 
         Args:

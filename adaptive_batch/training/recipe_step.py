@@ -1,4 +1,6 @@
-"""A step of the recipes: rows whose token losses are summed, and divided once."""
+"""The step of the recipes, which sums token losses and divides the gradients once; validation and
+the frozen reference of a loss.
+"""
 
 from __future__ import annotations
 
@@ -29,41 +31,41 @@ Row = Any
 Batch = dict[str, Any]
 
 
-# The kind of micro-batch by which ranks know its collectives.
+# Kind of micro-batch, which identifies its collectives.
 REFERENCE = "reference"
-# The key of a batch under which its loss takes what the reference has computed of it.
+# Key of a batch under which its loss finds the values of the reference.
 REFERENCE_VALUES = "reference_values"
 Result = TypeVar("Result")
-# Rows that are read at a time, at least.
+# Rows that an evaluation reads at a time, at least.
 _ROWS_READ = 256
-# By tokens, what is read at a time is so many times the limit.
+# By tokens, it reads at least this number of times the limit.
 _LIMITS_READ = 4
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """How rows become a batch, and a batch its loss.
+    """Functions that make a batch of rows and compute its loss.
 
     Attributes:
         collate: ``collate(rows, length)`` makes one batch on the host, padded to `length` tokens.
         to_device: moves a batch to the device, in place.
-        mean_loss: the loss of a batch on the device, averaged over its labels; may empty the batch,
-            and leaves in it each of `metrics`, averaged alike.
-        count_labels: labels of a batch that `mean_loss` averages over, on the host and on the
-            device: a whole scalar tensor.
-        row_length: tokens of a row.
-        num_real_tokens: those of them that are not padding.
-        dummy_row: a row that has a label, for a rank that has none left; needed where there are
-            several.
-        join: ``join(rows, form)`` makes one batch on the host in which no sequence is padded, and
-            returns it with the tokens of each; None where rows are always padded.
-        counts_rows: whether `mean_loss` is a mean over rows and `count_labels` counts these. The
-            share of a micro-batch is then known before its backward, and weights its loss.
-        metrics: names of further means, over rows where these are counted, else over labels.
-        loss_of: the loss of a step by the means of `metrics`, as float32; None where `mean_loss` is
-            averaged itself, which differs by rounding.
-        after_forward: called before each backward, which an accelerator launches without Python:
-            what takes Python's time delays it least there.
+        mean_loss: returns the loss of a batch on the device, averaged over its labels. It may empty
+            the batch, and stores each of `metrics` in it.
+        count_labels: returns the number of labels that `mean_loss` averages over, of a batch on the
+            host or the device: an integer scalar tensor.
+        row_length: returns the tokens of a row.
+        num_real_tokens: returns the tokens of a row without padding.
+        dummy_row: returns a row with labels, for a rank that has no row left; needed on several
+            ranks.
+        join: ``join(rows, form)`` makes one batch on the host without padding, and returns it with
+            the tokens of each sequence; None if rows are always padded.
+        counts_rows: whether `mean_loss` is a mean over rows, which `count_labels` counts. The share
+            of a micro-batch is then known before its backward, and weights its loss.
+        metrics: names of further means, over rows or labels as the loss.
+        loss_of: computes the loss of a step from the means of `metrics`, in float32. It returns
+            None if the loss is the mean of `mean_loss`, which rounds differently.
+        after_forward: callback before each backward. An accelerator runs backward without Python,
+            so that Python work costs least there.
     """
 
     collate: Callable[[Sequence[Row], int], Batch]
@@ -83,8 +85,8 @@ class RowLoss:
     def collated(
         self, rows: Sequence[Row], layout: MicroBatchLayout, length: int = 0
     ) -> Iterator[Batch]:
-        """Give one batch on the host, as the layout asks for, of at least so many tokens a row;
-        sequences that are not padded stay apart within.
+        """Make one batch on the host in a layout, padded to at least `length` tokens a row. Packed
+        sequences are isolated inside the context.
         """
         if layout.pads or self.join is None:
             longest = max(map(self.row_length, rows))
@@ -96,7 +98,7 @@ class RowLoss:
             yield batch
 
     def loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss of a batch, which is moved to the device, and its labels."""
+        """Move a batch to the device; return its mean loss and its number of labels."""
         self.to_device(batch)
         count = self.count_labels(batch)
         mean = self.mean_loss(batch)
@@ -104,23 +106,23 @@ class RowLoss:
         return mean, count
 
     def some_row(self) -> Row:
-        """Return a row that has a label, for a rank that has none left."""
+        """Return a row with labels, for a rank that has no row left."""
         assert self.dummy_row is not None, "several ranks need a dummy row"
         return self.dummy_row()
 
 
 def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
-    """Count the label tokens of a batch that are left after the shift by one."""
+    """Count the label tokens of a batch after the shift by one."""
     count: torch.Tensor = (batch["labels"][..., 1:] != ignore_index).sum()
     return count
 
 
 class SmallBatch(NamedTuple):
-    """The first micro-batch of each rank, of which the gradient's noise is sampled."""
+    """The first micro-batch of each rank, which the gradient's noise is sampled with."""
 
     rows: Any
     label_tokens: Any
-    # Squared norm of its gradients, summed over its label tokens.
+    # Squared norm of its gradients, which are sums over its label tokens.
     squared_norm: Any
     has_labels: bool
 
@@ -135,8 +137,8 @@ class SumThenDivide(Weighting[StepResult]):
         measures_noise: whether the noise is sampled, see :class:`SmallBatch`.
 
     Attributes:
-        reference_values: numbers of each row that a reference has computed, if it runs in
-            micro-batches of its own: `[rows, numbers]`.
+        reference_values: numbers of each row from a reference that has its own micro-batches:
+            `[rows, numbers]`; else None.
     """
 
     def __init__(
@@ -163,20 +165,19 @@ class SumThenDivide(Weighting[StepResult]):
         return micro_batches(lengths, sizer.limit_of_step, sizer.layout)
 
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
-        """Begin an attempt, whose sums are 0."""
+        """Begin an attempt with sums of 0."""
         assert self._step.scales_gradients or plan.number == 1, (
             "with the optimizer in backward a step is one micro-batch"
         )
         sizer = self._step.sizer
         self.reduces_first = self._measures_noise and plan.number > 1
-        # Elsewhere the first micro-batch is no random part of the step.
+        # Otherwise the first micro-batch is not a random part of the step.
         assert not self.reduces_first or sizer.layout.keeps_order(sizer.limit_of_step)
         self._num_rows = len(self._rows)
         self._num_tokens = sum(map(self._loss.num_real_tokens, self._rows))
         self._run_tokens = 0
         self._num_labelled = 0
-        # One rank adds to what lies on its device; several count on the host, where the other
-        # counts are.
+        # A single rank sums on its device; several ranks count on the host with the other counts.
         device = self._step.memory.device if distributed.world_size() > 1 else None
         self._loss_sum = torch.zeros((), device=device)
         self._label_tokens = torch.zeros((), dtype=torch.int64)
@@ -205,7 +206,7 @@ class SumThenDivide(Weighting[StepResult]):
                         batch[REFERENCE_VALUES] = self.reference_values[micro_batch.rows]
                     self._backward(batch, labels)
         if not labels and distributed.world_size() > 1:
-            # The mean of no label would be 0/0, and 0 times that is no zero.
+            # The mean over no labels is NaN, and so is 0 times NaN.
             with loss.collated([loss.some_row()], layout) as batch:
                 if self.reference_values is not None:
                     batch[REFERENCE_VALUES] = torch.zeros(1, self.reference_values.shape[1])
@@ -214,14 +215,14 @@ class SumThenDivide(Weighting[StepResult]):
             self._small = self._small_batch()
 
     def _backward(self, batch: Batch, labels: torch.Tensor | None) -> None:
-        """Add the gradients of a batch of so many labels; None for one of weight 0."""
+        """Add the gradients of a batch with this number of labels; None for weight 0."""
         mean, count = self._loss.loss_and_labels(batch)
         together = distributed.world_size() > 1
         if self._loss.counts_rows:
             loss = mean * 0
             if labels is not None:
-                # The mean is divided by how many such micro-batches the step has: a whole number,
-                # and exact, where they are alike.
+                # The number of such micro-batches in the step: a whole number, and so exact, if
+                # all are alike.
                 num_such = self._global_rows / (distributed.world_size() * int(labels))
                 loss = mean / num_such
                 self._add(loss.detach(), labels, batch, weight=1 / num_such)
@@ -229,14 +230,14 @@ class SumThenDivide(Weighting[StepResult]):
             loss = mean * (0 if labels is None else count)
             if labels is not None:
                 self._add(loss.detach(), labels if together else count, batch, weight=count)
-        # With the optimizer in backward each parameter is stepped as soon as its gradient is there,
-        # so this, the only micro-batch of the step, is divided at once.
+        # The optimizer in backward steps each parameter as soon as its gradient is computed, so the
+        # loss of this, the only micro-batch, is divided before backward.
         if not self._step.scales_gradients:
             self._all_reduce()
             if not self._loss.counts_rows and not together:
                 loss = mean
             elif not self._loss.counts_rows:
-                # On no rank is there anything to step by.
+                # No rank has labels, so no parameter is stepped.
                 if not self._label_tokens:
                     return
                 loss = loss * (distributed.world_size() / self._label_tokens)
@@ -250,7 +251,7 @@ class SumThenDivide(Weighting[StepResult]):
         *,
         weight: float | torch.Tensor,
     ) -> None:
-        """Add a micro-batch that has labels, and the metrics that its loss left in the batch."""
+        """Add a micro-batch with labels, and the metrics that its loss stored in the batch."""
         self._num_labelled += 1
         self._loss_sum = self._loss_sum + self._as_sum(loss)
         self._label_tokens = self._label_tokens + labels
@@ -264,7 +265,7 @@ class SumThenDivide(Weighting[StepResult]):
     # --- the end of a step
 
     def end(self) -> StepResult:
-        """Count the label tokens of all ranks, and divide the gradients by them."""
+        """Sum the label tokens over ranks, and divide the gradients by them."""
         if self._step.scales_gradients and self._all_reduce():
             raise OutOfMemoryElsewhereError
         ranks = distributed.world_size()
@@ -280,7 +281,7 @@ class SumThenDivide(Weighting[StepResult]):
         noise = None
         if self._small is not None:
             noise = self._noise(self._small)
-        # Before numbers are read, which waits for the device.
+        # Reading numbers below waits for the device.
         grad_norm = self._step.clip()
         num_micro_batches = self._num_labelled
         if ranks > 1:
@@ -304,8 +305,8 @@ class SumThenDivide(Weighting[StepResult]):
         )
 
     def _all_reduce(self) -> bool:
-        """Add up over the ranks, in two small collectives: counts as whole numbers, and the loss as
-        it is, with the metrics. Return whether a rank ran out of memory.
+        """Sum over ranks in two small collectives: counts as integers, loss and metrics as floats.
+        Return whether a rank ran out of memory.
         """
         failed = int(self._step.retry.has_failed)
         if distributed.world_size() == 1:
@@ -322,7 +323,7 @@ class SumThenDivide(Weighting[StepResult]):
         return bool(failed)
 
     def _means(self) -> tuple[float, dict[str, float]]:
-        """Return the loss and the metrics of a step that has labels, over all ranks."""
+        """Return the mean loss and the metrics of a step with labels, over all ranks."""
         sums = [self._loss_sum, *self._metrics.values()]
         if self._loss.counts_rows:
             mean_loss, *values = [value.item() / distributed.world_size() for value in sums]
@@ -337,7 +338,7 @@ class SumThenDivide(Weighting[StepResult]):
     # --- noise
 
     def _squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of what this rank holds of the gradients."""
+        """Return the squared norm of this rank's part of the gradients."""
         shards = [
             local_part(parameter.grad)
             for parameter in self._step.model.parameters()
@@ -346,7 +347,7 @@ class SumThenDivide(Weighting[StepResult]):
         return squared_norm(shards) if shards else torch.zeros(())
 
     def _small_batch(self) -> SmallBatch:
-        """Return the small batch, whose gradients are all that there are so far, and reduced."""
+        """Return the small batch; its reduced gradients are the only ones so far."""
         squared = self._squared_norm()
         if self._loss.counts_rows:
             # As if losses had been summed.
@@ -355,13 +356,13 @@ class SumThenDivide(Weighting[StepResult]):
         return SmallBatch(num_rows, self._label_tokens, squared, self._num_labelled > 0)
 
     def _noise(self, small: SmallBatch) -> NoiseSample | None:
-        """Return a sample of the noise, over all ranks; None where the small batch has none of the
-        labels, or all of them.
+        """Return a sample of the noise over all ranks; None if the small batch has no labels, or
+        all of them.
         """
         rows, labels, squared, has_labels = small
         whole = self._squared_norm()
         ranks = distributed.world_size()
-        # Counted in micro-batches, so that one rank waits for nothing on its device.
+        # Counted in micro-batches, so that a single rank does not wait for its device.
         is_part = has_labels and self._num_labelled > 1
         if ranks > 1:
             device = self._step.memory.device
@@ -381,13 +382,13 @@ class SumThenDivide(Weighting[StepResult]):
 
 @dataclass(frozen=True)
 class RowReference:
-    """What a loss takes of each row from a frozen reference.
+    """Numbers that a loss needs of each row from a frozen reference.
 
     Attributes:
-        values: function that returns it of a batch on the device, which it may empty:
-            `[rows, numbers]`.
+        values: function that returns the numbers of a batch on the device: `[rows, numbers]`. It
+            may empty the batch.
         num_values: numbers of each row.
-        sizer: decides what a micro-batch of the reference may hold, apart from training's.
+        sizer: limits a micro-batch of the reference, which training's sizer does not.
     """
 
     values: Callable[[dict[str, Any]], torch.Tensor]
@@ -396,16 +397,15 @@ class RowReference:
 
 
 class ReferencePass:
-    """Runs the reference of a loss on the rows of a step, before the first of these is trained, in
-    micro-batches of its own.
+    """Runs the reference of a loss on all rows of a step before the first micro-batch is trained.
 
-    Without gradients more rows fit at once than train at once. Random numbers and persistent
-    buffers are as before afterwards.
+    It has its own micro-batches, since more rows fit without gradients. Random numbers and
+    persistent buffers are restored afterwards.
 
     Args:
         step: step that trains the model.
-        loss: loss of its rows, which says how these become a batch.
-        reference: what is computed of them.
+        loss: loss of its rows; it makes the batches.
+        reference: numbers that are computed.
 
     Attributes:
         sizer: see :class:`RowReference`.
@@ -420,15 +420,14 @@ class ReferencePass:
         self._snapshot = StepSnapshot(step.model, step.memory.device)
 
     def of_rows(self, rows: Sequence[Any]) -> torch.Tensor:
-        """Return the numbers of each row of a step, on the device: `[rows, numbers]`; ranks call it
-        together.
+        """Return the numbers of each row of a step, on the device: `[rows, numbers]`. A collective.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
         """
         self.sizer.agree()
         restore = self._snapshot.take()
@@ -452,13 +451,11 @@ class ReferencePass:
         return of_rows
 
     def dummy_values(self, num_rows: int) -> torch.Tensor:
-        """Return numbers in the shape of :meth:`of_rows`, on the host, for rows whose loss does not
-        count.
-        """
+        """Return zeros in the shape of :meth:`of_rows`, on the host, for rows of weight 0."""
         return torch.zeros(num_rows, self._reference.num_values)
 
     def try_rows(self, rows: Sequence[Any]) -> None:
-        """Run one micro-batch as :meth:`of_rows` does, and forget what it computed."""
+        """Run one micro-batch as :meth:`of_rows` does, and drop its numbers."""
         length = self.sizer.layout.padded(max(map(self._loss.row_length, rows)))
         with torch.no_grad(), self._step.trial(evaluates=REFERENCE):
             self._values(rows, length)
@@ -470,25 +467,25 @@ class ReferencePass:
 
 
 class RecipeStep(Step):
-    """Forward and backward of the rows of one step, in as many micro-batches as the sizer asks for.
+    """Runs forward and backward of the rows of a step, in micro-batches within the sizer's limit.
 
     Args:
         model: model whose gradients are summed; they must be clear when :meth:`run` begins.
         loss: loss of its rows.
-        sizer: decides what one micro-batch may hold.
-        max_grad_norm: norm that all gradients are clipped to; infinity measures it, None does
+        sizer: limits a micro-batch.
+        max_grad_norm: norm that all gradients are clipped to; infinity only measures it, None does
             neither.
-        scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as
-            it comes.
+        scale_gradients: False with the optimizer in backward, which steps the only micro-batch
+            during its backward.
         measures_noise: whether steps may sample the gradient's noise.
-        reference: what the loss takes of each row from a frozen reference, if that runs in
-            micro-batches of its own; None where the loss runs it, or there is none.
+        reference: frozen reference with its own micro-batches; None if the loss runs it or has
+            none.
         options: see :class:`Step`.
 
     Attributes:
         loss: as given.
         scales_gradients: as `scale_gradients`.
-        reference: runs the reference; None where the loss does, or there is none.
+        reference: pass of `reference`, or None.
     """
 
     def __init__(
@@ -527,17 +524,17 @@ class RecipeStep(Step):
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            report: what this rank reports to the others; its batch size is, with accumulation, that
-                of one of its batches.
+            report: report of this rank to the others; with accumulation its batch size is that of
+                one batch.
             measures_noise: whether the noise is sampled with the first micro-batch of each rank.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             GrowthFunctionError: a rule has answered differently on some rank.
-            RankLostError: out of memory on this rank where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
         """
         assert not measures_noise or self._measures_noise
-        # It is what their losses are divided by.
+        # The losses of rows are divided by their number.
         assert report.num_rows or not self.loss.counts_rows
         weighting = SumThenDivide(
             self, rows, global_rows=report.num_rows, measures_noise=measures_noise
@@ -571,21 +568,21 @@ class RecipeStep(Step):
             rows: rows of this rank; none where other ranks have some.
             forward: ``forward(rows, length)`` runs rows, padded to at least `length` tokens each.
             retry: runs micro-batches.
-            loss: knows the lengths of rows, and the dummy of a rank that has fewer micro-batches.
+            loss: returns the lengths of rows, and the dummy of a rank that has fewer micro-batches.
             kind: kind of the layout of micro-batches.
-            doing: end of a sentence, for a rank that is lost.
+            doing: phrase for the error of a lost rank.
             evaluates: see :meth:`Step.run_forward`.
-            undo: function that takes back what a failed attempt has changed besides results.
+            undo: function that undoes the side effects of a failed attempt.
 
         Returns:
             Each micro-batch with what the function returned.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
         """
-        # Rows are divided by what training's micro-batches were found to take: more at once are not
-        # faster where they are padded more.
+        # Rows are divided by the measured time of training's micro-batches: larger ones are not
+        # faster if they have more padding.
         layout = retry.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
         lengths = list(map(loss.row_length, rows))
         idle = MicroBatch([], 0)
@@ -615,14 +612,14 @@ class RecipeStep(Step):
         return [(micro_batch, result) for micro_batch, result in results if micro_batch is not None]
 
     def sum_losses(self, rows: Sequence[Row], length: int, *, loss: RowLoss) -> tuple[float, int]:
-        """Return the sum of the token losses of a micro-batch and its label tokens.
+        """Return the sum of the token losses of a micro-batch, and its label tokens.
 
-        One without any label is not run on one rank.
+        A single rank does not run a micro-batch without labels.
 
         Args:
-            rows: of the micro-batch.
+            rows: rows of the micro-batch.
             length: tokens that they are padded to at least.
-            loss: how they become a batch.
+            loss: makes the batch.
         """
         with loss.collated(rows, self.sizer.layout, length) as batch:
             if distributed.world_size() == 1 and not self.loss.count_labels(batch):
@@ -635,8 +632,8 @@ class RecipeStep(Step):
     # --- trials
 
     def record_collectives_of_row(self) -> None:
-        """Let even the first micro-batch be brought to its end; all of several ranks call it, where
-        no trial has run.
+        """Run one row as a trial, so that a rank can finish the collectives of its first
+        micro-batch. All ranks call it, unless a search has run trials.
 
         Raises:
             RankLostError: out of memory.
@@ -654,10 +651,8 @@ class RecipeStep(Step):
         self.record_collectives(run, MicroBatch([0], self.loss.row_length(row)))
 
     def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it
-        computed.
-        """
-        # The batch is there until the micro-batch has ended, as in training.
+        """Run one micro-batch as :meth:`run` does, with or without labels, and drop its loss."""
+        # The batch stays alive until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
             if self.reference is not None:
                 batch[REFERENCE_VALUES] = self.reference.dummy_values(len(rows))
@@ -669,8 +664,8 @@ class RecipeStep(Step):
     def try_evaluation(
         self, rows: Sequence[Row], *, loss: RowLoss | None = None, length: int = 0
     ) -> None:
-        """Run one micro-batch without gradients, whether it has labels or not, and forget what it
-        computed; the arguments are those of :meth:`sum_losses`.
+        """Run one micro-batch without gradients, with or without labels, and drop its loss; for the
+        arguments see :meth:`sum_losses`.
         """
         own_loss = loss or self.loss
         collated = own_loss.collated(rows, self.sizer.layout, length)
@@ -680,8 +675,8 @@ class RecipeStep(Step):
                 (mean * count).item()
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
-        """Leave what is there in mid-step: unsharded gradients and, where noise is measured, the
-        first micro-batch's reduced ones.
+        """Leave the gradients of mid-step: unsharded ones and, if noise is measured, the reduced
+        ones of the first micro-batch.
         """
         if self._measures_noise:
             self.try_rows(rows)
@@ -689,13 +684,14 @@ class RecipeStep(Step):
 
 
 class Evaluator:
-    """Mean loss of a label token over rows, whatever they are divided into.
+    """Computes the mean loss of rows over their label tokens, with a limit of its own.
+
+    Several ranks evaluate their own rows, in the same number of micro-batches.
 
     Args:
-        step: step that trains the model, which is in evaluation mode while it is evaluated.
-        loss: how rows of the evaluation become a batch; what a batch's loss is, the step knows.
-        sizer: decides what one micro-batch of evaluation may hold, apart from training's; the kind
-            of its layout is training's.
+        step: step that trains the model; its loss is that of a batch.
+        loss: makes batches of the rows of the evaluation.
+        sizer: limits a micro-batch of the evaluation; the kind of its layout is training's.
     """
 
     def __init__(self, step: RecipeStep, loss: RowLoss, sizer: MicroBatchSizer) -> None:
@@ -706,23 +702,23 @@ class Evaluator:
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now."""
+        """Current limit of a micro-batch."""
         return self._sizer.limit_of_step
 
     def run(self, rows: Iterable[Any]) -> float:
-        """Return the mean loss over the label tokens of all `rows` of all ranks; nan where there
-        are none.
+        """Return the mean loss over the label tokens of all `rows` of all ranks; nan if
+        there are none.
 
         Args:
             rows: of this rank.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
         """
         loss_sum = 0.0
         label_tokens = 0
-        # Training's, where rows can be joined.
+        # Training's kind, if rows can be joined.
         kind = "padded" if self._loss.join is None else self._step.sizer.layout.kind
         forward = partial(self._step.sum_losses, loss=self._loss)
         self._sizer.agree()

@@ -322,7 +322,7 @@ class RowStep(PartStep):
         """Return the rows of trials.
 
         Args:
-            order: numbers of the rows in the order of training; None where trials need none.
+            order: numbers of the rows in the order of training; None if trials need none.
         """
         return LongestRows.of_dataset(
             self.dataset,
@@ -387,7 +387,7 @@ class RowStep(PartStep):
 
     def _why_unfit(self, kind: str) -> str:
         """Return why a layout that does not pad would not train the model as padded rows do; empty
-        where it would. Ranks call it together.
+        if it would. Ranks call it together.
         """
         # A row of one token has no label.
         rows = self.dataset.longest(min(2, len(self.dataset)))

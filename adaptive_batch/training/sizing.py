@@ -232,7 +232,7 @@ class MicroBatchSizer:
     def _forget_limits(self) -> None:
         # What rows allow that are longer than those of the search; never passed.
         self._limit_of_longer: MicroBatchLimit | None = None
-        # None where no limit was lowered, or the former one is tried again.
+        # None if no limit was lowered, or the former one is tried again.
         self._lowered: MicroBatchLimit | None = None
         # Steps that have fit since the limit changed last: enough, as nothing was tried again yet.
         self._good_steps = self._grow_after
@@ -261,13 +261,9 @@ class MicroBatchSizer:
         return _smaller(self.full_limit(batch_size), self._lowered)
 
     def full_limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return :meth:`limit` as it was before memory ran out."""
-        return _smaller(self._usual_limit(batch_size), self._limit_of_longer)
-
-    def _usual_limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return the limit that is configured or was found."""
+        """Return the limit that is configured or was found, whatever ran out of memory since."""
         if self.throughput is not None:
-            return self.throughput.limit
+            return _smaller(self.throughput.limit, self._limit_of_longer)
         rows = self._micro_batch.micro_batch_size
         tokens = self._micro_batch.micro_batch_tokens
         most_rows = self.max_batch_size
@@ -279,12 +275,12 @@ class MicroBatchSizer:
             tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
             tokens = tokens or NO_LIMIT
         if tokens is not None:
-            return MicroBatchLimit(int(tokens), "tokens")
+            return _smaller(MicroBatchLimit(int(tokens), "tokens"), self._limit_of_longer)
         if rows == "auto":
             rows = most_rows or NO_LIMIT
         if rows is None:
             rows = min(batch_size, most_rows or batch_size)
-        return MicroBatchLimit(int(rows))
+        return _smaller(MicroBatchLimit(int(rows)), self._limit_of_longer)
 
     @property
     def may_split(self) -> bool:
@@ -318,7 +314,7 @@ class MicroBatchSizer:
         Args:
             result: result of the search.
             checks: whether to refuse a configured size above what fits, which is never cut in
-                silence. False where nothing runs.
+                silence. False if nothing runs.
 
         Raises:
             SettingError: a configured size is above what fits.
@@ -376,7 +372,7 @@ class MicroBatchSizer:
         Args:
             failed: micro-batch that did not fit.
             error: message of the device.
-            failures: failures of this step so far, this one included; 0 where the process ends.
+            failures: failures of this step so far, this one included; 0 if the process ends.
                 What is free now counts in the first alone: if the step fails again, it was wrong.
         """
         limit = self.limit_of_step

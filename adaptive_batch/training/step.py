@@ -65,7 +65,7 @@ class MicroBatchPlan(NamedTuple):
 
     @property
     def slots(self) -> list[MicroBatch | None]:
-        """Return what this rank runs in turn: None where other ranks have more micro-batches."""
+        """Return what this rank runs in turn: None if other ranks have more micro-batches."""
         return [*self.micro_batches, *[None] * (self.number - len(self.micro_batches))]
 
 
@@ -75,7 +75,7 @@ class RankReport(NamedTuple):
     Attributes:
         batch_size: rows that run at once where no size is configured and all of them fit, see
             :meth:`MicroBatchSizer.limit`; the same on all ranks.
-        num_rows: rows of the step on all ranks, as this one counts them; 0 where none does.
+        num_rows: rows of the step on all ranks, as this one counts them; 0 if none does.
         requested: batch that was requested for the step; a user's rule may have given another
             answer on another rank.
         ends: whether this rank was asked to end.
@@ -260,7 +260,7 @@ class Step:
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
         """
         self.saved_gradients = saved = self.save_gradients()
         self.sharding.begin_step()
@@ -373,7 +373,7 @@ class Step:
             plan: micro-batches, as many on all ranks.
             forward: function that runs a micro-batch without gradients; None is a dummy.
             retry: runs them.
-            evaluates: kind of micro-batch by which ranks know its collectives, see
+            evaluates: kind of micro-batch, which identifies its collectives, see
                 :meth:`Sharding.micro_batch`.
             idle: micro-batch that errors name where this rank has none.
 
@@ -458,7 +458,7 @@ class Step:
             doing: end of a sentence, for a rank that is lost.
 
         Raises:
-            RankLostError: out of memory on this rank where the others cannot be told.
+            RankLostError: this rank ran out of memory and cannot notify the others.
         """
         retry = self.retry.with_sizer(MicroBatchSizer())
         drop = self.saved_gradients.drop_new

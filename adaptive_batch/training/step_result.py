@@ -23,7 +23,7 @@ class StepResult(NamedTuple):
     """What the micro-batches of one optimizer step added up to, on all ranks.
 
     Attributes:
-        loss: mean loss of a label token, or of a row where the loss is a mean over rows; 0 where
+        loss: mean loss of a label token, or of a row where the loss is a mean over rows; 0 if
             the step had none.
         num_labels: tokens that have a label, counted after the shift, or rows where the loss is a
             mean over rows, or the sum of their weights where `num_labels` returns it; a scalar

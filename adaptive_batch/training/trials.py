@@ -1,4 +1,4 @@
-"""What a search tries: the step of training, on the worst rows that it may meet."""
+"""Trials of a search: the step of training on the largest rows of a dataset or a sample."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ class MeasuredRows(Protocol):
 
 @dataclass(frozen=True)
 class LongestRows:
-    """The rows of trials: those of which training may meet no larger ones.
+    """Rows of trials: the largest ones that training can have.
 
     Attributes:
-        first: function that returns that many of them, largest first, in the form that a trial
-            takes.
-        length: tokens of the longest; 0 where they are not known.
-        name: name of a single one in errors.
-        in_order: function that returns rows in the order in which training takes them: any number
-            from any position on; None where there is no order.
-        beside_longest: the same rows beside the one with most tokens, to which they are padded;
-            None where the first has as many.
+        first: ``first(size)`` returns `size` rows, the largest first, in the form that trials take.
+        length: tokens of the longest row; 0 if unknown.
+        name: name of a single row in errors.
+        in_order: ``in_order(begin, size)`` returns rows in the order of training; None without an
+            order.
+        beside_longest: the same rows, padded to the row with most tokens, which comes first; None
+            if the largest row has the most tokens.
     """
 
     first: Callable[[int], Any]
@@ -56,13 +55,12 @@ class LongestRows:
     def of_sample(
         cls, sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
     ) -> LongestRows:
-        """Return the rows of a function that makes a batch of that many, as each trial makes its
-        own.
+        """Build the rows of a sample function; each trial makes its own batch.
 
         Args:
-            sample: the function.
+            sample: ``sample(size)`` makes a batch of `size` rows.
             split: function that makes a batch ready to be split.
-            device: device whose random numbers stay as they were.
+            device: device whose random numbers are restored.
         """
         length = length_in_sample(sample, split, device)
         counted = counted_sample(sample, split)
@@ -79,15 +77,15 @@ class LongestRows:
         prepare: Callable[[Any], Any] = lambda row: row,
         order: Callable[[], RowOrder | torch.Tensor] | None = None,
     ) -> LongestRows:
-        """Return the rows of a dataset whose tensors have most bytes.
+        """Build the rows of a dataset; the largest row is that with the most bytes in its tensors.
 
         Args:
             rows: the dataset.
-            length: tokens that `prepare` cuts or fills each row to; None if it leaves them.
+            length: tokens that `prepare` cuts or fills each row to; None if it keeps the length.
             are_alike: whether all rows have one length, which errors do not name.
-            source: end of the name of a row.
-            prepare: function that returns what a trial takes of a row.
-            order: function that returns the numbers of rows in the order of training; None where
+            source: end of a row's name in errors.
+            prepare: function that prepares a row for trials.
+            order: function that returns the numbers of rows in the order of training; None if
                 trials need no order.
         """
         lengths = rows.lengths
@@ -134,17 +132,15 @@ def _name(length: int) -> str:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A search for the most rows that can be run without gradients, in place of trained.
+    """Target of a search for the most rows that run without gradients.
 
     Attributes:
         run: function that runs rows without gradients.
-        trained: rows of training, one of which is stepped so that the optimizer's state is there.
-        name: what it does with rows, in texts.
-        kind: kind of micro-batch by which ranks know its collectives, see
-            :meth:`Sharding.micro_batch`.
-        in_training_mode: whether the model is in training mode, and not in evaluation mode.
-        lost_key: key of the facts of a rank that is lost, under which they have the rows of the
-            trial.
+        trained: rows of training; one is stepped, so that the optimizer has its state.
+        name: phrase for logs, such as ``evaluating rows``.
+        kind: kind of micro-batch, see :meth:`Sharding.micro_batch`.
+        in_training_mode: whether the model stays in training mode.
+        lost_key: key under which the facts of a lost rank have the rows of its trial.
     """
 
     run: Callable[[Any], object]
@@ -157,18 +153,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TriedStep:
-    """The step of training that trials run, through the code that training runs.
+    """Step of training that trials run, by the same code as training.
 
     Attributes:
         engine: runs its micro-batches.
         optimizer: optimizer of the model's parameters, or the optimizers in backward.
-        try_rows: function that runs forward and backward of some rows at once, in the form of
-            :class:`LongestRows`; ``is_last=False`` where gradients are not reduced.
+        try_rows: function that runs forward and backward of rows of :class:`LongestRows` at once;
+            ``is_last=False`` does not reduce gradients.
         clip: function that clips the gradients before the optimizer's step.
         row_length: function that returns the tokens of a row.
-        keep_gradients: function that leaves the unsharded gradients which are there between the
-            micro-batches of a step; None where there are none.
-        held: frozen modules that the step runs beside the model.
+        keep_gradients: function that leaves the unsharded gradients of mid-step; None without any.
+        held: frozen modules that the step runs besides the model.
     """
 
     engine: Step
