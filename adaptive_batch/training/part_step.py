@@ -1,6 +1,7 @@
-"""A step of a function that runs forward and backward of the parts of a batch. Each part has its
-share of the labels, so that the gradients of the parts add up to those of the batch. A single part
-keeps the script's own bits.
+"""The step of a script, whose function runs forward and backward of each part of a batch.
+
+Each part is weighted by its share of the labels, so that the gradients of the parts add up to those
+of the batch. A single part keeps the script's own bits.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ _STATISTICS_REMEDY = (
 
 
 class PartStep(Step):
-    """Runs a function on the parts of a batch: divided alike on all ranks, checked before the first
-    split, and again where memory runs out.
+    """Runs a function on the parts of a batch; checks some splits, and repeats a step after an OOM.
 
     Args:
         model: model whose gradients are summed.
@@ -58,17 +58,15 @@ class PartStep(Step):
         terms: names of the caller's API, for errors.
         forward_backward, name: as given.
         labels: counts the labels of a part.
-        statistics: statistics of a batch.
+        statistics: computes the statistics of a batch.
         check: checks that a batch may be split.
-        counts_over_ranks: whether labels and statistics are those of all ranks.
-        tried_one_part: whether the trials of a search ran one part alone, without the gradients
-            that a second part meets.
+        counts_over_ranks: whether labels and statistics are summed over all ranks.
+        tried_one_part: whether a search tried one part without the gradients of an earlier part.
 
     Raises:
         SettingError: an argument cannot be used.
     """
 
-    # A class attribute, since a script gives none.
     terms = Terms()
 
     def __init__(
@@ -119,7 +117,7 @@ class PartStep(Step):
         self.check = SplitCheck(self)
         self.tried_one_part = False
         self._report = options.report
-        # A rank can be brought to the end of a micro-batch whose collectives are known.
+        # A rank can finish a micro-batch after an OOM only if its collectives are known.
         self._records_collectives = (
             sharding.is_sharded and self.retry.retries and not is_compiled(model)
         )
@@ -131,11 +129,11 @@ class PartStep(Step):
 
         Args:
             rows: rows of this rank.
-            report: what this rank reports to the others; its batch size is the rows of the step on
-                the rank that has most.
+            report: report of this rank to the others; its batch size is the largest number of rows
+                on any rank.
 
         Returns:
-            What the function returned, of each part that has labels in turn.
+            The function's result of each part with labels, in order.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -151,20 +149,20 @@ class PartStep(Step):
         return results
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
-        """Return the labels of a batch of `num_rows` rows, as a part's share counts them."""
+        """Return the number of labels of a batch of `num_rows` rows, as shares count them."""
         return self.labels.count(batch, num_rows, counts_first=self.check.counts_first_label)
 
     # --- what fits
 
     def search(self, tried: TriedStep, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
-        """Find how many rows fit, and run no more at once; see :func:`find_limit`."""
+        """Find the most rows that fit, and limit micro-batches to them; see :func:`find_limit`."""
         results = find_limit(tried, scope, options, sizer=self.sizer)
         fits_whole = results[-1].max_batch_size >= (scope.whole_step_rows or 0)
         self.tried_one_part = fits_whole and not scope.accumulates
         return results[-1]
 
     def record_collectives_of(self, rows: BatchSource) -> None:
-        """Run one row as a trial, once, to record collectives before a micro-batch can fail."""
+        """Run one row as a trial, once, to record its collectives before an OOM."""
         if not self._records_collectives:
             return
         self._records_collectives = False
@@ -176,11 +174,11 @@ class PartStep(Step):
         self.record_collectives(run, MicroBatch([0], 1))
 
     def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
-        """Run a batch as one part, as a trial, and forget what it returned.
+        """Run a batch as one part in a trial, and drop its result.
 
         Args:
-            make: function that makes the batch, which is part of what is tried, and returns it with
-                the number of its rows.
+            make: function that returns the batch and its number of rows; its memory is part of the
+                trial.
             is_last: whether gradients are reduced.
         """
         statistics: Mapping[str, Any] = {}
@@ -188,7 +186,7 @@ class PartStep(Step):
             with self.trial(evaluates=self.statistics.KIND):
                 batch, num_rows = make()
                 statistics = self.statistics.of_part(Part(batch, num_rows, is_trial=True))
-                # Made again below, where its memory is part of what is tried.
+                # Made again below, since its memory is part of the trial.
                 del batch
         with self.trial(is_last=is_last):
             batch, num_rows = make()
@@ -199,14 +197,14 @@ class PartStep(Step):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what fits, as plain values; random numbers are the script's to save."""
+        """Return the limits as plain values; the script saves the random numbers."""
         return {"sizer": self.sizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; what a search has found since counts more.
+        """Resume from a saved state; the bound of a later search is kept.
 
         Raises:
-            SettingError: the state is none of a step.
+            SettingError: the state does not belong to a step.
         """
         check_state(state, ("sizer",), owner="a step")
         self.sizer.load_search(state["sizer"])
@@ -214,8 +212,7 @@ class PartStep(Step):
 
 
 class LabelShares(Weighting[list[Any]]):
-    """The rows of a batch: makes its parts with their shares, and collects what the function
-    returns of them.
+    """Makes the parts of a batch with their shares, and collects the function's results.
 
     Args:
         step: runs the parts.
@@ -263,8 +260,7 @@ class LabelShares(Weighting[list[Any]]):
         """
         step = self._step
         own = plan.micro_batches
-        # Where this rank has no memory for them, it takes part in what ranks do together as one
-        # without rows.
+        # After an OOM here, this rank takes part in the collectives as one without rows.
         batches = step.retry.prepare(lambda: [self._rows.part(each.rows) for each in own]) or []
         if plan.number == 1 and not step.counts_over_ranks:
             self._parts = [Part(batch, self._rows.num_rows) for batch in batches] or [None]
@@ -279,8 +275,8 @@ class LabelShares(Weighting[list[Any]]):
         return plan
 
     def _parts_with_shares(self, plan: MicroBatchPlan, batches: Sequence[Any]) -> list[Part | None]:
-        """Return the parts with their shares of the labels: 0 of one that has no label. None if
-        this rank has fewer than others.
+        """Return the parts with their shares of the labels, 0 without labels; None for parts that
+        only other ranks have.
         """
         step = self._step
         own = plan.micro_batches
@@ -300,7 +296,7 @@ class LabelShares(Weighting[list[Any]]):
         for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
             part = Part(batch, len(own[number].rows))
             if len(own) > 1 or step.counts_over_ranks:
-                # Without a share no loss is run, but statistics may count something else.
+                # A part of share 0 runs no loss, but its statistics may count.
                 part = part._replace(
                     share=count / total if count else 0.0,
                     is_first=number in labelled[:1],
@@ -311,7 +307,7 @@ class LabelShares(Weighting[list[Any]]):
 
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
         """Call the function with the next part, or with a dummy of share 0 if other ranks wait."""
-        # Drop our reference, so that this part is freed before the next one runs.
+        # Popped, so that this part is freed before the next one runs.
         part = self._parts.pop(0)
         function = self._step.forward_backward
         if part is not None and part.share:
@@ -329,27 +325,27 @@ class LabelShares(Weighting[list[Any]]):
             )
 
     def end(self) -> list[Any]:
-        """Return what the function returned of each part that has labels."""
+        """Return the function's results of the parts with labels."""
         if distributed.any_of_ranks(self._step.retry.has_failed):
             raise OutOfMemoryElsewhereError
         return self._results
 
 
 class BatchStatistics:
-    """Statistics of a whole batch that its loss needs before the first backward: sums of what a
-    function returns of each part, in a pass without gradients.
+    """Sums the results of a function over the parts of a batch, in a pass without gradients before
+    the first backward.
 
-    The model is in the mode in which it is trained. Random numbers and persistent buffers are as
-    before afterwards, so that the loss draws the same numbers, as if one forward had served both.
+    The model stays in its training mode. Random numbers and persistent buffers are restored
+    afterwards, so that the loss draws the same numbers, as if one forward had served both.
 
     Args:
-        function: ``function(part)`` returns a mapping of names to numbers or tensors; None if a
-            loss needs no statistics.
+        function: ``function(part)`` returns a mapping of names to numbers or tensors; None without
+            statistics.
         step: runs the parts of a batch.
     """
 
-    # Kind of micro-batch, which identifies its collectives: the function need not run the model
-    # as often as the loss does.
+    # Kind of micro-batch: it has other collectives, since the function may run the model less often
+    # than the loss does.
     KIND = "statistics"
 
     def __init__(
@@ -365,10 +361,10 @@ class BatchStatistics:
         return self._function is not None
 
     def of_part(self, part: Part) -> Mapping[str, Any]:
-        """Return the statistics of a part alone; empty if none are needed.
+        """Return the statistics of a part; empty without a function.
 
         Raises:
-            SettingError: the function returned no mapping.
+            SettingError: the function returned something else than a mapping.
         """
         if self._function is None:
             return {}
@@ -385,11 +381,12 @@ class BatchStatistics:
 
         Args:
             rows: rows of the batch.
-            parts: parts of the batch, on all ranks as many; None if this rank has fewer.
+            parts: parts of the batch, the same number on all ranks; None for parts that only other
+                ranks have.
             plan: their micro-batches.
 
         Raises:
-            OutOfMemoryElsewhereError: a rank ran out of memory, and all came to the end.
+            OutOfMemoryElsewhereError: a rank ran out of memory; all ranks raise it.
             SettingError: parts have different statistics.
         """
         left = list(parts)
@@ -408,12 +405,12 @@ class BatchStatistics:
             on_host = [_moved(statistics, torch.device("cpu")) for statistics in of_parts]
             of_all_ranks = list(chain(*distributed.all_gather(on_host)))
             return _moved(self.sum_of(of_all_ranks), self._step.memory.device)
-        # A rank without rows runs dummies alone, whose loss has weight 0.
+        # A rank without rows runs only dummies, whose loss has weight 0.
         return self.sum_of(of_parts) or next((each for _, each in results if each), {})
 
     @staticmethod
     def sum_of(statistics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the sums by name; one alone as it is.
+        """Return the sums by name; a single mapping as it is.
 
         Raises:
             SettingError: names or shapes differ.

@@ -1,5 +1,5 @@
-"""Runs the micro-batches of one optimizer step: ranks agree on them, and all of them run again,
-smaller, where memory runs out.
+"""The engine: ranks agree on the micro-batches of a step and run them; after an OOM all ranks run
+smaller ones.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ class MicroBatchPlan(NamedTuple):
 
     @classmethod
     def agreed(cls, micro_batches: list[MicroBatch], *, ends: bool = False) -> MicroBatchPlan:
-        """Return the plan of these micro-batches; a collective that finds the largest number."""
+        """Build the plan of these micro-batches. A collective, which finds the largest number."""
         (number,) = distributed.all_reduce_max([len(micro_batches)])
         return cls(micro_batches, number, ends)
 
     @property
     def slots(self) -> list[MicroBatch | None]:
-        """Return what this rank runs in turn: None if other ranks have more micro-batches."""
+        """Micro-batches of this rank in order; None for those that only other ranks have."""
         return [*self.micro_batches, *[None] * (self.number - len(self.micro_batches))]
 
 
 class RankReport(NamedTuple):
-    """What each rank reports before a step.
+    """Report of a rank to the others before a step.
 
     Attributes:
-        batch_size: rows that run at once where no size is configured and all of them fit, see
+        batch_size: rows that run at once if no size is configured and all of them fit, see
             :meth:`MicroBatchSizer.limit`; the same on all ranks.
-        num_rows: rows of the step on all ranks, as this one counts them; 0 if none does.
-        requested: batch that was requested for the step; a user's rule may have given another
-            answer on another rank.
+        num_rows: rows of the step on all ranks, as this rank counts them; 0 if not counted.
+        requested: batch that was requested for the step. Ranks compare it, as a user's rule may
+            answer differently on some rank.
         ends: whether this rank was asked to end.
     """
 
@@ -91,10 +91,10 @@ def same_answers(answers: Mapping[str, int]) -> None:
     """Refuse a user's function that answers differently on some rank.
 
     Args:
-        answers: that it gave here, by what it was asked: the key of the function, and when.
+        answers: answers on this rank, by the key of the function and its arguments.
 
     Raises:
-        GrowthFunctionError: naming the rank.
+        GrowthFunctionError: a rank has another answer.
     """
     texts = {call: str(answer) for call, answer in answers.items()}
     first, *later = distributed.all_gather(texts)
@@ -116,7 +116,7 @@ def differences(
 
 
 class StepSnapshot:
-    """Running statistics and random numbers of a model in training.
+    """Copies the running statistics and random numbers that a step changes, to restore them.
 
     Args:
         model: model whose persistent buffers a forward may change.
@@ -125,7 +125,7 @@ class StepSnapshot:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        # Those that outlive a forward: a checkpoint holds them.
+        # Only persistent buffers outlive a forward.
         self._places = [
             (module, name)
             for module in model.modules()
@@ -134,11 +134,11 @@ class StepSnapshot:
         ]
 
     def take(self) -> Callable[[], None]:
-        """Return the function that puts everything back as it is now."""
+        """Copy the current state; return the function that restores it."""
         random_state = RandomState(self._device)
         if not self._places:
             return random_state.restore
-        # A forward may also put another tensor in a buffer's place.
+        # A forward may also replace a buffer by another tensor.
         buffers = [(module, name, module._buffers[name]) for module, name in self._places]
         statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
 
@@ -152,11 +152,11 @@ class StepSnapshot:
 
 
 class Weighting(ABC, Generic[Result]):
-    """The rows of one step on this rank, and how the losses of their micro-batches add up.
+    """The rows of a step on this rank, and the weights of their losses in the step's gradients.
 
     Attributes:
         idle: micro-batch that errors name if this rank has none.
-        reduces_first: whether gradients are also reduced after the first micro-batch; read after
+        reduces_first: whether gradients are also reduced after the first micro-batch; valid after
             :meth:`begin`.
     """
 
@@ -169,24 +169,24 @@ class Weighting(ABC, Generic[Result]):
 
     @abstractmethod
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
-        """Begin an attempt, whose sums are 0; return the plan, or the one that replaces it."""
+        """Begin an attempt with sums of 0; return the plan, or its replacement."""
 
     @abstractmethod
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
-        """Run forward and backward of a micro-batch; None is a dummy of weight 0, for a rank that
-        has fewer than others.
+        """Run forward and backward of a micro-batch. None is a dummy of weight 0, for a rank that
+        has fewer micro-batches.
 
         Args:
-            micro_batch: of the plan, in turn.
+            micro_batch: next micro-batch of the plan.
             is_last: whether its gradients are reduced over ranks.
         """
 
     def drop(self) -> None:
-        """Free what a failed attempt has computed."""
+        """Free the results of a failed attempt."""
 
     @abstractmethod
     def end(self) -> Result:
-        """Finish the gradients once all micro-batches have run, and return what they add up to.
+        """Finish the gradients after all micro-batches; return the result of the step.
 
         Raises:
             OutOfMemoryElsewhereError: a rank ran out of memory.
@@ -194,22 +194,22 @@ class Weighting(ABC, Generic[Result]):
 
 
 class Step:
-    """Runs forward and backward of the micro-batches of a step, and of others without gradients.
+    """Runs the micro-batches of a step, and micro-batches without gradients.
 
-    Its clients supply the rows and their losses.
+    Subclasses supply the rows and their losses.
 
     Args:
         model: model whose gradients are summed.
-        sizer: decides what a micro-batch may hold.
+        sizer: limits a micro-batch.
         memory: memory of the model's device; None asks torch.
-        sharding: FSDP modules of the model; None for those that it has.
-        retries: whether a step that runs out of memory is run again.
-        remedies: end of the sentence that one row does not fit.
+        sharding: FSDP modules of the model; None finds them.
+        retries: whether a step that runs out of memory is repeated.
+        remedies: end of the message that one row does not fit.
 
     Attributes:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
-        compilations: counts and logs what is compiled again.
+        compilations: counts and logs recompilations.
         other_leaves: finds the trained leaves that the model does not have.
         largest_size: size of the largest micro-batch since the allocator's cache was last emptied,
             in tokens; in rows if lengths are unknown.
@@ -248,15 +248,15 @@ class Step:
     # --- training
 
     def run_step(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
-        """Run the micro-batches of a step until memory suffices for all of them; the gradients of
-        earlier batches are kept.
+        """Run the micro-batches of a step, smaller after each OOM; keep the gradients of earlier
+        batches.
 
         Args:
             weighting: rows of this rank.
-            plan: what :meth:`agree` returned.
+            plan: plan that :meth:`agree` returned.
 
         Returns:
-            What the micro-batches add up to.
+            The result of the weighting.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -270,7 +270,7 @@ class Step:
             weighting.drop()
             saved.drop_new()
             restore()
-            # The cache is emptied then.
+            # The allocator's cache is emptied next.
             self.largest_size = 0
 
         try:
@@ -282,7 +282,7 @@ class Step:
                         result = self._run_plan(weighting, plan)
         except BaseException as error:
             saved.put_back()
-            # A script may run the rows again after an error of its own.
+            # A script may repeat the rows after its own error.
             if not isinstance(error, RankLostError):
                 restore()
             raise
@@ -299,10 +299,10 @@ class Step:
     def _run_plan(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
         """Run the micro-batches of a plan once."""
         self.plan = plan
-        # Memory may run out before the first micro-batch.
+        # An OOM may come before the first micro-batch.
         self.retry.set_suspects(plan.micro_batches or [weighting.idle])
         if self.sharding.is_sharded:
-            # A forward of the user's, as in a validation, leaves parameters gathered.
+            # The user's own forward, as in a validation, leaves parameters gathered.
             self.sharding.reset()
         with optimizers_wait() if plan.number > 1 else nullcontext():
             self.plan = plan = weighting.begin(plan)
@@ -322,15 +322,15 @@ class Step:
             return weighting.end()
 
     def agree(self, weighting: Weighting[Any], report: RankReport) -> MicroBatchPlan:
-        """Agree with all ranks on a step before it runs, in one small collective; the former limit
-        is tried again if it is due, see :meth:`MicroBatchSizer.agree`.
+        """Agree with all ranks on the micro-batches of a step, in one small collective. The former
+        limit is tried again if it is due, see :meth:`MicroBatchSizer.agree`.
 
         Args:
             weighting: rows of this rank.
-            report: what this rank reports to the others.
+            report: report of this rank.
 
         Raises:
-            GrowthFunctionError: a rule has answered differently on some rank.
+            GrowthFunctionError: a rule answers differently on some rank.
         """
         self.sizer.begin_step(report.batch_size)
         micro_batches = weighting.divide()
@@ -375,13 +375,13 @@ class Step:
             retry: runs them.
             evaluates: kind of micro-batch, which identifies its collectives, see
                 :meth:`Sharding.micro_batch`.
-            idle: micro-batch that errors name where this rank has none.
+            idle: micro-batch that errors name if this rank has none.
 
         Returns:
-            Each micro-batch with what the function returned.
+            Each micro-batch with the function's result.
 
         Raises:
-            OutOfMemoryElsewhereError: a rank ran out of memory, and all of them have come here.
+            OutOfMemoryElsewhereError: a rank ran out of memory; all ranks raise it.
         """
         results: list[tuple[MicroBatch | None, Result]] = []
 
@@ -403,9 +403,7 @@ class Step:
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
-        """Run one micro-batch as a trial. The whole micro-batch must run inside, so that all ranks
-        finish it together.
-        """
+        """Run a whole micro-batch inside as a trial, which all ranks finish together."""
         micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
         with micro_batch, self.compilations.without_garbage():
             self.is_trial = True
@@ -415,12 +413,12 @@ class Step:
                 self.is_trial = False
 
     def record_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
-        """Run trials and undo them, so that a rank which runs out of memory even in the first
-        micro-batch of training can bring its collectives to their end.
+        """Run trials and undo them, so that a rank can finish the collectives of the first
+        micro-batch of training after an OOM.
 
         Args:
             run: function that runs a trial of each kind of micro-batch.
-            row: what they run, for errors.
+            row: micro-batch of the trials, for errors.
 
         Raises:
             RankLostError: out of memory.
@@ -448,14 +446,14 @@ class Step:
         evaluates: bool | str,
         doing: str,
     ) -> bool:
-        """Run trials within a step and undo each of them; return whether memory sufficed for all of
-        them on all ranks, which run the same number.
+        """Run trials within a step and undo each; return whether all of them fit on all ranks,
+        which run the same number.
 
         Args:
             trials: functions that run a micro-batch.
-            rows: the largest of their micro-batches, for errors.
+            rows: the largest micro-batch, for errors.
             evaluates: see :meth:`trial`.
-            doing: end of a sentence, for a rank that is lost.
+            doing: phrase for the error of a lost rank.
 
         Raises:
             RankLostError: this rank ran out of memory and cannot notify the others.
@@ -498,19 +496,19 @@ class Step:
 
     @cached_property
     def _parameters_of_modules(self) -> list[dict[str, nn.Parameter | None]]:
-        """The parameters of each module, as of the first step.
+        """Parameters of each module at the first step.
 
-        Each step looks at all gradients, and the way through the modules takes three times as long.
+        Each step reads all gradients; walking through the modules takes three times as long.
         """
         return [module._parameters for module in self.model.modules() if module._parameters]
 
     def own_leaves(self) -> Iterator[torch.Tensor | None]:
-        """Yield the leaves of the model, the whole ones of sharded parameters too."""
+        """Yield the leaves of the model, unsharded parameters included."""
         parameters = map(dict.values, self._parameters_of_modules)
         return chain(*parameters, self.sharding.unsharded_parameters())
 
     def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the gradients that are there, by parameter."""
+        """Return the current gradients by parameter."""
         return {
             parameter: parameter.grad
             for parameter in chain.from_iterable(map(dict.values, self._parameters_of_modules))
@@ -518,7 +516,7 @@ class Step:
         }
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Return the gradients of parameters by their ids, of those outside of the model too."""
+        """Return the gradients by parameter id, of parameters outside of the model too."""
         others = [
             leaf for leaf, _ in self.saved_gradients.others() if isinstance(leaf, nn.Parameter)
         ]
@@ -531,11 +529,11 @@ class Step:
         return bool(self._gradients())
 
     def save_gradients(self) -> SavedGradients:
-        """Set the gradients of earlier batches aside, and leave none."""
+        """Set the gradients of earlier batches aside."""
         return SavedGradients(self._gradients(), self.drop_gradients)
 
     def drop_gradients(self) -> None:
-        """Leave no gradient, so that a step of the optimizer changes nothing."""
+        """Clear all gradients, so that a step of the optimizer changes nothing."""
         self.sharding.reset()
         for parameter in self.model.parameters():
             parameter.grad = None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,7 @@ from support.loops import (
     training,
 )
 from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
     LambdaLR,
-    MultiplicativeLR,
-    StepLR,
 )
 
 from adaptive_batch.errors import (
@@ -55,96 +50,35 @@ def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
     assert rates == pytest.approx([RATE / (1 + step) for step in clock], rel=1e-12)
 
 
-def stepped_rates(one: SimpleNamespace, after: Any = lambda step: None) -> list[float]:
-    """The rate that the optimizer has at each of its steps, in a loop that calls `after` when a
-    step is done.
-    """
-    found: list[float] = []
-    one.optimizer.register_step_pre_hook(
-        lambda optimizer, *_: found.append(float(optimizer.param_groups[0]["lr"]))
-    )
-    for number, rows in enumerate(one.loop):
-        one.loop.run(rows)
-        one.optimizer.step()
-        one.optimizer.zero_grad()
-        after(number)
-    return found
-
-
-def test_a_rate_that_the_script_writes_is_scaled_and_is_there_again_after_the_step():
-    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
-    (group,) = one.optimizer.param_groups
-
-    def warm_up(number: int) -> None:
-        assert group["lr"] == (RATE if number == 0 else 0.1 * number)
-        group["lr"] = 0.1 * (number + 1)
-
-    assert stepped_rates(one, warm_up) == [2 * RATE, *(2 * 0.1 * number for number in range(1, 5))]
-
-
-def accelerated(scheduler: Any, optimizer: Any) -> AcceleratedScheduler:
-    Accelerator(cpu=True)
-    return AcceleratedScheduler(scheduler, AcceleratedOptimizer(optimizer))
-
-
-@pytest.mark.parametrize(
-    ("build", "factor"),
-    [
-        (lambda one: StepLR(one, 2, gamma=0.5), lambda step: 0.5 ** (step // 2)),
-        (lambda one: MultiplicativeLR(one, lambda step: 0.5), lambda step: 0.5**step),
-        (
-            lambda one: CosineAnnealingLR(one, 5),
-            lambda step: 0.5 * (1 + math.cos(math.pi * step / 5)),
-        ),
-        (lambda one: LambdaLR(one, lambda step: 1 / (1 + step)), lambda step: 1 / (1 + step)),
-    ],
-    ids=["StepLR", "MultiplicativeLR", "CosineAnnealingLR", "LambdaLR"],
-)
-@pytest.mark.parametrize(
-    "wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"]
-)
-def test_a_scheduler_of_the_scripts_own_reads_and_multiplies_rates_that_are_not_scaled(
-    build, factor, wrap
-):
-    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
-    scheduler = wrap(build(one.optimizer), one.optimizer)
-    rates = stepped_rates(one, lambda number: scheduler.step())
-    assert rates == pytest.approx([2 * RATE * factor(step) for step in range(5)], rel=1e-12)
-
-
-def with_scheduler(
-    build: Any, wrap: Any = lambda scheduler, optimizer: scheduler, **options: Any
-) -> SimpleNamespace:
-    """Training whose scheduler is given to the loop, and kept for the script to step."""
-    one = training()
-    one.scheduler = wrap(build(one.optimizer), one.optimizer)
-    wrapped = AcceleratedOptimizer(one.optimizer) if wrap is accelerated else one.optimizer
-    given = {"optimizer": lambda *_, **__: wrapped, "lr_scheduler": one.scheduler, "batch_size": 8}
-    one.loop = training(model=one.model, **given, **options).loop
-    return one
-
-
 def test_what_accelerate_wraps_is_seen_through():
     """As its scripts have it, which step both; the rate is that of the clock, however often they
     do.
     """
-    factor = lambda step: 1 / (1 + step)  # noqa: E731
-    one = with_scheduler(
-        lambda optimizer: LambdaLR(optimizer, factor), accelerated, lr_scaling="linear"
+
+    def factor(step):
+        return 1 / (1 + step)
+
+    Accelerator(cpu=True)
+    built = training()
+    optimizer = AcceleratedOptimizer(built.optimizer)
+    scheduler = AcceleratedScheduler(LambdaLR(built.optimizer, factor), optimizer)
+    loop = training(
+        model=built.model,
+        optimizer=lambda *_, **__: optimizer,
+        lr_scheduler=scheduler,
+        batch_size=8,
+        lr_scaling="linear",
+    ).loop
+    rates = []
+    built.optimizer.register_step_pre_hook(
+        lambda one, *_: rates.append(float(one.param_groups[0]["lr"]))
     )
-    rates = stepped_rates(one, lambda number: one.scheduler.step())
+    for rows in loop:
+        loop.run(rows)
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+        scheduler.step()
     assert rates == pytest.approx([RATE * factor(step) for step in range(5)], rel=1e-12)
-
-
-def test_a_step_that_the_script_leaves_out_leaves_the_rate_as_it_is():
-    one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
-    for rows in one.loop:
-        one.loop.run(rows)
-        assert one.loop.learning_rate == 2 * RATE
-        assert one.optimizer.param_groups[0]["lr"] == RATE
-        one.optimizer.zero_grad()
-    one.loop.find_bound(device_memory="1GiB", maximum=2)
-    assert one.optimizer.param_groups[0]["lr"] == RATE
 
 
 # --- what it says of itself ---
