@@ -40,7 +40,6 @@ from adaptive_batch.torchtune import (
     RunProfiler,
     RunSaver,
     Settings,
-    Sizers,
     StepTally,
     Task,
     Trainer,
@@ -133,7 +132,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        self.sizers = Sizers.of(job, data, self.log.limit_change)
+        self.sizers = data.sizers(self.log.limit_change)
         self.batches = Batches(
             data.dataset,
             job.batching(
@@ -321,7 +320,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.batches, self.rate)
-        self.limit_finder.log_if_one_by_one(self.batches)
 
     # --- checkpoints
 

@@ -24,7 +24,6 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     Settings,
-    Sizers,
     Trainer,
     all_ranks,
     builder_of,
@@ -66,7 +65,7 @@ def probe(
     limit_finder = LimitFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     limit_finder.check()
-    trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
+    trainer = Trainer.load(job, data, checkpoints, data.sizers())
     trainer.check_layout()
     checkpoints.load_optimizer(trainer)
     results = []

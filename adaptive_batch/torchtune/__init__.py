@@ -3,7 +3,7 @@
 from .adapter_model import AdapterModel, builder_of
 from .checkpoints import Checkpoints
 from .checks import check_output_dir, not_read, without_effect
-from .data import Data
+from .data import Data, Sizers
 from .distillation import Distillation
 from .estimates import estimate_devices
 from .job import Job
@@ -27,7 +27,6 @@ from .resumed_run import ResumedRun
 from .run_profiler import RunProfiler
 from .run_saver import RunSaver
 from .settings import Settings, reference_tables, write_reference
-from .sizers import Sizers
 from .step_tally import StepTally
 from .task import NextTokens, Task
 from .trainer import Trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _merge_yaml_and_cli_args
 from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
 
+from adaptive_batch._util import file_signature
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 # What a file or an argument raises that cannot be read.
@@ -43,6 +45,21 @@ def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     plain = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
     assert isinstance(plain, Mapping)
     return {str(key): value for key, value in plain.items()}
+
+
+def component_files(value: object) -> list[Any]:
+    """Return a signature of each file that a dotted path of a configuration names, nested values
+    included.
+
+    The content of a component's module counts; modules that it imports do not.
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [found for part in value for found in component_files(part)]
+    module = sys.modules.get(str(value).rpartition(".")[0])
+    file = getattr(module, "__file__", None)
+    return [[str(value), file_signature(file)]] if file else []
 
 
 def component_of(value: Any) -> Any:

@@ -5,12 +5,13 @@ rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from types import NoneType
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, ListConfig
 from torch.utils.data import ConcatDataset
 from torchtune import config
@@ -18,10 +19,25 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import PackedDataset
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLayout, count_rows, longest_rows, plan_token_batches
+from adaptive_batch._util import count
+from adaptive_batch.data import (
+    MicroBatchLayout,
+    PlannedEpoch,
+    RowLengths,
+    count_rows,
+    longest_rows,
+    plan_token_batches,
+)
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import RowLoss
+from adaptive_batch.schedules import Progress
+from adaptive_batch.training import (
+    ConfiguredSize,
+    LimitChange,
+    LongestRows,
+    MicroBatchSizer,
+    RowLoss,
+)
 
 from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
@@ -36,6 +52,37 @@ _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
 
 # Rows that are collated before weights load, to see that they can be.
 _COLLATED_FIRST = 4
+
+
+@dataclass(frozen=True)
+class Sizers:
+    """Sizers of a run: they decide what a micro-batch may hold.
+
+    Attributes:
+        training: sizer of training.
+        reference: sizer of the reference; None if it runs within training's micro-batches.
+    """
+
+    training: MicroBatchSizer
+    reference: MicroBatchSizer | None = None
+
+
+def counted_by(
+    training: MicroBatchSizer, on_change: Callable[..., object], *, kind: str
+) -> Callable[[LimitChange], None]:
+    """Return a function to call with changes of another limit than training's.
+
+    Args:
+        training: sizer of training, which counts all out-of-memory errors.
+        on_change: function that is called with each change and its kind.
+        kind: kind of the changes.
+    """
+
+    def changed(change: LimitChange) -> None:
+        training.count_out_of_memory(not change.grows)
+        on_change(change, kind=kind)
+
+    return changed
 
 
 class Collator:
@@ -136,6 +183,7 @@ class Data:
             self._rows_val = Rows(job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val))
         self.configured_layout = _layout_of(job, job.settings.uniform_micro_batches, packed=packed)
         self.layout_val = _layout_of(job, None, packed=packed_val)
+        self._trial_rows: dict[int | str, LongestRows] = {}
 
     @classmethod
     def read(cls, job: Job) -> Data:
@@ -188,12 +236,12 @@ class Data:
         with RandomState(self._job.device):
             return self.dataset[row]
 
-    def longest(self, count: int) -> list[Any]:
+    def longest(self, number: int) -> list[Any]:
         """Return the longest rows, so many or all, filled as :meth:`Task.filled` does, leaving no
         trace as :meth:`read_row` does.
         """
         lengths = self.dataset.lengths
-        longest = longest_rows(lengths, min(count, len(lengths)))
+        longest = longest_rows(lengths, min(number, len(lengths)))
         return [self._task.filled(self.read_row(row)) for row in longest]
 
     @cached_property
@@ -206,6 +254,127 @@ class Data:
         """The rows that are validated on, where there are any."""
         assert self._rows_val is not None
         return self._rows_val
+
+    # --- rows of trials
+
+    def trial_rows(self, length: int | str) -> LongestRows:
+        """Return the rows of training for trials; each length is read once.
+
+        Args:
+            length: ``longest``, ``max_seq_len`` or a number of tokens.
+        """
+        rows = self._trial_rows.get(length)
+        if rows is None:
+            rows = self._trial_rows[length] = self._rows_of_length(length)
+        return rows
+
+    def _rows_of_length(self, length: int | str) -> LongestRows:
+        if length == "longest":
+            return LongestRows.of_dataset(
+                self.dataset, prepare=self._task.filled, order=cache(self._trial_order)
+            )
+        if length == "max_seq_len":
+            limit = getattr(self.tokenizer, "max_seq_len", None)
+            if limit is None:
+                remedy = "the tokenizer has no max_seq_len; set it, or give a number"
+                raise SettingError("probe.sequence_length", length, remedy)
+            length = int(limit) * len(self._task.fields)
+        tokens = int(length)
+
+        def resized(row: dict[str, Any]) -> dict[str, Any]:
+            # A picture of a row can be neither cut nor repeated with its text.
+            extra_fields = sorted(set(row) - {"mask"}.union(*self._task.fields))
+            if extra_fields:
+                remedy = (
+                    f"rows with {', '.join(extra_fields)} have a length of their own; use longest"
+                )
+                raise SettingError("probe.sequence_length", tokens, remedy)
+            return self._task.resized(row, tokens)  # type: ignore[no-any-return]
+
+        return LongestRows.of_dataset(
+            self.dataset,
+            length=tokens,
+            prepare=resized,
+            order=cache(partial(self._trial_order, tokens)),
+        )
+
+    def trial_rows_val(self) -> LongestRows:
+        """Return the largest rows of validation for trials."""
+        return LongestRows.of_dataset(
+            self.dataset_val, prepare=self._task.filled, source=" of dataset_val"
+        )
+
+    def check_trial_rows(self) -> None:
+        """Read the rows of each probed length.
+
+        Raises:
+            SettingError: a length is beyond the model's.
+        """
+        probe = self._settings.probe
+        limit = self._job.max_row_length or sys.maxsize
+        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
+            key = "probe.sequence_lengths"
+            if length == probe.sequence_length:
+                key = "probe.sequence_length"
+            tokens = length
+            if not isinstance(length, int):
+                rows = self.trial_rows(length)
+                tokens = (rows.beside_longest or rows).length
+            if int(tokens) > limit:
+                remedy = (
+                    f"the model takes {count(limit, 'token')} at most, not {tokens}; give fewer, or"
+                    f" set tokenizer.max_seq_len={limit} or less"
+                )
+                raise SettingError(key, length, remedy)
+            # Reading the rows raises for columns that cannot be resized.
+            self.trial_rows(length)
+
+    def _trial_order(self, longest: int = sys.maxsize) -> torch.Tensor:
+        """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
+        rows = self.dataset
+        # A schedule changes the order little, and may need a rate, which is not there yet.
+        batching = replace(self._job.batching(), batch_size_schedule=None)
+        epoch = PlannedEpoch(
+            len(rows),
+            batching,
+            Progress(),
+            ranks=distributed.data_parallel_size(),
+            divisible=self.configured_layout.uniform in ("rows", "both"),
+            measure=lambda: RowLengths(rows.lengths, rows.real_lengths),
+        )
+        order = epoch.order[:]
+        return order[rows.lengths[order] <= longest]
+
+    # --- micro-batches
+
+    def sizers(self, on_change: Callable[..., object] = lambda change, **kind: None) -> Sizers:
+        """Return the sizers before a search.
+
+        Args:
+            on_change: function that is called with each change of a limit; for the reference with
+                ``kind="reference_limit"``.
+        """
+        job = self._job
+        layout = self.configured_layout
+        training = MicroBatchSizer(
+            job.settings.micro_batch, layout=layout, memory=job.memory, on_change=on_change
+        )
+        rows = job.settings.reference_micro_batch_size
+        if rows is None:
+            return Sizers(training)
+        size = ConfiguredSize(micro_batch_size=rows)
+        if size.needs_search:
+            size = ConfiguredSize(micro_batch_tokens="auto")
+        if layout.uniform is None:
+            # The reference's values of a row do not depend on the other rows.
+            layout = layout.of_kind("grouped", time=layout.time)
+        reference = MicroBatchSizer(
+            size,
+            layout=layout,
+            memory=job.memory,
+            on_change=counted_by(training, on_change, kind="reference_limit"),
+        )
+        return Sizers(training, reference)
 
     def _without_padding(self, row: Mapping[str, Any]) -> int:
         real = (row["tokens"] != self._pack_padding).nonzero()

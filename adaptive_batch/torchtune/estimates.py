@@ -48,7 +48,6 @@ from .estimate_changes import candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .job import own_compiler, task_of
 from .keys import load_function
-from .limit_finder import TrialRows
 from .model import FullModel
 from .settings import Settings
 
@@ -347,7 +346,6 @@ class _Step:
 
     def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
         self.run = run
-        self._trial_rows = TrialRows(run.job, run.data)
         self._rows = {length: self._rows_of(length) for length in lengths}
         settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
@@ -381,7 +379,7 @@ class _Step:
 
     def _rows_of(self, length: int | str) -> tuple[Rows, int]:
         if self.run.reads_data:
-            worst = self._trial_rows.of_length(length)
+            worst = self.run.data.trial_rows(length)
             tokens = worst.length
 
             # Also more rows than the dataset has.

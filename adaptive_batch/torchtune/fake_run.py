@@ -38,7 +38,6 @@ from .fake_offloading import offloading_fake_tensors
 from .job import Job, own_compiler
 from .model import FullModel, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
-from .sizers import Sizers
 from .trainer import Trainer
 
 private = PrivateNames("memory estimates")
@@ -200,7 +199,7 @@ class FakeRun:
                 self.job,
                 self.data,
                 model,
-                Sizers.of(self.job, self.data),
+                self.data.sizers(),
                 second=second,
                 to_device=self.device.batch,
                 new_optimizer=self._new_optimizer,

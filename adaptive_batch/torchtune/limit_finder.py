@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adaptive_batch import distributed
 from adaptive_batch._util import count, format_bytes, rows_fit
-from adaptive_batch.data import Batches, PlannedEpoch, RowLengths, largest_divisor, mean_rows
+from adaptive_batch.data import Batches, mean_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
-from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
-from adaptive_batch.schedules import Progress
+from adaptive_batch.probe import ProbeResult, Store, read_result
 from adaptive_batch.training import (
     REFERENCE,
     Choices,
@@ -39,121 +34,6 @@ from .resumed_run import ResumedRun
 from .trainer import Trainer
 
 
-class TrialRows:
-    """Reads and cuts rows for trials; each length that was read once is kept.
-
-    Args:
-        job: job of the run.
-        data: rows of the run.
-    """
-
-    def __init__(self, job: Job, data: Data) -> None:
-        self._job = job
-        self._data = data
-        self._read: dict[int | str, LongestRows] = {}
-
-    def check(self) -> None:
-        """Read the rows of each probed length; refuse those that the model does not take.
-
-        Raises:
-            SettingError: a length is beyond the model's.
-        """
-        probe = self._job.settings.probe
-        longest = self._job.max_row_length or sys.maxsize
-        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
-            key = "probe.sequence_lengths"
-            if length == probe.sequence_length:
-                key = "probe.sequence_length"
-            if isinstance(length, int) and length > longest:
-                raise SettingError(
-                    key, length, f"the model takes {count(longest, 'token')} at most"
-                )
-            rows = self.of_length(length)
-            rows = rows.beside_longest or rows
-            if rows.length > longest:
-                remedy = (
-                    f"rows have up to {count(rows.length, 'token')}, and the model takes {longest}"
-                    f" at most; set tokenizer.max_seq_len={longest} or less"
-                )
-                raise SettingError(key, length, remedy)
-
-    def probed(self) -> LongestRows:
-        """Return the rows of ``probe.sequence_length``."""
-        return self.of_length(self._job.settings.probe.sequence_length)
-
-    def of_length(self, length: int | str) -> LongestRows:
-        """Return rows of training.
-
-        Args:
-            length: ``longest``, ``max_seq_len`` or a number of tokens.
-        """
-        rows = self._read.get(length)
-        if rows is None:
-            rows = self._of_length(length)
-            self._read[length] = rows
-        return rows
-
-    def _of_length(self, length: int | str) -> LongestRows:
-        dataset = self._data.dataset
-        if length == "max_seq_len":
-            limit = getattr(self._data.tokenizer, "max_seq_len", None)
-            if limit is None:
-                raise SettingError(
-                    "probe.sequence_length",
-                    length,
-                    "the tokenizer has no max_seq_len; set it, or give a number",
-                )
-            length = int(limit) * len(self._job.task.fields)
-        if length == "longest":
-            return LongestRows.of_dataset(
-                dataset, prepare=self._job.task.filled, order=cache(self._order)
-            )
-        tokens = int(length)
-        return LongestRows.of_dataset(
-            dataset,
-            length=tokens,
-            prepare=lambda row: self._resized(row, tokens),
-            order=cache(partial(self._order, tokens)),
-        )
-
-    def of_validation(self) -> LongestRows:
-        """Return the largest rows of validation."""
-        return LongestRows.of_dataset(
-            self._data.dataset_val, prepare=self._job.task.filled, source=" of dataset_val"
-        )
-
-    def _order(self, longest: int = sys.maxsize) -> torch.Tensor:
-        """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
-        data = self._data
-        # A schedule changes the order little, and may need a rate, which is not there yet.
-        batching = replace(self._job.batching(), batch_size_schedule=None)
-        rows = data.dataset
-        epoch = PlannedEpoch(
-            len(rows),
-            batching,
-            Progress(),
-            ranks=distributed.data_parallel_size(),
-            divisible=data.configured_layout.uniform in ("rows", "both"),
-            measure=lambda: RowLengths(rows.lengths, rows.real_lengths),
-        )
-        order = epoch.order[:]
-        return order[data.dataset.lengths[order] <= longest]
-
-    def _resized(self, row: dict[str, Any], length: int) -> dict[str, Any]:
-        """Return a row of text cut or repeated to so many tokens."""
-        task = self._job.task
-        # A picture of a row can be neither cut nor repeated with its text.
-        extra_fields = sorted(set(row) - {"mask"}.union(*task.fields))
-        if extra_fields:
-            raise SettingError(
-                "probe.sequence_length",
-                length,
-                f"rows with {', '.join(extra_fields)} have a length of their own; use longest",
-            )
-        resized: dict[str, Any] = task.resized(row, length)
-        return resized
-
-
 class LimitFinder:
     """Searches on the data and the model of a run; the sizers take what is found.
 
@@ -168,7 +48,6 @@ class LimitFinder:
         event: function that logs what was found: a kind, a message and facts.
 
     Attributes:
-        rows: rows of trials.
         path: file ``probe.json``, whose results are taken after one trial where they depend on the
             same things.
         reference_path: file of those of the reference.
@@ -189,38 +68,32 @@ class LimitFinder:
         self._lost = lost
         self._watch = watch
         self._event = event
-        self.rows = TrialRows(job, data)
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
         self.reference_path = self.path.with_name("probe_reference.json")
 
     def check(self) -> None:
-        """Read the rows of trials; refuse settings that the model or the data do not allow.
+        """Read the rows of trials and check settings against model and data.
 
         Raises:
-            SettingError: a probed length is beyond the model's, the memory allowed is below what
+            SettingError: a probed length is beyond the model's, the allowed memory is below what
                 its weights need, or a configured batch is above what can be tried.
         """
-        self._check_configured_batch()
-        self.rows.check()
-        if self._settings.validation.fits_itself:
-            # Lengths are read now, so that a row that the model does not take is refused now.
-            _ = self._data.dataset_val.lengths
-        self._job.check_weights_fit()
-
-    def _check_configured_batch(self) -> None:
-        """Refuse a batch to grow from that is above what can be tried."""
         settings = self._settings
         grows_from_configured = (
             settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         )
         cannot_split = grows_from_configured and not settings.micro_batch.is_given
-        largest_batch = self.most_rows
-        if cannot_split and settings.batch_size > largest_batch:
+        if cannot_split and settings.batch_size > self.most_rows:
             remedy = (
-                f"{largest_batch} rows are tried at most, as probe.maximum and the rows of an epoch"
-                f" allow; give {largest_batch} or less"
+                f"{self.most_rows} rows are tried at most, as probe.maximum and the rows of an"
+                f" epoch allow; give {self.most_rows} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
+        self._data.check_trial_rows()
+        if settings.validation.fits_itself:
+            # Reading the lengths raises for a row that the model does not take.
+            _ = self._data.dataset_val.lengths
+        self._job.check_weights_fit()
 
     @property
     def most_rows(self) -> int:
@@ -279,8 +152,22 @@ class LimitFinder:
                 kept_step_rows=batches.step_rows if resumed.keeps_batch else None,
                 sizer=sizer,
             )
-            if sizer.throughput is not None:
-                self._log_throughput(sizer.throughput)
+            fastest = sizer.throughput
+            if fastest is not None:
+                limit = fastest.limit
+                rate = fastest.tokens_per_second
+                size = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}"
+                self._event(
+                    "throughput",
+                    f"{size}: {rate:,.0f} tokens/s in their trial",
+                    layout=fastest.kind,
+                    **asdict(limit),
+                    tokens_per_second=rate,
+                    seconds=fastest.seconds,
+                    compile_seconds=fastest.compile_seconds,
+                    trials=len(fastest.trials),
+                    timed=[asdict(trial) for trial in fastest.trials],
+                )
             self._take_batch(batches, results[-1], keeps_batch=resumed.keeps_batch)
         if saved is not None:
             sizer.load_state_dict(saved)
@@ -293,7 +180,16 @@ class LimitFinder:
             self._event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
             self.try_longer(trainer, batches, self._data.longest(1))
-        self._check_saved_maximum_fits(batches, sizer.max_batch_size)
+        saved_maximum = batches.saved_maximum
+        cannot_split = self._settings.optimizer_in_bwd and self._settings.batch_size_schedule
+        if cannot_split and saved_maximum > (sizer.max_batch_size or saved_maximum):
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which"
+                f" {sizer.max_batch_size} fit here, and they cannot be split; resume with more"
+                " memory, or start again with optimizer_in_bwd=False",
+            )
         self._begin_reference(trainer, batches, resumed.state_of("reference_limits"))
 
     def of_training(
@@ -326,13 +222,22 @@ class LimitFinder:
         """
         plan = self._settings.search_plan
         whole_step_rows = kept_step_rows or plan.whole_step_rows
-        can_split = not self._settings.optimizer_in_bwd
+        settings = self._settings
+        can_split = not settings.optimizer_in_bwd
+        choices = None
+        if plan.chooses_fastest and trainer.engine.sizer.throughput is None:
+            # A step that changes its size may have as many rows as fit.
+            timed_rows = plan.whole_step_rows or 0
+            if settings.batch_tokens and not settings.grows:
+                timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
+            unit = trainer.engine.sizer.limit_of_step.unit
+            choices = Choices(trainer.layout_kinds, unit, timed_rows)
         scope = SearchScope(
-            self.rows.of_length(length),
+            self._data.trial_rows(length),
             # Fewer ranks than began the run have more rows of a step each.
             accumulates=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
             whole_step_rows=whole_step_rows if can_split else None,
-            choices=self._choices(trainer),
+            choices=choices,
         )
         results = self.find(
             trainer,
@@ -356,22 +261,6 @@ class LimitFinder:
             )
         return results
 
-    def _choices(self, trainer: Trainer) -> Choices | None:
-        """Return what the fastest micro-batches are chosen from; None where as much as fits is
-        wanted, or the sizer knows what is fastest.
-        """
-        settings = self._settings
-        plan = settings.search_plan
-        sizer = trainer.engine.sizer
-        if not plan.chooses_fastest or sizer.throughput is not None:
-            return None
-        # A step that changes its size may have as many rows as fit.
-        timed_rows = plan.whole_step_rows or 0
-        if settings.batch_tokens and not settings.grows:
-            timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
-        unit = sizer.limit_of_step.unit
-        return Choices(trainer.layout_kinds, unit, timed_rows)
-
     def _log_notes(self, trainer: Trainer) -> None:
         """Log a model whose results depend on micro-batches, and trials that ended all ranks."""
         settings = self._settings
@@ -392,20 +281,6 @@ class LimitFinder:
                 )
                 self._event("indeterminate", message, rows=rows)
 
-    def _check_saved_maximum_fits(self, batches: Batches, max_batch_size: int | None) -> None:
-        """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
-        settings = self._settings
-        saved_maximum = batches.saved_maximum
-        cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
-        if cannot_split and max_batch_size and saved_maximum > max_batch_size:
-            raise SettingError(
-                "optimizer_in_bwd",
-                True,
-                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which"
-                f" {max_batch_size} fit here, and they cannot be split; resume with more memory, or"
-                " start again with optimizer_in_bwd=False",
-            )
-
     def _log_search(self, result: ProbeResult) -> None:
         self._event(
             "bound",
@@ -414,22 +289,6 @@ class LimitFinder:
             from_cache=result.from_cache,
             search=result.record(),
             **facts_of(result),
-        )
-
-    def _log_throughput(self, fastest: Throughput) -> None:
-        limit = fastest.limit
-        rate = fastest.tokens_per_second
-        size = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}"
-        self._event(
-            "throughput",
-            f"{size}: {rate:,.0f} tokens/s in their trial",
-            layout=fastest.kind,
-            **asdict(limit),
-            tokens_per_second=rate,
-            seconds=fastest.seconds,
-            compile_seconds=fastest.compile_seconds,
-            trials=len(fastest.trials),
-            timed=[asdict(trial) for trial in fastest.trials],
         )
 
     def _take_batch(self, batches: Batches, result: ProbeResult, *, keeps_batch: bool) -> None:
@@ -526,25 +385,6 @@ class LimitFinder:
             out_of_memory=result.num_out_of_memory,
         )
 
-    def log_if_one_by_one(self, batches: Batches) -> None:
-        """Log where equal numbers of rows leave no choice but micro-batches of one row."""
-        if (
-            self._settings.uniform_micro_batches not in ("rows", "both")
-            or self._settings.batch_tokens
-        ):
-            return
-        limit = batches.limit
-        rows = batches.step_rows
-        layout = batches.sizer.layout
-        fitting_rows = layout.rows_within(limit, int(self._data.dataset.lengths.max()))
-        if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
-            self._event(
-                "uniform_micro_batches",
-                f"the {rows} rows of a step divide into equal micro-batches of up to {fitting_rows}"
-                " only one by one, which is slow; give a batch_size with divisors, such as a power"
-                " of two",
-            )
-
     # --- the reference ----------------------------------------------------------------------------
 
     def _begin_reference(
@@ -603,7 +443,7 @@ class LimitFinder:
         if isinstance(size, int):
             usable_rows = size
         tried_rows = self.rows_to_try(usable_rows, "trial_rows_reference")
-        worst = self.rows.probed()
+        worst = self._data.trial_rows(settings.probe.sequence_length)
         evaluation = Evaluation(
             reference.try_rows,
             worst,
@@ -667,11 +507,15 @@ class LimitFinder:
         Raises:
             DoesNotFitError: one row does not fit.
         """
-        options = replace(
-            self._settings.probe,
-            maximum=distributed.minimum(maximum),
-            round_to_power_of_two=rounds,
-        )
+        probe = self._settings.probe
+        options = replace(probe, maximum=distributed.minimum(maximum), round_to_power_of_two=rounds)
+
+        def time_limit(doing: str) -> AbstractContextManager[object]:
+            # It ends all ranks where one does not end its trial in time.
+            if self._watch is None:
+                return nullcontext()
+            return self._watch.time_limit(probe.trial_timeout, doing)
+
         return find_limit(
             trainer.tried(),
             scope,
@@ -679,15 +523,18 @@ class LimitFinder:
             sizer=sizer,
             report=report,
             cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
-            time_limit=self._time_limit,
+            time_limit=time_limit,
         )
 
     def known(self) -> tuple[ProbeResult | None, str]:
-        """Return what is known without a trial to fit in training, or None; and the source."""
-        rows = self._settings.probe.assumed_maximum
+        """Return the result that is known without a trial, or None; and its source."""
+        probe = self._settings.probe
+        rows = probe.assumed_maximum
         source = "probe.assumed_maximum says so"
+        length = self._data.trial_rows(probe.sequence_length).length
         if rows is None:
-            result = self.earlier(self.path)
+            name = settings_name(self._job, self._data, length)
+            result = read_result(Store(self.path), name, name="settings")
             if result is None:
                 remedy = "plan with one by probe.assumed_maximum=N"
                 return None, f"{self.path} has no search of these settings; {remedy}"
@@ -697,42 +544,7 @@ class LimitFinder:
         batch_size = rows
         if self._settings.search_plan.rounds:
             batch_size = 1 << rows.bit_length() - 1
-        length = self.rows.probed().length
         return ProbeResult(rows, batch_size, (), (), sequence_length=length), source
-
-    def known_of_reference(self) -> str:
-        """Return a line on what a micro-batch of the reference holds, as far as that is known
-        without a trial; empty where it runs within those of training.
-        """
-        size = self._settings.reference_micro_batch_size
-        if size is None:
-            return ""
-        if isinstance(size, int):
-            return f"reference: {count(size, 'row')} at once"
-        path = self.reference_path
-        result = self.earlier(path)
-        if result is None:
-            return (
-                "reference: as much at once as fits, which a search finds"
-                f" ({path} has none of these settings)"
-            )
-        return (
-            f"reference: {count(result.max_batch_size, 'row')} of"
-            f" {count(result.sequence_length, 'token')} at once"
-            f" (a search found that before: {path})"
-        )
-
-    def earlier(self, path: Path) -> ProbeResult | None:
-        """Return what a file keeps of an earlier search of these settings; None for nothing."""
-        length = self.rows.probed().length
-        settings = settings_name(self._job, self._data, length)
-        return read_result(Store(path), settings, name="settings")
-
-    def _time_limit(self, doing: str) -> AbstractContextManager[object]:
-        """Return a context that ends all ranks where one does not end its trial in time."""
-        if self._watch is None:
-            return nullcontext()
-        return self._watch.time_limit(self._settings.probe.trial_timeout, doing)
 
 
 def facts_of(result: ProbeResult) -> dict[str, Any]:

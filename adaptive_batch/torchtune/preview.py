@@ -1,10 +1,9 @@
-"""What training is going to do: its stages, before the first step."""
+"""Preview of training: its stages, before the first step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -26,59 +25,37 @@ from .limit_finder import LimitFinder, left_by_rounding
 from .rate import build_rate, stand_in
 from .resumed_run import ResumedRun
 
-# First stages, and last ones, that are shown where not all fit on a screen.
+# Stages that are shown from the beginning and from the end, if there are more.
 SHOWN = 10
-
-_Rates = Sequence[Mapping[str, float]]
 
 
 @dataclass
 class Stage:
-    """Consecutive steps of one batch; or, in the middle of a long preview, several such stages as
-    one.
+    """Consecutive steps of one batch.
 
     Attributes:
-        first, last: its first and its last step.
-        batches: least and largest batch on one device, in rows or tokens.
-        micro_batches: least and largest number of forwards and backwards on one device; 0 where
-            that is not known yet.
-        steps: number of its steps.
-        changes: changes of the batch within; 0 but where stages were merged.
+        first: first step.
+        last: last step.
+        micro_batches: fewest and most micro-batches of a step on one device; 0 if not known yet.
+        steps: number of steps.
     """
 
     first: StepAhead
     last: StepAhead
-    batches: tuple[int, int]
     micro_batches: tuple[int, int]
     steps: int = 1
-    changes: int = 0
-
-    def merged(self, later: Stage) -> Stage:
-        """Merge with what follows."""
-        return Stage(
-            self.first,
-            later.last,
-            _span(*self.batches, *later.batches),
-            _span(*self.micro_batches, *later.micro_batches),
-            self.steps + later.steps,
-            self.changes + later.changes + (self.last.batch != later.first.batch),
-        )
-
-
-def _span(*numbers: int) -> tuple[int, int]:
-    return min(numbers), max(numbers)
 
 
 @dataclass(frozen=True)
 class TrainingAhead:
-    """What is left of training, as the rules answer now.
+    """Plan of the rest of training, as the rules answer now.
 
     Attributes:
-        progress: where it begins.
-        stages: steps of one batch in one epoch, in turn; empty where nothing asks for them.
-        full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch`
+        progress: progress at its beginning.
+        stages: steps of one batch in one epoch, in order; empty if nothing needs them.
+        full_batch_rows: the largest planned global batch, over which `loss_per_full_batch`
             averages.
-        schedule_steps: where the learning rate's schedule ends.
+        schedule_steps: step at which the learning rate's schedule ends.
     """
 
     progress: Progress
@@ -166,7 +143,7 @@ class TrainingPreview:
         if settings.grows and not settings.batch_tokens:
             # A schedule that measures has a maximum.
             largest = getattr(settings.batch_size_schedule, "maximum", None) or max(
-                (stage.batches[1] for stage in stages), default=1
+                (stage.first.batch for stage in stages), default=1
             )
             largest = at_most(largest, batches.maximum())
             full_batch_rows = min(largest * batches.ranks, batches.num_rows)
@@ -194,7 +171,7 @@ class TrainingPreview:
                     continue
                 last_key = key
                 number = batches.num_micro_batches(step) if cuts else 0
-                stages.append(Stage(step, step, (at.batch, at.batch), (number, number)))
+                stages.append(Stage(step, step, (number, number)))
                 call = f"{KEY} at step {at.steps}"
                 if rule is None:
                     call = f"batch_increase_function in epoch {at.epoch}"
@@ -217,7 +194,11 @@ class TrainingPreview:
             batch = step.tokens if rate.counts_tokens else step.rows
             return rate.apply(replace(step.progress, pace=step.epoch.pace), batch=batch)
 
-        stages = shown(ahead.stages)
+        stages = merged(ahead.stages)
+        notes = [*self._notes]
+        if len(stages) > 2 * SHOWN:
+            notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
+            stages = [*stages[:SHOWN], *stages[-SHOWN:]]
         by_step: dict[int, dict[str, float]] = {}
         if settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay:
             # Such a clock keeps where the warm-up ended, which only all steps show.
@@ -235,7 +216,6 @@ class TrainingPreview:
             [by_step.get(at.progress.steps) or rates(at) for at in (stage.first, stage.last)]
             for stage in stages
         ]
-        notes = [*self._notes]
         if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
         if isinstance(settings.batch_size_schedule, Seesaw):
@@ -250,7 +230,20 @@ class TrainingPreview:
             )
         unit = "tokens" if settings.batch_tokens else "rows"
         text = table(stages, ends, unit=unit, ranks=batches.ranks, notes=notes)
-        return text, as_record(stages, ends)
+        record = [
+            {
+                "first": stage.first.progress.state_dict(),
+                "last": stage.last.after.state_dict(),
+                "steps": stage.steps,
+                "batch": stage.first.batch,
+                "micro_batches_least": stage.micro_batches[0],
+                "micro_batches_most": stage.micro_batches[1],
+                "rates_first": first,
+                "rates_last": last,
+            }
+            for stage, (first, last) in zip(stages, ends, strict=True)
+        ]
+        return text, record
 
     def alone(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> str:
         """Return the preview of a run that tries and trains nothing, with the bound that is known,
@@ -274,7 +267,6 @@ class TrainingPreview:
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 self._batches.take_batch(result.batch_size)
                 lines += filter(None, [left_by_rounding(result)])
-        lines += filter(None, [limit_finder.known_of_reference()])
         self._batches.begin_epoch()
         configured = self._job.cfg.optimizer.get("lr")
         if "optimizer.lr" not in settings.saving.resume_allow_changes:
@@ -285,21 +277,21 @@ class TrainingPreview:
         return "\n".join([*lines, text])
 
 
-def shown(stages: Iterable[Stage]) -> list[Stage]:
-    """Merge stages of equal batches; of many, those between the first and the last ones become one.
-
-    A short last step of an epoch belongs to its stage, and the end of an epoch ends none.
-    """
-    alike = groupby(stages, key=lambda stage: stage.first.batch)
-    merged = [reduce(Stage.merged, of_batch) for _, of_batch in alike]
-    if len(merged) <= 2 * SHOWN + 1:
-        return merged
-    return [*merged[:SHOWN], reduce(Stage.merged, merged[SHOWN:-SHOWN]), *merged[-SHOWN:]]
+def merged(stages: Iterable[Stage]) -> list[Stage]:
+    """Merge consecutive stages of equal batches, such as those of two epochs."""
+    result: list[Stage] = []
+    for _, group in groupby(stages, key=lambda stage: stage.first.batch):
+        alike = [*group]
+        numbers = [number for stage in alike for number in stage.micro_batches]
+        steps = sum(stage.steps for stage in alike)
+        span = (min(numbers), max(numbers))
+        result.append(Stage(alike[0].first, alike[-1].last, span, steps))
+    return result
 
 
 def table(
     stages: Sequence[Stage],
-    rates: Sequence[_Rates],
+    rates: Sequence[Sequence[Mapping[str, float]]],
     *,
     unit: str,
     ranks: int,
@@ -309,31 +301,26 @@ def table(
 
     Args:
         stages: stages of training.
-        rates: ``lr``, and what else follows the batch, by name, of their first and last steps.
-        unit: of the batch: ``rows`` or ``tokens``.
-        ranks: devices that each step is divided over.
+        rates: ``lr`` and other scaled values by name, in the first and last step of each stage.
+        unit: unit of the batch: ``rows`` or ``tokens``.
+        ranks: devices that share a step.
         notes: last lines.
     """
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
-    names: list[str] = []
-    for name in rates[0][0]:
-        names += [f"{name} at start", "at end"]
-    head = (*places, f"batch ({unit})", "micro-batches", "global batch", *names, "steps")
-    lines = [head]
+    names = [cell for name in rates[0][0] for cell in (f"{name} at start", "at end")]
+    lines = [(*places, f"batch ({unit})", "micro-batches", "global batch", *names, "steps")]
     for stage, ends in zip(stages, rates, strict=True):
         cells = [
             cell
             for at in (stage.first.progress, stage.last.after)
             for cell in (f"{at.epochs:.2f}ep", f"{at.steps:,}", f"{at.samples:,}")
         ]
-        low, high = stage.batches
-        if stage.first.batch > stage.last.batch:
-            high, low = stage.batches
-        cells.append(_range(low, high))
-        cells.append(_range(*stage.micro_batches) if stage.micro_batches[1] else "?")
-        cells.append(_range(low * ranks, high * ranks))
+        batch = stage.first.batch
+        # Equal ends are one number.
+        span = " to ".join(dict.fromkeys(f"{number:,}" for number in stage.micro_batches))
+        cells += [f"{batch:,}", "?" if span == "0" else span, f"{batch * ranks:,}"]
         for name in ends[0]:
             cells += [f"{values[name]:{'.3g' if name == 'lr' else '.4g'}}" for values in ends]
         lines.append((*cells, f"{stage.steps:,}"))
@@ -346,41 +333,9 @@ def table(
     last = stages[-1].last.after
     tokens = last.tokens - first.tokens
     total = (
-        f"in all: {last.epochs - first.epochs:.2f} epochs,"
+        f"total: {last.epochs - first.epochs:.2f} epochs,"
         f" {count(last.steps - first.steps, 'step', ',')},"
         f" {count(last.samples - first.samples, 'sample', ',')},"
-        f" {count(tokens, 'token', ',') if tokens else 'a number not known before of tokens'}"
+        f" {count(tokens, 'token', ',') if tokens else 'tokens not known in advance'}"
     )
-    merged = [
-        f"one line merges {stage.changes + 1:,} stages of other batches"
-        for stage in stages
-        if stage.changes
-    ]
-    return "\n".join([*text, total, *merged, *notes])
-
-
-def _range(first: int, last: int) -> str:
-    if first == last:
-        return f"{first:,}"
-    return f"{first:,} to {last:,}"
-
-
-def as_record(stages: Sequence[Stage], rates: Sequence[_Rates]) -> list[dict[str, Any]]:
-    """Return the stages as plain values, for JSON; the arguments are those of :func:`table`."""
-    return [
-        {
-            "first": stage.first.progress.state_dict(),
-            "last": stage.last.after.state_dict(),
-            "steps": stage.steps,
-            "changes": stage.changes,
-            "batch_least": stage.batches[0],
-            "batch_most": stage.batches[1],
-            "micro_batches_least": stage.micro_batches[0],
-            "micro_batches_most": stage.micro_batches[1],
-            "rates_first": rates_first,
-            "rates_last": rates_last,
-            "batch_first": stage.first.batch,
-            "batch_last": stage.last.batch,
-        }
-        for stage, (rates_first, rates_last) in zip(stages, rates, strict=True)
-    ]
+    return "\n".join([*text, total, *notes])

@@ -22,11 +22,10 @@ from adaptive_batch.memory import ALLOCATOR_VARIABLES, Line, MemoryCurve, Random
 from adaptive_batch.probe import ProbeResult, Store, measured_curve, read_result
 from adaptive_batch.training import ProbeOptions, SearchScope
 
-from .config_errors import as_dict
+from .config_errors import as_dict, component_files
 from .data import Data
 from .fake_run import expected_curve
 from .job import Job
-from .sources import sources_of
 
 log = logging.getLogger("adaptive_batch")
 
@@ -56,10 +55,10 @@ _MEMORY_KEYS = [
     "sync_gradients_every_micro_batch",
     "tensor_parallel_dim",
     "tensor_parallel_plan",
+    # Both decide whether gradients are kept for the noise scale.
+    "log_gradient_noise_scale",
+    "batch_size_schedule",
 ]
-
-# Both decide whether gradients are kept for the noise scale.
-_NOISE_KEYS = ("log_gradient_noise_scale", "batch_size_schedule")
 
 # Numbers of an optimizer by which its memory depends on whether they are zero: momentum has a
 # buffer, weight decay may have one.
@@ -111,10 +110,16 @@ class ProbeCache:
             shapes,
             described_choices,
         ]
+        # Another device needs another workspace of its kernels.
+        kernels: list[Any] = []
+        if job.device.type == "cuda":
+            kernels = [
+                torch.cuda.get_device_name(job.device),
+                *torch.cuda.get_device_capability(job.device),
+            ]
         self._curve_name = fingerprint(
             _conditions(job, data, scope.rows.length),
-            _sources(job),
-            _kernels(job.device),
+            kernels,
             scope.accumulates,
             scope.evaluation.kind if scope.evaluation else False,
             shapes,
@@ -125,13 +130,7 @@ class ProbeCache:
         """Return the result of a search within about the same budget, in bytes; None for none."""
         if self._store is None or not self._reads:
             return None
-        result = read_result(self._store, self._name(budget))
-        if result is None and self._store.path.exists():
-            log.info(
-                "%s has no search of these settings, rows and this device: probing",
-                self._store.path,
-            )
-        return result
+        return read_result(self._store, self._name(budget))
 
     def expected(self) -> MemoryCurve | None:
         """Return the curve of earlier trials, or else the estimate of it."""
@@ -219,26 +218,14 @@ def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
 def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
     """Return the configured values that a trial's memory depends on."""
     ranks = [distributed.data_parallel_size(), distributed.world_size()]
+    keys = memory_keys(as_dict(job.cfg))
     return [
-        memory_keys(as_dict(job.cfg)),
+        keys,
+        component_files(keys),
         {name: installed_version(name) for name in _PACKAGES},
         f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
         [tokens, data.packed, str(job.cfg.device), *ranks],
     ]
-
-
-def _sources(job: Job) -> list[Any]:
-    """Return the noise keys, and what the code of the configured components is made of."""
-    configured = as_dict(job.cfg)
-    noise_keys = {key: configured.get(key) for key in _NOISE_KEYS}
-    return [noise_keys, sources_of({**memory_keys(configured), **noise_keys})]
-
-
-def _kernels(device: torch.device) -> list[Any]:
-    """Return what decides which kernels run: another device needs another workspace."""
-    if device.type != "cuda":
-        return []
-    return [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
 
 
 def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:

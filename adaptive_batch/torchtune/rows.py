@@ -25,9 +25,8 @@ from adaptive_batch._util import (
 from adaptive_batch.data import ReadAhead, count_other_bytes, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-from .config_errors import as_dict, one_line
+from .config_errors import as_dict, component_files, one_line
 from .job import Job
-from .sources import sources_of
 
 private = PrivateNames("reading rows")
 
@@ -190,7 +189,10 @@ class Rows(Dataset[Any]):
     def _measure_all(self) -> torch.Tensor:
         configured = as_dict(self._job.cfg)
         blocks = configured[self._key], configured["tokenizer"]
-        described = described_with_files(blocks), sources_of(self._dataset, blocks)
+        parts = getattr(self._dataset, "datasets", [self._dataset])
+        # Datasets of Hugging Face, which torchtune's keep as `_data`, know their content.
+        contents = [getattr(getattr(part, "_data", part), "_fingerprint", None) for part in parts]
+        described = described_with_files(blocks), component_files(blocks), contents
         name = fingerprint("rows and their bytes", described, installed_version("torchtune"))
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
         return measure_rows(

@@ -28,11 +28,10 @@ from adaptive_batch.training import (
 )
 
 from .config_errors import one_line
-from .data import Data
+from .data import Data, Sizers
 from .job import Job
 from .model import Weights
 from .reference import Reference
-from .sizers import Sizers
 
 log = logging.getLogger("adaptive_batch")
 

@@ -21,11 +21,10 @@ from adaptive_batch.training import (
     SearchScope,
 )
 
-from .data import Data
+from .data import Data, counted_by
 from .job import Job
 from .limit_finder import LimitFinder, facts_of
 from .log import TrainingLog
-from .sizers import counted_by
 from .trainer import Trainer
 
 
@@ -92,11 +91,12 @@ class Validation:
     ) -> ProbeResult:
         """Find the largest number of the longest rows that fit, without gradients."""
         data = self._data
-        rows = limit_finder.rows.of_validation()
+        rows = data.trial_rows_val()
         length = data.layout_val.padded(rows.length)
         loss = data.loss_val(self._engine.loss)
         evaluate = partial(self._engine.try_evaluation, loss=loss, length=length)
-        scope = SearchScope(rows, evaluation=Evaluation(evaluate, limit_finder.rows.probed()))
+        resident = data.trial_rows(self._job.settings.probe.sequence_length)
+        scope = SearchScope(rows, evaluation=Evaluation(evaluate, resident))
         maximum = limit_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
         *_, result = limit_finder.find(trainer, scope, maximum=maximum, sizer=sizer)
         return result

@@ -105,17 +105,17 @@ def test_what_was_planned_is_what_is_trained(small, rule):
         assert part[-1]["tokens_seen"] == stage["last"]["tokens"]
         if by_tokens:
             seen = [stage["first"]["tokens"], *(step["tokens_seen"] for step in part)]
-            assert max(later - before for before, later in pairwise(seen)) <= stage["batch_most"]
+            assert max(later - before for before, later in pairwise(seen)) <= stage["batch"]
             continue
         ends = {
             steps[-1]["step"],
             *(one["step"] for one, other in pairwise(steps) if one["epoch"] != other["epoch"]),
         }
         for step in part:
-            whole = stage["batch_least"] <= step["batch_size"] <= stage["batch_most"]
-            assert whole or (step["step"] in ends and step["batch_size"] < stage["batch_least"])
+            whole = step["batch_size"] == stage["batch"]
+            assert whole or (step["step"] in ends and step["batch_size"] < stage["batch"])
             assert (
-                step["micro_batches"] == -(-step["batch_size"] // min(8, stage["batch_most"]))
+                step["micro_batches"] == -(-step["batch_size"] // min(8, stage["batch"]))
                 or "growth" in rule[0]
             )
             assert step["micro_batches"] <= stage["micro_batches_most"]

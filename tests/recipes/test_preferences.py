@@ -32,30 +32,14 @@ def resumed_after_step_three(small, begun, *own):
     return small.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
-def test_what_a_search_found_for_the_reference_is_tried_once_more(small, lora, capsys):
+def test_what_a_search_found_for_the_reference_is_tried_once_more(small, lora):
     folder = small.fresh_folder()
     own = (*lora, *FINDS, "reference_micro_batch_size=auto", f"output_dir={folder}")
     small.run_in_process(OURS, *own, "overwrite_output_dir=True")
-    capsys.readouterr()
-    small.run_in_process(OURS, *own, "preview=True")
-    assert "a search found that before" in capsys.readouterr().out
     again = small.run_in_process(OURS, *own, "overwrite_output_dir=True")
     first, second = records(again, "reference_bound")
     assert [first["from_cache"], second["from_cache"]] == [False, True]
     assert second["max_batch_size"] == first["max_batch_size"]
-
-
-def test_a_preview_reads_no_weights_and_names_what_the_reference_runs_at_once(small, lora, capsys):
-    for size, says in (("7", "reference: 7 rows at once"), ("auto", "a search finds")):
-        small.run_in_process(
-            OURS,
-            *lora,
-            "preview=True",
-            f"reference_micro_batch_size={size}",
-            "epochs=1",
-            "checkpointer.checkpoint_dir=nowhere",
-        )
-        assert says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

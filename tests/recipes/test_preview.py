@@ -58,7 +58,7 @@ def cells(lines):
     start = next(number for number, line in enumerate(lines) if line.strip().startswith("from "))
     rows = [[cell for cell in re.split(r" {2,}", line.strip()) if cell] for line in lines[start:]]
     assert rows[0] == HEAD
-    end = next(number for number, row in enumerate(rows) if row[0].startswith("in all"))
+    end = next(number for number, row in enumerate(rows) if row[0].startswith("total"))
     return rows[1:end]
 
 
@@ -108,7 +108,7 @@ def test_the_table_is_what_comes_out_by_hand_and_nothing_is_loaded_or_written(sm
         ],
     ]
     assert cells(lines) == expected
-    assert lines[-1] == "in all: 3.00 epochs, 10 steps, 96 samples, 1,152 tokens"
+    assert lines[-1] == "total: 3.00 epochs, 10 steps, 96 samples, 1,152 tokens"
     assert not list(output.iterdir())
 
 

@@ -25,7 +25,6 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     Settings,
-    Sizers,
     Trainer,
     builder_of,
     estimate_devices,
@@ -288,7 +287,7 @@ class RealRun:
         self.data.dataset._measured = torch.tensor([[length, length, 400, 0]]).expand(
             len(self.data.dataset), 4
         )
-        self.trainer = Trainer.load(job, self.data, RandomWeights(job), Sizers.of(job, self.data))
+        self.trainer = Trainer.load(job, self.data, RandomWeights(job), self.data.sizers())
 
 
 class RandomWeights(Weights):
@@ -368,7 +367,7 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
     return BoundSearch(
         trainer.tried(),
         SearchScope(
-            finder.rows.of_length("longest"),
+            run.data.trial_rows("longest"),
             accumulates=run.job.settings.search_plan.has_several
             or run.job.settings.gradient_accumulation_steps > 1,
         ),

@@ -49,7 +49,6 @@ from adaptive_batch.torchtune import (
     without_effect,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.torchtune.limit_finder import TrialRows
 from adaptive_batch.training import (
     FORMS,
     REFERENCE,
@@ -173,7 +172,7 @@ def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
     for row in wired.data.longest(2):
         assert task.num_real_tokens(row) == task.length(row) == 58
         assert task.filled(row) == row
-    first, *_ = TrialRows(wired.job, wired.data).probed().first(1)
+    first, *_ = wired.data.trial_rows("longest").first(1)
     assert task.num_real_tokens(first) == 58
 
 

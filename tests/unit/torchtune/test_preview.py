@@ -1,7 +1,6 @@
 """The plan before training: stages by hand values, and for all steps."""
 
 import itertools
-import json
 from dataclasses import replace
 
 from hypothesis import given
@@ -10,13 +9,13 @@ from hypothesis import strategies as st
 from adaptive_batch.data import StepAhead
 from adaptive_batch.data.batches import EpochAhead
 from adaptive_batch.schedules import Progress, ramp_by_doubling, request_batch, steps
-from adaptive_batch.torchtune.preview import SHOWN, Stage, as_record, shown, table
+from adaptive_batch.torchtune.preview import Stage, merged, table
 
 FINAL = 64
 
 
 def staged(step, micro_batches):
-    return Stage(step, step, (step.batch, step.batch), (micro_batches, micro_batches))
+    return Stage(step, step, (micro_batches, micro_batches))
 
 
 def planned(rule, *, rows, epochs, tokens_per_row=10, micro_batch_size=16):
@@ -56,7 +55,7 @@ def test_the_ramp_of_bert24_by_hand():
     """640 rows: half an epoch is 20 steps of 16, the other half 10 of 32, and the second epoch 10
     of 64.
     """
-    first, second, third = shown(planned(BERT24, rows=640, epochs=2))
+    first, second, third = merged(planned(BERT24, rows=640, epochs=2))
     assert [stage.steps for stage in (first, second, third)] == [20, 10, 10]
     for stage, begins, ends, batch, micro_batches in (
         (first, (0, 0.0), (320, 0.5), 16, 1),
@@ -65,61 +64,40 @@ def test_the_ramp_of_bert24_by_hand():
     ):
         assert (stage.first.progress.steps, stage.first.progress.epochs) == begins
         assert (stage.last.after.samples, stage.last.after.epochs) == ends
-        assert stage.batches == (batch, batch)
+        assert stage.first.batch == batch
         assert stage.micro_batches == (micro_batches, micro_batches)
     assert third.last.after.tokens == 12_800
 
 
 def test_a_short_last_step_belongs_to_its_stage_and_an_epoch_ends_none():
-    (only,) = shown(planned(steps([16], []), rows=100, epochs=3))
-    assert (only.steps, only.last.after.samples, only.batches) == (21, 300, (16, 16))
+    (only,) = merged(planned(steps([16], []), rows=100, epochs=3))
+    assert (only.steps, only.last.after.samples, only.first.batch) == (21, 300, 16)
     assert only.last.after.epochs == 3.0
 
 
 def test_a_plan_without_tokens_or_without_steps_says_so():
-    text = table_of(shown(of_batches([8, 8])), unit="rows", ranks=1)
-    assert "a number not known before of tokens" in text
+    text = table_of(merged(of_batches([8, 8])), unit="rows", ranks=1)
+    assert "tokens not known in advance" in text
     assert table_of([], unit="rows", ranks=1, notes=["why"]) == "no step is left\nwhy"
-    assert shown([]) == []
+    assert merged([]) == []
 
 
-def test_of_many_stages_the_middle_ones_are_merged():
-    stages = shown(of_batches(range(100, 1100)))
-    assert [stage.batches[0] for stage in stages[:10]] == list(range(100, 110))
-    assert [stage.batches[0] for stage in stages[11:]] == list(range(1090, 1100))
-    assert (stages[10].batches, stages[10].steps) == ((110, 1089), 980)
-    lines = table_of(stages, unit="tokens", ranks=2).splitlines()
-    assert "batch (tokens)" in lines[0]
-    assert "110 to 1,089" in lines[11]
-    assert "220 to 2,178" in lines[11]
-    assert lines[-1] == "one line merges 980 stages of other batches"
-    falling = table_of(shown(of_batches(range(1100, 100, -1))), unit="tokens", ranks=2)
-    assert "1,090 to 111" in falling
+def test_a_stage_is_a_line_with_the_batches_of_one_device_and_of_all():
+    head, first, second, _ = table_of(
+        merged(of_batches([8, 8, 1000])), unit="tokens", ranks=2
+    ).splitlines()
+    assert "batch (tokens)" in head
+    assert first.split()[6:9] == ["8", "1", "16"]
+    assert second.split()[6:9] == ["1,000", "1", "2,000"]
 
 
 @given(st.lists(st.integers(1, 6), max_size=150))
-def test_stages_hold_all_steps_in_order_in_no_more_than_the_lines(batches):
-    stages = shown(of_batches(batches))
-    assert len(stages) <= 2 * SHOWN + 1
+def test_stages_hold_all_steps_in_order(batches):
+    stages = merged(of_batches(batches))
     assert sum(stage.steps for stage in stages) == len(batches)
     assert all(
         before.last.after.steps == after.first.progress.steps
         for before, after in itertools.pairwise(stages)
     )
-    for stage in stages:
-        of_stage = batches[stage.first.progress.steps : stage.last.after.steps]
-        assert stage.batches == (min(of_stage), max(of_stage))
-        assert stage.changes == sum(a != b for a, b in itertools.pairwise(of_stage))
     runs = [batch for batch, _ in itertools.groupby(batches)]
-    if len(runs) <= 2 * SHOWN + 1:
-        assert [stage.batches[0] for stage in stages] == runs
-
-
-def test_the_record_is_plain_and_whole():
-    stages = shown(planned(BERT24, rows=640, epochs=2))
-    rates = [({"lr": number}, {"lr": number + 0.5}) for number in range(3)]
-    record = json.loads(json.dumps(as_record(stages, rates)))
-    assert [line["batch_least"] for line in record] == [16, 32, 64]
-    assert Progress(**record[1]["first"]) == stages[1].first.progress
-    assert Progress(**record[1]["last"]) == stages[1].last.after
-    assert [line["rates_last"]["lr"] for line in record] == [0.5, 1.5, 2.5]
+    assert [stage.first.batch for stage in stages] == runs

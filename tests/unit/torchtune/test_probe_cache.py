@@ -23,7 +23,6 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     Settings,
-    Sizers,
     Trainer,
 )
 from adaptive_batch.torchtune.probe_cache import ProbeCache, memory_keys
@@ -71,7 +70,7 @@ def searched(
     data = Data.read(job)
     bounds = LimitFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), Sizers.of(job, data))
+    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), data.sizers())
     return bounds.of_training(trainer, length="longest")[-1]
 
 
@@ -153,7 +152,7 @@ def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
             job,
             data,
             SearchScope(
-                LimitFinder(job, data).rows.of_length("longest"),
+                data.trial_rows("longest"),
                 choices=Choices(kinds, "tokens", 4) if kinds else None,
             ),
             ProbeOptions(maximum=8),
