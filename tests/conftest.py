@@ -12,7 +12,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-import support.ranks  # noqa: F401  # says what the server of forked processes imports before there is one
+import support.processes  # noqa: F401  # sets what the server of forked processes imports
 import torch
 from hypothesis import settings
 

@@ -147,12 +147,6 @@ def test_a_batch_in_parts_is_what_ddp_trains(room, accumulation, options):
         assert (len(parts) == STEPS) == (room == (PLENTY,))
 
 
-def test_a_gradient_that_fills_a_bucket_is_reduced_in_place():
-    for differences, _, are_alike in run_on_ranks(compared, 2, (PLENTY,), 1, {}, 1):
-        assert max(differences.values()) < 1e-12, differences
-        assert are_alike
-
-
 class FailingOnce(Script):
     """The same on devices of which the second runs out of memory once, in a part of its batch."""
 

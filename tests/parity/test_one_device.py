@@ -4,14 +4,7 @@ recipe's defects.
 The full sweep is benchmarks/parity.py; this is one run or two for each feature.
 """
 
-import importlib.util
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
-import torch
-import torchtune
-from omegaconf import OmegaConf
 from support.cli import (
     FEATURES,
     LOG,
@@ -24,11 +17,6 @@ from support.cli import (
     weights,
     write_vision_base,
 )
-from torchtune import config, training
-from torchtune._recipe_registry import get_all_recipes
-from torchtune.config._errors import InstantiationError
-
-from adaptive_batch.torchtune import Job, Settings
 
 # Each feature at least once, and such together as could spoil one another.
 COMBINATIONS = (
@@ -100,15 +88,6 @@ def test_every_feature_is_in_some_combination():
     assert {feature for features in COMBINATIONS for feature in features} == FEATURES.keys()
 
 
-@pytest.mark.slow
-def test_the_command_line_gives_what_the_stock_recipe_gives(small):
-    overrides = overrides_of(["accumulation", "dropout"])
-    ours = small.run(
-        OURS, *overrides, "use_maximum_batch_size=False", "batch_increase_function=null"
-    )
-    assert ours.losses == small.run_in_process(STOCK, *overrides).losses
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("features", [("accumulation",), ("cosine", "dropout")], ids=" + ".join)
 def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoint(small, features):
@@ -161,14 +140,6 @@ def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
     assert ours[2] != stock[2]
 
 
-@pytest.mark.slow
-def test_a_batch_may_grow_beyond_the_configured_one(small):
-    ours = small.run_in_process(OURS, "batch_size=2", "batch_increase_function=demo.grow")
-    assert ours.figures("batch_size") == ["2"] * 16 + ["6"] * 5 + [
-        "2"
-    ]  # 2, then 2 + 4, and the 2 rows that are left
-
-
 def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
     plain = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")
     apart = small.run_in_process(OURS, *plain)
@@ -180,46 +151,6 @@ def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
 
 
 # --- every stock configuration, by its name
-
-FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-STOCK_CONFIGS = [
-    found.name for recipe in get_all_recipes() if recipe.name == STOCK for found in recipe.configs
-]
-
-
-def test_there_are_seventeen_stock_configurations():
-    assert len(STOCK_CONFIGS) == 17
-
-
-@pytest.mark.parametrize("name", STOCK_CONFIGS)
-def test_a_stock_configuration_is_taken_as_it_is(name):
-    cfg = OmegaConf.load(FOLDER / f"{name}.yaml")
-    settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
-    assert not settings.adaptive
-    assert settings.drop_last
-    cfg.merge_with(
-        {"device": "cpu", "enable_activation_offloading": False}
-    )  # offloading needs CUDA in both recipes
-    job = Job(cfg, settings)
-    with (
-        torch.device("meta"),
-        training.set_default_dtype(job.dtype),
-        without("torchvision", cfg.model),
-    ):
-        model = config.instantiate(cfg.model)
-        with without("bitsandbytes", cfg.optimizer):
-            config.instantiate(cfg.optimizer, model.parameters())
-
-
-@contextmanager
-def without(package, block):
-    """Where an optional package is absent, what needs it fails by that alone."""
-    needed = {"torchvision": "vision", "bitsandbytes": "bitsandbytes"}[package] in block._component_
-    if needed and importlib.util.find_spec(package) is None:
-        with pytest.raises(InstantiationError, match=package):
-            yield
-    else:
-        yield
 
 
 def test_a_stock_configuration_trains_by_its_name_as_the_stock_recipe_does(small):

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from support.commands import run_command
 from support.paths import ROOT, subprocess_environment
+from support.processes import run_command
 from torch import nn
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf

@@ -1,18 +1,12 @@
-"""The recipe on several ranks of this machine, started and started again as torchrun does, seconds
-faster.
+"""Run a recipe on several ranks of this machine, started and restarted as torchrun does.
 
-    attempts = launch(setup, 2, "batch_size=2", restarts=1)
-    # How every rank ended and what it printed.
-    attempts[-1].output, attempts[-1].exit_statuses
-
-A server process imports everything once and forks each rank from there.
+attempts = launch(setup, 2, "batch_size=2", restarts=1)
+# How every rank ended and what it printed.
+attempts[-1].output, attempts[-1].exit_statuses
 """
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
 import runpy
 import sys
 import time
@@ -24,14 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from support.cli import OURS, SmallSetup, losses, weights
-from support.ranks import reserved_port
+from support.processes import start_child, wait_for
+from support.ranks import environment_of_rank, reserved_port
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["adaptive_full_finetune", "torchtune._cli.tune", "support.components", "support.launch"]
-)
-
-TIMEOUT = 150.0  # seconds of an attempt, after which what still runs is killed
+TIMEOUT = 150.0  # seconds after which the ranks of an attempt are killed
 
 
 @dataclass
@@ -39,13 +29,13 @@ class Attempt:
     """One start of all ranks.
 
     Attributes:
-        exit_statuses: of the ranks; None for one that had to be killed as the time was over.
+        exit_statuses: of the ranks; negative where a signal ended one.
         outputs: what each printed, on both streams.
         output_dir: where it wrote.
         spread: seconds from the end of the first to that of the last.
     """
 
-    exit_statuses: list[int | None]
+    exit_statuses: list[int]
     outputs: list[str]
     output_dir: Path
     spread: float
@@ -93,86 +83,51 @@ def launch(
     """
     arguments, output_dir = setup._arguments(recipe, overrides, None)
     attempts: list[Attempt] = []
-    launch_id = uuid.uuid4().hex
+    common = {**setup._environment(), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
     while True:
+        common["TORCHELASTIC_RESTART_COUNT"] = str(len(attempts))
         folder = setup.fresh_folder()
+        files = [folder / f"{rank}.txt" for rank in range(world_size)]
         with reserved_port() as port:
-            common = {
-                **setup._environment(),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_RESTART_COUNT": str(len(attempts)),
-                "TORCHELASTIC_RUN_ID": launch_id,
-            }
             processes = []
-            for rank in range(world_size):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **environment(rank)}
-                printed = str(folder / f"{rank}.txt")
-                args = (recipe, arguments[2:], {**common, **own}, printed, before)
-                processes.append(_context.Process(target=_rank, args=args))
-            for process in processes:
-                process.start()
+            for rank, file in enumerate(files):
+                variables = {**common, **environment_of_rank(rank, world_size, port)}
+                variables |= environment(rank)
+                own = variables.pop("OVERRIDES", "").split()
+                argv = [recipe, *arguments[2:], *own]
+                processes.append(
+                    start_child(_rank, argv, before, environment=variables, streams=[file])
+                )
             during([process.pid or 0 for process in processes])
             spread = _wait(processes, ends_others_after)
-        statuses = [process.exitcode for process in processes]
-        for process in processes:
-            if process.exitcode is None:
-                process.kill()
-            process.join()
         # A file is not there yet where a rank was killed at once.
-        files = [folder / f"{rank}.txt" for rank in range(world_size)]
         outputs = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+        statuses = [process.exitcode for process in processes]
         attempts.append(Attempt(statuses, outputs, output_dir, spread))
         if not any(statuses) or len(attempts) > restarts:
             return attempts
 
 
 def _wait(processes: list[Any], ends_others_after: float) -> float:
-    """Wait until all have ended or the time is over; return the seconds from the end of the first
-    to that of the last.
-    """
-    begin, first, told = time.monotonic(), 0.0, False
-    while any(process.is_alive() for process in processes) and time.monotonic() - begin < TIMEOUT:
-        time.sleep(0.02)
-        if not first and any(process.exitcode is not None for process in processes):
-            first = time.monotonic()
-        failed = any(process.exitcode for process in processes)
-        if failed and not told and time.monotonic() - first > ends_others_after:
-            told = True
+    """Wait until all have ended; return the seconds from the first end to the last."""
+    ends: list[float] = []
+
+    def note() -> None:
+        statuses = [process.exitcode for process in processes]
+        now = time.monotonic()
+        ends.extend([now] * (len(statuses) - statuses.count(None) - len(ends)))
+        if any(statuses) and now - ends[0] > ends_others_after:
             for process in processes:
                 process.terminate()
-    last = time.monotonic()
-    return last - (first or last)
+
+    wait_for(processes, TIMEOUT, each=note)
+    return time.monotonic() - ends[0] if ends else 0.0
 
 
-def _rank(
-    recipe: str, arguments: list[str], environment: dict[str, str], printed: str, before: str
-) -> None:
-    """One rank: as ``python -m RECIPE ARGUMENTS`` under torchrun."""
-    import torch
-
-    with open(printed, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    # Trials and retries collect garbage; what the server has imported need not be looked through.
-    gc.freeze()
-    own = environment.pop("OVERRIDES", "").split()
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    sys.argv = [recipe, *arguments, *own]
+def _rank(argv: list[str], before: str) -> None:
+    """Run ``python -m RECIPE ARGUMENTS`` as torchrun does."""
+    sys.argv = argv
     if before:
         module, _, name = before.rpartition(".")
         getattr(import_module(module), name)()
-    try:
-        runpy.run_module(recipe, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        sys.stdout.flush()
-        os._exit(int(ended.code or 0))
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
