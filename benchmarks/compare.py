@@ -3,7 +3,7 @@
     python benchmarks/compare.py [--only TABLE ...] [--draw] [--output DIR]
 
 Each table is a command of its own, compare_TABLE.py, which writes a dated record. A table is drawn
-from its newest record, and each of its cells leads there; ``--draw`` measures nothing.
+from its newest record, which it links; ``--draw`` measures nothing.
 """
 
 from __future__ import annotations
@@ -141,17 +141,15 @@ PACKAGES = {
 
 
 def drawn(table: str, path: Path) -> str:
-    """Return a table in Markdown, each cell of which leads to the record at the path."""
+    """Return a table in Markdown, with its command and a link to its record."""
     record = json.loads(path.read_text(encoding="utf-8"))
     heading, *lines = CELLS[table](record)
-    linked = [[line[0], *(f"[{cell}][{table}]" for cell in line[1:])] for line in lines]
     separator = ["---"] * len(heading)
-    rows = [f"| {' | '.join(cells)} |" for cells in (heading, separator, *linked)]
+    rows = [f"| {' | '.join(cells)} |" for cells in (heading, separator, *lines)]
     versions = ", ".join(f"{name} {version}" for name, version in versions_of(table, record))
     measured = f"Measured on {record['date']} by `{record['command']}` in {record['seconds']:.0f} s"
     source = f"[{path.name}](../benchmarks/results/{path.name})"
-    reference = f"[{table}]: ../benchmarks/results/{path.name}"
-    return "\n".join([*rows, "", f"{measured}: {source}, with {versions}.", "", reference])
+    return "\n".join([*rows, "", f"{measured}: {source}, with {versions}."])
 
 
 def versions_of(table: str, record: Record) -> Iterable[tuple[str, str]]:
