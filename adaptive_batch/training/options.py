@@ -1,4 +1,4 @@
-"""How a step runs: what AdaptiveStep and AdaptiveLoop are told beside their main arguments."""
+"""Options of AdaptiveStep and AdaptiveLoop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_bool, check_choice, instance_of
+from adaptive_batch._util import check_options, instance_of, one_of, option
 from adaptive_batch.data import LAYOUT_KINDS
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
@@ -20,7 +21,7 @@ from .step_result import ON_NONFINITE_LOSS
 
 log = logging.getLogger("adaptive_batch")
 
-# Options of a loop, which has rows, a rate and an optimizer; the script of a bare step has its own.
+# Options of a loop alone, with the place where the script of a bare step does the same.
 _OF_LOOP = {
     "max_grad_norm": "clip between step(batch) and optimizer.step()",
     "to_device": "move part.batch in forward_backward",
@@ -58,82 +59,82 @@ class Terms:
     totals: str = " give statistics= if it needs a total of the batch, such as a ratio;"
 
 
+def _norm(key: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value < math.inf):
+        raise SettingError(key, value, "give a number above 0, or None to clip nothing")
+
+
+def _function(key: str, value: object, *, remedy: str) -> None:
+    if not callable(value):
+        raise SettingError(key, value, remedy)
+
+
+def _device_memory(key: str, value: object) -> None:
+    if not hasattr(value, "total_bytes"):
+        raise SettingError(key, value, "give a DeviceMemory")
+
+
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step runs.
+    """Options of a step.
 
     Attributes:
-        max_grad_norm: norm that all gradients are clipped to; None clips nothing. Of AdaptiveLoop
-            alone, as are `to_device`, `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`:
-            elsewhere they stay in the script.
+        max_grad_norm: norm that all gradients are clipped to; None clips nothing. Only AdaptiveLoop
+            takes it, `to_device`, `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`; a bare
+            step leaves them to the script.
         to_device: function that returns a batch on the device; None moves the tensors in mappings
             and sequences, and what has ``to``.
-        on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the
-            error through.
-        oom_policy: when the limit that ran out of memory is tried again; None for
-            :class:`OOMPolicy` as it is.
+        on_out_of_memory: ``shrink`` repeats a step with a smaller limit, ``raise`` raises the
+            error.
+        oom_policy: decides when a limit is tried again after an OOM; None for the default
+            :class:`OOMPolicy`.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last
             micro-batch.
-        overlap_reduction: under DDP, True reduces gradients while the backward of the last part
-            runs, as DDP does; a rank that runs out of memory there is lost, see `RankLostError`.
-        count_labels_over: ``rank`` weights a part by the labels of this rank's batch, so that the
-            mean which FSDP takes over ranks is the script's own; ``ranks`` by those of all ranks.
+        overlap_reduction: under DDP, True reduces gradients during the backward of the last part,
+            as DDP does; an OOM there ends all ranks, see `RankLostError`.
+        count_labels_over: ``rank`` weights a part by the labels of this rank's batch, so that
+            FSDP's mean over ranks is the script's; ``ranks`` weights it by the labels of all ranks.
         memory: memory of the model's device; None asks torch.
-        on_nonfinite_loss: what a step does whose loss is NaN or infinite. ``warn`` logs a line;
-            ``skip`` and ``stop`` look at the norm of its gradients too; ``skip`` leaves no
+        on_nonfinite_loss: reaction to a loss that is NaN or infinite. ``warn`` logs a line;
+            ``skip`` and ``stop`` also check the norm of the gradients. ``skip`` clears the
             gradients, so that ``optimizer.step()`` changes nothing, and ``stop`` raises.
         micro_batch_layout: ``padded``, ``grouped`` or ``packed``; None for padded, or with
-            ``micro_batch_tokens="auto"`` what :meth:`AdaptiveLoop.find_bound` finds fastest. Packed
-            rows are mappings with ``labels`` and ``tokens`` or ``input_ids``, of which
-            :func:`pack_rows` makes the batch in the place of `collate`.
-        scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2":
-            "half_life", "weight_decay": "per_token"}`` or one of them; None for neither.
-        event: function that receives events, as ``event(kind, message, **facts)``, such as a
-            :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changes of what a part
-            holds, and compilations; AdaptiveLoop also reports each step with its rows.
-        lr_clock: what the schedule of the rate counts: ``samples``, ``tokens`` or ``steps``.
+            ``micro_batch_tokens="auto"`` for the fastest layout of :meth:`AdaptiveLoop.find_bound`.
+            Packed rows are mappings with ``labels`` and ``tokens`` or ``input_ids``, which
+            :func:`pack_rows` joins instead of `collate`.
+        scale_with_batch: values of the optimizer that follow the batch besides the rate:
+            ``{"beta2": "half_life", "weight_decay": "per_token"}`` or one of them; None for
+            neither.
+        event: ``event(kind, message, **facts)`` receives events, such as a
+            :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changed limits and
+            recompilations; AdaptiveLoop also reports each step with its rows.
+        lr_clock: unit of the rate's schedule: ``samples``, ``tokens`` or ``steps``.
 
     Raises:
         SettingError: a value cannot be used.
     """
 
-    max_grad_norm: float | None = None
-    to_device: Callable[[Any], Any] | None = None
-    on_out_of_memory: str = "shrink"
-    oom_policy: OOMPolicy | None = None
-    sync_gradients_every_micro_batch: bool = True
-    overlap_reduction: bool = False
-    count_labels_over: str = "rank"
-    memory: DeviceMemory | None = None
-    on_nonfinite_loss: str = "warn"
-    micro_batch_layout: str | None = None
-    scale_with_batch: Mapping[str, str] | None = None
-    lr_clock: str = "samples"
-    event: Callable[..., object] | None = None
+    max_grad_norm: float | None = option(None, _norm)
+    to_device: Callable[[Any], Any] | None = option(
+        None, partial(_function, remedy="give a function of a batch")
+    )
+    on_out_of_memory: str = option("shrink", one_of("shrink", "raise"))
+    oom_policy: OOMPolicy | None = option(None, partial(instance_of, OOMPolicy))
+    sync_gradients_every_micro_batch: bool = option(True)
+    overlap_reduction: bool = option(False)
+    count_labels_over: str = option("rank", one_of("rank", "ranks"))
+    memory: DeviceMemory | None = option(None, _device_memory)
+    on_nonfinite_loss: str = option("warn", one_of(*ON_NONFINITE_LOSS))
+    micro_batch_layout: str | None = option(None, one_of(*LAYOUT_KINDS))
+    scale_with_batch: Mapping[str, str] | None = option(None, check_scaled)
+    lr_clock: str = option("samples", one_of(*UNITS))
+    event: Callable[..., object] | None = option(
+        None, partial(_function, remedy="give a function, such as RunLog(folder)")
+    )
 
     def __post_init__(self) -> None:
-        if self.event is not None and not callable(self.event):
-            raise SettingError("event", self.event, "give a function, such as RunLog(folder)")
-        if self.to_device is not None and not callable(self.to_device):
-            raise SettingError("to_device", self.to_device, "give a function of a batch")
-        instance_of(OOMPolicy, "oom_policy", self.oom_policy)
-        if self.memory is not None and not hasattr(self.memory, "total_bytes"):
-            raise SettingError("memory", self.memory, "give a DeviceMemory")
-        check_bool("sync_gradients_every_micro_batch", self.sync_gradients_every_micro_batch)
-        check_bool("overlap_reduction", self.overlap_reduction)
-        check_scaled("scale_with_batch", self.scale_with_batch or {})
-        if self.micro_batch_layout is not None:
-            check_choice("micro_batch_layout", self.micro_batch_layout, tuple(LAYOUT_KINDS))
-        norm = self.max_grad_norm
-        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
-        if norm is not None and not (is_number and 0 < norm < math.inf):
-            raise SettingError(
-                "max_grad_norm", norm, "give a number above 0, or None to clip nothing"
-            )
-        check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
-        check_choice("count_labels_over", self.count_labels_over, ("rank", "ranks"))
-        check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ON_NONFINITE_LOSS)
-        check_choice("lr_clock", self.lr_clock, UNITS)
+        check_options(self)
 
     def report(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
         """Log an event on rank zero, unless `prints` is False, and pass it to `event`."""
@@ -150,10 +151,10 @@ class StepOptions:
         self.report(kind, text, prints=False, **change.facts())
 
     def check_of_step(self) -> None:
-        """Refuse what a bare step does not do.
+        """Refuse the options of a loop in a bare step.
 
         Raises:
-            SettingError: with where it belongs.
+            SettingError: an option is set that only AdaptiveLoop takes.
         """
         for field in fields(self):
             value = getattr(self, field.name)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from adaptive_batch import distributed
 from adaptive_batch._util import (
     auto_or_whole,
-    check_whole,
+    check_options,
     count,
     from_json,
     option,
@@ -167,21 +167,17 @@ class ConfiguredSize:
 def configured_size(
     micro_batch_size: int | str | None, micro_batch_tokens: int | str | None
 ) -> ConfiguredSize:
-    """Return the size of a micro-batch that these arguments configure.
+    """Return the configured size of a micro-batch.
 
     Raises:
-        SettingError: naming the key.
+        SettingError: a value is out of range, or both are given.
     """
     if micro_batch_tokens is not None and micro_batch_size is not None:
         remedy = "micro_batch_size is given too; give one of them"
         raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
-    for key, value in (
-        ("micro_batch_size", micro_batch_size),
-        ("micro_batch_tokens", micro_batch_tokens),
-    ):
-        if value not in (None, "auto"):
-            check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
-    return ConfiguredSize(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
+    size = ConfiguredSize(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
+    check_options(size)
+    return size
 
 
 class MicroBatchSizer:
