@@ -51,21 +51,21 @@ class AdaptiveStep(PartStep):
     """Calls a function of the script's once for each part of a batch that fits, and again where
     memory runs out.
 
-    It knows no data, optimizer, rate or scaler: autocast, ``scaler.scale(loss)``,
+    It needs no data, optimizer, rate or scaler: autocast, ``scaler.scale(loss)``,
     ``accelerator.backward``, clipping and accumulation stay in the script. Gradients of earlier
     batches are kept; those of a batch are the same, to rounding, whatever it is split into. With
     one part they have the script's own bits.
 
-    A failed attempt is undone: gradients, random numbers and running statistics are as before it.
-    What else `forward_backward` changes, a metric for instance, it changes in each attempt.
+    A failed attempt is undone: gradients, random numbers and running statistics are restored. Other
+    side effects of `forward_backward`, such as metrics, happen in each attempt.
 
-    On several ranks, which must hold a model that `fully_shard` has divided, all call it alike, and
-    retry together.
+    On several ranks, whose model `fully_shard` or DDP must hold, all ranks call it alike and retry
+    together.
 
     Args:
         model: model on its device; its modules are those that it has in the first step.
         forward_backward: ``forward_backward(part)`` runs forward and backward of ``part.batch``,
-            its mean loss multiplied by ``part.share``; see :class:`Part`. What it returns is
+            with the mean loss multiplied by ``part.share``; see :class:`Part`. Its results are
             collected.
         micro_batch_size: the most rows of a part: a number, ``auto`` for what :meth:`find_bound`
             finds, or None for the whole batch.
@@ -73,8 +73,8 @@ class AdaptiveStep(PartStep):
             `micro_batch_size`. Needs the length of each row, see :class:`RowsOfBatch`, or `split`.
         split: function that returns :class:`SplitBatch` of a batch: for pairs, sequences along
             another dimension, states. None splits each tensor by its first dimension.
-        num_labels: function that returns the number of labels that the loss of a batch is a mean
-            over, or the sum of their weights where it is a weighted mean. None counts ``labels``
+        num_labels: function that returns the number of labels that the loss of a batch averages
+            over, or the sum of their weights for a weighted mean. None counts ``labels``
             that are not -100, after the shift by one or before it, as the loss of the first split
             shows; of a batch without ``labels`` its rows.
         statistics: ``statistics(part)`` returns a mapping of names to numbers or tensors. It is run
@@ -87,7 +87,7 @@ class AdaptiveStep(PartStep):
         model: model that is trained.
         memory: memory of its device.
         sharding: how several ranks hold it.
-        sizer: decides what a part may hold.
+        sizer: limits a part.
         is_trial: whether a trial or a check of a split runs now, and not training.
 
     Raises:
@@ -167,8 +167,8 @@ class AdaptiveStep(PartStep):
             batch: whatever the script has made, on the host or on the device.
 
         Returns:
-            What `forward_backward` returned, of each part in turn; a part without a label is left
-            out.
+            The results of `forward_backward` in the order of the parts, without parts that have no
+            label.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -203,8 +203,8 @@ class AdaptiveStep(PartStep):
         batch_size: int | None = None,
         accumulates: bool = False,
     ) -> ProbeResult:
-        """Find the most rows whose whole training step fits, and run no more at once; training is
-        left as it was, bit for bit.
+        """Find the most rows that fit in a whole training step, and limit parts to them; leave
+        training as it was, bit for bit.
 
         Args:
             optimizer: optimizer of the model's parameters.
@@ -212,13 +212,11 @@ class AdaptiveStep(PartStep):
                 may meet, collated.
             device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as
                 0.9, or None for what is available.
-            headroom: share of that which is left free; see :class:`ProbeOptions`.
+            headroom: share of that memory that stays free; see :class:`ProbeOptions`.
             maximum: the most rows that are tried.
-            batch_size: rows of the script's batches; of more than fit, the bound is sought again
-                beside the gradients that a second part meets. None if they fit, or are not
-                known.
-            accumulates: whether the script adds up the gradients of several batches, so that those
-                of earlier ones are there.
+            batch_size: rows of the script's batches. If they do not fit, the search is repeated
+                with the gradients of a first part in memory. None if they fit or are unknown.
+            accumulates: whether the script accumulates the gradients of several batches.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -266,7 +264,7 @@ class AdaptiveStep(PartStep):
             return
         gradients = self.save_gradients()
         if self.sizer.may_split:
-            # From its second part on a batch has gradients of its own beside the earlier ones.
+            # From its second part on, a batch has its own gradients besides the earlier ones.
             gradients.fill_new()
         run()
         gradients.add_up()
@@ -290,7 +288,7 @@ class AdaptiveStep(PartStep):
             maximum: more rows are of no interest.
             context: bytes that the driver's context takes of each device; None for 770
                 MiB of an H100 or H200, and 500 MiB of others.
-            headroom: what is left free beside that: bytes, a size or a share; ``auto`` as in
+            headroom: memory that stays free besides that: bytes, a size or a share; ``auto`` as in
                 :func:`adaptive_batch.estimate_memory`.
 
         Raises:
@@ -311,7 +309,7 @@ class AdaptiveStep(PartStep):
         def forward_backward(fake: FakeDevice, num_rows: int) -> None:
             with private.disable_current_modes():
                 made = {"batch": sample(num_rows)}
-            # A script has to copy what a sample has on the CPU to a model on another device.
+            # A script copies the tensors of a sample from the CPU to a model on another device.
             fake.batch(made, is_moved=device.type == "cpu")
             with DevicesAsHost(fake):
                 part = Part(made["batch"], num_rows, is_trial=True)

@@ -1,4 +1,4 @@
-"""A training loop of the public objects: batches that grow, steps that fit, and the learning rate.
+"""A training loop of the public objects: growing batches, steps that fit, and the learning rate.
 
 loop = AdaptiveLoop(
     model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size="max"
@@ -82,10 +82,10 @@ class AdaptiveLoop:
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts,
             0 included.
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked each step.
-        micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows
-            of a step.
-        micro_batch_tokens: padded tokens at once, ``auto`` for what `objective` of
-            :meth:`find_bound` takes; not together with `micro_batch_size`.
+        micro_batch_size: rows at once; None for the bound, or without a search for all rows of a
+            step.
+        micro_batch_tokens: padded tokens at once, ``auto`` for the result of :meth:`find_bound`,
+            see its `objective`; not together with `micro_batch_size`.
         lr_scheduler: a ``LambdaLR``, built for steps of `batch_size` rows; a batch that grows does
             not stretch it, see :class:`AdaptiveRate`. None for the rate that the optimizer holds
             before :meth:`run`, whoever sets it.
@@ -209,17 +209,17 @@ class AdaptiveLoop:
         round_to_power_of_two: bool = False,
         objective: str = "throughput",
     ) -> ProbeResult:
-        """Find the most of the longest rows whose whole training step fits; training is left as it
-        was, bit for bit.
+        """Find how many of the longest rows fit in a whole training step; leave training as it was,
+        bit for bit.
 
-        Steps of more rows run as micro-batches, beside whose gradients fewer rows fit: the bound is
-        of the batch as it is now. Call it after :meth:`load_state_dict` and after `batch_size` was
-        set above what fits. The arguments are those of :class:`ProbeOptions`.
+        Larger steps run as several micro-batches; with their gradients in memory fewer rows fit, so
+        the bound belongs to the current batch. Call it after :meth:`load_state_dict`, and after
+        `batch_size` was set above the bound. For the arguments see :class:`ProbeOptions`.
 
         Args:
-            objective: what ``micro_batch_tokens="auto"`` takes: ``throughput``, the micro-batches
-                that train most tokens a second within the bound, found by a few timed trials; or
-                ``largest``, as much at once as fits.
+            objective: choice of ``micro_batch_tokens="auto"``: ``throughput`` for the micro-batches
+                with most tokens per second within the bound, by a few timed trials; ``largest``
+                for the largest that fit.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -311,7 +311,7 @@ class AdaptiveLoop:
 
     @property
     def is_trial(self) -> bool:
-        """Whether a trial runs now, and not training."""
+        """True while a trial runs, and not training."""
         return self._step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -362,9 +362,9 @@ class AdaptiveLoop:
                 ``on_nonfinite_loss="stop"``; no gradient is left.
             RankLostError: this rank ran out of memory and cannot notify the others; end the
                 process, so that they end too.
-            SettingError: the step has more rows than the bound, which was tried for steps of one
-                micro-batch; or the loss or its labels cannot be used, or the sum over the
-                micro-batches is another loss.
+            SettingError: the step has more rows than the bound, which a search tried without the
+                gradients of earlier micro-batches; the loss or its labels cannot be used; or
+                splitting changes the loss.
             ValueError: other rows than were handed out, or gradients are there.
         """
         step = self._step
@@ -479,11 +479,11 @@ class AdaptiveLoop:
 
         A bound that was found before is kept; otherwise it is the saved one. Either may have been
         tried for smaller steps than the state brings: :meth:`run` then refuses, and asks for
-        :meth:`find_bound`. On another number of ranks a step has as many rows as before.
+        :meth:`find_bound`. On another number of ranks a step keeps its number of rows.
 
         Raises:
             SettingError: rows would come in another order, the rate would follow another batch, or
-                the state is none of a loop.
+                the state does not belong to a loop.
         """
         check_state(state, ("batches", "step", "rate", "built_with"), owner="a loop")
         check_built_alike(

@@ -31,7 +31,7 @@ _OF_LOOP = {
 }
 
 
-# What lets a row fit.
+# Fixes if a row does not fit.
 REMEDIES = (
     "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less"
     " state or a chunked loss, or allow more memory"
@@ -83,8 +83,8 @@ class StepOptions:
         max_grad_norm: norm that all gradients are clipped to; None clips nothing. Only AdaptiveLoop
             takes it, `to_device`, `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`; a bare
             step leaves them to the script.
-        to_device: function that returns a batch on the device; None moves the tensors in mappings
-            and sequences, and what has ``to``.
+        to_device: function that returns a batch on the device; None moves tensors in mappings and
+            sequences, and objects with ``to``.
         on_out_of_memory: ``shrink`` repeats a step with a smaller limit, ``raise`` raises the
             error.
         oom_policy: decides when a limit is tried again after an OOM; None for the default

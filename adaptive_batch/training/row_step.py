@@ -49,7 +49,7 @@ Batch = Any
 
 
 class RowsOfStep(BatchSource):
-    """This rank's rows of a step, of which each part becomes a batch when it is asked for.
+    """This rank's rows of a step; collates each part on demand.
 
     Args:
         step: makes the batches.
@@ -344,10 +344,10 @@ class RowStep(PartStep):
 
         Args:
             optimizer: optimizer of the model's parameters.
-            options: how the search goes about it.
+            options: options of the search.
             order: numbers of the rows in the order of training.
-            accumulates: whether some step has several micro-batches, whatever fits.
-            step_rows: rows of a step on one device, which is one micro-batch if they fit.
+            accumulates: whether some step has several micro-batches for another reason than memory.
+            step_rows: rows of a step on one device; it is one micro-batch if they fit.
             timed_rows: rows of a step whose micro-batches are timed.
         """
         choices = None
@@ -380,14 +380,14 @@ class RowStep(PartStep):
         self.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
 
     def _compare_layouts(self) -> tuple[str, ...]:
-        """Run a few rows in each layout; return the kinds that train the model alike, of which a
-        search may choose. Ranks call it together.
+        """Run a few rows in each layout; return the kinds that train the model alike, for a search.
+        A collective.
         """
         return kinds_to_choose_from(self._why_unfit, configured=self._options.micro_batch_layout)
 
     def _why_unfit(self, kind: str) -> str:
-        """Return why a layout that does not pad would not train the model as padded rows do; empty
-        if it would. Ranks call it together.
+        """Return why a packed layout would not train the model as padded rows do; empty if it
+        would. A collective.
         """
         # A row of one token has no label.
         rows = self.dataset.longest(min(2, len(self.dataset)))
@@ -415,7 +415,7 @@ class RowStep(PartStep):
         return {**super().state_dict(), "bound_accumulates": not self.tried_one_part}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; what was found since counts more."""
+        """Resume from a saved state; the bound of a later search is kept."""
         has_found = self.sizer.max_batch_size is not None
         super().load_state_dict(state)
         if has_found:

@@ -1,4 +1,4 @@
-"""The size of a micro-batch: configured or found by a search, and lowered after memory ran out."""
+"""The limit of a micro-batch: configured or found by a search, and lowered after an OOM."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, wanted_bytes
 from adaptive_batch.probe import NEWER_FIELDS, ProbeResult, Throughput
 
-# Memory counts as given back if the device has this many times what it had when memory ran out.
+# Another program has freed memory if the device has this many times the bytes at the OOM.
 _GIVEN_BACK = 1.02
 # A restart after a lost rank costs more than a step that runs again: it waits eight times as long.
 _TRIES_THAT_A_LOST_RANK_COUNTS = 3
 
 
 class ShrinkRequest(NamedTuple):
-    """A smaller limit that a rank asks for after it ran out of memory.
+    """Smaller limit that a rank requests after an OOM.
 
     Attributes:
         rows: rows of the micro-batch that ran out of memory.
-        length: tokens that each of them was padded to; 0 if that is not known.
-        limit: limit that the rank asks for; None if the micro-batch was one row.
+        length: tokens that each was padded to; 0 if unknown.
+        limit: requested limit; None if the micro-batch had one row.
         error: message of the device.
     """
 
@@ -45,18 +45,18 @@ class ShrinkRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class LimitChange:
-    """A limit that was lowered during a run, or that is tried again.
+    """Change of a limit: lowered after an OOM, or tried again.
 
     Attributes:
         before: limit until now.
         after: limit from now on.
         rows: rows of the micro-batch that ran out of memory; 0 if the former limit is tried again.
-        length: tokens that each of them was padded to; 0 if that is not known.
+        length: tokens that each was padded to; 0 if unknown.
         error: message of the device; empty if the former limit is tried again.
         ranks: ranks that ran out of memory, of several; empty if there is one.
         good_steps: steps that have fit since the limit was lowered, if the former one is tried
             again.
-        noun: what a row is called.
+        noun: name of a row in messages.
     """
 
     before: MicroBatchLimit
@@ -70,11 +70,11 @@ class LimitChange:
 
     @property
     def grows(self) -> bool:
-        """Whether the former limit is tried again; if not, memory ran out."""
+        """True if the former limit is tried again, False after an OOM."""
         return self.good_steps > 0
 
     def facts(self) -> dict[str, Any]:
-        """Return what a log records of it, as plain values."""
+        """Return the change as plain values for logs."""
         return {
             "before": self.before.amount,
             "after": self.after.amount,
@@ -86,7 +86,7 @@ class LimitChange:
         }
 
     def describe(self) -> str:
-        """Return one line that says what changed, from what to what, and why."""
+        """Return a line for logs: the limits before and after, and the reason."""
         limits = f"from {self.before.describe(self.noun)} to {self.after.describe(self.noun)}"
         if self.grows:
             steps = count(self.good_steps, "step")
@@ -103,11 +103,11 @@ class LimitChange:
 
 @dataclass(frozen=True)
 class OOMPolicy:
-    """Decides when the limit that ran out of memory is tried again.
+    """Decides when a limit is tried again after an OOM.
 
     Attributes:
-        grow_after: steps without a failure before the former limit is tried again; twice as many
-            after each try that fails within them, unless the device has more room since.
+        grow_after: steps without an OOM before the former limit is tried again. Each try that fails
+            within them doubles the wait, unless the device has more memory since.
     """
 
     grow_after: int = 5
@@ -135,21 +135,21 @@ class ConfiguredSize:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is one: a larger step runs as several micro-batches, whatever fits."""
+        """True if a size is configured, so that larger steps run as several micro-batches."""
         return self.micro_batch_size is not None or self.micro_batch_tokens is not None
 
     @property
     def needs_search(self) -> bool:
-        """Whether a search finds it."""
+        """True if a search finds the size."""
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def is_number(self) -> bool:
-        """Whether it is known without a search."""
+        """True if the size is a number."""
         return self.is_given and not self.needs_search
 
     def check(self, result: ProbeResult, layout: MicroBatchLayout) -> None:
-        """Refuse a size above what fits in a layout; it is never cut in silence."""
+        """Refuse a size above the bound in a layout."""
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
         max_batch_size = result.max_batch_size
@@ -181,7 +181,7 @@ def configured_size(
 
 
 class MicroBatchSizer:
-    """Decides what one micro-batch may hold, and how its rows lie in it.
+    """Limits a micro-batch, and holds the layout of its rows.
 
     Args:
         micro_batch: configured size of a micro-batch.
@@ -195,11 +195,11 @@ class MicroBatchSizer:
         max_batch_size: the most rows that were tried and fit; None before a search.
         tried_length: tokens of the longest row that was tried, 1 if they are not known; 0 before a
             search.
-        throughput: what is fastest, which ``auto`` takes; None for as much as fits.
+        throughput: fastest micro-batches, which ``auto`` takes; None for the largest.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
         is_packed: whether this step's batch is packed: then a limit that a search found counts
             tokens.
-        noun: what a row of this step's batch is called in messages.
+        noun: name of a row of this step's batch in messages.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class MicroBatchSizer:
         self._forget_limits()
 
     def _forget_limits(self) -> None:
-        # What rows allow that are longer than those of the search; never passed.
+        # Limit of rows that are longer than those of the search; never exceeded.
         self._limit_of_longer: MicroBatchLimit | None = None
         # None if no limit was lowered, or the former one is tried again.
         self._lowered: MicroBatchLimit | None = None
@@ -249,7 +249,7 @@ class MicroBatchSizer:
         return self.limit(self._batch_size)
 
     def limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return what a micro-batch may hold now.
+        """Return the current limit of a micro-batch.
 
         Args:
             batch_size: rows of the step, which run at once if they fit and no size is configured.
@@ -257,7 +257,7 @@ class MicroBatchSizer:
         return _smaller(self.full_limit(batch_size), self._lowered)
 
     def full_limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return the limit that is configured or was found, whatever ran out of memory since."""
+        """Return the limit that is configured or was found, before any OOM lowered it."""
         if self.throughput is not None:
             return _smaller(self.throughput.limit, self._limit_of_longer)
         rows = self._micro_batch.micro_batch_size
@@ -280,12 +280,12 @@ class MicroBatchSizer:
 
     @property
     def may_split(self) -> bool:
-        """Whether a step that would fit at once may run as several micro-batches."""
+        """True if a step that fits at once may run as several micro-batches."""
         return self._micro_batch.is_given or self.layout.sorts
 
     @property
     def waits_for_search(self) -> bool:
-        """Whether what fits has to be found before anything can run."""
+        """True if a search has to find the limit first."""
         return self._micro_batch.needs_search and not self.tried_length
 
     def use_layout(self, kind: str) -> None:
@@ -294,7 +294,7 @@ class MicroBatchSizer:
 
     @contextmanager
     def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
-        """Inside, micro-batches have another layout, as a trial times it."""
+        """Use another layout inside, as for a timed trial."""
         usual = self.layout
         self.layout = layout
         try:
@@ -305,12 +305,11 @@ class MicroBatchSizer:
     # --- searches ---------------------------------------------------------------------------------
 
     def set_bound(self, result: ProbeResult, *, checks: bool = True) -> None:
-        """Use what a search found; forget a limit that was lowered from another maximum.
+        """Use the result of a search; drop a limit that was lowered from another maximum.
 
         Args:
             result: result of the search.
-            checks: whether to refuse a configured size above what fits, which is never cut in
-                silence. False if nothing runs.
+            checks: whether to refuse a configured size above the bound. False if nothing runs.
 
         Raises:
             SettingError: a configured size is above what fits.
@@ -333,7 +332,7 @@ class MicroBatchSizer:
     def set_bound_of_longer(
         self, result: ProbeResult, batch_size: int, *, tried_rows: int, can_split: bool
     ) -> None:
-        """Use what a search found for rows that are longer than any that were tried.
+        """Use the result of a search on rows that are longer than all tried before.
 
         Args:
             result: result of the search.
@@ -363,13 +362,14 @@ class MicroBatchSizer:
     def after_out_of_memory(
         self, failed: MicroBatch, error: str, *, failures: int = 0
     ) -> ShrinkRequest:
-        """Return the limit that this rank asks for after a micro-batch ran out of memory.
+        """Return the smaller limit that this rank requests after an OOM.
 
         Args:
-            failed: micro-batch that did not fit.
+            failed: micro-batch that ran out of memory.
             error: message of the device.
             failures: failures of this step so far, this one included; 0 if the process ends.
-                What is free now counts in the first alone: if the step fails again, it was wrong.
+                Only the first uses the free memory: if the step fails again, that
+                estimate was wrong.
         """
         limit = self.limit_of_step
         rows = len(failed.rows)
@@ -382,7 +382,7 @@ class MicroBatchSizer:
         if room is not None and needed_bytes is not None and needed_bytes > room.held_bytes:
             free_bytes = room.total_bytes - room.held_bytes
             fits = rows * row_amount * free_bytes // (needed_bytes - room.held_bytes)
-            # All rows did not fit, whatever the device says.
+            # Fewer rows than failed, whatever the device reports.
             amount = min(fits, (rows - max(1, rows // 16)) * row_amount)
         smaller_limit = replace(limit, amount=max(row_amount, amount))
         return ShrinkRequest(rows, failed.length, smaller_limit, error)
@@ -398,8 +398,8 @@ class MicroBatchSizer:
 
     @property
     def _tries_former(self) -> bool:
-        """Whether the former limit allows more in this step, and is due to be tried again: after
-        enough good steps, or if the device has more room since.
+        """True if the former limit allows more in this step and is due: after enough good steps, or
+        if the device has more memory since.
         """
         is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
         return (
@@ -412,10 +412,10 @@ class MicroBatchSizer:
         )
 
     def agree(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
-        """Try the former limit again if it is time on all ranks; all of them call it.
+        """Try the former limit again if it is due on all ranks. A collective.
 
         Args:
-            numbers: what ranks compare in the same collective.
+            numbers: numbers that ranks compare in the same collective.
 
         Returns:
             The largest of each number on any rank; and whether the limit has changed.
@@ -431,7 +431,7 @@ class MicroBatchSizer:
         return largest, not any_stays
 
     def lower(self, requests: Mapping[int, ShrinkRequest]) -> None:
-        """Take the smallest limit of these requests, by rank; none of them is of one row."""
+        """Use the smallest limit of the requests of ranks; all have a limit."""
         before = self.limit_of_step
         limits = {rank: request.limit for rank, request in requests.items() if request.limit}
         rank = min(limits, key=lambda rank: limits[rank].amount)
@@ -451,7 +451,7 @@ class MicroBatchSizer:
         assert now.amount <= limit.amount, f"lowered to {limit}, and the limit is {now}"
 
     def start_below(self, limit: MicroBatchLimit) -> None:
-        """Start with a limit at which an earlier attempt of the run ended."""
+        """Start with the limit of a lost rank in an earlier attempt of the run."""
         if self._lowered is None or limit.amount < self._lowered.amount:
             self._lowered = limit
         self._good_steps = 0
@@ -464,7 +464,7 @@ class MicroBatchSizer:
     # --- state ------------------------------------------------------------------------------------
 
     def conditions(self) -> dict[str, Any]:
-        """Return what a lowered limit depends on; with another of them it is found again."""
+        """Return the settings that a lowered limit depends on; other settings drop it."""
         return {"bound": self.max_batch_size, **asdict(self._micro_batch)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -488,7 +488,7 @@ class MicroBatchSizer:
             self.tried_length = state["tried_length"]
 
     def load_throughput(self, state: Mapping[str, Any], *, kinds: Collection[str]) -> None:
-        """Cut steps as the saved run did, which had found what is fastest.
+        """Use the fastest micro-batches that a saved run has found.
 
         Args:
             state: saved state.

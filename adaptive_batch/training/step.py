@@ -49,7 +49,7 @@ class MicroBatchPlan(NamedTuple):
 
     Attributes:
         micro_batches: micro-batches of this rank.
-        number: micro-batches on the rank that has most; all ranks run as many.
+        number: micro-batches on the rank that has most; all ranks run this number.
         ends: whether any rank was asked to end before the step.
     """
 
@@ -370,7 +370,7 @@ class Step:
         """Run the micro-batches of a plan once without gradients.
 
         Args:
-            plan: micro-batches, as many on all ranks.
+            plan: micro-batches, the same number on all ranks.
             forward: function that runs a micro-batch without gradients; None is a dummy.
             retry: runs them.
             evaluates: kind of micro-batch, which identifies its collectives, see

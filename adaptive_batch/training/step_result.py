@@ -1,4 +1,4 @@
-"""What a step added up to, on all ranks."""
+"""The result of a step on all ranks, the loss over full batches, and losses that are not finite."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ ON_NONFINITE_LOSS = ("warn", "stop", "skip")
 
 
 class StepResult(NamedTuple):
-    """What the micro-batches of one optimizer step added up to, on all ranks.
+    """Result of an optimizer step, over all ranks.
 
     Attributes:
-        loss: mean loss of a label token, or of a row where the loss is a mean over rows; 0 if
-            the step had none.
-        num_labels: tokens that have a label, counted after the shift, or rows where the loss is a
-            mean over rows, or the sum of their weights where `num_labels` returns it; a scalar
-            tensor where that saves waiting for a device.
+        loss: mean loss over label tokens, or over rows if the loss counts rows; 0 without any.
+        num_labels: label tokens after the shift, or rows if the loss counts rows, or the sum of
+            weights that `num_labels` returns; a scalar tensor if a number would wait for a device.
         rows: rows of the step.
-        tokens: real tokens of the step, padding not counted.
-        micro_batches: forward and backward passes that were run, by each rank.
+        tokens: real tokens of the step, without padding.
+        micro_batches: forward and backward passes of each rank.
         padding_fraction: share of the padded tokens that were padding.
         metrics: further means over the rows of the step, by name.
-        grad_norm: norm of all gradients before they were clipped, where that is measured; a scalar
-            tensor.
-        noise: sample of the gradient's noise, where that is measured; None of a step whose rows
-            were all in the small batch, or none of whose labels were on one side.
+        grad_norm: norm of all gradients before clipping, a scalar tensor; None if not measured.
+        noise: sample of the gradient's noise. None if not measured, or if the small batch has all
+            rows, no labels or all labels.
         ends: whether any rank was asked to end before the step.
     """
 
@@ -53,7 +50,7 @@ class StepResult(NamedTuple):
 
     @property
     def label_tokens(self) -> torch.Tensor:
-        """The same number as a scalar tensor."""
+        """`num_labels` as a scalar tensor."""
         return torch.as_tensor(self.num_labels)
 
     def record(
@@ -98,8 +95,8 @@ class StepResult(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and, where it was measured, the norm of the gradients are numbers; waits
-        for the norm.
+        """True if the loss and the norm of the gradients, if measured, are finite; waits for the
+        norm.
         """
         return math.isfinite(self.loss) and (
             self.grad_norm is None or math.isfinite(float(self.grad_norm))
@@ -107,12 +104,10 @@ class StepResult(NamedTuple):
 
 
 class FullBatchLoss:
-    """Averages the loss over label tokens until a full batch of rows has gone by, however many
-    steps that takes.
+    """Averages the loss over the label tokens of a full batch of rows, over any number of steps.
 
-    Steps are not cut: an average begins with the step after the last average and ends with the
-    first step that makes it full, so where steps do not divide the full batch it covers up to a
-    step more.
+    Steps are not cut: an average ends with the first step that makes it full, so it may cover up to
+    one step more than a full batch.
 
     Args:
         rows: of a full batch, over all ranks.
@@ -133,8 +128,8 @@ class FullBatchLoss:
             rows: of the step, over all ranks.
 
         Returns:
-            The mean over the label tokens of a full batch, where this step makes one full; else
-            None. A step that is a full batch of its own gives its own loss, to the bit.
+            The mean over the label tokens of a full batch if this step completes it, else None. A
+            step that is a full batch itself returns its own loss, to the bit.
         """
         if self._seen == 0 and rows >= self.rows:
             return loss
@@ -161,7 +156,7 @@ class FullBatchLoss:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with its number of rows."""
+        """Resume from a saved state, with its number of rows."""
         self.rows = state["rows"]
         self._seen = state["seen"]
         self._loss_sum = state["loss_sum"]
@@ -169,24 +164,23 @@ class FullBatchLoss:
 
 
 def norm_to_clip(max_grad_norm: float | None, on_nonfinite_loss: str) -> float | None:
-    """Return what to clip the gradients' norm to; infinity where it is only measured."""
+    """Return the norm to clip gradients to; infinity only measures it."""
     if max_grad_norm is None and on_nonfinite_loss != "warn":
         return math.inf
     return max_grad_norm
 
 
 class NonfiniteSteps:
-    """Looks at each step before the optimizer takes it.
+    """Checks each step for NaN and infinity before the optimizer takes it.
 
     Args:
-        policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the
-            norm of the gradients too, where the step measures it, and drop the gradients;
-            ``stop`` raises.
+        policy: ``warn`` checks the loss and takes the step. ``skip`` and ``stop`` also check the
+            norm of the gradients, if measured, and clear the gradients; ``stop`` raises.
         step: runs the steps, whose gradients are dropped.
-        event: takes each step that is not finite: a kind, a message and facts by name; of several
-            in a row, the first and each hundredth are printed.
-        is_taken: the optimizer in backward has taken a step by then.
-        remedy: returns what can be done after ``stop``.
+        event: ``event(kind, message, **facts)`` logs each step that is not finite; of several in a
+            row it prints the first and each hundredth.
+        is_taken: whether the optimizer in backward has already taken the step.
+        remedy: returns the fix after ``stop``.
     """
 
     def __init__(
@@ -210,7 +204,7 @@ class NonfiniteSteps:
         self._changes: dict[str, str] = {}
 
     def drops(self, result: StepResult, progress: Progress, *, lr: float) -> bool:
-        """Return whether a step is not to be taken: its gradients are gone.
+        """Check a step; return whether its gradients were cleared, so that it is not taken.
 
         Args:
             result: of the step, the same on all ranks.
@@ -221,7 +215,7 @@ class NonfiniteSteps:
             NonfiniteLossError: the policy is ``stop``.
         """
         step = progress.steps + 1
-        # What may have changed before it; the last change of each is named.
+        # The message names the last change of each of these.
         facts = {
             "epoch": progress.epoch,
             "batch": progress.batch,
@@ -274,21 +268,21 @@ class NonfiniteSteps:
         return True
 
     def count(self) -> int:
-        """Return the steps that were not finite since this was asked last."""
+        """Return the number of steps that were not finite since the last call."""
         count = self._num_since_counted
         self._num_since_counted = 0
         return count
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """Return the state as plain numbers."""
         return {"since_counted": self._num_since_counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from a saved state."""
+        """Resume from a saved state."""
         self._num_since_counted = state["since_counted"]
 
     def _before(self) -> str:
-        """Return how a message goes on about the last step that was finite."""
+        """Describe the last finite step, for the message."""
         if self._last_finite is None:
             return ""
         step, loss, lr = self._last_finite
