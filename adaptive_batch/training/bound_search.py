@@ -81,15 +81,15 @@ log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
 
-# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
-# cache.
+# Steps of a trial with training's own lengths, which fragment the allocator's cache.
 _DRAWN_STEPS = 12
-# What is timed holds so many of the largest micro-batches, or a step; of up to so many rows.
+# A timed sample has this number of the largest micro-batches, or one step; and at most so many
+# rows.
 _LARGEST_IN_SAMPLE = 2
 _MOST_ROWS = 256
-# Tokens of it, at least: the time of fewer is noise.
+# Least tokens of a timed sample: the time of fewer is noise.
 _LEAST_TOKENS = 1024
-# Rows whose micro-batches are run at once until nothing is compiled any more, and how often.
+# Rows of a pass that warms up a compiled model, and the most passes.
 _WARM_ROWS = 8
 _WARM_PASSES = 6
 # Variants of one function in a layout: as many as torch allows by default.
@@ -139,9 +139,9 @@ class Choices:
     """Layouts and steps of a search for the fastest micro-batches.
 
     Attributes:
-        kinds: of layouts.
-        unit: of a padded limit, ``rows`` or ``tokens``; others are by tokens.
-        timed_rows: of a step on one device, whose micro-batches are timed; 0 for as many as fit.
+        kinds: kinds of layouts.
+        unit: unit of a padded limit, ``rows`` or ``tokens``; other limits count tokens.
+        timed_rows: rows of a timed step on one device; 0 for the bound.
     """
 
     kinds: Sequence[str]
@@ -151,17 +151,17 @@ class Choices:
 
 @dataclass(frozen=True)
 class SearchScope:
-    """What a search looks for, and on which rows.
+    """Target of a search, and its rows.
 
     Attributes:
         rows: rows of the trials.
-        accumulates: whether some step has two micro-batches or more, so that gradients are there
-            when a forward begins.
-        whole_step_rows: rows of a step on one device that is one micro-batch if they fit; None
-            if a step never has more than fit.
-        evaluation: evaluation that is tried in place of training; None for training.
-        choices: choices of which the fastest is sought too, within what fits; None for as much at
-            once as fits.
+        accumulates: whether some step has several micro-batches, so that a forward begins with
+            gradients in memory.
+        whole_step_rows: rows of a step on one device that is one micro-batch if they fit; None if a
+            step never has more rows than fit.
+        evaluation: evaluation to try instead of training; None for training.
+        choices: layouts among which the fastest micro-batches are sought within the bound; None for
+            the largest.
     """
 
     rows: LongestRows
@@ -175,27 +175,26 @@ class SearchCache(Protocol):
     """Results of earlier searches; called on rank zero."""
 
     def known(self, budget: int) -> ProbeResult | None:
-        """Return what an earlier search found within a budget, in bytes."""
+        """Return the result of an earlier search within a budget in bytes."""
 
     def expected(self) -> MemoryCurve | None:
-        """Return the peak that is expected as a function of the rows."""
+        """Return the expected peak as a function of the rows."""
 
     def learn(self, result: ProbeResult) -> None:
-        """Keep what a search has found."""
+        """Store the result of a search."""
 
 
 class BoundSearch:
-    """Finds how many rows fit, in training or in evaluation; training is left as it was, bit for
+    """Finds how many rows fit, in training or in evaluation; leaves training as it was, bit for
     bit.
 
     Args:
         tried: step that trials run.
-        scope: what it looks for.
-        options: how it goes about it.
-        cache: what earlier searches have shown, and what later ones will know; None for nothing.
-        time_limit: function that gives a context which ends all ranks where one does not end a
-            trial in time.
-        strategy: what decides which size is tried next; None for the one that `options` names.
+        scope: target of the search.
+        options: options of the search.
+        cache: results of earlier searches; None without a cache.
+        time_limit: function that returns a context, which ends all ranks if a trial takes too long.
+        strategy: search algorithm; None for the one that `options` names.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class BoundSearch:
         self._memory = tried.engine.memory
         self._maximum = distributed.minimum(options.maximum)
         self._fewest = fewest_rows(tried.engine.model)
-        # The cache is given back here.
+        # This empties the allocator's cache.
         self._budget = self.budget_bytes()
         tried.engine.largest_size = 0
         evaluation = scope.evaluation
@@ -245,7 +244,7 @@ class BoundSearch:
         )
 
     def budget_bytes(self) -> int:
-        """Return what a trial on this rank may use, in bytes.
+        """Return the bytes that a trial on this rank may use.
 
         Raises:
             SettingError: more is asked for than the device has.
@@ -272,14 +271,14 @@ class BoundSearch:
 
     @property
     def headroom(self) -> float:
-        """The share of memory that is left free."""
+        """Share of memory that stays free."""
         if not isinstance(self._options.headroom, str):
             return self._options.headroom
         return auto_headroom(expands=self._fragments and segments_expand())
 
     @property
     def left_free(self) -> str:
-        """How much memory is left free, and what would leave less of it, in words."""
+        """Description of the headroom, and of a way to reduce it."""
         text = f"{100 * self.headroom:.4g}% of the memory left free"
         would_leave_less = self._fragments and not segments_expand() and segments_can_expand()
         if isinstance(self._options.headroom, str) and would_leave_less:
@@ -291,20 +290,18 @@ class BoundSearch:
 
     @property
     def _of_tokens(self) -> str:
-        """How long rows are, in texts."""
+        """Length of the rows, for messages."""
         length = self._scope.rows.length
         return f" of {count(length, 'token')}" if length else ""
 
     @property
     def _fragments(self) -> bool:
-        """Whether trials are whole steps of varying lengths, which fragment the cache of the
-        device's allocator.
-        """
+        """True if trials are whole steps of varying lengths, which fragment the cache."""
         return self._leaves_cache and self._scope.rows.in_order is not None
 
     @property
     def _leaves_cache(self) -> bool:
-        """Return whether training starts with the cache that the trial of the bound leaves."""
+        """True if training starts with the allocator's cache of the last trial."""
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
         return has_cache and self._scope.evaluation is None
 
@@ -336,7 +333,7 @@ class BoundSearch:
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(min(budgets), resident_bytes)
-                # Counting sees each operation as it is called.
+                # Counting sees eager operations.
                 is_counted = self._memory.granularity_bytes == 1
                 if is_counted and is_compiled(self._tried.engine.model):
                     result = replace(result, counts_eager=True)
@@ -375,14 +372,14 @@ class BoundSearch:
         return result
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
-        """Try what an earlier search found; search where that is nothing, or too large now."""
+        """Try the result of an earlier search; search if there is none or it no longer fits."""
         earlier = None
         if self._cache is not None:
             earlier = distributed.from_rank_zero(partial(self._cache.known, budget))
         if self._scope.evaluation and not self._tried.engine.sharding.knows(
             evaluates=self._scope.evaluation.kind
         ):
-            # From it a rank that fails knows what the others wait for.
+            # It records the collectives, so that a rank can finish them after an OOM.
             self._run_trial(1)
         if earlier is not None:
             result = try_again(earlier, self._run_trial)
@@ -399,7 +396,7 @@ class BoundSearch:
         )
         max_batch_size = result.max_batch_size
         if self._leaves_cache and max_batch_size and max_batch_size != result.trials[-1].batch_size:
-            # Training begins with the cache that this trial leaves.
+            # Training begins with the allocator's cache of this trial.
             self._run_trial(max_batch_size)
         return result
 
@@ -465,18 +462,18 @@ class BoundSearch:
 
 
 class ThroughputSearch:
-    """Finds what trains most real tokens a second.
+    """Finds the micro-batches with the most real tokens per second.
 
-    Of a compiled model each layout first runs micro-batches of ever new shapes until nothing is
-    compiled any more, so that no compilation is timed. A layout that is still compiled again for
-    new shapes is not chosen, as training would be, too.
+    A compiled model first runs micro-batches of new shapes in each layout until nothing is
+    compiled, so that no compilation is timed. A layout that keeps recompiling is not chosen, since
+    training would recompile too.
 
     Args:
         tried: step of training that trials run.
-        dry_run: entered; measures and undoes what runs.
-        choices: layouts to choose from.
-        worst: rows of trials, with those of training in their order.
-        max_batch_size: the most of the longest rows that fit at once.
+        dry_run: entered dry run; measures and undoes trials.
+        choices: candidate layouts.
+        worst: rows of trials, with those of training in order.
+        max_batch_size: most of the longest rows that fit at once.
     """
 
     def __init__(
@@ -503,7 +500,7 @@ class ThroughputSearch:
         self._compiled: list[Compilation] = []
 
     def __call__(self) -> Throughput | None:
-        """Find it; None if nothing fits, or if all layouts are compiled again for new shapes."""
+        """Return the fastest micro-batches; None if none fit, or all layouts keep recompiling."""
         layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
         if is_compiled(self._tried.engine.model):
             layouts = [layout for layout in layouts if self._settles(layout)]
@@ -531,7 +528,7 @@ class ThroughputSearch:
         return None
 
     def _sample(self, layouts: Sequence[MicroBatchLayout]) -> list[list[int]]:
-        """Return the lengths of the rows of the first steps that are timed."""
+        """Return the row lengths of the steps that are timed first."""
         largest = [self._limits(layout)[1] for layout in layouts]
         fills = [
             limit.amount * (1 if limit.unit == "tokens" else self._longest) for limit in largest
@@ -546,7 +543,7 @@ class ThroughputSearch:
         return [list(lengths[begin : begin + self._step_rows]) for begin in starts]
 
     def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
-        """Return the smallest and the largest limit of a layout that are of use and may fit."""
+        """Return the smallest and the largest useful limit of a layout that may fit."""
         unit = self._choices.unit if layout.is_usual else "tokens"
         row_amount = layout.amount(1, self._longest, unit=unit)
         step_amount = self._step_rows
@@ -556,14 +553,14 @@ class ThroughputSearch:
         return MicroBatchLimit(row_amount, unit), MicroBatchLimit(amount, unit)
 
     def _try_largest(self, found: Throughput) -> Trial:
-        """Run a trial of the most of the longest rows that a choice allows."""
+        """Run a trial of the longest rows, filled to the limit of a choice."""
         layout = self._layout.of_kind(found.kind, time=found.time)
         with self._tried.engine.sizer.trying(layout):
             return self._dry_run(layout.rows_within(found.limit, self._longest))
 
     def _settles(self, layout: MicroBatchLayout) -> bool:
-        """Run micro-batches of ever new rows, in the largest limit and in a quarter of it, as long
-        as something is compiled for them; return whether that ended.
+        """Warm up a layout with new rows, at the largest limit and a quarter of it, until nothing
+        is compiled; return whether that point was reached.
         """
         smallest, largest = self._limits(layout)
         quarter = replace(largest, amount=max(smallest.amount, largest.amount // 4))
@@ -579,7 +576,7 @@ class ThroughputSearch:
                 with self._tried.engine.sizer.trying(layout):
                     micro_batch = partial(self._tried.try_rows, [rows[row] for row in piece.rows])
                     if self._dry_run.time([micro_batch]) is None:
-                        # What is too large the search finds again.
+                        # The search rejects it again.
                         sizes = sizes[:1]
                         continue
                 new = self._compilations.new()
@@ -600,9 +597,7 @@ class ThroughputSearch:
         return True
 
     def _time(self, cuts: Sequence[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of each micro-batch of rows in some layouts, None if one does not
-        fit.
-        """
+        """Return the seconds of each micro-batch in some layouts, None if one does not fit."""
         timings = []
         for pieces, layout in cuts:
             last = len(pieces)
@@ -624,13 +619,13 @@ class ThroughputSearch:
 def kinds_to_choose_from(
     why_unfit: Callable[[str], str], *, configured: str | None, uniform: str | None = None
 ) -> tuple[str, ...]:
-    """Return the kinds of layouts that a configuration leaves to choose from; ranks ask together.
+    """Return the kinds of layouts that a configuration allows. A collective.
 
     Args:
-        why_unfit: function that returns why a kind that does not pad would not train the model as
-            padded rows do; empty if it would.
-        configured: kind that is configured; None leaves the choice.
-        uniform: what all micro-batches have alike, see :class:`.MicroBatchLayout`.
+        why_unfit: function that returns why a packed layout would not train the model as padded
+            rows do; empty if it would.
+        configured: configured kind; None allows several.
+        uniform: see :class:`.MicroBatchLayout`.
     """
     if configured or uniform:
         return (configured or "padded",)
@@ -651,17 +646,17 @@ def find_limit(
     cache_of: Callable[[SearchScope], SearchCache | None] = lambda scope: None,
     time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
 ) -> list[ProbeResult]:
-    """Find how many rows fit, and run no more at once: the one way from a question to a sizer.
+    """Find how many rows fit, and limit a sizer to them. All searches go through this function.
 
-    If a step that was tried as one micro-batch has to be several, search again with the gradients
-    in memory that the later ones meet; and where the largest rows have fewer tokens than another,
-    beside that one.
+    A step that does not fit as one micro-batch is searched again with the gradients of an earlier
+    micro-batch in memory. If another row has more tokens than the largest rows, the search is
+    repeated with rows padded to it.
 
     Args:
         tried: step that trials run.
-        scope: what the search looks for.
-        options: how it goes about it.
-        sizer: takes what is found, and refuses a configured size above it; None for none.
+        scope: target of the search.
+        options: options of the search.
+        sizer: receives the bound, and refuses a configured size above it; None without one.
         report: function that is called with the result of each search.
         cache_of: function that returns the cache of a search; None for no cache.
         time_limit: see :class:`BoundSearch`.
@@ -703,13 +698,13 @@ def find_max_batch_size(
     search: str = "predict",
     accumulates: bool = False,
 ) -> ProbeResult:
-    """Find the largest batch whose whole training step fits; training is left as it was, bit for
+    """Find the largest batch that fits in a whole training step; leave training as it was, bit for
     bit.
 
-    Trials run forward and backward of the worst rows, with the optimizer's state there; every size
-    that is returned was tried. Weights, optimizer, gradients, buffers and random numbers are the
-    same afterwards. On several ranks, which must hold a model that `fully_shard` has divided, all
-    of them call it, and the smallest bound counts.
+    Trials run forward and backward of the largest rows with the optimizer's state in memory; the
+    returned size was tried. Weights, optimizer, gradients, buffers and random numbers are restored.
+    On several ranks, whose model `fully_shard` must divide, all ranks call it, and the smallest
+    bound counts.
 
     Args:
         model: model on its device.
@@ -722,14 +717,14 @@ def find_max_batch_size(
         headroom: share of `device_memory` that is left free.
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
-        accumulates: whether gradients are there when a forward begins, as where the script
-            accumulates them.
+        accumulates: whether a forward begins with gradients in memory, as in scripts that
+            accumulate them.
 
     Returns:
-        What was found: `max_batch_size` rows, the trials, and ``table()`` of them.
+        The result: `max_batch_size` rows, the trials, and ``table()`` of them.
 
     Raises:
-        DoesNotFitError: one row does not fit; with what it needs.
+        DoesNotFitError: one row does not fit; the message has the memory that it needs.
         SettingError: an argument cannot be used.
     """
     options = ProbeOptions(device_memory, headroom, maximum, search)

@@ -38,19 +38,18 @@ log = logging.getLogger("adaptive_batch")
 
 # Results of rows by name: numbers that parts have one of, and outputs with an entry for each row.
 Results = dict[str, Any]
-# Of a part are counted: labels without the first of each row, all labels, and rows.
+# Counts of a part: labels without the first of each row, all labels, and rows.
 _Counts = tuple[float, float, int]
 _ROWS = 2
-# Other ways in which the numbers of parts become that of the batch; the first three are means,
-# weighted by a column of the counts.
+# Numbers of parts combine as a mean that is weighted by one of the three counts, or as a sum.
 _SUM = 3
 # Differences of numbers that rounding may cause, as shares of them.
 _TOLERANCE_FLOAT32 = 1e-3
 _TOLERANCE = 1.5e-2
 # A difference that weights of another kind hardly come to.
 _ROUNDING = 1e-6
-# What shows outputs of the whole batch: their difference in 16 bits, as a share of their norm, and
-# the share of whole numbers that differ.
+# Outputs depend on other rows if they differ by this share of their norm in 16 bits, or if this
+# share of whole numbers differs.
 _OTHER_OUTPUTS = 0.05
 _OTHER_NUMBERS = 0.1
 _PADDING = -100
@@ -77,7 +76,7 @@ class EvaluationParts:
 
     Attributes:
         model: as given.
-        sizer: decides what a part may hold.
+        sizer: limits a part.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class EvaluationParts:
         self._all_weights = [0, 1, _ROWS, _SUM] if is_shifted else [1, 0, _ROWS, _SUM]
         if is_sum:
             self._all_weights.reverse()
-        # Of each number, those that no check has excluded.
+        # Ways that no check has excluded, for each number.
         self._weights: dict[str, list[int]] = {}
         self._num_splits = 0
 
@@ -141,9 +140,9 @@ class EvaluationParts:
         """Return the results of a batch, and the weight of each part that has run.
 
         Args:
-            batch: what the trainer has made.
+            batch: batch of the trainer.
             forward: function that returns the results of the batch as it is, or of a prepared part.
-            prepare: function that makes of the batch what is split.
+            prepare: function that prepares the batch for the split.
             snapshot: function that returns the function which puts everything back as it is now.
 
         Raises:
@@ -376,7 +375,7 @@ class EvaluationParts:
 
 
 def _leaves(value: Any, name: str = "") -> Results:
-    """Return the values in a container by name; None is no value."""
+    """Return the values in a container by name, without None."""
     if value is not None and not isinstance(value, Mapping | list | tuple):
         return {name: value}
     items = named_items(value, name)
@@ -391,7 +390,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _factors(weight: int, counts: Sequence[_Counts]) -> list[float]:
-    """Return what the number of each part is multiplied by."""
+    """Return the factor of each part's number."""
     total: float = 0 if weight == _SUM else sum(count[weight] for count in counts)
     # The loss of no label is NaN or 0, of any part.
     return [count[weight] / total if total else 1.0 for count in counts]

@@ -142,7 +142,7 @@ class Sample:
     """Rows whose gradient is compared with the sum of the gradients of two parts of them.
 
     Attributes:
-        batch: the batch that they are rows of.
+        batch: batch of these rows.
         parts: numbers of the rows of each part, ascending; none on a rank without rows.
         dummy: function that makes a row which runs with weight 0.
     """
@@ -212,8 +212,8 @@ class Comparison:
         return math.sqrt(max(0.0, square)) / self.norm if math.isfinite(square) else math.inf
 
     def fitted_shares(self) -> tuple[list[float], float]:
-        """Return the shares with which the parts fit the whole best, by least squares, and what is
-        left of the difference, as a share of `norm`.
+        """Return the shares of the parts that fit the whole best, by least squares, and the
+        remaining difference as a share of `norm`.
         """
         parts = self.products[1:, 1:].nan_to_num()
         target = self.products[1:, 0].nan_to_num()
@@ -239,7 +239,7 @@ class Pass:
     dummy: Callable[[], Any]
 
     def part(self) -> Part:
-        """Return what the function is called with."""
+        """Return the argument of the function."""
         if not self.share:
             return Part(self.dummy(), 1, share=0.0, is_trial=True)
         rows = self.batch.part(self.rows)
@@ -278,7 +278,7 @@ class GradientPasses:
         Args:
             sample: rows and their parts.
             counts_first: whether the first label of each row counts.
-            by_row: whether each row draws its random numbers with a seed of its own.
+            by_row: whether each row draws its random numbers with its own seed.
             accumulates: whether the second part adds to the gradients of the first, as in training.
 
         Returns:
@@ -351,7 +351,7 @@ class GradientPasses:
             one = passes[number]
             random_state = RandomState(step.memory.device)
             versions = self._versions()
-            # What the parts before this one have summed.
+            # Sum of the parts before this one.
             summed = gradients[-1] if accumulates and number > 1 else None
             if summed is None:
                 step.saved_gradients.drop_new()
@@ -401,7 +401,7 @@ class GradientPasses:
     def _run_in_turn(
         self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
     ) -> bool:
-        """Run passes and undo what they change; return whether memory sufficed on all ranks."""
+        """Run passes and undo their changes; return whether all fit on all ranks."""
 
         def run_named(number: int) -> None:
             try:
@@ -447,7 +447,7 @@ class GradientPasses:
 
 @contextmanager
 def _draws_by_row(rows: Sequence[int], by_row: bool) -> Iterator[list[int | None]]:
-    """Draw random numbers with a seed for each row if asked to; yield what is drawn for a row."""
+    """If `by_row`, draw random numbers with a seed for each row; yield their sizes per row."""
     if not by_row:
         yield []
         return

@@ -23,15 +23,15 @@ from .model_checks import check_hooks
 
 
 class SavedGradients:
-    """Sets the gradients of earlier batches aside, which a script accumulates, and adds them again.
+    """Sets aside the gradients of earlier batches, which a script accumulates, and adds them again.
 
-    Nothing is copied: while a batch runs, its own gradients are new tensors. Those are made in
-    backward, as activations are freed, so that the peak of a batch in one part hardly rises; from
-    its second part on they are there beside the earlier ones.
+    Nothing is copied: a batch's own gradients are new tensors. Backward makes them as it frees
+    activations, so that the peak of a batch in one part hardly rises. From its second part on, both
+    gradients are in memory.
 
     Args:
-        earlier: gradients that are there, by parameter.
-        drop: function that leaves the model without gradients.
+        earlier: current gradients by parameter.
+        drop: function that clears the model's gradients.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SavedGradients:
             leaf.grad = None
 
     def put_back(self) -> None:
-        """Leave the earlier gradients alone, as before the batch."""
+        """Restore the earlier gradients, without those of the batch."""
         self._drop()
         for leaf, earlier in (*self._earlier.items(), *self.others()):
             leaf.grad = earlier

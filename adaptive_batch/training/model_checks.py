@@ -20,7 +20,7 @@ from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
 
-# Parameters that a message names, of however many.
+# Most parameters that a message names.
 _NAMED = 3
 
 
@@ -43,8 +43,8 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def fewest_rows(model: nn.Module) -> int:
-    """Return the fewest rows that the model trains on: two where a BatchNorm1d takes statistics,
-    which are not defined for one value.
+    """Return the fewest rows that the model can train on: two with a BatchNorm1d, whose statistics
+    are undefined for one value.
     """
     takes_statistics = any(
         isinstance(module, nn.BatchNorm1d) and (module.training or not model.training)
@@ -63,7 +63,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; afterwards each module is as it was."""
+    """Set the model to evaluation mode inside; restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -74,8 +74,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def check_parameters(model: object, optimizer: object) -> None:
-    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not
-    know; say what it leaves out.
+    """Refuse an optimizer of parameters outside of the model, whose gradients a step would neither
+    clip nor restore; log the parameters that it leaves out.
     """
     if not isinstance(model, nn.Module):
         raise SettingError("model", type(model).__name__, "give an nn.Module")
@@ -132,7 +132,7 @@ def check_ranks(model: nn.Module, sharding: Sharding) -> None:
     """Refuse a model that several ranks neither divide among them as a whole, nor keep alike.
 
     Raises:
-        SettingError: naming what is not divided or not alike.
+        SettingError: parameters are neither sharded nor replicated.
     """
     if distributed.world_size() == 1:
         return
@@ -162,7 +162,7 @@ def check_ranks(model: nn.Module, sharding: Sharding) -> None:
 
 
 def _is_divided_by_rows(model: nn.Module) -> bool:
-    """Whether each rank runs rows of its own: with tensor parallelism some run the same."""
+    """Return whether each rank runs its own rows; with tensor parallelism some run the same."""
     divided = _divided(model)
     if any(parameter.device_mesh.size() != distributed.world_size() for parameter in divided):
         return False
@@ -182,7 +182,7 @@ def _divided(model: nn.Module) -> list[Any]:
 
 
 def _undivided(model: nn.Module) -> list[str]:
-    """Return the names of trained parameters of which each rank holds a whole one."""
+    """Return the names of trained parameters that no rank has sharded."""
     divided = {
         id(parameter)
         for parameter in _divided(model)
@@ -201,7 +201,7 @@ def gradient_hooks(model: nn.Module) -> list[str]:
 
 
 def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
-    """Refuse hooks that may step an optimizer in backward, which is called for each part.
+    """Refuse hooks that may step an optimizer in the backward of each part.
 
     Raises:
         SettingError: a leaf has a hook that is not DDP's own.

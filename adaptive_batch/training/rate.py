@@ -1,6 +1,4 @@
-"""The learning rate of each step: the schedule at the clock of training, scaled by what the step
-holds.
-"""
+"""The learning rate of each step: the schedule at the clock of training, scaled by the batch."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ class AdaptiveRate:
             whoever sets it.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
         reference_batch_size: global batch that the optimizer's rates were chosen for: rows, or
-            ``"8192tok"``. None only where nothing is scaled.
-        lr_clock: what the schedule counts: ``steps``, or the part of training that is done by
+            ``"8192tok"``. Required if something is scaled.
+        lr_clock: unit of the schedule: ``steps``, or the part of training that is done by
             ``samples`` or ``tokens``, in steps of a constant batch, so that a batch that grows does
             not stretch it.
         scale_with_batch: what follows the batch too: ``{"beta2": "half_life", "weight_decay":
@@ -67,7 +65,7 @@ class AdaptiveRate:
         reference: global batch that the rates belong to.
 
     Raises:
-        SettingError: an argument cannot be used, or a scheduler keeps a count of its own.
+        SettingError: an argument cannot be used, or a scheduler keeps its own count.
         ValueError: a scheduler built around another optimizer.
     """
 
@@ -132,7 +130,7 @@ class AdaptiveRate:
             optimizers: optimizers that follow; `scheduler` was built around the first of them for
                 the first step.
             scheduler: a torch scheduler.
-            settings: the rest as of :class:`AdaptiveRate`.
+            settings: other arguments of :class:`AdaptiveRate`.
         """
         if follows_clock(scheduler):
             return cls(optimizers, scheduler, **settings)
@@ -158,11 +156,11 @@ class AdaptiveRate:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the rate is scaled by the tokens of a step, and not by its rows."""
+        """True if the rate is scaled by the tokens of a step, and not by its rows."""
         return self.reference is not None and self.reference.unit == "tokens"
 
     def refer_to(self, reference: Reference) -> None:
-        """Take another global batch that the rates belong to, as that of a run that is resumed."""
+        """Set the global batch that the rates belong to, as a resumed run does."""
         self.reference = reference
 
     def set(
@@ -172,8 +170,7 @@ class AdaptiveRate:
         tokens: int | None = None,
         progress: Progress | None = None,
     ) -> dict[str, float]:
-        """Set the rate of the next ``optimizer.step()``; on several ranks a collective where it is
-        scaled.
+        """Set the rate of the next ``optimizer.step()``. A collective if the rate is scaled.
 
         Every step until the next call has this rate: one that is retried or repeated too. A rate
         that somebody writes before the step is scaled instead.
@@ -185,12 +182,12 @@ class AdaptiveRate:
                 needed by the clocks ``samples`` and ``tokens``.
 
         Returns:
-            The scaled rate of the first group as ``lr``, and what else follows the batch, of the
-            first group where it is not 0: ``beta2``, ``weight_decay``.
+            The scaled rate of the first group as ``lr``, and ``beta2`` and ``weight_decay`` if they
+            follow the batch, of the first group with a value.
 
         Raises:
-            SettingError: what the clock or the reference needs is missing; the schedule is not a
-                finite number; or the optimizer has groups that the scheduler does not know.
+            SettingError: an argument for the clock or the reference is missing; the schedule is not
+                finite; or the optimizer has groups that the scheduler does not know.
         """
         if progress is None:
             if self._scheduler is not None and self._clock != Clock("steps", "steps"):
@@ -285,7 +282,7 @@ class AdaptiveRate:
                 write_rate(group, float(base) * factor)
 
     def describe(self) -> str | None:
-        """Return a line on what is scaled with the batch; None if nothing is."""
+        """Describe the values that are scaled with the batch; None without any."""
         rules = {"lr": self._rule, **self._follow}
         followers = read_scaled(self._optimizers[0].param_groups, self._follow)
         bases = {"lr": self.base, **followers}
@@ -298,8 +295,8 @@ class AdaptiveRate:
         return "; ".join(lines) or None
 
     def describe_unscaled(self, batch: int, *, configured: int) -> str | None:
-        """Return a line on a rate that does not follow the batch; None if it does, or the batch
-        is as configured.
+        """Describe a rate that does not follow the batch; None if it does, or if the batch is as
+        configured.
 
         Args:
             batch: global batch now, in rows.
@@ -332,7 +329,7 @@ class AdaptiveRate:
         """Resume from a saved state.
 
         Raises:
-            SettingError: the state is none of a rate.
+            SettingError: the state does not belong to a rate.
         """
         check_state(state, ("clock", "steps"), owner="a rate")
         self._training_clock.load_state_dict(state["clock"])

@@ -1,4 +1,4 @@
-"""Random numbers that a row gets whichever part of a batch it is in."""
+"""Random numbers that depend on the row, and not on its part of the batch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rows: numbers of the rows of the part that runs.
 
     Attributes:
-        sizes: what each operator drew for a row, in entries of the first dimension; 0 for a scalar,
-            and None for a tensor that does not have the rows.
+        sizes: entries of the first dimension that each operator drew per row; 0 for a scalar, None
+            for a tensor without a dimension of rows.
     """
 
     # Otherwise flex_attention refuses to run.

@@ -36,9 +36,9 @@ _TOLERANCE_FLOAT32 = 1e-3
 _TOLERANCE_ALL_PARTS = 1e-2
 _MIN_TOLERANCE = 1e-4
 _TOLERANCE_TF32 = 1e-2
-# Of parts of one row in less than float32, where losses near 0 differed by up to 15%.
+# For parts of one row in less than float32: losses near 0 differed by up to 15%.
 _TOLERANCE_ONE_ROW = 0.25
-# Difference between two runs of the same rows above which a comparison shows nothing.
+# If two runs of the same rows differ by more, a comparison shows nothing.
 _MAX_NOISE = 0.05
 # Difference between fitted shares and those that a kind of loss would have.
 _SAME_SHARE = 0.05
@@ -73,10 +73,10 @@ class SplitCheck:
         self._knows_first_label = False
         self._num_splits = 0
         self._num_label_checks = 0
-        # Whether a batch was cut, and whether one was packed.
+        # A batch was cut; a batch was packed.
         self._forms = [False, False]
         self._num_parts = 0
-        # Whether rows of the last check had no gradient, or none that is finite.
+        # The rows of the last check had no finite gradient.
         self._lacks_gradient = False
         self._warned: set[str] = set()
 
@@ -109,8 +109,8 @@ class SplitCheck:
         *,
         num_parts: int,
     ) -> None:
-        """Count a split, and if it is to be checked, compare the gradients of a few rows with those
-        of their parts. Random numbers are as before afterwards.
+        """Count a split; if it is due for a check, compare the gradients of a few rows with those
+        of their parts. Random numbers are restored.
 
         Args:
             rows: rows of the batch.
@@ -273,7 +273,7 @@ class SplitCheck:
             result: their comparison.
             tolerance: difference that rounding may cause.
             coefficient: coefficient of the model's auxiliary loss; 0 without one.
-            by_row: whether each row draws its random numbers with a seed of its own.
+            by_row: whether each row draws its random numbers with its own seed.
         """
         terms = self._step.terms
         separate = self._passes.compare(
@@ -386,7 +386,7 @@ class SplitCheck:
 
 
 class _Candidates:
-    """Rows of a batch, of which those are chosen that a wrong split would show most.
+    """Chooses the rows of a batch that would show a wrong split most.
 
     A part has two rows if a micro-batch has four, so that a check needs no more memory.
 
@@ -394,7 +394,8 @@ class _Candidates:
         batch: the batch.
         pieces: parts that it is split into.
         labels: counts the labels of a row.
-        number: number of the split, by which other values and other rows among equals are chosen.
+        number: number of the split; another number chooses other values, and other rows among
+            equals.
     """
 
     def __init__(
@@ -410,7 +411,7 @@ class _Candidates:
         length = max((piece.length for piece in pieces), default=0) or 1
         self._batch = batch
         self._number = number
-        # One document on each side would hide in 16 bits what it sees of others.
+        # In 16 bits, one document on each side would hide attention to others.
         has_room = batch.is_packed or 4 * length <= largest
         self._size = 2 if has_room and num_rows >= 4 else 1
         # Among equal rows, the order decides.
