@@ -83,8 +83,6 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("tokenizer.max_seq_len", check_whole),
     ("tokenizer.merges_file", _check_merges),
     ("model.lora_rank", check_whole),
-    ("model.lora_alpha", _check_positive),
-    ("model.norm_eps", _check_positive),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
     ("resume_from_checkpoint", _check_resume),
 )
@@ -97,6 +95,11 @@ def _check_values(config: Mapping[str, Any]) -> None:
     for key, check in _VALUES:
         for value in values_at(config, key):
             check(key, value)
+    model = config.get("model")
+    for name in ("lora_alpha", "norm_eps"):
+        # Null fails as late as text does.
+        if isinstance(model, Mapping) and name in model:
+            _check_positive(f"model.{name}", model[name])
     for name, value in config.items():
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, Mapping) and "_component_" in block:

@@ -1,5 +1,5 @@
-"""Estimate of the memory on devices that are not here: the configuration's training step on fake
-tensors, and single changes.
+"""Estimate of the memory on other devices: the configuration's training step on fake tensors, and
+single changes of the configuration.
 
 tune run adaptive_estimate --config NAME estimate.devices=80GiB
     [estimate.sequence_lengths=[1024,2048]] [estimate.world_size=8]
@@ -13,11 +13,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import cast
 
 import torch
 from omegaconf import DictConfig
+from torchtune import modules
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole, count, format_bytes
@@ -27,13 +29,11 @@ from adaptive_batch.estimate import (
     Change,
     EstimatedDevice,
     FakeDevice,
-    Fit,
     LengthEstimate,
     MemoryEstimate,
-    Resident,
     Target,
     alike,
-    estimate_length,
+    check_compiler,
     left_out,
     needs_values,
     parse_devices,
@@ -42,10 +42,9 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.memory import auto_headroom
 
-from .checks import TO_PLAN, check_parallel, complete, not_read
-from .config_errors import instantiate
-from .estimate_changes import candidates, with_overrides
-from .fake_run import FakeRun, Rows
+from .checks import TO_PLAN, check_parallel, complete, has_tensor_parallelism, not_read
+from .config_errors import instantiate, merged
+from .fake_run import FakeRun
 from .job import own_compiler, task_of
 from .keys import load_function
 from .model import FullModel
@@ -113,16 +112,6 @@ def estimate_devices(
     return estimate
 
 
-class _Estimated(NamedTuple):
-    """Memory by length on the first kind of device, the devices with the rows that fit, and
-    the run of the first kind.
-    """
-
-    lengths: tuple[LengthEstimate, ...]
-    devices: tuple[Target, ...]
-    run: FakeRun
-
-
 class Estimator:
     """Estimates one configuration and its variants for devices."""
 
@@ -141,43 +130,43 @@ class Estimator:
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
         self._devices = devices
         self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
-        self._first_length: int | str = "longest"
         self._skeleton: torch.nn.Module | None = None
         self._paged: list[str] = []
 
     def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], list[str]]:
-        """Estimate each length; return what it holds, the devices with what fits there, and what is
-        not counted.
+        """Estimate each length.
+
+        Returns:
+            The memory of each length on the first kind of device, the devices with the rows that
+            fit, and a sentence for each thing that is not counted.
         """
         estimate_settings = self._settings.estimate
-        sequence_lengths = [
-            self._resolved(length)
-            for length in estimate_settings.lengths_of(self._settings.probe)[1]
-        ]
-        self._first_length = sequence_lengths[0]
-        estimated = self._estimate(self._cfg, sequence_lengths, estimate_settings.world_size)
-        self._skeleton = estimated.run.job.skeleton
-        not_counted = [*self._paged, *estimated.run.left_out]
+        _, wanted = estimate_settings.lengths_of(self._settings.probe)
+        lengths, devices, run = self._estimate(
+            self._cfg, [self._resolved(length) for length in wanted], estimate_settings.world_size
+        )
+        self._skeleton = run.job.skeleton
+        not_counted = [*self._paged, *run.left_out]
         if self._settings.micro_batch.needs_search:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
             )
-        if self._on_accelerator and any(device.reference_rows for device in estimated.devices):
+        if self._on_accelerator and any(device.reference_rows for device in devices):
             not_counted.append(
                 "what the reference's own micro-batches leave in the allocator's cache, and what it"
                 " holds of them beside what they allocate"
             )
         architectures = [device.architecture for device in self._devices if self._on_accelerator]
         not_counted += left_out(
-            estimated.run.trainer.models, architectures, world_size=estimate_settings.world_size
+            run.trainer.models, architectures, world_size=estimate_settings.world_size
         )
         if not self._on_accelerator:
             not_counted.append(
                 f"device={self._cfg.device}: what an accelerator takes beside tensors, and what is"
                 " no tensor"
             )
-        return estimated.lengths, estimated.devices, not_counted
+        return lengths, devices, not_counted
 
     def _estimate(
         self,
@@ -187,64 +176,70 @@ class Estimator:
         *,
         is_change: bool = False,
         allocator: AllocatorSettings | None = None,
-    ) -> _Estimated:
-        """Estimate each length on each device."""
+    ) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], FakeRun]:
+        """Estimate each length on each device; return also the run of the first kind of device."""
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
-        devices = self._targets(world_size, allocator)
+        options = self._settings.estimate
+        headroom = options.headroom
+        if headroom == "auto":
+            expands = allocator is not None and allocator.expandable_segments
+            headroom = auto_headroom(expands=expands and world_size == 1)
+        context = options.context if self._on_accelerator else 0
+        devices = [
+            device.target(context_bytes=context, headroom=headroom) for device in self._devices
+        ]
+        maximum = self._settings.probe.maximum
         # Reversed, so that the lengths of the first kind stay.
         for members in reversed(self._alike):
             targets = [devices[number] for number in members]
             reference_rows: list[tuple[int, ...]] = [()] * len(members)
-            estimates = []
-            with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
-                for sequence_length in wanted:
-                    estimate = step.estimate(
-                        sequence_length,
-                        targets,
-                        is_checked=not is_change,
-                        allocator=allocator,
-                    )
-                    estimates.append(estimate)
-                lengths, fits = zip(*estimates, strict=True)
-                if step.run.has_paged_states and not is_change:
-                    self._without_paged_states(step, wanted, targets, allocator)
-                if step.has_reference_apart and not is_change:
-                    of_lengths = [step.reference_rows(length, targets) for length in wanted]
-                    reference_rows = list(zip(*of_lengths, strict=True))
-            of_devices = zip(members, targets, zip(*fits, strict=True), reference_rows, strict=True)
-            for number, target, own_fits, rows in of_devices:
-                devices[number] = replace(target, lengths=own_fits, reference_rows=rows)
-        return _Estimated(lengths, tuple(devices), step.run)
-
-    def _without_paged_states(
-        self,
-        step: _Step,
-        lengths: Sequence[int | str],
-        targets: Sequence[Target],
-        allocator: AllocatorSettings | None,
-    ) -> None:
-        """Note the rows that fit while an optimizer's paged states lie on the host."""
-        paged = step.resident.optimizer
-        larger = [replace(target, budget_bytes=target.budget_bytes + paged) for target in targets]
-        for length in lengths:
-            found, fits = step.estimate(length, larger, is_checked=False, allocator=allocator)
-            for target, fit in zip(targets, fits, strict=True):
-                self._paged.append(
-                    f"{target.name}: without the paged states ({format_bytes(paged)}), which may"
-                    f" lie on the host, {count(fit.max_batch_size, 'row')} of"
-                    f" {found.sequence_length} tokens fit"
+            with self._run(cfg, wanted, world_size, self._devices[members[0]]) as run:
+                plan = run.job.settings.search_plan
+                # All lengths are checked before the first is estimated.
+                rows = [run.rows_of(length)[0] for length in wanted]
+                step = run.step(
+                    rows[0],
+                    accumulates=plan.has_several or run.job.settings.micro_batch.needs_search,
+                    keeps_gradients=distributed.world_size() > 1
+                    and not run.job.settings.sync_gradients_every_micro_batch,
                 )
-
-    def _targets(self, world_size: int, allocator: AllocatorSettings | None) -> list[Target]:
-        """Return what may be used of each device, with `world_size` ranks."""
-        estimate = self._settings.estimate
-        context = estimate.context if self._on_accelerator else 0
-        headroom = estimate.headroom
-        if headroom == "auto":
-            expands = allocator is not None and allocator.expandable_segments
-            headroom = auto_headroom(expands=expands and world_size == 1)
-        return [device.target(context_bytes=context, headroom=headroom) for device in self._devices]
+                estimates = [
+                    run.estimate(
+                        step, length, targets, is_checked=not is_change, allocator=allocator
+                    )
+                    for length in wanted
+                ]
+                lengths, fits = zip(*estimates, strict=True)
+                if run.has_paged_states and not is_change:
+                    paged = step.resident.optimizer
+                    larger = [
+                        replace(target, budget_bytes=target.budget_bytes + paged)
+                        for target in targets
+                    ]
+                    for length in wanted:
+                        found, fits_paged = run.estimate(
+                            step, length, larger, is_checked=False, allocator=allocator
+                        )
+                        self._paged += [
+                            f"{target.name}: without the paged states ({format_bytes(paged)}),"
+                            f" which may lie on the host, {count(fit.max_batch_size, 'row')} of"
+                            f" {found.sequence_length} tokens fit"
+                            for target, fit in zip(targets, fits_paged, strict=True)
+                        ]
+                if run.trainer.engine.reference is not None and not is_change:
+                    curves = [run.reference_curve(rows_of_length) for rows_of_length in rows]
+                    reference_rows = [
+                        tuple(
+                            maximum if fitting is None else min(fitting, maximum)
+                            for fitting in (curve.max_rows(target.budget_bytes) for curve in curves)
+                        )
+                        for target in targets
+                    ]
+            results = zip(members, targets, zip(*fits, strict=True), reference_rows, strict=True)
+            for number, target, own_fits, own_rows in results:
+                devices[number] = replace(target, lengths=own_fits, reference_rows=own_rows)
+        return lengths, tuple(devices), run
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -272,27 +267,30 @@ class Estimator:
         """Estimate each single change at the first length, on each device.
 
         Args:
-            length: estimate of that length as it is.
-            fits: whether a row fits on each device as it is.
+            length: estimate of that length without a change.
+            fits: whether a row fits on each device without a change.
         """
+        options = self._settings.estimate
         maximum = self._settings.probe.maximum
+        first, *_ = options.lengths_of(self._settings.probe)[1]
         assert self._skeleton is not None
         changes = candidates(
             self._cfg,
             self._skeleton,
             tokens=length.sequence_length,
-            world_size=self._settings.estimate.world_size,
+            world_size=options.world_size,
         )
         for candidate in changes:
             # More devices than 8 are of interest until a row fits.
             if (candidate.world_size or 0) > 8 and fits:
                 break
             try:
-                cfg = with_overrides(self._cfg, candidate.overrides)
-                ranks = candidate.world_size or self._settings.estimate.world_size
-                sequence_lengths = [candidate.sequence_length or self._first_length]
-                estimated = self._estimate(
-                    cfg, sequence_lengths, ranks, is_change=True, allocator=candidate.allocator
+                _, devices, _ = self._estimate(
+                    with_overrides(self._cfg, candidate.overrides),
+                    [candidate.sequence_length or self._resolved(first)],
+                    candidate.world_size or options.world_size,
+                    is_change=True,
+                    allocator=candidate.allocator,
                 )
             except Exception as error:
                 # Components refuse each other in many ways.
@@ -301,129 +299,45 @@ class Estimator:
                     message = f"{type(error).__name__}: {message}"
                 yield Change(candidate.overrides, candidate.cost, refused=message)
                 continue
-            fitting = [device.lengths[0].max_batch_size for device in estimated.devices]
+            fitting = [device.lengths[0].max_batch_size for device in devices]
             fits = fits or (candidate.world_size is not None and all(fitting))
             # At the maximum any number of rows may fit.
             bounds = tuple(None if rows == maximum else rows for rows in fitting)
             yield Change(candidate.overrides, candidate.cost, bounds)
 
     @contextmanager
-    def _step(
-        self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int, of: EstimatedDevice
-    ) -> Iterator[_Step]:
+    def _run(
+        self,
+        cfg: DictConfig,
+        lengths: Sequence[int | str],
+        world_size: int,
+        device: EstimatedDevice,
+    ) -> Iterator[FakeRun]:
         ranks_of_a_model = check_parallel(cfg, world_size=world_size)
+        reads_data = any(isinstance(length, str) for length in lengths) or bool(
+            cfg.get("collate_fn", None)
+        )
         with (
             distributed.fake_process_group(world_size, ranks_of_a_model=ranks_of_a_model),
             own_compiler(cfg),
+            warnings.catch_warnings(),
         ):
-            settings = Settings.from_config(cfg)
-            reads_data = (
-                any(isinstance(length, str) for length in lengths)
-                or cfg.get("collate_fn", None) is not None
-            )
-            device = FakeDevice(of.kernels if self._on_accelerator else None)
+            # torch warns of bf16 norms.
+            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+            fake = FakeDevice(device.kernels if self._on_accelerator else None)
             try:
-                with warnings.catch_warnings():
-                    # torch warns of bf16 norms.
-                    warnings.filterwarnings(
-                        "ignore", message="Mismatch dtype between input and weight"
-                    )
-                    yield _Step(
-                        FakeRun(
-                            cfg, settings, device, reads_data=reads_data, builder=self._builder
-                        ),
-                        lengths,
-                    )
+                yield FakeRun(
+                    cfg,
+                    Settings.from_config(cfg),
+                    fake,
+                    reads_data=reads_data,
+                    builder=self._builder,
+                )
             except Exception as error:
                 remedy = needs_values(error)
                 if remedy is None:
                     raise
                 raise _named(cfg, error, remedy) from error
-
-
-class _Step:
-    """The training step of a run whose model is not built yet, on fake tensors."""
-
-    def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
-        self.run = run
-        self._rows = {length: self._rows_of(length) for length in lengths}
-        settings = run.job.settings
-        rows, _ = self._rows[lengths[0]]
-        keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
-        self._step = run.step(
-            rows,
-            accumulates=settings.search_plan.has_several or settings.micro_batch.needs_search,
-            keeps_gradients=keeps,
-        )
-
-    @property
-    def resident(self) -> Resident:
-        """What is on the device before a forward."""
-        return self._step.resident
-
-    @property
-    def has_reference_apart(self) -> bool:
-        """Whether the reference runs in micro-batches of its own."""
-        return self.run.trainer.engine.reference is not None
-
-    def reference_rows(self, length: int | str, targets: Sequence[Target]) -> tuple[int, ...]:
-        """Return the rows of one length that fit at once in the reference, for each device."""
-        rows, _ = self._rows[length]
-        curve = self.run.reference_curve(rows)
-        maximum = self.run.job.settings.probe.maximum
-        fitting = [curve.max_rows(target.budget_bytes) for target in targets]
-        return tuple(
-            maximum if fitting_rows is None else min(fitting_rows, maximum)
-            for fitting_rows in fitting
-        )
-
-    def _rows_of(self, length: int | str) -> tuple[Rows, int]:
-        if self.run.reads_data:
-            worst = self.run.data.trial_rows(length)
-            tokens = worst.length
-
-            # Also more rows than the dataset has.
-            def rows(count: int) -> list[dict[str, Any]]:
-                some = worst.first(min(count, len(self.run.data.dataset)))
-                return [some[number % len(some)] for number in range(count)]
-
-        else:
-            assert isinstance(length, int)
-            tokens = length
-
-            # It is on the host, and not counted.
-            row = self.run.job.task.made_up_row(length, packed=self.run.data.packed)
-
-            def rows(count: int) -> list[dict[str, Any]]:
-                return [row] * count
-
-        longest = self.run.job.max_row_length
-        if longest and tokens > longest:
-            key, _ = self.run.job.settings.estimate.lengths_of(self.run.job.settings.probe)
-            raise SettingError(key, length, f"the model takes {longest} tokens at most")
-        return rows, tokens
-
-    def estimate(
-        self,
-        length: int | str,
-        targets: Sequence[Target],
-        *,
-        is_checked: bool,
-        allocator: AllocatorSettings | None,
-    ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
-        """Estimate one length and what fits of it; see
-        :func:`adaptive_batch.estimate.estimate_length`.
-        """
-        rows, tokens = self._rows[length]
-        return estimate_length(
-            self._step,
-            tokens,
-            targets,
-            maximum=self.run.job.settings.probe.maximum,
-            forward_backward=self.run.forward_backward(rows),
-            is_checked=is_checked,
-            allocator=allocator,
-        )
 
 
 def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
@@ -437,3 +351,224 @@ def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
     if runs_in_optimizer(error):
         key = "optimizer"
     return SettingError(key, str(cfg[key]._component_), remedy)
+
+
+# --- single changes
+
+# Optimizers that have a fused step.
+_FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change to estimate.
+
+    Attributes:
+        overrides: arguments that the user types.
+        cost: price of the change, for the user.
+        sequence_length: length of the rows, if it changes.
+        world_size: ranks, if they change.
+        allocator: settings of the allocator, if they change.
+    """
+
+    overrides: tuple[str, ...]
+    cost: str
+    sequence_length: int | None = None
+    world_size: int | None = None
+    allocator: AllocatorSettings | None = None
+
+
+def candidates(
+    cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int
+) -> Iterator[Candidate]:
+    """Yield the single changes that apply to a configuration.
+
+    Args:
+        cfg: configuration.
+        model: model of the configuration; it may be without memory.
+        tokens: tokens of a row.
+        world_size: ranks that share the model.
+    """
+    if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
+        yield Candidate(
+            ("PYTORCH_ALLOC_CONF=expandable_segments:True",),
+            "an environment variable; PyTorch's allocator then leaves less of its memory unused",
+            allocator=AllocatorSettings(expandable_segments=True),
+        )
+    half = tokens // 2
+    changes = [*_memory_changes(cfg, model), *_optimizer_changes(cfg, world_size)]
+    changes += _operation_changes(cfg, model)
+    for applies, overrides, cost in changes:
+        if applies:
+            yield Candidate(tuple(overrides), cost)
+    if tokens >= 256:
+        overrides = (f"tokenizer.max_seq_len={half}",)
+        yield Candidate(overrides, f"rows are cut to {half} tokens", sequence_length=half)
+    if "lora_attn_modules" in cfg.model:
+        for applies, overrides, cost in _adapter_changes(cfg.model):
+            if applies:
+                yield Candidate(tuple(overrides), cost)
+    if world_size > 1 and not cfg.get("fsdp_reshard_after_forward", True):
+        cost = "each layer is gathered again in backward"
+        yield Candidate(("fsdp_reshard_after_forward=True",), cost)
+    if world_size > 1 and cfg.get("sync_gradients_every_micro_batch", None) is False:
+        cost = "gradients are reduced after each micro-batch"
+        yield Candidate(("sync_gradients_every_micro_batch=True",), cost)
+    for ranks in (2, 4, 8, 16, 32, 64, 128):
+        if ranks > world_size:
+            cost = f"{ranks} devices, which exchange each layer's parameters; rows of each device"
+            yield Candidate((f"--nproc_per_node {ranks}",), cost, world_size=ranks)
+
+
+# Whether a change applies, its overrides and its cost.
+_Changes = list[tuple[bool, Sequence[str], str]]
+
+
+def _memory_changes(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
+    """Return changes of what is kept for backward."""
+    recomputed = _share_of_layers(model) / 3
+    recomputes = (
+        cfg.get("enable_activation_checkpointing", False) or cfg.get("ac_mode", None) is not None
+    )
+    budget = cfg.get("activation_memory_budget", None)
+    is_compiled = bool(cfg.get("compile", False)) and str(cfg.device) != "cpu"
+    has_budget = is_compiled and not has_tensor_parallelism(cfg) and check_compiler() is None
+    return [
+        (
+            not recomputes,
+            ["enable_activation_checkpointing=True"],
+            f"each layer's forward runs again in backward: about {recomputed:.0%} more compute",
+        ),
+        (
+            not recomputes,
+            ["ac_mode=selective", "ac_option=2"],
+            f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute",
+        ),
+        # Each is estimated, as a smaller share may need more memory.
+        *(
+            (
+                has_budget and share < (1.0 if budget is None else float(budget)),
+                [f"activation_memory_budget={share}"],
+                "each compiled part computes in backward what is cheapest to compute again",
+            )
+            for share in (0.5, 0.3, 0.15)
+        ),
+    ]
+
+
+def _optimizer_changes(cfg: DictConfig, world_size: int) -> _Changes:
+    """Return changes of the optimizer, its states and its step."""
+    optimizer = str(cfg.optimizer._component_)
+    in_backward = ["optimizer_in_bwd=True"]
+    if int(cfg.get("gradient_accumulation_steps", 1) or 1) > 1:
+        in_backward.append("gradient_accumulation_steps=1")
+    if cfg.get("clip_grad_norm", None) is not None:
+        in_backward.append("clip_grad_norm=null")
+    given = {key: cfg.optimizer.get(key, None) for key in ("fused", "foreach")}
+    return [
+        (
+            not cfg.get("optimizer_in_bwd", False)
+            and not (world_size > 1 and optimizer.startswith("torchao.")),
+            in_backward,
+            "no accumulation, no clipping, and no retry of a step that runs out of memory",
+        ),
+        (
+            optimizer in ("torch.optim.AdamW", "torch.optim.Adam"),
+            [
+                f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit",
+                *(f"~optimizer.{key}" for key, value in given.items() if value is not None),
+            ],
+            "the optimizer's states are rounded to 8 bits",
+        ),
+        (
+            optimizer in _FUSED and not any(given.values()),
+            ["optimizer.fused=True"],
+            "the optimizer's step is one kernel: results differ by rounding",
+        ),
+    ]
+
+
+def _operation_changes(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
+    """Return changes of norms, of the loss and of the dtype."""
+    loss = str(cfg.loss._component_)
+    dtype = str(cfg.dtype)
+    distils = cfg.get("kd_loss", None) is not None
+    chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
+    # All losses take logits in the same chunks.
+    losses = ("loss", "kd_loss") if distils else ("loss",)
+    return [
+        (
+            dtype in ("bf16", "bfloat16", "fp16", "float16")
+            and any(type(module) is modules.RMSNorm for module in model.modules()),
+            ["fused_rms_norm=True"],
+            "norms are one operation each: results differ by rounding",
+        ),
+        (
+            loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss")
+            and not distils,
+            ["loss=torchtune.modules.loss.CEWithChunkedOutputLoss"],
+            "the same loss, summed in 8 parts",
+        ),
+        (
+            loss.endswith("CEWithChunkedOutputLoss"),
+            [f"{name}.num_output_chunks={chunks}" for name in losses],
+            f"the same loss, summed in {chunks} parts",
+        ),
+        (
+            dtype in ("fp32", "float32"),
+            ["dtype=bf16"],
+            "weights, gradients and states with 8 bits of precision: results differ",
+        ),
+    ]
+
+
+def _adapter_changes(block: DictConfig) -> _Changes:
+    """Return changes of the adapters, and the base in four bits instead of its dtype."""
+    module, _, name = str(block._component_).rpartition(".")
+    builders = import_module(module)
+    takes_base = "quantize_base" in inspect.signature(getattr(builders, name)).parameters
+    has_builder = name.startswith("lora_") and hasattr(builders, f"q{name}")
+    is_quantized = block.get("quantize_base", False) or name.startswith("qlora_")
+    rank = int(block.get("lora_rank", 8))
+    quantize = f"model={module}.q{name}" if has_builder else "model.quantize_base=True"
+    return [
+        (rank > 1, [f"model.lora_rank={rank // 2}"], "adapters of half the rank hold less"),
+        (
+            bool(block.get("apply_lora_to_mlp", False)),
+            ["model.apply_lora_to_mlp=False"],
+            "no adapters in the MLP, whose inputs are then not kept",
+        ),
+        (
+            bool({*block.lora_attn_modules} - {"q_proj", "v_proj"}),
+            ["model.lora_attn_modules=[q_proj,v_proj]"],
+            "adapters of queries and values alone in attention",
+        ),
+        (
+            has_builder or (takes_base and not is_quantized),
+            [quantize],
+            "the base has 4 bits (NF4): it is rounded, and made whole again in each forward and"
+            " backward",
+        ),
+    ]
+
+
+def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a configuration with overrides as torchtune's command line takes them."""
+    # Arguments of `tune run` and the environment are not keys.
+    keys = [override for override in overrides if not override.startswith(("--", "PYTORCH"))]
+    changed: DictConfig = merged(cfg, keys)
+    return changed
+
+
+def _share_of_layers(model: torch.nn.Module) -> float:
+    """Return the share of a forward's multiplications in the layers, by parameters."""
+    sizes = {"layers": 0, "others": 0}
+    for name, parameter in model.named_parameters():
+        # Looking up multiplies nothing.
+        if "embeddings" not in name or not hasattr(model, "output"):
+            sizes["layers" if "layers." in name else "others"] += parameter.numel()
+    has_output = isinstance(getattr(model, "output", None), torch.nn.Linear)
+    # A tied output layer multiplies by the embeddings.
+    if not has_output and hasattr(model, "tok_embeddings"):
+        sizes["others"] += cast(torch.nn.Embedding, model.tok_embeddings).weight.numel()
+    return sizes["layers"] / max(1, sum(sizes.values()))

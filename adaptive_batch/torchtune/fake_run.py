@@ -4,11 +4,13 @@ or a device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -17,24 +19,29 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torchtune import training
 from torchtune.data import padded_collate_packed
 from torchtune.modules import attention_utils
+from torchtune.training import OffloadActivations
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
+    AllocatorSettings,
     CompiledParts,
     CudaKernels,
     FakeDevice,
     FakeStep,
+    Fit,
+    LengthEstimate,
+    Target,
     check_compiler,
+    estimate_length,
     traces_alike,
 )
 from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN, values_at
 from .data import Data
-from .fake_offloading import offloading_fake_tensors
 from .job import Job, own_compiler
 from .model import FullModel, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
@@ -95,7 +102,12 @@ class FakeRun:
             needs=TO_PLAN,
             with_values=self._with_values,
         )
-        self.data = self._read_what_is_at_hand() if reads_data else self._make_up_data()
+        if reads_data:
+            self.data = self._read_what_is_at_hand()
+        else:
+            self.job.check_model()
+            packed = any(values_at(cfg, "dataset.packed"))
+            self.data = Data(self.job, [self.job.task.made_up_row(8, packed=packed)], packed=packed)
         if self.data.packed and self._on_accelerator:
             self._leave_out(
                 "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
@@ -116,20 +128,15 @@ class FakeRun:
             )
             raise SettingError("fsdp_cpu_offload", True, remedy)
         if on_cpu.get("compile", False):
-            on_cpu.compile = self._estimates_compiled()
-        return on_cpu
-
-    def _estimates_compiled(self) -> bool:
-        """Return whether compiled parts are counted as such; note why where they are not."""
-        if not self._on_accelerator:
             reason: str | None = "as the memory of a CPU always is"
-        elif distributed.data_parallel_size() < distributed.world_size():
-            reason = "tensor parallelism is not counted as compiled"
-        else:
-            reason = check_compiler()
-        if reason is not None:
-            self._leave_out(f"compile=True: the step is counted as the eager program: {reason}")
-        return reason is None
+            if self._on_accelerator:
+                reason = check_compiler()
+                if distributed.data_parallel_size() < distributed.world_size():
+                    reason = "tensor parallelism is not counted as compiled"
+            if reason is not None:
+                self._leave_out(f"compile=True: the step is counted as the eager program: {reason}")
+            on_cpu.compile = reason is None
+        return on_cpu
 
     def _leave_out(self, sentence: str) -> None:
         if sentence not in self._left_out:
@@ -141,12 +148,6 @@ class FakeRun:
         return (*self._left_out, *self._compiled_parts.left_out)
 
     # --- data
-
-    def _make_up_data(self) -> Data:
-        self.job.check_model()
-        packed = any(values_at(self.job.cfg, "dataset.packed"))
-        row = self.job.task.made_up_row(8, packed=packed)
-        return Data(self.job, [row], packed=packed)
 
     def _read_what_is_at_hand(self) -> Data:
         try:
@@ -188,6 +189,56 @@ class FakeRun:
         return batch
 
     # --- model and optimizer
+
+    def rows_of(self, length: int | str) -> tuple[Rows, int]:
+        """Return a function that makes rows of a length, and their tokens.
+
+        Raises:
+            SettingError: the model takes fewer tokens.
+        """
+        if self.reads_data:
+            worst = self.data.trial_rows(length)
+            tokens = worst.length
+
+            # Also more rows than the dataset has.
+            def rows(count: int) -> list[dict[str, Any]]:
+                some = worst.first(min(count, len(self.data.dataset)))
+                return [some[number % len(some)] for number in range(count)]
+
+        else:
+            tokens = int(length)
+            # It is on the host, and not counted.
+            row = self.job.task.made_up_row(tokens, packed=self.data.packed)
+
+            def rows(count: int) -> list[dict[str, Any]]:
+                return [row] * count
+
+        longest = self.job.max_row_length
+        if longest and tokens > longest:
+            key, _ = self.job.settings.estimate.lengths_of(self.job.settings.probe)
+            raise SettingError(key, length, f"the model takes {longest} tokens at most")
+        return rows, tokens
+
+    def estimate(
+        self,
+        step: FakeStep,
+        length: int | str,
+        targets: Sequence[Target],
+        *,
+        is_checked: bool,
+        allocator: AllocatorSettings | None,
+    ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
+        """Estimate one length and the rows of it that fit; see :func:`.estimate_length`."""
+        rows, tokens = self.rows_of(length)
+        return estimate_length(
+            step,
+            tokens,
+            targets,
+            maximum=self.job.settings.probe.maximum,
+            forward_backward=self.forward_backward(rows),
+            is_checked=is_checked,
+            allocator=allocator,
+        )
 
     def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
         """Build model and optimizer, and return the step that training would run; for the arguments
@@ -378,3 +429,65 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
                     state[f"absmax{number}"] = torch.zeros(
                         -(-parameter.numel() // 256), dtype=torch.float32
                     )
+
+
+# --- torchtune's offloading of activations on fake tensors
+
+
+class _DefaultStream(torch.cpu.Stream, torch.Stream):  # type: ignore[misc]
+    """A CPU's stream, which does nothing, of the type that tensors can be recorded on."""
+
+    def __new__(cls) -> _DefaultStream:
+        return torch.Stream.__new__(cls, stream_id=0, device_index=0, device_type=0)
+
+
+class _HostCopy:
+    """What a tensor becomes on the host: its shape, which takes no memory of the device."""
+
+    def __init__(self, tensor: torch.Tensor, **_: Any) -> None:
+        # A counter would see it made.
+        with private.disable_current_modes():
+            self._like = torch.empty_like(tensor)
+
+    def copy_(self, *_: Any, **__: Any) -> None:
+        """Copy no values, as there are none."""
+
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return a new tensor on the device."""
+        return torch.empty_like(self._like)
+
+
+class _WithoutCUDA:
+    """What torchtune's class calls `torch`: streams are a CPU's, and copies are of the host."""
+
+    cuda = SimpleNamespace(
+        default_stream=_DefaultStream, Stream=torch.cpu.Stream, stream=torch.cpu.stream
+    )
+    empty_like = _HostCopy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+# Its hooks are functions within it, so that they have the same globals.
+_init = FunctionType(
+    OffloadActivations.__init__.__code__,
+    {**OffloadActivations.__init__.__globals__, "torch": _WithoutCUDA()},
+    argdefs=OffloadActivations.__init__.__defaults__,
+    closure=OffloadActivations.__init__.__closure__,
+)
+
+
+class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
+    """torchtune's own code, which keeps, offloads and brings back, on fake tensors."""
+
+    def __init__(self) -> None:
+        # It would warn of this machine's memory.
+        _init(self, use_pin_memory=False)
+
+
+def offloading_fake_tensors() -> AbstractContextManager[None]:
+    """Return a context manager: torchtune offloads fake tensors in what is set up inside."""
+    # The module that makes the context manager of a step.
+    offloading = sys.modules[OffloadActivations.__module__]
+    return replaced(offloading, OffloadActivations=FakeOffloadActivations)

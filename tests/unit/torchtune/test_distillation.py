@@ -37,7 +37,7 @@ from adaptive_batch.torchtune import (
     without_effect,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN
-from adaptive_batch.torchtune.estimate_changes import candidates
+from adaptive_batch.torchtune.estimates import candidates
 from adaptive_batch.torchtune.job import task_of
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batch.config_files import config_path
 from adaptive_batch.torchtune import FullModel
-from adaptive_batch.torchtune.estimate_changes import candidates
+from adaptive_batch.torchtune.estimates import candidates
 
 
 def budgets(*changed, world_size=1):
