@@ -1,4 +1,4 @@
-"""A training step on fake tensors: the memory it would need on a device that is not here."""
+"""Memory estimates of training steps on fake tensors, for devices that are not available."""
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .bounds import counted_fit, estimate_length, explained, traces_alike
@@ -13,9 +13,17 @@ from .fake_step import (
     needs_values,
     runs_in_optimizer,
 )
-from .length import CurveCheck, LengthEstimate
 from .of_model import estimate_memory, estimate_step
-from .result import Change, Fit, MemoryEstimate, Target, ranked, read_estimate
+from .result import (
+    Change,
+    CurveCheck,
+    Fit,
+    LengthEstimate,
+    MemoryEstimate,
+    Target,
+    ranked,
+    read_estimate,
+)
 
 __all__ = [
     "CONTEXT_BYTES",

@@ -1,10 +1,9 @@
-"""PyTorch's caching allocator of CUDA memory, simulated.
+"""A simulation of PyTorch's caching allocator for CUDA memory.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp for eager programs: pools of small and
-large blocks, the best fit, splitting and merging, blocks of each stream, and, when the device has
-no more, the release of what is cached. The driver gives memory at falling addresses. Not simulated:
-private pools (CUDA graphs), blocks that another stream still uses, and any setting but
-``expandable_segments``.
+It implements the rules of c10/cuda/CUDACachingAllocator.cpp for eager programs: pools of small and
+large blocks per stream, best fit, splitting and merging, and the release of cached blocks on a full
+device. The driver allocates at falling addresses. Private pools (CUDA graphs), blocks in use by
+another stream and settings other than ``expandable_segments`` are not simulated.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ MIB = 2**20
 _LEAST_BLOCK = 512
 # The largest request of the small pool.
 _SMALL = MIB
-# A page of the driver; also a segment of the small pool.
+# A page of the driver, and a segment of the small pool.
 _PAGE = 2 * MIB
-# From here on a request has a segment of its own size.
+# Requests from this size on get their own segment.
 _LEAST_LARGE = 10 * MIB
-# Where addresses start to fall.
+# Address of the first segment.
 _TOP = 2**47
-# Of free blocks of one size the oldest segment's is taken, and there the lowest; before 2.13 the
-# lowest (2.12 takes the oldest block, which is not simulated).
+# Among free blocks of one size, the oldest segment's lowest block is used; before 2.13 the lowest
+# one (2.12 uses the oldest block, which is not simulated).
 _OLDEST_SEGMENT_FIRST = torch.__version__ >= "2.13"
 _HARMLESS = re.compile(
     "expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_"
@@ -44,45 +43,45 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What is simulated of ``PYTORCH_ALLOC_CONF``."""
+    """The simulated settings of ``PYTORCH_ALLOC_CONF``."""
 
     expandable_segments: bool = False
 
     @classmethod
     def from_environment(cls) -> AllocatorSettings:
-        """Read what PyTorch would read.
+        """Read the variables that PyTorch reads.
 
         Raises:
-            SettingError: a setting that is not simulated.
+            SettingError: a setting is not simulated.
         """
         if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
             raise SettingError(
                 "PYTORCH_NO_CUDA_MEMORY_CACHING",
                 1,
-                "only what is cached can be simulated; unset it",
+                "an allocator without a cache is not simulated; unset it",
             )
         variable, settings = allocator_settings()
         for name, value in settings.items():
             setting = f"{name}:{value}"
             if not _HARMLESS.match(setting):
                 text = os.environ[variable]
-                remedy = f"{setting}: reserved memory is simulated without it; unset it"
+                remedy = f"{setting} is not simulated; unset it"
                 raise SettingError(variable, text, remedy)
         return cls(segments_expand())
 
 
 class _Pool:
-    """Blocks of one kind and stream that are not in use.
+    """Unused blocks of one kind and stream.
 
     Attributes:
-        free: in the order in which they are taken.
-        unmapped: those of expandable segments that are not mapped, by address.
+        free: free blocks in order of use.
+        unmapped: unmapped blocks of expandable segments, by address.
     """
 
     def __init__(self, *, is_small: bool, stream: int, is_expandable: bool) -> None:
         self.is_small = is_small
         self.stream = stream
-        # What is requested from the driver is a multiple of it.
+        # Requests to the driver are multiples of it.
         self.granule = _PAGE if is_small else 20 * MIB
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
         self.free: list[tuple[int, int, int, Block]] = []
@@ -103,10 +102,10 @@ class _Pool:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A part of a segment: given out, free, or (of an expandable segment) not mapped."""
+    """A part of a segment: allocated, free, or (in an expandable segment) unmapped."""
 
     pool: _Pool
-    # Address of its segment.
+    # Address of the segment.
     segment: int
     address: int
     size: int
@@ -118,7 +117,7 @@ class Block:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Place among free blocks; the driver gives memory at falling addresses."""
+        """Sort key among free blocks; newer segments have lower addresses."""
         return self.size, -self.segment if _OLDEST_SEGMENT_FIRST else 0, self.address
 
     @property
@@ -127,13 +126,13 @@ class Block:
 
     @property
     def room(self) -> int:
-        """Size to which a free block can grow where what follows is not mapped."""
+        """Size of a free block with the unmapped block after it."""
         if self.next is None or self.next.is_mapped:
             return self.size
         return self.size + self.next.size
 
     def split(self, size: int) -> Block:
-        """Keep the first `size` bytes, and return the rest."""
+        """Keep the first `size` bytes and return the rest as a new block."""
         rest = Block(self.pool, self.segment, self.address + size, self.size - size, self.is_mapped)
         rest.previous = self
         rest.next = self.next
@@ -144,7 +143,7 @@ class Block:
         return rest
 
     def put_back(self) -> Block:
-        """Add this block to its pool, as one with its neighbours of the same kind; return that."""
+        """Merge the block with equal neighbours, add the result to its pool, and return it."""
         block = self
         following = self.next
         if following is not None and self._merges_with(following):
@@ -162,7 +161,7 @@ class Block:
         return not neighbour.is_allocated and neighbour.is_mapped == self.is_mapped
 
     def _absorb(self, following: Block) -> None:
-        """Take the memory of the next block."""
+        """Merge the next block into this one."""
         self.size += following.size
         self.next = following.next
         if following.next is not None:
@@ -173,16 +172,15 @@ class CachingAllocator:
     """The allocator of one device.
 
     Args:
-        capacity_bytes: what the driver gives out in all, the context taken off.
-        settings: as PyTorch has them.
-        total_bytes: of the device, as CUDA reports it; the capacity if not given.
+        capacity_bytes: memory that the driver can allocate, without the context.
+        settings: settings of the allocator.
+        total_bytes: memory of the device; None for `capacity_bytes`.
 
     Attributes:
-        allocated_bytes, requested_bytes, reserved_bytes: now; with ``peak_`` before them the most
-            so far.
-        num_retries: how often all that was cached had to go back to the device before an
-            allocation.
-        num_ooms: how often even that was not enough.
+        allocated_bytes, requested_bytes, reserved_bytes: current bytes; their peaks have the prefix
+            ``peak_``.
+        num_retries: number of allocations that needed the release of all cached blocks.
+        num_ooms: number of allocations that failed even then.
     """
 
     def __init__(
@@ -210,11 +208,10 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
-        """Allocate, for a stream, which has blocks of its own.
+        """Allocate memory for a stream.
 
         Raises:
-            torch.OutOfMemoryError: not even after all that is cached went back; the message has the
-                numbers.
+            torch.OutOfMemoryError: memory is insufficient even after the release of cached blocks.
         """
         size = round_up(nbytes, _LEAST_BLOCK)
         is_small = size <= _SMALL
@@ -239,7 +236,7 @@ class CachingAllocator:
         block.put_back()
 
     def empty_cache(self) -> None:
-        """Give back every segment without a block in use; of expandable ones every such granule."""
+        """Release segments, or granules of expandable segments, without allocated blocks."""
         for pool in self._pools.values():
             for *_, block in list(pool.free):
                 if self._is_expandable:
@@ -250,7 +247,7 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def replay(self, log: Iterable[int]) -> None:
-        """Do what a log says (:mod:`.step_log`); allocations are numbered on from log to log."""
+        """Replay a log (:mod:`.step_log`); the numbers of allocations continue across logs."""
         blocks = self._replayed
         for entry in log:
             if entry > 0:
@@ -263,7 +260,7 @@ class CachingAllocator:
                 self.free(block)
 
     def snapshot(self, log: Iterable[int]) -> dict[str, Any]:
-        """Replay a log; return it as a memory snapshot, which pytorch.org/memory_viz opens."""
+        """Replay a log and return it as a memory snapshot for pytorch.org/memory_viz."""
         events: list[dict[str, Any]] = []
         blocks = self._replayed
         for time, entry in enumerate(log):
@@ -291,7 +288,7 @@ class CachingAllocator:
         return pool
 
     def _best_fit(self, pool: _Pool, size: int) -> Block | None:
-        """Take the smallest free block that is large enough; None if there is none."""
+        """Remove and return the smallest sufficient free block, or None."""
         free = pool.free
         at = bisect_left(pool.free, (size,))
         if at == len(free):
@@ -316,8 +313,8 @@ class CachingAllocator:
             free = self.capacity_bytes - self.reserved_bytes
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {format_bytes(segment_bytes)}."
-                f" {format_bytes(self.capacity_bytes)} can be had, of which {format_bytes(free)} is"
-                f" free. {format_bytes(self.allocated_bytes)} is allocated by PyTorch, and"
+                f" {format_bytes(free)} of {format_bytes(self.capacity_bytes)} is free."
+                f" {format_bytes(self.allocated_bytes)} is allocated by PyTorch, and"
                 f" {format_bytes(cached)} is reserved by PyTorch but unallocated."
             )
         return block
@@ -330,7 +327,7 @@ class CachingAllocator:
         return self._new_segment(pool, segment_bytes)
 
     def _take(self, nbytes: int) -> bool:
-        """Reserve memory of the device, if it has so much."""
+        """Reserve memory of the device; return False if it is full."""
         if self.reserved_bytes + nbytes > self.capacity_bytes:
             return False
         self.reserved_bytes += nbytes
@@ -344,7 +341,7 @@ class CachingAllocator:
         return block
 
     def _expand(self, pool: _Pool, size: int) -> Block | None:
-        """Map what is missing at the lowest address where it fits; None if the device is full."""
+        """Map pages at the lowest address with room; return None if the device is full."""
         block: Block | None = self._lowest_room(pool, size)
         if block is not None and not block.is_mapped:
             block = self._map(block, size)
@@ -367,14 +364,14 @@ class CachingAllocator:
                 block = block.next
             if room >= size:
                 return start
-        # More addresses than memory, so that some of it can be mapped elsewhere.
+        # Reserve more addresses than memory, since pages may be mapped elsewhere.
         addresses = round_up(self.total_bytes + self.total_bytes // 8, pool.granule)
         block = self._new_segment(pool, addresses, is_mapped=False)
         pool.add(block)
         return block
 
     def _map(self, block: Block, nbytes: int) -> Block | None:
-        """Map the first granules of an unmapped block; return the free block that they become."""
+        """Map the first granules of an unmapped block and return the resulting free block."""
         nbytes = round_up(min(nbytes, block.size), block.pool.granule)
         if not self._take(nbytes):
             return None

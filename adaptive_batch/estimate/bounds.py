@@ -1,5 +1,7 @@
-"""The rows that fit, from a step on fake tensors: by the curve of its peak or, where a caching
-allocator hands out the memory, by a replay of what training allocates and frees.
+"""The rows that fit, from a step on fake tensors.
+
+Without a caching allocator they follow from the curve of the peak, otherwise from a replay of the
+allocations of training.
 """
 
 from __future__ import annotations
@@ -17,13 +19,12 @@ from adaptive_batch.memory import MemoryCurve, Trace
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .fake_step import FEW, MORE, FakeStep, Run
-from .length import CurveCheck, LengthEstimate
-from .result import Fit, Target
+from .result import CurveCheck, Fit, LengthEstimate, Target
 
-# Rows of two steps, tried in turn until both run the same operations.
-# What compiled graphs run can depend on the sizes, the less the more rows there are.
+# Pairs of rows, traced in turn until both sizes run the same operations. Operations of compiled
+# graphs depend less on the sizes with more rows.
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9), (16, 17), (32, 33))
-# Tokens are collated for real, which takes time and memory: roughly the most bytes of a batch.
+# Approximate limit of a batch on the host, since tokens are collated for real.
 _COLLATED_BYTES = 2**29
 
 
@@ -37,20 +38,21 @@ def estimate_length(
     is_checked: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
-    """Estimate what the step holds with rows of one length, and the rows that fit on each device.
+    """Estimate the memory of a step with rows of one length, and the rows that fit on each device.
 
     Args:
+        step: traced training step.
         tokens: length of a row.
-        targets: devices to fit the step on.
-        maximum: number of rows above which a batch is of no interest.
-        forward_backward: forward and backward of a number of rows; None for the step's own.
-        is_checked: compare the curve with a trace of the most rows that fit, and trace each bound,
-            up to a batch that is large on the host. Otherwise all follows from two sizes.
-        allocator: settings of the devices' caching allocator; None for a device without one, where
-            reserved memory equals allocated memory.
+        targets: devices.
+        maximum: limit of the rows.
+        forward_backward: forward and backward of a number of rows; None for those of the step.
+        is_checked: whether to check the curve with a trace of the most rows that fit, and to trace
+            each result, within a limit of host memory. Otherwise everything follows from two sizes.
+        allocator: settings of the devices' caching allocator; None for a device without one, whose
+            reserved memory equals its allocated memory.
 
     Raises:
-        SettingError: no two sizes ran the same operations.
+        SettingError: no two sizes run the same operations.
     """
     run = forward_backward or step.forward_backward
     few, more = traces_alike(step, run)
@@ -82,7 +84,7 @@ def estimate_length(
         checked_fits = []
         for target, expected in zip(targets, fits, strict=True):
             checked_fit = fit(target, expected)
-            # Kernels can change with the rows, so the answer is a number of rows that was traced.
+            # Kernels can change with the rows, so trace the resulting number of rows.
             while (
                 allocator is not None
                 and MORE < checked_fit.max_batch_size <= collated_rows
@@ -98,7 +100,7 @@ def estimate_length(
 
 
 def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequence[Target]) -> int:
-    """Return the peak of one row: traced where it decides, as it often runs other operations."""
+    """Return the peak of one row, traced if it decides: it often runs other operations."""
     fewest_fitting = min(curve.max_rows(target.budget_bytes) or 0 for target in targets)
     if fewest_fitting >= FEW:
         return curve.peak_bytes(1)
@@ -111,7 +113,7 @@ def traces_alike(
     """Trace two sizes that run the same operations, the smaller first.
 
     Raises:
-        SettingError: no two did.
+        SettingError: no two sizes do.
     """
     traces: dict[int, Trace] = {}
     for few, many in _PAIRS:
@@ -123,14 +125,14 @@ def traces_alike(
         if low.program == high.program:
             return (few, low), (many, high)
     remedy = (
-        "each number of rows runs other operations, so no peak follows from another; probe it on a"
-        " device"
+        "its operations change with the number of rows, so its peak cannot be predicted; probe it"
+        " on a device"
     )
     raise SettingError("model", type(step.model).__name__, remedy)
 
 
 def counted_fit(length: LengthEstimate, budget_bytes: int, *, maximum: int) -> Fit:
-    """Return what fits where each byte that is allocated is one that is reserved."""
+    """Return the rows that fit if reserved memory equals allocated memory."""
     rows = length.max_rows(budget_bytes)
     if rows is None or rows > maximum:
         rows = maximum
@@ -140,7 +142,7 @@ def counted_fit(length: LengthEstimate, budget_bytes: int, *, maximum: int) -> F
 
 
 def explained(length: LengthEstimate, fit: Fit, composition: dict[str, int]) -> Fit:
-    """Return a fit of this length with what its peak is made of."""
+    """Return a fit with the composition of its peak."""
     return replace(
         fit,
         bytes_per_row=float(length.curve.highest(max(2, fit.max_batch_size)).bytes_per_row),
@@ -150,14 +152,13 @@ def explained(length: LengthEstimate, fit: Fit, composition: dict[str, int]) -> 
 
 
 class ReplayedBounds:
-    """The bounds of rows of one length, on any device of a kind.
+    """Finds the rows of one length that fit on devices of one kind, by replays of an allocator.
 
     Args:
-        length: what tensors hold; no bound exceeds what follows from it.
-        log: function that returns what training with that many rows allocates and frees, from
-            loading on (:mod:`.allocator`).
+        length: memory of the tensors, which limits the rows.
+        log: function that returns the log of training with a number of rows (:mod:`.step_log`).
         settings: settings of the allocator.
-        maximum: more rows are of no interest.
+        maximum: limit of the rows.
     """
 
     def __init__(
@@ -175,12 +176,11 @@ class ReplayedBounds:
         self._peaks: dict[int, tuple[int, int]] = {}
 
     def fit(self, budget_bytes: int, expected: Fit | None = None) -> Fit:
-        """Return what fits in what the driver gives.
+        """Return the rows that fit in the memory of the driver.
 
         Args:
-            budget_bytes: what the driver gives.
-            expected: what is expected to fit. The search begins there, and looks for no more rows
-                with retries.
+            budget_bytes: memory of the driver.
+            expected: earlier fit, where the search begins; its rows with retries are kept.
         """
         counted = counted_fit(self._length, budget_bytes, maximum=self._maximum)
         counted_rows = counted.max_batch_size
@@ -204,15 +204,11 @@ class ReplayedBounds:
         allocated, reserved = self.peaks(max(1, rows))
         reason = counted.first_too_large
         if rows == 0 and reason is None:
-            reason = (
-                f"what the allocator reserves for one row ({format_bytes(reserved)} at the peak)"
-            )
+            reason = f"the allocator's memory for one row ({format_bytes(reserved)} at the peak)"
         return Fit(self._length.sequence_length, rows, with_retries, allocated, reserved, reason)
 
     def peaks(self, rows: int) -> tuple[int, int]:
-        """Return the most bytes allocated and reserved where the device has no end, which are those
-        where it is large enough.
-        """
+        """Return the peaks of allocated and reserved bytes on an unlimited device."""
         if rows not in self._peaks:
             allocator = CachingAllocator(2**50, self._settings)
             allocator.replay(self._log(rows))
@@ -222,7 +218,7 @@ class ReplayedBounds:
         return self._peaks[rows]
 
     def fits_with_retries(self, rows: int, budget_bytes: int) -> bool:
-        """Return whether training with that many rows fits at all."""
+        """Return whether training with this number of rows fits, possibly with retries."""
         try:
             capacity = int(budget_bytes / (1 + self._length.margin))
             CachingAllocator(capacity, self._settings).replay(self._log(rows))
@@ -234,8 +230,8 @@ class ReplayedBounds:
 def _largest(
     fits: Callable[[int], bool], *, most: int, least: int = 0, guess: int | None = None
 ) -> int:
-    """Return the most rows that fit, of which `least` do: by bisection, around a guess first in
-    growing steps.
+    """Return the most rows that fit, at least `least`: growing steps around a guess, then
+    bisection.
     """
     low = least
     high = most + 1
@@ -250,7 +246,7 @@ def _largest(
             high = rows
             rows = rows - step
         step *= 2
-        # Between a size that fits and one that does not.
+        # Bisect between a size that fits and one that does not.
         if least < low and high <= most:
             rows = (low + high) // 2
     return low

@@ -1,19 +1,18 @@
-"""Compiled parts of a model on fake tensors: at most the memory that ``torch.compile`` needs.
+"""Compiled parts of a model on fake tensors: an upper bound of the memory under ``torch.compile``.
 
-A part goes through Dynamo and AOTAutograd as it does for Inductor: with Inductor's decompositions,
-its passes over the joint graph of forward and backward, and the partitioner that decides what
-forward saves. No kernel is generated. A call of a graph allocates by one rule:
+A part goes through Dynamo and AOTAutograd as for Inductor, with its decompositions, its passes over
+the joint graph of forward and backward, and its partitioner, which chooses the saved activations.
+No kernels are generated. A graph allocates by these rules:
 
-* An operator that Inductor generates no kernel for (a matrix product, attention, a scatter) writes
-  its results to memory.
-* All others are fused. One writes its result to memory where it is a reduction, where the graph
-  returns it, or where an operator of the first kind reads it. Otherwise the kernels that read its
-  result compute it.
-* Nothing is written over. Kernels that Inductor may fuse free what they read once the last of them
-  is done.
+* An operator without a generated kernel (a matrix product, attention, a scatter) writes its results
+to memory.
+* All other operators are fused. One writes its result to memory if it is a reduction, if the graph
+returns the result, or if an operator of the first kind reads it. Otherwise the kernels that read
+the result compute it.
+* No buffer is reused. Kernels that Inductor may fuse free their inputs after the last of them.
 
-Inductor's own order is another, so `MARGIN` is added to the peak. ``adaptive-batch emulate`` counts
-the exact one.
+Inductor orders kernels differently, so `MARGIN` is added to the peak. ``adaptive-batch emulate``
+measures the exact peak.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ private = PrivateNames("memory estimates")
 if TYPE_CHECKING:
     from .fake_step import FakeDevice
 
-# What is added to the peak that is counted. Without it 0.25% too little was allocated, and 0.9%
-# reserved, in the worst of 40 whole models (benchmarks/cuda_stack.py --recount --only compiled).
+# Margin above the counted peak. Without it, the worst of 40 models was 0.25% too low in allocated
+# and 0.9% in reserved memory (benchmarks/cuda_stack.py --recount --only compiled).
 MARGIN = 0.03
 
 _REDUCTIONS = {
@@ -48,7 +47,7 @@ _REDUCTIONS = {
     *("argmin", "var", "var_mean", "cumsum", "linalg_vector_norm"),
     "prepare_softmax_online",
 }
-# Those that PyTorch does not tag as pointwise.
+# Pointwise operators without PyTorch's tag.
 _POINTWISE = {
     *("clone", "cat", "full", "full_like", "empty", "arange", "copy", "index", "gather"),
     *("embedding", "constant_pad_nd", "flip", "repeat", "select_scatter", "slice_scatter"),
@@ -56,7 +55,7 @@ _POINTWISE = {
     *("inductor_seeds", "inductor_lookup_seed", "inductor_random"),
 }
 _CUDA_GRAPHS = (
-    "CUDA graphs keep memory in pools of their own, which are not simulated; compile without"
+    "the private memory pools of CUDA graphs are not simulated; compile without"
     ' mode="reduce-overhead", "max-autotune" (estimate it as "max-autotune-no-cudagraphs"),'
     " TORCHINDUCTOR_CUDAGRAPHS=1 and TORCH_COMPILE_BACKEND=cudagraphs, or run adaptive-batch"
     " emulate"
@@ -64,12 +63,12 @@ _CUDA_GRAPHS = (
 
 
 def check_compiler() -> str | None:
-    """Return why what torchtune compiles cannot be estimated; None where it can.
+    """Return why torchtune's compiled parts cannot be estimated, or None.
 
     Raises:
-        SettingError: Inductor is set to record CUDA graphs.
+        SettingError: Inductor records CUDA graphs.
     """
-    # torchtune's variable.
+    # The variable that torchtune reads.
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
     config: Any = torch.compile(nn.Identity())
     if config.get_compiler_config()["triton.cudagraphs"] or backend == "cudagraphs":
@@ -78,13 +77,13 @@ def check_compiler() -> str | None:
 
 
 class CompiledParts:
-    """Compiles functions that run on a fake device.
+    """Compiles functions for a fake device.
 
     Args:
-        device: it runs on.
+        device: the fake device.
 
     Attributes:
-        left_out: parts that are counted as the eager program, a sentence each.
+        left_out: parts that are estimated as the eager program, one sentence each.
     """
 
     def __init__(self, device: FakeDevice) -> None:
@@ -94,40 +93,40 @@ class CompiledParts:
         self.left_out: list[str] = []
 
     def take_over_modules(self, model: nn.Module) -> None:
-        """Replace what ``Module.compile`` has compiled in a model."""
+        """Replace the modules of a model that ``Module.compile`` has compiled."""
         for module in model.modules():
             if module._compiled_call_impl is not None:
                 vars(module).update(self._taken_over(module))
 
     def _taken_over(self, module: nn.Module) -> dict[str, Any]:
-        """Return the attributes by which a compiled module runs here, or the wrapper that
-        ``torch.compile`` returned.
+        """Return the attributes that let a compiled module, or a wrapper of ``torch.compile``, run
+        here.
         """
         if _is_wrapper(module):
             original: Any = module._orig_mod
             return {"forward": self.compiled(original, type(original).__name__)}
-        # Hooks of the module itself stay outside.
+        # Hooks of the module itself are not compiled.
         forward = self.compiled(module.forward, type(module).__name__)
         return {"forward": forward, "_compiled_call_impl": module._call_impl}
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Context manager: count what a script has compiled in a model as compiled.
+        """Estimate the compiled parts of a model as compiled in this context.
 
-        What cannot be counted so is counted as the eager program, which `left_out` names.
+        Unsupported parts are estimated as the eager program and named in `left_out`.
 
         Raises:
             SettingError: a module records CUDA graphs.
         """
         with ExitStack() as restored:
-            # One may have a place in several.
+            # Several modules may share one.
             for module in list(dict.fromkeys(_compiled_modules(model))):
                 name = type(module).__name__
                 compiled: Any = module._compiled_call_impl
                 if _is_wrapper(module):
                     name = type(module._orig_mod).__name__
                     compiled = module
-                # The compiler may be switched off.
+                # The compiler may be disabled.
                 get_config = getattr(compiled, "get_compiler_config", None)
                 if get_config is None:
                     continue
@@ -144,13 +143,12 @@ class CompiledParts:
                     reason = "its forward is compiled, not the module; give module.compile()"
                     self._leave_out(type(module).__name__, reason)
             if self._has_compiled:
-                # Each size that was tried is a variant of the same code, of which training may have
-                # a few before it continues without the compiler.
+                # The traced sizes count towards the recompilation limit of training.
                 restored.callback(torch.compiler.reset)
             yield
 
     def take_over_attributes(self, loss: Any) -> None:
-        """Replace what ``torch.compile`` has returned for functions and modules of a loss."""
+        """Replace the compiled functions and modules of a loss."""
         if not isinstance(loss, nn.Module):
             return
         for name, function in vars(loss).items():
@@ -165,13 +163,14 @@ class CompiledParts:
             setattr(loss, name, part)
 
     def compiled(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a function that allocates what the compiled one would.
+        """Return a function that allocates the memory of the compiled function.
 
         Args:
-            name: of the function, for messages.
+            function: function to compile.
+            name: name for messages.
         """
         exceptions = private("torch._dynamo.exc", "TorchDynamoException")
-        # Rows of another number or length are another graph, as the first ones of a run are.
+        # Each number and length of rows is a separate graph, as at the start of a run.
         run = torch.compile(function, backend=self._backend, dynamic=False, fullgraph=True)
         is_eager = False
 
@@ -183,7 +182,7 @@ class CompiledParts:
                         return run(*args, **kwargs)
                 except exceptions.TorchDynamoException as error:
                     is_eager = True
-                    # A backend's error comes within one that names the backend.
+                    # Dynamo wraps the error of a backend.
                     inner = getattr(error, "inner_exception", error)
                     reason = f"{type(inner).__name__}: {str(inner).strip().splitlines()[0]}"
                     self._leave_out(name, f"it is not one graph ({reason})")
@@ -193,13 +192,13 @@ class CompiledParts:
         return call
 
     def _leave_out(self, name: str, reason: str) -> None:
-        sentence = f"{name} is compiled, but counted as the eager program: {reason}"
+        sentence = f"{name} is compiled, but estimated as the eager program: {reason}"
         if sentence not in self.left_out:
             self.left_out.append(sentence)
 
     @contextmanager
     def _bare(self) -> Iterator[None]:
-        """Inside, nothing is in place that Dynamo would refuse, or make part of a graph."""
+        """Remove modes and replaced functions, which Dynamo would refuse or trace."""
         with ExitStack() as contexts:
             contexts.enter_context(replaced(self, _is_bare=True))
             contexts.enter_context(private.no_torch_functions())
@@ -213,7 +212,7 @@ class CompiledParts:
             yield
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Importing it takes a while.
+        # Slow to import.
         from functorch.compile import (  # type: ignore[import-untyped]
             aot_module_simplified,
         )
@@ -221,7 +220,7 @@ class CompiledParts:
         inductor = private("torch._inductor.compile_fx", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
-            # What is checkpointed is a graph of its own, within this one.
+            # Checkpointed regions are nested graphs.
             for part in graph.modules():
                 if isinstance(part, fx.GraphModule):
                     _give_attention(part, kernels)
@@ -243,40 +242,40 @@ class CompiledParts:
         def call(args: list[Any]) -> list[Any]:
             with self._device.counted() if self._is_bare else nullcontext():
                 results: list[Any] = compiled.boxed_run(args)
-                # It would refer to the results as long as the graph exists.
+                # The environment keeps the results alive.
                 compiled.env.clear()
                 return results
 
-        # Arguments are freed inside.
+        # Boxed arguments can be freed inside the call.
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
 
 def _partitioned(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    """Divide a graph of forward and backward as Inductor does."""
-    # Once backward runs, it is too late for the eager program.
+    """Partition a joint graph of forward and backward like Inductor."""
+    # Check now: the backward cannot fall back to the eager program.
     _check_operators(joint.graph)
     inductor = private("torch._inductor.compile_fx", "partition_fn")
     virtualized = private("torch._inductor.virtualized", "V")
-    # Passes that replace random numbers make fake tensors, which have to be of the graph's mode.
+    # Passes that replace random numbers create fake tensors, which need the mode of the graph.
     argument, *_ = joint.graph.nodes
     with virtualized.V.set_fake_mode(argument.meta["val"].fake_mode):
         return inductor.partition_fn(joint, *args, **kwargs)
 
 
 def _check_operators(graph: fx.Graph) -> None:
-    """Refuse operators that run others, as those do that stand for one that writes to its
+    """Raise an error for higher-order operators, such as wrappers of operators that mutate
     arguments.
     """
     for node in graph.nodes:
         is_known = isinstance(node.target, private.OpOverload) or node.op != "call_function"
         if not is_known and not isinstance(node.target, BuiltinFunctionType):
             names = [str(node.target), *map(str, node.args[:1])]
-            raise NotImplementedError(f"what {' of '.join(names)} allocates is not known")
+            raise NotImplementedError(f"the memory of {' of '.join(names)} is unknown")
 
 
 def _give_attention(graph: fx.GraphModule, kernels: CudaKernels) -> None:
-    """Let a graph call the attention that CUDA takes."""
+    """Replace attention in a graph by that of CUDA."""
     for node in graph.graph.nodes:
         if node.target is nn.functional.scaled_dot_product_attention:
             node.target = kernels.attention
@@ -286,17 +285,15 @@ def _give_attention(graph: fx.GraphModule, kernels: CudaKernels) -> None:
 
 
 def _check_packed_rows(node: fx.Node, kernels: CudaKernels) -> None:
-    """Refuse packed rows whose attention leaves the graph, as no kernel takes rows of several
-    lengths.
-    """
-    # [tokens, heads, head_dim] each.
+    """Raise an error if no kernel supports the packed rows, so that they leave the graph."""
+    # Each has shape [tokens, heads, head_dim].
     tensors = [operand.meta["example_value"] for operand in node.all_input_nodes[:3]]
     if not kernels.takes_packed_rows(*(tensor.transpose(0, 1)[None] for tensor in tensors)):
-        raise NotImplementedError("the attention of packed rows is a call for each row there")
+        raise NotImplementedError("the attention of packed rows runs once for each row")
 
 
 def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the compiled modules in a module, but those within others, which these compile."""
+    """Yield the outermost compiled modules in a module."""
     if _is_wrapper(module) or module._compiled_call_impl is not None:
         yield module
         return
@@ -305,17 +302,17 @@ def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is what ``torch.compile`` returned for another; what only forwards
-    attributes to such a one is not.
+    """Return whether a module is a wrapper of ``torch.compile``, not one that forwards attributes
+    to it.
     """
     return "_orig_mod" in dict(module.named_children())
 
 
 class CompiledGraph(fx.Interpreter):
-    """Allocates at most what a graph of operators does once Inductor has compiled it.
+    """Runs a graph of operators with at least the memory of its compiled form.
 
     Args:
-        module: ATen operators, with fake tensors as ``meta["val"]``.
+        module: graph of ATen operators with fake tensors in ``meta["val"]``.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -324,11 +321,11 @@ class CompiledGraph(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Allocate the results of a generated kernel; run any other node."""
-        # Kernels have constants in their code.
+        # Constants are part of the code of kernels.
         if n in self._kernels or n.op == "get_attr":
             return private.tree_map_only(torch.Tensor, _empty_like, n.meta["val"])
         result = super().run_node(n)
-        # To autograd, results of Inductor's code are no views, which hooks of FSDP warn about.
+        # Autograd does not see results of Inductor's code as views; FSDP hooks warn about views.
         return result.data if _is_view(n) and isinstance(result, torch.Tensor) else result
 
 
@@ -337,11 +334,10 @@ def _empty_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _fuse(graph: fx.Graph) -> set[fx.Node]:
-    """Remove the operators whose results are not written to memory. Each operator that reads them
-    reads their operands instead.
+    """Remove operators whose results are not written to memory; their readers read their operands.
 
     Returns:
-        The fused operators that are left: one for each kernel.
+        The remaining fused operators, one for each kernel.
     """
     written: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -349,9 +345,9 @@ def _fuse(graph: fx.Graph) -> set[fx.Node]:
         is_read = any(user in written and not _is_fused(user) for user in node.users)
         if is_read or _name(node) in _REDUCTIONS or not is_computed_by_readers:
             written.add(node)
-    # Elements that a kernel loops over.
+    # Number of elements in the loop of each kernel.
     sizes: dict[fx.Node, int] = {}
-    # Nodes in order, as graphs alike have to allocate alike.
+    # Ordered, so that equal graphs allocate equally.
     memory_of: dict[fx.Node, dict[fx.Node, None]] = {}
     for node in graph.nodes:
         reads: dict[fx.Node, None] = {}
@@ -371,16 +367,18 @@ def _fuse(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _keep_until_fused(graph: fx.Graph, sizes: Mapping[fx.Node, int]) -> None:
-    """Keep what a kernel touches until the last kernel is done that Inductor may fuse it with:
-    loops of one size that share memory, of which none needs what another operator makes of a
-    result of the other.
+    """Extend the lifetime of a kernel's tensors to the last kernel that Inductor may fuse it with.
+
+    Inductor may fuse loops of one size that share memory, unless one depends on the other through
+    an operator without a generated kernel.
 
     Args:
-        sizes: of the loops of the graph's kernels.
+        graph: graph of operators.
+        sizes: loop sizes of the kernels.
     """
     memory: dict[fx.Node, fx.Node] = {}
     earlier: dict[fx.Node, set[fx.Node]] = {}
-    # The earlier nodes with another operator between.
+    # Earlier nodes behind an operator without a generated kernel.
     apart: dict[fx.Node, set[fx.Node]] = {}
     touched: dict[fx.Node, set[fx.Node]] = {}
     last: dict[fx.Node, fx.Node] = {}
@@ -412,19 +410,19 @@ def _num_elements(values: Any) -> int:
 
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        # A part of what is divided, as by split.
+        # An item of a list of views, such as that of split().
         return _is_view(node.all_input_nodes[0])
     return _name(node) == "_unsafe_view" or bool(getattr(node.target, "is_view", False))
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Return whether Inductor generates the kernel of a node."""
+    """Return whether Inductor generates a kernel for a node."""
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return is_pointwise or _name(node) in _POINTWISE | _REDUCTIONS
 
 
 def _name(node: fx.Node) -> str:
-    """Return an operator's name, without its namespace and overload."""
+    """Return the name of an operator without namespace and overload."""
     if not isinstance(node.target, private.OpOverload):
         return ""
     return str(node.target.name()).partition("::")[2].partition(".")[0]

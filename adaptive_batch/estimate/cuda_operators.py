@@ -1,11 +1,10 @@
-"""What CUDA's operators allocate beside their results, for a device that is not here.
+"""Memory that CUDA operators allocate besides their results.
 
-Fake tensors are of a CPU, which has other kernels for attention, norms and dropout.
-:class:`CudaKernels` replaces these functions: they keep for backward what CUDA's keep, and their
-backward takes the large buffers that CUDA's takes. `_KEPT` and `_BUFFERS` have the shapes of each
-kernel.
-Buffers below a thousandth of the peak are left out: semaphores, partial sums of reductions, split
-keys, what sorting takes. docs/accuracy.md has what was measured beside PyTorch's CUDA build.
+Fake tensors are on a CPU, which has other kernels for attention, norms and dropout.
+:class:`CudaKernels` replaces these functions by ones that save the tensors of CUDA's for backward
+and allocate the same large buffers; `_BUFFERS` has their shapes. Buffers below a thousandth of the
+peak are not counted: semaphores, partial sums of reductions, split keys, buffers for sorting.
+docs/accuracy.md compares the estimates with PyTorch's CUDA build.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ Shapes = list[tuple[int, ...]]
 
 _CUDA: Any = torch.backends.cuda
 
-# Attention of [rows, heads, tokens, head_dim]. What its backward takes while it runs, in float32:
-# sums of the gradient, and a gradient of the query, padded to the kernel's blocks. Flash attention
-# pads each of the packed rows.
+# Float32 buffers in the backward of attention [rows, heads, tokens, head_dim]: sums of the
+# gradient, and the gradient of the query padded to the kernel's blocks. Flash attention pads each
+# packed row.
 _BUFFERS: dict[str, Callable[[Tensor, int], Shapes]] = {
     "flash": lambda query, rows: [
         (query.shape[1], _padded(query, rows), width)
@@ -64,22 +63,22 @@ _MATMULS = (
 def left_out(
     model: torch.nn.Module, architectures: Collection[str], *, world_size: int = 1
 ) -> tuple[str, ...]:
-    """Return what is not counted and can matter, a sentence each.
+    """Return the significant uncounted memory, one sentence each.
 
     Args:
-        architectures: names such as ``"sm_90"``; one is empty where only a size is known.
+        model: estimated model.
+        architectures: names such as ``"sm_90"``; "" for a device given as a size.
         world_size: number of ranks.
     """
     sentences = []
     if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
         sentences.append(
-            "what fused kernels of recurrent layers keep: a step with an LSTM or a GRU needs 7 to"
-            " 10% more"
+            "buffers of fused recurrent kernels: a step with an LSTM or a GRU needs 7 to 10% more"
         )
     if any(name.startswith(("sm_90", "sm_10")) for name in architectures):
         sentences.append("cuDNN's own workspace for attention on Hopper and Blackwell")
     if world_size > 1:
-        sentences.append("NCCL's buffers, and what loading takes for a time on each rank")
+        sentences.append("NCCL's buffers, and temporary memory of loading on each rank")
     if any(name.startswith("gfx") for name in architectures):
         sentences.append("ROCm's attention, which is counted as CUDA's")
     return tuple(sentences)
@@ -87,7 +86,7 @@ def left_out(
 
 _rms_norm: Callable[..., Tensor] = torch.rms_norm
 _real_dropout: Callable[..., Tensor] = functional.dropout
-# The functions that are replaced, by module. Norms of `functional` call those of `torch`.
+# Replaced functions by module. Norms of `functional` call those of `torch`.
 _REPLACED: dict[Any, tuple[str, ...]] = {
     torch: ("rms_norm", "layer_norm"),
     functional: ("scaled_dot_product_attention", "dropout"),
@@ -96,10 +95,10 @@ _REPLACED: dict[Any, tuple[str, ...]] = {
 
 
 class CudaKernels:
-    """The kernels that PyTorch has for a CUDA device.
+    """The kernels of PyTorch for a CUDA device.
 
     Args:
-        compute_capability: such as (9, 0); None is taken as (8, 0).
+        compute_capability: capability such as (9, 0); None for (8, 0).
     """
 
     def __init__(self, compute_capability: tuple[int, int] | None = None) -> None:
@@ -114,16 +113,15 @@ class CudaKernels:
 
     @classmethod
     def of_this_device(cls) -> CudaKernels:
-        """Return those of the device that PyTorch uses."""
+        """Return the kernels of the current CUDA device."""
         return cls(torch.cuda.get_device_capability())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager: attention, norms and dropout of fake tensors allocate what they would on
-        CUDA.
+        """Replace attention, norms and dropout of fake tensors by those of CUDA in this context.
 
-        Functions are replaced, since activation checkpointing runs them again in backward, where a
-        TorchFunctionMode is off.
+        A TorchFunctionMode would not work: it is disabled in backward, where activation
+        checkpointing runs these functions again.
         """
         with ExitStack() as stack:
             for module, names in _REPLACED.items():
@@ -183,9 +181,7 @@ class CudaKernels:
         return output.transpose(0, 1)[None], ends
 
     def takes_packed_rows(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether one kernel attends to rows of several lengths, laid end to end in ``[1,
-        heads, tokens, head_dim]``.
-        """
+        """Return whether one kernel supports packed rows in ``[1, heads, tokens, head_dim]``."""
         return (
             self.kernel(query, key, value, is_causal=True, enable_gqa=True, cudnn=False) == "flash"
         )
@@ -201,10 +197,9 @@ class CudaKernels:
         enable_gqa: bool = False,
         cudnn: bool = True,
     ) -> Kernel:
-        """Return the kernel that CUDA takes.
+        """Return the kernel that CUDA selects.
 
-        The order, and the constraints of each, are those of
-        native/transformers/cuda/sdp_utils.cpp.
+        Order and constraints are those of native/transformers/cuda/sdp_utils.cpp.
         """
         tensors = (query, key, value)
         capability = self.capability
@@ -241,7 +236,7 @@ class CudaKernels:
             and heads_fit
         ):
             return "flash"
-        # Tensor cores read 16 bytes at once, from the architecture on that has them for the dtype.
+        # Tensor cores read 16 bytes at once, on architectures that have them for the dtype.
         alignment = 1
         if query.dtype.itemsize == 2 and capability >= (7, 0):
             alignment = 8
@@ -258,7 +253,7 @@ class CudaKernels:
         return "math"
 
     def operators(self) -> dict[Any, Callable[..., Any]]:
-        """Return what runs in the place of operators; others allocate their results alone."""
+        """Return the replacements of operators; all others allocate only their results."""
         instead: dict[Any, Callable[..., Any]] = {
             aten._safe_softmax.default: _safe_softmax,
             aten._softmax_backward_data.default: _softmax_backward,
@@ -272,7 +267,7 @@ class CudaKernels:
 
 @contextmanager
 def real_functions() -> Iterator[None]:
-    """Context manager: PyTorch's own functions are back, which Dynamo knows."""
+    """Restore PyTorch's own functions, which Dynamo supports, in this context."""
     with ExitStack() as stack:
         for module, names in _REPLACED.items():
             functions = {name: getattr(module, name) for name in names}
@@ -298,11 +293,11 @@ class _ForFakes:
 
 
 class Workspaces:
-    """Workspaces of cuBLAS, which keeps one for each thread: of forward and of backward.
+    """Workspaces of cuBLAS: one for the thread of forward, one for that of backward.
 
     Attributes:
-        tensors: those that were made so far.
-        instead: products of matrices that make them.
+        tensors: workspaces by whether they belong to backward.
+        instead: replacements of matrix products that create them.
     """
 
     def __init__(self, kernels: CudaKernels) -> None:
@@ -321,9 +316,9 @@ class Workspaces:
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Return the bytes of a workspace of cuBLAS, where CUBLAS_WORKSPACE_CONFIG is not set.
+    """Return the bytes of a cuBLAS workspace without CUBLAS_WORKSPACE_CONFIG.
 
-    cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``.
+    Source: cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``.
     """
     if compute_capability >= (9, 0):
         return 32 * 1024 * 1024
@@ -340,10 +335,10 @@ def _attention_backward(
     rows: int = 0,
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value and mask, having allocated what the kernel takes.
+    """Return the gradients of query, key, value and mask, after allocating the kernel's buffers.
 
     Args:
-        rows: number of packed rows; 0 where rows are not packed.
+        rows: number of packed rows; 0 if rows are not packed.
     """
     buffers = [tensor.transpose(1, 2).contiguous() for tensor in (gradient,) if kernel != "cudnn"]
     output = others[0] if kernel == "flash" else None
@@ -351,7 +346,7 @@ def _attention_backward(
         buffers.append(output.transpose(1, 2).contiguous())
     gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     buffers += map(_floats, _BUFFERS[kernel](query, rows))
-    # Key heads that several heads share have a gradient for each of these first.
+    # Shared key heads first have one gradient for each query head.
     if kernel == "flash" and key.shape[1] != query.shape[1]:
         shape = (len(key), query.shape[1], *key.shape[2:])
         buffers += [key.new_empty(shape) for _ in range(2)]
@@ -361,7 +356,7 @@ def _attention_backward(
 def _packed_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *others: Any
 ) -> tuple[Tensor | None, ...]:
-    """The operator of adaptive_batch.memory, of ``[tokens, heads, head_dim]``."""
+    """Backward of packed_attention in adaptive_batch.memory, on ``[tokens, heads, head_dim]``."""
     flat = (gradient, query, key, value, output)
     tensors = [tensor.transpose(0, 1)[None] for tensor in flat]
     gradients = _attention_backward("flash", *tensors, rows=len(others[1]) - 1)
@@ -369,7 +364,7 @@ def _packed_backward(
 
 
 def _padded(query: Tensor, rows: int) -> int:
-    """Return the tokens of all rows, padded for flash attention's backward."""
+    """Return the padded tokens of all rows in the backward of flash attention."""
     if rows:
         return query.shape[2] + 128 * rows
     return len(query) * round_up(query.shape[2], 128)
@@ -384,7 +379,7 @@ def _norm(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """RMSNorm keeps one sum of a row, LayerNorm two."""
+    """Norm that saves `num_sums` values per row: one for RMSNorm, two for LayerNorm."""
     if num_sums == 1:
         # native/layer_norm.cpp: weights of another dtype are not fused.
         if weight is not None and weight.dtype != input.dtype:
@@ -444,7 +439,7 @@ def _softmax_backward(gradient: Tensor, output: Tensor, *args: Any) -> Tensor:
 def _embedding_backward(
     gradient: Tensor, tokens: Tensor, words: int, padding: int, scales: bool
 ) -> Tensor:
-    """native/cuda/EmbeddingBackwardKernel.cu: rows of a token are added up in parts of 10."""
+    """native/cuda/EmbeddingBackwardKernel.cu: gradients of a token are summed in groups of 10."""
     count = tokens.numel()
     result = gradient.new_empty(words, gradient.shape[-1])
     if count > 3072 or scales:
@@ -453,7 +448,7 @@ def _embedding_backward(
 
 
 def _safe_softmax(scores: Tensor, *args: Any) -> Tensor:
-    """native/transformers/attention.cpp: rows that see no token are looked for in a mask."""
+    """native/transformers/attention.cpp: a boolean mask marks rows without any visible token."""
     result = scores.softmax(*args)
     torch.empty_like(scores, dtype=torch.bool)
     return result

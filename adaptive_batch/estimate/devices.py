@@ -1,10 +1,10 @@
-"""Known accelerators: what a size or a name in ``estimate.devices`` stands for.
+"""Known accelerators by name or size, for ``estimate.devices``.
 
-Each line of devices.csv has the total capacity that CUDA or ROCm gave for such a device in public:
-in an out-of-memory message, or in a query of its properties. That capacity is less than the name
-promises. Drivers differ by some hundred MiB, so it is the lowest figure that was found; ECC, which
-takes 3 GiB of a card with 48 GB of GDDR6, is on if the source says so. Names that
-``torch.cuda.get_device_name()`` gives are among the other names.
+Each line of devices.csv has the total memory reported by CUDA or ROCm in a public source: an
+out-of-memory message or a query of device properties. It is less than the name suggests. Drivers
+differ by some hundred MiB, so the lowest published figure is used. ECC takes 3 GiB of a card with
+48 GB of GDDR6; it is on if the source states it. The other names include those of
+``torch.cuda.get_device_name()``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from adaptive_batch.memory import parse_size
 from .cuda_operators import CudaKernels
 from .result import Target
 
-# What a process takes on the device outside PyTorch's allocator: the driver's context, kernels,
-# libraries. An out-of-memory message gives it: the memory in use by the process less what is
-# allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and 0.49 (A100), 0.41
-# and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL); three
-# campaigns of foundation-model-stack on A100 had 519, 525 and 1690 MiB. Steps of the recipe on an
-# H100 80GB HBM3 had 751 MiB in fp32 and 767 in bf16 (torch 2.11.0+cu130, driver 580.159.04;
-# benchmarks/results/on_gpu-2026-11-28.json). It depends on the driver and on the libraries that are
-# loaded, so it is an input. github.com:
-# Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
-# lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248,
+# Memory of a process outside PyTorch's allocator: the driver's context, kernels, libraries. It
+# follows from an out-of-memory message: memory of the process minus allocated minus reserved
+# memory. Ten public messages: 0.13 GiB (T4), 0.40, 0.49 and 0.49 (A100), 0.41 and 0.44 (RTX 4090),
+# 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL); three campaigns of
+# foundation-model-stack on A100 had 519, 525 and 1690 MiB. Steps of the recipe on an H100 80GB HBM3
+# had 751 MiB in fp32 and 767 in bf16 (torch 2.11.0+cu130, driver 580.159.04;
+# benchmarks/results/on_gpu-2026-11-28.json). It depends on the driver and on the loaded libraries,
+# so it is configurable. github.com: Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6,
+# TianheWu/CoSeR/issues/10, lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248,
 # Soul-AILab/SoulX-FlashTalk/issues/5, DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097,
 # Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
 CONTEXT_BYTES = 500 * 2**20
@@ -41,16 +40,16 @@ _HOPPER_CONTEXT_BYTES = 770 * 2**20
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|amd|instinct")
 _KEY = "estimate.devices"
 _REMEDY = 'give a size with its unit, such as "80GiB", or a device such as H100'
-# A whole number below it is more likely a model's name (4090) than a size.
+# Smaller integers are probably model names (4090).
 _MIN_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class EstimatedDevice:
-    """A device for which an estimate is made; where it was given as a size, the rest is empty.
+    """A device to estimate for; one given as a size has only a name and `total_bytes`.
 
     Attributes:
-        total_bytes: capacity by CUDA or ROCm.
+        total_bytes: total memory reported by CUDA or ROCm.
     """
 
     name: str
@@ -62,7 +61,7 @@ class EstimatedDevice:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """CUDA's compute capability, such as (9, 0); None on ROCm and of a size."""
+        """CUDA's compute capability, such as (9, 0); None on ROCm or for a size."""
         match = re.fullmatch(r"sm_(\d+)(\d)", self.architecture)
         if match is None:
             return None
@@ -70,27 +69,27 @@ class EstimatedDevice:
 
     @property
     def kernels(self) -> CudaKernels:
-        """Those that PyTorch has for it; of an Ampere where only a size is known."""
+        """Kernels of PyTorch for the device; those of Ampere for a size."""
         return CudaKernels(self.compute_capability)
 
     def describe(self) -> str:
-        """The device and its capacity, such as ``H100 (79.11 GiB)``."""
-        # The name of a size is the size.
+        """Return the device with its memory, such as ``H100 (79.11 GiB)``."""
+        # A device given as a size is named after it.
         if not self.source:
             return self.name
         return f"{self.name} ({format_bytes(self.total_bytes)})"
 
     @property
     def context_bytes(self) -> int:
-        """What the driver's context is taken to need, where nobody says it."""
+        """Default size of the driver's context."""
         return _HOPPER_CONTEXT_BYTES if self.compute_capability == (9, 0) else CONTEXT_BYTES
 
     def target(self, *, context_bytes: int | None, headroom: int | float | str = 0) -> Target:
-        """Return what an allocator may take of it: all but the driver's context and the headroom.
+        """Return the memory for an allocator: all but the driver's context and the headroom.
 
         Args:
-            context_bytes: memory of the driver's context; None for what is known of the device.
-            headroom: a size, or a share of what the context leaves.
+            context_bytes: memory of the driver's context; None for the default of the device.
+            headroom: a size, or a share of the memory without the context.
         """
         if context_bytes is None:
             context_bytes = self.context_bytes
@@ -113,7 +112,7 @@ class EstimatedDevice:
 
 
 def _plain(name: str) -> str:
-    """A name without case, punctuation and maker."""
+    """Return a name without case, punctuation and manufacturer."""
     return re.sub(r"[^a-z0-9]", "", _MAKERS.sub("", name.lower()))
 
 
@@ -140,10 +139,15 @@ _BY_NAME = {
 
 
 def find_device(name_or_size: Any, key: str = _KEY) -> EstimatedDevice:
-    """Return the device that one entry of ``estimate.devices``, or of another key, stands for.
+    """Return the device for one entry of ``estimate.devices`` or another key.
 
-    It is a size (``"80GiB"``, or a whole number of bytes), or the name of a device, in which case,
-    punctuation and the maker's name do not matter: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
+    Args:
+        name_or_size: size (``"80GiB"``, or a whole number of bytes) or name of a device. Case,
+            punctuation and manufacturer are ignored: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
+        key: key for errors.
+
+    Raises:
+        SettingError: the device is unknown.
     """
     is_name = isinstance(name_or_size, str)
     device = None
@@ -166,7 +170,7 @@ def find_device(name_or_size: Any, key: str = _KEY) -> EstimatedDevice:
 
 
 def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
-    """Return the numbers of devices that run the same kernels, together."""
+    """Group the indices of devices that run the same kernels."""
     kinds = [device.architecture for device in devices]
     return [
         [number for number, other in enumerate(kinds) if other == kind]
@@ -175,15 +179,15 @@ def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
 
 
 def parse_devices(value: object) -> tuple[EstimatedDevice, ...]:
-    """Return the devices that ``estimate.devices`` names: one size or name, or a list of them.
+    """Return the devices of ``estimate.devices``: one size or name, or a list of them.
 
     Raises:
-        SettingError: an entry that cannot be used, one that is there twice, or none at all.
+        SettingError: the list is empty, or an entry is unknown or repeated.
     """
     entries = list(value) if isinstance(value, list | tuple) else [value]
     if not entries:
         raise SettingError(_KEY, value, f"{_REMEDY}, or a list of them")
     devices = tuple(map(find_device, entries))
     if len(set(devices)) < len(devices):
-        raise SettingError(_KEY, value, "the same device is there twice; leave one out")
+        raise SettingError(_KEY, value, "a device is repeated; remove one")
     return devices

@@ -1,7 +1,4 @@
-"""A training step on fake tensors: the memory it would need on a device that is not here.
-
-Fake tensors have shapes and no memory.
-"""
+"""A training step on fake tensors, which have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -35,48 +32,46 @@ from adaptive_batch.memory import (
 )
 
 from .cuda_operators import CudaKernels, Workspaces
-from .step_log import Phase, joined
-from .tracker import LoggingTracker
+from .step_log import LoggingTracker, Phase, joined
 
 private = PrivateNames("memory estimates")
 
 
 def needs_values(error: Exception) -> str | None:
-    """Return a message where code has read values of fake tensors; None of another error.
-
-    It names the operation.
+    """Return a message for an error of code that reads values of fake tensors; None for other
+    errors.
     """
-    # The module defines an exception for each of them.
+    # This module defines all exceptions of fake tensors.
     if type(error).__module__ != private.FakeTensor.__module__:
         names_fake_tensors = re.search("FakeTensor|not supported for tensor subclasses", str(error))
         if not names_fake_tensors or not isinstance(error, AssertionError | RuntimeError):
             return None
     operation = getattr(error, "func", None) or str(error).partition("\n")[0]
-    reason = f"{operation} ({type(error).__name__}) needs values, and there are none"
+    reason = f"{operation} ({type(error).__name__}) needs values"
     return f"it cannot run on fake tensors: {reason}; probe it on a device"
 
 
 def runs_in_optimizer(error: BaseException) -> bool:
-    """Return whether the code of an optimizer has raised an error."""
+    """Return whether an error was raised in the code of an optimizer."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in frames)
 
 
-# Forward and backward of that many rows.
+# Forward and backward of a number of rows.
 Run = Callable[[int], object]
-# Rows of the steps that give a curve; one row alone often runs other operations.
+# Rows of the steps that determine a curve; a single row often runs other operations.
 FEW = 2
 MORE = 3
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that are resident before a forward begins.
+    """Resident bytes before a forward.
 
     Attributes:
-        parameters, buffers: of the model.
-        optimizer: of the optimizer's state.
-        gradients: of earlier micro-batches.
+        parameters, buffers: bytes of the model.
+        optimizer: bytes of the optimizer's state.
+        gradients: bytes of gradients of earlier micro-batches.
     """
 
     parameters: int
@@ -86,7 +81,7 @@ class Resident:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all bytes."""
         return self.parameters + self.buffers + self.optimizer + self.gradients
 
 
@@ -99,34 +94,33 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class FakeDevice:
-    """A device whose tensors have no memory, so that any model fits on it.
+    """A device whose tensors have no memory, so that any model fits.
 
     Args:
-        kernels: of the device that is counted; None for a CPU.
+        kernels: kernels of the estimated device; None for a CPU.
     """
 
     def __init__(self, kernels: CudaKernels | None = None) -> None:
         self.mode = private.FakeTensorMode()
         self.kernels = kernels
         self._counter: LoggingTracker | None = None
-        # Of a batch that the step itself copies to the device, by what it calls for it.
+        # Storages of a batch that the step itself copies to the device.
         self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
-        # Of the model, in the order in which they are made; empty if a script moves them.
+        # Tensors of the model in order of creation; empty if a script moves them.
         self.made: list[torch.Tensor] = []
-        # What is allocated before, to fill buffers.
+        # Logs of earlier allocations that fill buffers.
         self.filling: list[Phase] = []
         self._filled_models: list[nn.Module] = []
-        # What is counted may be this share below the peak.
+        # Share by which the real peak may exceed the counted one.
         self.margin = 0.0
 
     def move(self, model: nn.Module, *, fill: Callable[[], object] | None = None) -> None:
-        """Make the parameters and buffers of a model fake, in place.
-
-        They are on the meta device, or real and then freed.
+        """Make the parameters and buffers of a model fake, in place; real ones are freed.
 
         Args:
-            fill: makes real buffers of the model, as a device does when it loads it.
+            model: model, on the meta device or real.
+            fill: function that creates real buffers of the model, as loading does.
         """
         if fill is not None:
             self._filled_models.append(model)
@@ -145,7 +139,7 @@ class FakeDevice:
                 setattr(module, name, fakes[tensor])
 
     def filled(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-        """Yield the buffers that :attr:`filling` has allocated, by name."""
+        """Yield the names and buffers that :attr:`filling` has allocated."""
         models = self._filled_models
         for number, buffer in enumerate(chain.from_iterable(model.buffers() for model in models)):
             yield ("filled", number), buffer
@@ -154,15 +148,15 @@ class FakeDevice:
         """Make the tensors of a batch fake, in place, and count them.
 
         Args:
-            batch: by name.
-            is_moved: whether all of it is on the device; False where what the CPU has is counted
-                once the step copies it, inside :class:`DevicesAsHost`.
+            batch: tensors by name.
+            is_moved: whether the whole batch is on the device. If False, tensors on the CPU count
+                once the step copies them, inside :class:`DevicesAsHost`.
         """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             result = tensor
             if not isinstance(tensor, private.FakeTensor):
-                # The counter would see it made.
+                # The counter must not count this creation.
                 with private.disable_current_modes():
                     result = self._on_host_device(tensor)
             storage = result.untyped_storage()
@@ -175,22 +169,22 @@ class FakeDevice:
         batch.update(private.tree_map_only(torch.Tensor, fake, dict(batch)))
 
     def prepare_optimizer(self, optimizer: Optimizer) -> tuple[str, ...]:
-        """Have an optimizer step on fake tensors, as it does on the device.
+        """Prepare an optimizer to step on fake tensors as on the device.
 
         Returns:
-            What is not counted as it would be there, a sentence each.
+            Uncounted memory, one sentence each.
         """
         modules = [kind.__module__ for kind in type(optimizer).__mro__]
         is_torchaos = any(module.startswith("torchao.") for module in modules)
         if is_torchaos:
-            # Tables whose values are read when they are made, and kept.
+            # Create the cached tables, whose creation reads values.
             for states in ("subclass_4bit", "subclass_8bit"):
                 tables = import_module(f"torchao.optim.{states}")
                 tables.get_qmap_signed()
                 tables.get_qmap_unsigned()
         if self.kernels is None:
             return ()
-        # What optimizers of PyTorch choose on CUDA. Adafactor, in `_adafactor`, does not.
+        # PyTorch's optimizers choose foreach on CUDA, except Adafactor (in `_adafactor`).
         if any(re.match(r"torch\.optim\.(?!optimizer)[a-z]", module) for module in modules):
             for group in optimizer.param_groups:
                 is_free = group.get("foreach", False) is None and group.get("fused") is None
@@ -201,7 +195,7 @@ class FakeDevice:
         step = optimizer.step
 
         def uncounted(*args: Any, **kwargs: Any) -> Any:
-            # Left out, as it keeps nothing, and takes long: many operations for each weight.
+            # Not counted: the step keeps no memory and has many slow operations per weight.
             compiled_parts = replaced(torch, compile=lambda *_, **__: lambda *_, **__: None)
             with private.disable_current_modes(), self.mode, compiled_parts:
                 result = step(*args, **kwargs)
@@ -210,23 +204,20 @@ class FakeDevice:
             return result
 
         optimizer.step = uncounted  # type: ignore[method-assign]
-        return (
-            "torchao: its step is compiled on a device, so only the states that it keeps are"
-            " counted",
-        )
+        return ("torchao: its step is compiled on a device; only its states are counted",)
 
     def copying(self) -> TorchFunctionMode:
-        """Context manager: deep copies of real tensors are fake."""
+        """Return a context manager in which deep copies of real tensors are fake."""
         return _FakeCopies(self._on_host_device)
 
     def _on_host_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor like another, on the CPU, where all fake ones are."""
-        # A wrapper, such as a DTensor or a weight of 4 bits, wraps fake tensors then.
+        """Return a fake copy of a tensor on the CPU, where all fake tensors are."""
+        # A wrapper, such as a DTensor or a 4-bit weight, then wraps fake tensors.
         if hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
             inner = {name: getattr(tensor, name) for name in names}
             for name, part in inner.items():
-                # A DTensor also names its mesh.
+                # A DTensor also has its mesh as an inner attribute.
                 if isinstance(part, torch.Tensor):
                     inner[name] = self._on_host_device(part)
             kind: Any = type(tensor)
@@ -245,7 +236,7 @@ class FakeDevice:
 
     @contextmanager
     def counting(self) -> Iterator[LoggingTracker]:
-        """Context manager: new tensors are fake, and counted."""
+        """Make new tensors fake and count them in this context."""
         kernels = self.kernels
         counter = LoggingTracker(
             instead=kernels.operators() if kernels else {},
@@ -256,11 +247,11 @@ class FakeDevice:
         self._counter = counter
         try:
             with ExitStack() as contexts:
-                # The collector would look through all objects again and again: a step makes many.
+                # A step creates many objects, which would trigger garbage collection repeatedly.
                 if gc.isenabled():
                     gc.disable()
                     contexts.callback(gc.enable)
-                # A compiled region fails under a dispatch mode, and would hide its tensors from it.
+                # Compiled regions fail under a dispatch mode and hide their tensors from it.
                 contexts.enter_context(torch.compiler.set_stance("force_eager"))
                 contexts.enter_context(shapes_worked_out_apart())
                 contexts.enter_context(self.mode)
@@ -272,24 +263,25 @@ class FakeDevice:
             self._counter = None
 
     def counted(self) -> AbstractContextManager[object]:
-        """Context manager: count also where modes are disabled, as they are for Dynamo."""
+        """Return a context manager that counts even while Dynamo disables modes."""
         return self._counter or nullcontext()
 
 
 class FakeStep:
-    """Runs the code of a training step on fake tensors, and traces the memory it would need.
+    """Runs a training step on fake tensors and traces its memory.
 
     Args:
-        model: on the device.
-        optimizer, forward_backward, step, accumulates, sharding, keep_gradients: as in
+        model: model on the fake device.
+        optimizer, forward_backward, step, accumulates, sharding, keep_gradients: arguments of
             :class:`adaptive_batch.probe.DryRun`.
-        more_states: returns what the optimizer keeps beside its state.
+        device: the fake device.
+        more_states: function that returns tensors of the optimizer besides its state.
 
     Attributes:
-        accumulates: whether gradients of earlier micro-batches are there.
-        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
+        accumulates: whether gradients of earlier micro-batches exist before a forward.
+        optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
             backward.
-        resident: before a forward.
+        resident: resident bytes before a forward.
     """
 
     def __init__(
@@ -317,13 +309,13 @@ class FakeStep:
         model.train()
         self.optimizer_peak_bytes: int | None = None
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
-        # Steps of the optimizer: the first, which makes its states, and any later one.
+        # Steps of the optimizer: the first one, which creates its state, and any later one.
         self._steps: list[Phase] = []
         if self._in_backward and not self._sharding.is_sharded:
             self._at(FEW, forward_backward, is_first=True)
         for _ in range(2):
             if self._sharding.is_sharded:
-                # FSDP sets itself up in the first; gradients share what it has reduced.
+                # FSDP initializes itself in the first run; gradients are its reduced ones.
                 with torch.compiler.set_stance("force_eager"), device.mode:
                     forward_backward(FEW)
             elif not self._in_backward:
@@ -342,7 +334,7 @@ class FakeStep:
         )
 
     def _trace_step(self, step: Callable[[], object]) -> None:
-        """Run the optimizer's step, and keep its log."""
+        """Run the optimizer's step and record its log."""
         with self._device.counting() as counter:
             counter.add_named(self._named())
             step()
@@ -353,10 +345,11 @@ class FakeStep:
             self._steps.append(counter.phase(self._named()))
 
     def trace(self, rows: int, *, forward_backward: Run | None = None) -> Trace:
-        """Return what forward and backward of one micro-batch of that many rows hold.
+        """Trace forward and backward of one micro-batch.
 
         Args:
-            forward_backward: instead of the constructor's, for rows of another length.
+            rows: rows of the micro-batch.
+            forward_backward: replacement of the constructor's function, for rows of another length.
         """
         run = forward_backward or self.forward_backward
         phase, trace = self._traced(rows, run)
@@ -364,7 +357,7 @@ class FakeStep:
         return trace
 
     def is_traced(self, rows: int, *, forward_backward: Run | None = None) -> bool:
-        """Return whether a micro-batch of that many rows was traced."""
+        """Return whether a micro-batch of this size has been traced."""
         return rows in self._phases.get((forward_backward or self.forward_backward, False), {})
 
     def log(
@@ -375,22 +368,21 @@ class FakeStep:
         num_steps: int = 4,
         micro_batches: int = 2,
     ) -> array[int]:
-        """Return what loading and the first steps allocate and free (:mod:`.step_log`).
+        """Return the log of loading and the first steps (:mod:`.step_log`).
 
-        The log is exact for one row and for a number of rows that was traced. The sizes for any
-        other lie on the line through two traces.
+        The log is exact for one row and for traced sizes. Other sizes are interpolated between two
+        traces.
 
         Args:
             rows: rows of each micro-batch.
-            forward_backward: replaces the constructor's, for rows of another length.
-            num_steps: steps of the log. The first one makes the optimizer's states, and from the
-                third on steps are alike.
-            micro_batches: micro-batches of a step where steps accumulate. All but the first are
-                alike.
+            forward_backward: replacement of the constructor's function, for rows of another length.
+            num_steps: steps of the log. The first one creates the optimizer's state; from the third
+                on, all steps are equal.
+            micro_batches: micro-batches of a step that accumulates. All but the first are equal.
         """
         run = forward_backward or self.forward_backward
         phase = self._at(rows, run)
-        # Each phase, and whether training runs it for the first time.
+        # (phase, whether training runs it for the first time)
         phases = [(phase, True) for phase in (*self._device.filling, self.loading)]
         for number in range(num_steps):
             is_first_step = number == 0
@@ -401,13 +393,13 @@ class FakeStep:
                 phases.append((self._at(rows, run, is_first=True), True))
             else:
                 phases.append((phase, is_first_step))
-            # There are none where the optimizer runs in backward.
+            # Empty if the optimizer runs in backward.
             if self._steps:
                 phases.append((self._steps[min(number, len(self._steps) - 1)], False))
         return joined(phases)
 
     def composition(self, rows: int, forward_backward: Run) -> dict[str, int]:
-        """Return the bytes by kind at the peak of a micro-batch of that many rows."""
+        """Return the bytes by kind at the peak of a micro-batch."""
         held = self._at(rows, forward_backward).held_at_peak()
         resident = self.resident
         return {
@@ -421,12 +413,12 @@ class FakeStep:
 
     @property
     def margin(self) -> float:
-        """Share by which the peak of a step can exceed what is counted."""
+        """Share by which the peak of a step can exceed the counted one."""
         return self._device.margin
 
     @property
     def loading(self) -> Phase:
-        """What loading the model allocates."""
+        """Log of loading the model."""
         with self._device.counting() as counter:
             counter.add_named(self._device.filled())
             counter.add(self._device.made)
@@ -434,11 +426,11 @@ class FakeStep:
             return counter.phase(_named(self.model))
 
     def _at(self, rows: int, run: Run, *, is_first: bool = False) -> Phase:
-        """Return a micro-batch: any, or the first one of training."""
+        """Return the log of a micro-batch, or of the first one of training."""
         phases = self._phases.setdefault((run, is_first), {})
         if rows in phases:
             return phases[rows]
-        # One row often runs other operations, so its log follows from no others.
+        # A single row often runs other operations, so it is always traced.
         if rows >= FEW:
             for size in (FEW, MORE):
                 if len(phases) < 2 and size not in phases:
@@ -451,11 +443,12 @@ class FakeStep:
         return phases[rows]
 
     def _traced(self, rows: int, run: Run, *, is_first: bool = False) -> tuple[Phase, Trace]:
-        """Run one micro-batch, and return its log and what was alive after each operation.
+        """Run one micro-batch and return its log and trace.
 
         Args:
-            is_first: whether it makes the gradients, or the states where the optimizer is in
-                backward.
+            rows: rows of the micro-batch.
+            run: forward and backward of a number of rows.
+            is_first: whether it creates the gradients, or the state of an optimizer in backward.
         """
         if is_first:
             self.model.zero_grad()
@@ -505,10 +498,10 @@ def _named(model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
 
 
 class DevicesAsHost(TorchFunctionMode):
-    """Inside, what a script puts on a device stays on the CPU, where fake tensors are.
+    """Redirects moves to devices to the CPU, where fake tensors are.
 
     Args:
-        device: whose tensors are copied where they were not on it yet.
+        device: fake device; tensors that were not on it are copied.
     """
 
     def __init__(self, device: FakeDevice) -> None:
@@ -524,7 +517,7 @@ class DevicesAsHost(TorchFunctionMode):
             kwargs["device"] = _host_in_place_of(kwargs["device"])
         if func is torch.Tensor.to:
             args = tuple(map(_host_in_place_of, args))
-            # A tensor names its device, too.
+            # A tensor as an argument specifies its device too.
             names_device |= any(isinstance(arg, torch.device | torch.Tensor) for arg in args[1:])
         result = func(*args, **kwargs)
         names_device |= func is torch.Tensor.type_as
@@ -533,24 +526,24 @@ class DevicesAsHost(TorchFunctionMode):
         return result
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of what was not on the device yet; anything else as it is."""
+        """Return a copy of a tensor that was not on the device, or the tensor itself."""
         if tensor.untyped_storage() in self._device.not_moved:
             return tensor.clone()
         return tensor
 
 
 def _host_in_place_of(value: Any) -> Any:
-    """Return the CPU in the place of a device; anything else as it is."""
+    """Return the CPU for a device, and any other value unchanged."""
     if isinstance(value, str | torch.device) or type(value) is int:
         return torch.device("cpu")
     return value
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Deep copies of real tensors are fake.
+    """Makes deep copies of real tensors fake.
 
     Args:
-        fake: makes a fake tensor like a real one.
+        fake: function that returns a fake copy of a tensor.
     """
 
     def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:

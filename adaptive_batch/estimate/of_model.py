@@ -1,6 +1,4 @@
-"""The estimate of any PyTorch model: its training step on fake tensors, which take the place of its
-own while it runs.
-"""
+"""The estimate of a PyTorch model: its training step runs with fake tensors in place of its own."""
 
 from __future__ import annotations
 
@@ -49,34 +47,36 @@ def estimate_memory(
     headroom: int | float | str = "auto",
     trace: str | Path | None = None,
 ) -> MemoryEstimate:
-    """Estimate how many rows of a batch a training step of a model can hold on CUDA devices that
-    are not here.
+    """Estimate the largest batch whose training step fits on CUDA devices that are not available.
 
-    Nothing is computed, and the model may be on the meta device: its parameters give way to tensors
-    without memory, and are put back. Memory that forward takes without an operation of PyTorch's
-    (kernels of one's own) is not seen.
+    Nothing is computed, and the model may be on the meta device: fake tensors replace its
+    parameters during the call. Memory that custom kernels allocate outside of PyTorch's operators
+    is not counted.
 
     Args:
-        model: in training mode or not; it is estimated in training mode.
-        batch: a sample: tensors in any nesting of mappings and sequences; those with its number of
-            rows first grow with it.
-        optimizer: of the model's parameters; its state is made again.
-        devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
-        mean_loss: returns the loss of such a batch, by `model`; None for the ``loss`` of what
-            ``model(**batch)`` returns.
-        max_grad_norm: gradients are clipped to it before the optimizer's step.
-        accumulates: gradients of earlier micro-batches are there when a forward begins.
-        maximum: more rows are of no interest.
-        context: bytes that the driver's context takes of each device; None for 770 MiB of an H100
-            or H200, and 500 MiB of others.
-        headroom: what is left free beside that: bytes, a size or a share; ``auto`` for 1% where the
-            environment asks for expandable segments, and 5% elsewhere.
-        trace: file for the allocations of two steps with the rows that fit on the first device,
-            which pytorch.org/memory_viz opens.
+        model: model, estimated in training mode.
+        batch: sample batch: tensors in nested mappings and sequences. Tensors with the same first
+            dimension as the first tensor grow with the rows.
+        optimizer: optimizer of the model's parameters; its state is created again.
+        devices: one or several devices: a name such as ``"H100"`` or a size such as ``"80GiB"``.
+        mean_loss: function that returns the loss of such a batch; None for the ``loss`` in the
+            output of ``model(**batch)``.
+        max_grad_norm: norm to which gradients are clipped before the optimizer's step.
+        accumulates: whether gradients of earlier micro-batches exist before a forward.
+        maximum: limit of the rows.
+        context: bytes of the driver's context on each device; None for 770 MiB on H100 and H200,
+            and 500 MiB on others.
+        headroom: memory to leave free besides the context: bytes, a size or a share; ``auto`` for
+            1% if the environment enables expandable segments, else 5%.
+        trace: file for the allocations of two steps with the rows that fit on the first device, for
+            pytorch.org/memory_viz.
+
+    Returns:
+        The rows that fit on each device, with their memory.
 
     Raises:
-        SettingError: an argument cannot be used, or the model needs values, which fake tensors do
-            not have.
+        SettingError: an argument is invalid, or the model reads values, which fake tensors do not
+            have.
     """
     shapes = [
         leaf.shape
@@ -84,7 +84,7 @@ def estimate_memory(
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
     if not shapes:
-        remedy = "give a sample with tensors whose first dimension is the rows"
+        remedy = "give a sample with tensors whose first dimension is the batch"
         raise SettingError("batch", type(batch).__name__, remedy)
 
     def forward_backward(device: FakeDevice, rows: int) -> None:
@@ -129,15 +129,16 @@ def estimate_step(
     headroom: int | float | str = "auto",
     trace: str | Path | None = None,
 ) -> MemoryEstimate:
-    """Estimate a step that runs `forward_backward` of a number of rows; the rest as in
-    :func:`estimate_memory`.
+    """Estimate a step that calls `forward_backward(device, rows)`.
 
     Args:
-        clip: clips the gradients, where that is asked for.
+        clip: function that clips the gradients, if configured.
         sequence_length: tokens of a row.
+
+    The other arguments are those of :func:`estimate_memory`.
     """
     if distributed.world_size() > 1:
-        instead = "estimate in one process; ranks are estimated by tune run adaptive_estimate"
+        instead = "estimate in one process; use tune run adaptive_estimate to estimate ranks"
         raise SettingError("devices", devices, instead)
     start = time.perf_counter()
     parsed = parse_devices(devices)
@@ -154,7 +155,7 @@ def estimate_step(
         return nullcontext()
 
     try:
-        # Reversed, so that the length of the first kind stays.
+        # Reversed: the length of the first kind remains.
         for members in reversed(alike(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             compiled = CompiledParts(fake)
@@ -212,12 +213,12 @@ def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
 
 @dataclass(frozen=True)
 class _Twins:
-    """An optimizer of fake parameters, without state.
+    """Copy of an optimizer for fake parameters, without state.
 
     Attributes:
-        optimizers: it, and those that it holds, as one that wraps another does.
-        held: tensors that it has beside their states, such as an average of the weights.
-        not_copied: attributes that it lacks, with the error of each.
+        optimizers: the optimizer, followed by optimizers that it wraps.
+        held: other tensors of the optimizer, such as an average of the weights.
+        not_copied: names of attributes that could not be copied, with their errors.
     """
 
     optimizers: Sequence[Optimizer]
@@ -225,7 +226,7 @@ class _Twins:
     not_copied: dict[str, Exception]
 
     def more_states(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that the optimizer has beside its own states."""
+        """Yield the tensors that the optimizer has besides its own state."""
         yield from self.held
         yield from optimizer_state_tensors(
             inner for inner in self.optimizers[1:] if inner.state is not self.optimizers[0].state
@@ -234,8 +235,8 @@ class _Twins:
 
 @contextmanager
 def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -> Iterator[_Twins]:
-    """Inside, the model's parameters and buffers are fake; yields an optimizer of these that is
-    like the given one.
+    """Replace the parameters and buffers of a model by fake ones, and yield a copy of its
+    optimizer.
 
     Raises:
         SettingError: the optimizer's step reads an attribute that cannot be copied.
@@ -245,7 +246,7 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
     try:
         device.move(model)
         fakes = dict(model.named_parameters(remove_duplicate=False))
-        # An optimizer that knows the model knows the one that is estimated.
+        # An optimizer that refers to the model refers to the same one in the copy.
         kept: dict[int, Any] = {id(module): module for module in model.modules()}
         kept.update({id(real[name]): fakes[name] for name in real})
         with device.copying():
@@ -270,11 +271,11 @@ def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
     """Copy an optimizer.
 
     Args:
-        kept: what takes the place of an object in the copy, by the object's ``id``.
+        kept: replacements in the copy by ``id`` of the original object.
     """
     memo = dict(kept)
     originals = [optimizer]
-    # It grows on the way.
+    # The loop extends the list.
     for original in originals:
         for value in private.tree_leaves(vars(original)):
             if isinstance(value, Optimizer) and value not in originals:
@@ -285,8 +286,8 @@ def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
     not_copied: dict[str, Exception] = {}
     for original in originals:
         twin = copy.deepcopy(original, memo)
-        # Optimizer's own copy leaves out what a subclass has set on itself. A method that was
-        # replaced, as a scheduler replaces `step`, is the real optimizer's.
+        # Optimizer.__deepcopy__ omits attributes of subclasses. Methods that were replaced, as
+        # schedulers replace `step`, belong to the real optimizer.
         for name, value in vars(original).items():
             if name in vars(twin) or hasattr(type(original), name):
                 continue
@@ -297,14 +298,14 @@ def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
     copies = [memo[id(optimizer)], *(value for key, value in memo.items() if key not in kept)]
     return _Twins(
         optimizers=list(dict.fromkeys(value for value in copies if isinstance(value, Optimizer))),
-        # Numbers, such as a learning rate, are on the host.
+        # Scalars, such as a learning rate, are on the host.
         held=[value for value in copies if isinstance(value, torch.Tensor) and value.dim()],
         not_copied=not_copied,
     )
 
 
 def _tokens_of(batch: Any) -> int:
-    """Return the tokens of a row: the width of the first whole numbers; 1 where there are none."""
+    """Return the tokens of a row: the width of the first integer tensor, or 1."""
     for leaf in private.tree_leaves(batch):
         is_tokens = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.int32, torch.int64)
         if is_tokens and leaf.dim() > 1:
@@ -316,6 +317,6 @@ def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     output = model(**batch) if isinstance(batch, dict) else model(batch)
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor) or loss.dim():
-        remedy = "the model returns no loss; give a function that returns the loss of a batch"
+        remedy = "the output of the model has no loss; give a function that returns it"
         raise SettingError("mean_loss", None, remedy)
     return loss

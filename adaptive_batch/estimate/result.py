@@ -1,4 +1,4 @@
-"""The result of an estimate: rows that fit on each device, what they hold, its tables, its file."""
+"""The result of an estimate: memory of a step, rows that fit on each device, tables, and file."""
 
 from __future__ import annotations
 
@@ -6,27 +6,141 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
 from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, from_json
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import MemoryCurve
 
-from .length import LengthEstimate
+from .fake_step import Resident
+
+
+@dataclass(frozen=True)
+class CurveCheck:
+    """Check of the memory curve against a traced step of a third size.
+
+    Attributes:
+        rows: rows of the step.
+        counted_bytes: traced peak.
+        expected_bytes: peak of the curve.
+    """
+
+    rows: int
+    counted_bytes: int
+    expected_bytes: int
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the curve is off by more than a thousandth."""
+        return abs(self.counted_bytes - self.expected_bytes) > 1e-3 * self.counted_bytes
+
+    @property
+    def warning(self) -> str:
+        """Describe the error of the curve, or return ""."""
+        if not self.is_off:
+            return ""
+        counted = format_bytes(self.counted_bytes)
+        expected = format_bytes(self.expected_bytes)
+        return (
+            f"a traced step of {count(self.rows, 'row')} holds {counted}, but the curve of two"
+            f" sizes gives {expected}; the curve is scaled, so check the rows on a device"
+        )
+
+
+@dataclass(frozen=True)
+class LengthEstimate:
+    """Memory of a training step with rows of one length.
+
+    Attributes:
+        sequence_length: tokens of a row.
+        resident: bytes before a forward.
+        traced_curve: peak of forward and backward by rows, from two traced sizes.
+        one_row_bytes: peak of a single row, which often runs other operations.
+        optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
+            backward.
+        check: comparison of the curve with a third size; None if it was not traced.
+        margin: share by which the peak can exceed the traced one, since the order of compiled
+            kernels is unknown; 0 for an eager step.
+    """
+
+    sequence_length: int
+    resident: Resident
+    traced_curve: MemoryCurve
+    one_row_bytes: int
+    optimizer_peak_bytes: int | None
+    check: CurveCheck | None = None
+    margin: float = 0.0
+
+    @property
+    def curve(self) -> MemoryCurve:
+        """Peak of forward and backward by rows, with the margin, scaled to a check that is off."""
+        scale = 1 + Fraction(self.margin)
+        if self.check is not None and self.check.is_off:
+            scale *= Fraction(self.check.counted_bytes, self.check.expected_bytes)
+        lines = (
+            replace(
+                line,
+                fixed_bytes=line.fixed_bytes * scale,
+                bytes_per_row=line.bytes_per_row * scale,
+            )
+            for line in self.traced_curve.lines
+        )
+        return MemoryCurve(tuple(lines))
+
+    def max_rows(self, budget_bytes: int) -> int | None:
+        """Return the most rows that fit; None if any number does."""
+        if (self.optimizer_peak_bytes or 0) > budget_bytes or self.one_row_bytes > budget_bytes:
+            return 0
+        rows = self.curve.max_rows(budget_bytes)
+        if rows is None:
+            return None
+        return max(1, rows)
+
+    def peak_bytes(self, rows: int) -> int:
+        """Return the peak of a step, the optimizer's step included, in bytes."""
+        peak = self.curve.peak_bytes(rows)
+        # A single row often runs other operations.
+        if rows == 1:
+            peak = self.one_row_bytes
+        return max(peak, self.optimizer_peak_bytes or 0)
+
+    def first_too_large(self, budget_bytes: int) -> str | None:
+        """Describe the first part of a run that does not fit; None if a row fits."""
+        resident = self.resident
+        needed = 0
+        for name, size in (
+            ("the parameters", resident.parameters),
+            ("the buffers", resident.buffers),
+            ("the optimizer's state", resident.optimizer),
+            ("the kept gradients", resident.gradients),
+        ):
+            needed += size
+            if needed > budget_bytes:
+                return (
+                    f"{name} ({format_bytes(size)}, {format_bytes(needed)} with the parts before)"
+                )
+        for name, peak in (
+            ("the optimizer's step", self.optimizer_peak_bytes or 0),
+            ("forward and backward of one row", self.one_row_bytes),
+        ):
+            if peak > budget_bytes:
+                return f"{name} ({format_bytes(peak)} at the peak)"
+        return None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How many rows of one length fit on one device.
+    """The rows of one length that fit on one device.
 
     Attributes:
-        max_batch_size: most rows with which no allocation has to be tried again.
-        max_batch_size_with_retries: most rows that fit at all, where the allocator gives back what
-            it has cached and tries again.
-        allocated_bytes, reserved_bytes: peaks at `max_batch_size`, or with one row where none fits:
-            of what tensors hold, and of what the allocator takes from the device for them.
-        first_too_large: the first thing that does not fit, in the order in which a run would need
-            it; None where a row fits.
-        bytes_per_row: what one row more adds to the peak.
+        sequence_length: tokens of a row.
+        max_batch_size: most rows that run without a retry of the allocator.
+        max_batch_size_with_retries: most rows that fit with retries, for which the allocator frees
+            its cache.
+        allocated_bytes, reserved_bytes: peaks at `max_batch_size`, or of one row if no row fits.
+        first_too_large: first part of a run that does not fit; None if a row fits.
+        bytes_per_row: memory of one more row at the peak.
         composition: bytes by kind at the peak of forward and backward.
         optimizer_bytes: peak of clipping and the optimizer's step.
     """
@@ -53,30 +167,32 @@ class Fit:
         lines = [f"peak of {rows}{of_length}: {format_bytes(total)}: {shares}"]
         if self.optimizer_bytes > total:
             size = format_bytes(self.optimizer_bytes)
-            lines.append(f"  the optimizer's step holds more: {size}, whatever the batch")
+            lines.append(f"  the optimizer's step needs more: {size}, for any batch")
         return "\n  ".join(lines)
 
     def describe_too_large(self) -> str:
-        """Return why not one row fits; empty where one does."""
+        """Explain why no row fits; return "" if one does."""
         if self.max_batch_size_with_retries > self.max_batch_size == 0:
             rows = count(self.max_batch_size_with_retries, "row")
             return (
-                "no row runs without the allocator giving its cache back in mid-step;"
-                f" {rows} with it, which is slow"
+                "even one row needs retries of the allocator, which are slow;"
+                f" {rows} fit with retries"
             )
         return f"too large: {self.first_too_large}" if self.first_too_large else ""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device, and how much of it a training step may use.
+    """A device, and the memory of it that a training step may use.
 
     Attributes:
-        budget_bytes: what an allocator may take of it.
-        taken: what the rest is for, each with its bytes: headroom, the CUDA context.
-        lengths: what fits, for each length that was estimated.
-        reference_rows: for each length, the most rows of a reference that runs without gradients in
-            micro-batches of its own, by what is allocated; empty where there is none.
+        name: name with the memory.
+        total_bytes: memory of the device.
+        budget_bytes: memory for the allocator.
+        taken: other uses with their bytes: headroom, the CUDA context.
+        lengths: rows that fit for each estimated length.
+        reference_rows: for each length, the most rows of a separate reference forward, by allocated
+            memory; empty without a reference.
     """
 
     name: str
@@ -87,7 +203,7 @@ class Target:
     reference_rows: tuple[int, ...] = ()
 
     def is_called(self, name: str) -> bool:
-        """Return whether a name or a size stands for this device."""
+        """Return whether a name or size refers to this device."""
         from .devices import find_device
 
         if name in (self.name, self.name.partition(" (")[0]):
@@ -100,12 +216,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the configuration, estimated in the same way.
+    """A change of the configuration and its estimate.
 
     Attributes:
-        overrides: the exact ``key=value`` to type.
-        bounds: rows that fit under it on each device; None for any number.
-        refused: why it could not be estimated; empty where it was.
+        overrides: ``key=value`` arguments of the change.
+        cost: disadvantage of the change.
+        bounds: rows that fit on each device; None for any number.
+        refused: reason for a missing estimate, or "".
     """
 
     overrides: tuple[str, ...]
@@ -116,16 +233,17 @@ class Change:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """For each device and length, the rows that fit.
+    """The rows that fit for each device and length.
 
     Attributes:
-        devices: each with what fits, for each length.
-        maximum: rows above which a real search would not look.
-        world_size: ranks that share the model; all figures are of one of them.
-        left_out: what is not counted as it would be on the device, a sentence each.
-        changes: single changes and what they would bring, at the first of `lengths`.
-        refused: those that could not be estimated.
-        lengths: what a step holds on the first kind of device; no file has it.
+        devices: devices with the rows that fit.
+        maximum: limit of the rows.
+        world_size: ranks that share the model; all figures are per rank.
+        left_out: uncounted memory, one sentence each.
+        changes: single changes with their estimates for the first length.
+        refused: changes that could not be estimated.
+        seconds: duration of the estimate.
+        lengths: memory of a step on the first kind of device; not saved in files.
     """
 
     devices: tuple[Target, ...]
@@ -138,32 +256,31 @@ class MemoryEstimate:
     lengths: tuple[LengthEstimate, ...] = field(default=(), compare=False, repr=False)
 
     def fits(self, device: str, rows: int = 1) -> bool:
-        """Return whether that many rows, of each length, fit on a device without allocator retries.
+        """Return whether rows of each length fit on a device without allocator retries.
 
         Args:
-            device: a name or a size, as it was given to the estimate or as :attr:`devices` have it.
+            device: name or size of a device of the estimate.
+            rows: number of rows.
 
         Raises:
-            SettingError: it is not among the devices of this estimate.
+            SettingError: the estimate does not have the device.
         """
         for target in self.devices:
             if target.is_called(device):
                 return all(fit.max_batch_size >= rows for fit in target.lengths)
         names = ", ".join(target.name for target in self.devices)
-        raise SettingError("device", device, f"this is an estimate for {names}; give one of them")
+        raise SettingError("device", device, f"the estimate has {names}; give one of them")
 
     def format_rows(self, rows: int | None) -> str:
-        """Return the rows that fit, as text: with a plus where more may fit."""
+        """Format the rows that fit; a plus means that more may fit."""
         return format_bound(rows, self.maximum)
 
     def table(self) -> str:
-        """Return aligned text: the rows that fit on each device, what limits them, what they are
-        made of.
-        """
+        """Return the rows that fit on each device, with limits and composition, as aligned text."""
         lines = self._rows_of_table()
         if any(length.margin for length in self.lengths):
             lines.append(
-                "compiled: a step needs at most this; adaptive-batch emulate counts what it needs"
+                "compiled: these figures are upper bounds; adaptive-batch emulate gives exact ones"
             )
         on_ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         for device in self.devices:
@@ -212,32 +329,32 @@ class MemoryEstimate:
         return _table(rows)
 
     def table_of_changes(self) -> str:
-        """Return aligned text: what each single change would bring, the best first."""
+        """Return the effect of each single change as aligned text, the best first."""
         if not self.changes:
             return ""
-        rows = [{"key=value": "(as it is)"}]
+        rows = [{"key=value": "(unchanged)"}]
         rows += [{"key=value": " ".join(change.overrides)} for change in self.changes]
         for number, device in enumerate(self.devices):
             changed = [change.bounds[number] for change in self.changes]
             bounds = [device.lengths[0].max_batch_size, *changed]
             for row, bound in zip(rows, bounds, strict=True):
                 row[device.name] = self.format_rows(bound)
-        costs = ["what it costs", "", *(change.cost for change in self.changes)]
+        costs = ["cost", "", *(change.cost for change in self.changes)]
         of_length = _of_length(self.devices[0].lengths[0].sequence_length)
-        lines = [f"what one change would bring, in rows{of_length}:"]
+        lines = [f"effect of one change, in rows{of_length}:"]
         for line, cost in zip(_table(rows), costs, strict=True):
             lines.append(f"{line}  {cost}".rstrip())
         return "\n".join(lines)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write the estimate as JSON, atomically."""
         values = asdict(replace(self, lengths=()))
         del values["lengths"]
         atomic_write(path, json.dumps(values, indent=2))
 
 
 def read_estimate(path: Path) -> MemoryEstimate | None:
-    """Return the estimate that a file holds; None where there is none that can be read."""
+    """Read an estimate from a file; return None if it is missing or invalid."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         estimate: MemoryEstimate = from_json(MemoryEstimate, saved, optional=["lengths"])
@@ -249,9 +366,9 @@ def read_estimate(path: Path) -> MemoryEstimate | None:
 
 
 def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
-    """Return the changes that let more fit on some device, the one with the greatest gain first.
+    """Return the changes with more rows on some device, the greatest gain first.
 
-    The one with the fewest keys breaks ties.
+    Among equal gains, the change with the fewest keys comes first.
     """
     gains: dict[Change, float] = {}
     for change in changes:
@@ -267,13 +384,13 @@ def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
 
 
 def _of_length(tokens: int) -> str:
-    """Return the length of a row as text; empty where rows are no tokens."""
+    """Format the length of a row; "" if rows are not token sequences."""
     return f" of {tokens} tokens" if tokens > 1 else ""
 
 
 def _table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Return the aligned lines of a table whose rows have a cell for each heading: the first column
-    to the left, the others to the right.
+    """Format a table of rows (cells by heading), with the first column left-aligned and the others
+    right-aligned.
     """
     columns = [[heading, *(row[heading] for row in rows)] for heading in rows[0]]
     widths = [max(map(len, column)) for column in columns]

@@ -18,9 +18,7 @@ def allocator(capacity=GIB, **settings):
 
 
 def sizes(allocator):
-    """Segments as tuples of their blocks, in MiB, those given out negative; the first segment
-    first.
-    """
+    """Return segments in order as tuples of their blocks in MiB, allocated ones negative."""
     return [
         tuple(
             block["size"] / MIB * (1 if block["state"] == "inactive" else -1)
@@ -30,11 +28,11 @@ def sizes(allocator):
     ]
 
 
-# --- streams
+# Streams.
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
-def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(
+def test_streams_share_no_blocks_but_release_them_together(
     expandable_segments,
 ):
     device = allocator(64 * MIB, expandable_segments=expandable_segments)
@@ -46,7 +44,7 @@ def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(
     assert [segment["stream"] for segment in segments_of(device)] == [0]
 
 
-# --- sizes
+# Sizes.
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(
         (101 * MIB, 102 * MIB, 102 * MIB),
     ],
 )
-def test_requests_are_rounded_and_segments_more_so(request_bytes, block, segment):
+def test_requests_and_segments_are_rounded_up(request_bytes, block, segment):
     device = allocator()
     assert device.malloc(request_bytes).size == block
     assert (device.allocated_bytes, device.requested_bytes, device.reserved_bytes) == (
@@ -72,10 +70,10 @@ def test_requests_are_rounded_and_segments_more_so(request_bytes, block, segment
     )
 
 
-# --- which block
+# Choice of blocks.
 
 
-def test_the_smallest_that_is_large_enough_is_taken_and_split():
+def test_the_best_fit_is_split():
     device = allocator()
     large, _, small, _ = (device.malloc(nbytes * MIB) for nbytes in (60, 1, 40, 1))
     device.free(large)
@@ -84,7 +82,7 @@ def test_the_smallest_that_is_large_enough_is_taken_and_split():
     assert sizes(device) == [(60,), (-1, -1), (-30, 10)]
 
 
-def test_no_more_than_1_mib_is_left_over_in_a_large_block_and_any_of_a_small_one():
+def test_small_remainders_of_large_blocks_are_not_split_off():
     device = allocator()
     device.free(device.malloc(40 * MIB))
     device.malloc(39 * MIB)
@@ -94,10 +92,8 @@ def test_no_more_than_1_mib_is_left_over_in_a_large_block_and_any_of_a_small_one
 
 
 @pytest.mark.parametrize(("oldest_first", "taken"), [(True, 0), (False, 2)])
-def test_of_blocks_of_one_size_the_oldest_segments_is_taken_or_the_lowest(
-    monkeypatch, oldest_first, taken
-):
-    """Addresses fall, so the two differ."""
+def test_ties_are_broken_by_age_or_address(monkeypatch, oldest_first, taken):
+    """Newer segments have lower addresses."""
     monkeypatch.setattr(module, "_OLDEST_SEGMENT_FIRST", oldest_first)
     device = allocator()
     blocks = [device.malloc(40 * MIB) for _ in range(3)]
@@ -108,7 +104,7 @@ def test_of_blocks_of_one_size_the_oldest_segments_is_taken_or_the_lowest(
     assert device.malloc(40 * MIB).address == addresses[taken]
 
 
-def test_within_a_segment_the_lowest_is_taken():
+def test_the_lowest_block_of_a_segment_is_used():
     device = allocator()
     blocks = [device.malloc(5 * MIB) for _ in range(4)]
     for block in (blocks[2], blocks[0]):
@@ -116,7 +112,7 @@ def test_within_a_segment_the_lowest_is_taken():
     assert device.malloc(5 * MIB).address == blocks[0].address
 
 
-def test_neighbours_that_are_free_become_one():
+def test_free_neighbours_merge():
     device = allocator()
     blocks = [device.malloc(5 * MIB) for _ in range(4)]
     for at in (0, 2):
@@ -136,10 +132,10 @@ def test_segments_never_merge():
     assert (sizes(device), device.num_retries) == ([(-100,)], 1)
 
 
-# --- the device has no more
+# A full device.
 
 
-def test_what_is_cached_goes_back_before_an_allocation_fails():
+def test_the_cache_is_released_before_an_allocation_fails():
     device = allocator(100 * MIB)
     held = device.malloc(30 * MIB)
     for block in [device.malloc(20 * MIB), device.malloc(20 * MIB)]:
@@ -148,7 +144,7 @@ def test_what_is_cached_goes_back_before_an_allocation_fails():
     assert (device.num_retries, device.num_ooms, device.reserved_bytes) == (1, 0, 80 * MIB)
     assert device.peak_reserved_bytes == 80 * MIB
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"Tried to allocate 0.021 GiB.*of which 0.020 GiB is free"
+        torch.OutOfMemoryError, match=r"Tried to allocate 0.021 GiB. 0.020 GiB of 0.098 GiB is free"
     ):
         device.malloc(22 * MIB)
     assert (device.num_retries, device.num_ooms) == (2, 1)
@@ -157,7 +153,7 @@ def test_what_is_cached_goes_back_before_an_allocation_fails():
     assert device.num_ooms == 1
 
 
-def test_a_segment_in_part_in_use_stays():
+def test_a_partly_used_segment_is_not_released():
     device = allocator(60 * MIB)
     first, second = device.malloc(20 * MIB), device.malloc(20 * MIB)
     device.free(first)
@@ -167,7 +163,7 @@ def test_a_segment_in_part_in_use_stays():
     assert sizes(device) == [(-5, 15)]
 
 
-# --- expandable segments
+# Expandable segments.
 
 
 def test_an_expandable_segment_grows_by_granules():
@@ -182,14 +178,14 @@ def test_an_expandable_segment_grows_by_granules():
     )
 
 
-def test_free_space_at_its_end_is_enlarged():
+def test_free_space_at_the_end_of_a_segment_grows():
     device = allocator(expandable_segments=True)
     device.free(device.malloc(100 * MIB))
     device.malloc(130 * MIB)
     assert sizes(device) == [(-130, 10)]
 
 
-def test_a_hole_that_is_large_enough_is_taken_before_the_end_which_counts_as_large_as_it_can_grow():
+def test_a_sufficient_hole_is_used_before_the_end():
     device = allocator(expandable_segments=True)
     first, _, last = (device.malloc(nbytes * MIB) for nbytes in (60, 20, 40))
     device.free(last)
@@ -198,7 +194,7 @@ def test_a_hole_that_is_large_enough_is_taken_before_the_end_which_counts_as_lar
     assert sizes(device) == [(-40, 20, -20, 40)]
 
 
-def test_free_granules_are_unmapped_and_their_addresses_filled_again():
+def test_free_granules_are_unmapped_and_their_addresses_reused():
     device = allocator(200 * MIB, expandable_segments=True)
     blocks = [device.malloc(50 * MIB) for _ in range(3)]
     device.free(blocks[1])
@@ -211,17 +207,17 @@ def test_free_granules_are_unmapped_and_their_addresses_filled_again():
     assert (sizes(device), device.num_retries) == ([(-50, -80, 20, -80, 10)], 1)
 
 
-def test_an_expandable_segment_that_is_empty_goes():
+def test_an_empty_expandable_segment_is_released():
     device = allocator(expandable_segments=True)
     device.free(device.malloc(50 * MIB))
     device.empty_cache()
     assert (segments_of(device), device.reserved_bytes) == ([], 0)
 
 
-# --- replay
+# Replay.
 
 
-def test_a_log_is_replayed_and_its_numbers_go_on():
+def test_numbers_of_allocations_continue_across_logs():
     device = allocator()
     device.replay([5 * MIB, 30 * MIB, ~0])
     device.replay([7 * MIB, ~1, ~2])
@@ -250,7 +246,7 @@ def test_a_hundred_thousand_events_take_seconds_at_most(expandable):
     assert time.process_time() - start < 10  # 0.3 s on a quiet machine
 
 
-# --- settings
+# Settings.
 
 
 def test_the_environment_is_read(monkeypatch):
@@ -261,7 +257,7 @@ def test_the_environment_is_read(monkeypatch):
     assert AllocatorSettings.from_environment() == AllocatorSettings()
 
 
-def test_the_newer_variable_counts_where_the_older_is_not_set(monkeypatch):
+def test_the_older_variable_takes_precedence(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert AllocatorSettings.from_environment().expandable_segments
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
@@ -283,19 +279,15 @@ def test_the_newer_variable_counts_where_the_older_is_not_set(monkeypatch):
         "per_process_memory_fraction:0.7",
     ],
 )
-def test_what_is_not_simulated_is_refused(monkeypatch, setting):
+def test_other_settings_are_refused(monkeypatch, setting):
     text = f"expandable_segments:True,{setting}"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
     with pytest.raises(SettingError) as caught:
         AllocatorSettings.from_environment()
-    assert (
-        str(caught.value)
-        == f"PYTORCH_ALLOC_CONF={text!r}: {setting}: reserved memory is simulated without it;"
-        " unset it"
-    )
+    assert str(caught.value) == f"PYTORCH_ALLOC_CONF={text!r}: {setting} is not simulated; unset it"
 
 
-def test_without_a_cache_there_is_nothing_to_simulate(monkeypatch):
+def test_a_disabled_cache_is_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     with pytest.raises(SettingError, match="unset it"):
         AllocatorSettings.from_environment()

@@ -1,4 +1,4 @@
-"""Two bounds follow from what training allocates and frees: with allocator retries and without."""
+"""Rows that fit with and without retries of the allocator."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def length_of(per_row, fixed=64 * MIB):
 
 
 def step_log(rows, each, *, steps=3):
-    """Weights, then in each step two buffers that grow with the rows, of which the second does not
-    fit into the first's place.
-    """
+    """Weights, then two growing buffers per step, of which the second needs a new segment."""
     log, number = array("q", [64 * MIB]), 1
     for _ in range(steps):
         log.extend([rows * each, ~number, rows * each + 3 * MIB, ~(number + 1)])
@@ -46,7 +44,7 @@ def bounds(each=32 * MIB, **settings):
     return length, made
 
 
-def test_fewer_rows_run_without_retries_than_fit_at_all():
+def test_more_rows_fit_with_retries():
     length, made = bounds()
     fit = made.fit(1000 * MIB)
     assert 0 < fit.max_batch_size < fit.max_batch_size_with_retries <= length.max_rows(1000 * MIB)
@@ -56,7 +54,7 @@ def test_fewer_rows_run_without_retries_than_fit_at_all():
     assert not made.fits_with_retries(fit.max_batch_size_with_retries + 1, 1000 * MIB)
 
 
-def test_expandable_segments_let_more_run_without_retries():
+def test_more_rows_fit_with_expandable_segments():
     plain, expandable = (
         bounds()[1].fit(1000 * MIB),
         bounds(expandable_segments=True)[1].fit(1000 * MIB),
@@ -67,7 +65,7 @@ def test_expandable_segments_let_more_run_without_retries():
 
 
 @given(mib=st.integers(0, 2000), each=st.integers(1, 300))
-def test_the_bound_is_the_largest_that_fits(mib, each):
+def test_the_result_is_the_largest_that_fits(mib, each):
     length, made = bounds(each * MIB)
     fit = made.fit(mib * MIB)
     most = counted_fit(length, mib * MIB, maximum=4096).max_batch_size
@@ -80,15 +78,15 @@ def test_the_bound_is_the_largest_that_fits(mib, each):
         assert made.peaks(fit.max_batch_size + 1)[1] > mib * MIB
 
 
-def test_where_one_row_is_reserved_beyond_what_there_is_that_is_said():
+def test_reserved_memory_of_one_row_above_the_budget_is_the_reason():
     length, made = bounds(300 * MIB)
     assert length.max_rows(380 * MIB) == 1
     fit = made.fit(380 * MIB)
     assert fit.max_batch_size == 0
-    assert fit.first_too_large.startswith("what the allocator reserves for one row (")
+    assert fit.first_too_large.startswith("the allocator's memory for one row (")
 
 
-def test_no_more_than_the_maximum_is_asked_about():
+def test_no_more_than_the_maximum_is_traced():
     length, _ = bounds()
     tried = []
 
@@ -101,9 +99,9 @@ def test_no_more_than_the_maximum_is_asked_about():
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_peaks_are_those_of_a_device_without_end(rows):
+def test_peaks_are_those_of_an_unlimited_device(rows):
     _, made = bounds()
     allocated, reserved = made.peaks(rows)
     tensors = 67 * MIB + rows * 32 * MIB
-    assert tensors <= allocated <= tensors + MIB  # a block may be larger than what is asked for
+    assert tensors <= allocated <= tensors + MIB  # blocks are rounded up
     assert reserved >= allocated

@@ -11,7 +11,7 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune.keys import block
 from adaptive_batch.torchtune.settings import EstimateSettings
 
-# What torch.cuda.get_device_name() says, and which device that is.
+# Devices by their torch.cuda.get_device_name().
 NAMES_OF_TORCH = {
     "Tesla T4": "T4",
     "Tesla V100-SXM2-16GB": "V100-16GB",
@@ -29,7 +29,7 @@ NAMES_OF_TORCH = {
 
 
 @given(st.sampled_from(DEVICES), st.data())
-def test_case_and_punctuation_of_a_name_do_not_matter(device, data):
+def test_case_and_punctuation_are_ignored(device, data):
     separator = data.draw(st.sampled_from(["", "-", " ", "_", "/"]))
     written = re.sub(r"[-]", separator, device.name)
     written = "".join(data.draw(st.sampled_from([c.lower(), c.upper()])) for c in written)
@@ -37,17 +37,17 @@ def test_case_and_punctuation_of_a_name_do_not_matter(device, data):
 
 
 @pytest.mark.parametrize(("name", "device"), NAMES_OF_TORCH.items())
-def test_the_name_that_torch_gives_a_device_is_known(name, device):
+def test_the_names_of_torch_are_known(name, device):
     assert find_device(name).name == device
 
 
-def test_no_two_devices_have_a_name_in_common():
+def test_names_are_unique():
     plain = [{_plain(name) for name in (device.name, *device.other_names)} for device in DEVICES]
     assert len(set().union(*plain)) == sum(map(len, plain))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
-def test_a_device_has_a_source_an_architecture_and_less_memory_than_its_name_promises(device):
+def test_a_device_has_a_source_an_architecture_and_plausible_memory(device):
     assert device.source.startswith("https://")
     assert re.fullmatch(r"sm_\d{2,3}|gfx9\w{2}", device.architecture)
     promised = [
@@ -78,12 +78,12 @@ def test_the_compute_capability_follows_from_the_architecture():
         (16 * GIB, 16 * GIB, "16.00 GiB"),
     ],
 )
-def test_a_size_is_a_device_of_that_size(size, total_bytes, shown):
+def test_a_size_is_a_device(size, total_bytes, shown):
     device = find_device(size)
     assert (device.total_bytes, device.describe(), device.source) == (total_bytes, shown, "")
 
 
-def test_a_device_is_shown_with_what_it_has():
+def test_a_device_is_described_with_its_memory():
     assert find_device("a100-40gb").describe() == "A100-40GB (39.39 GiB)"
 
 
@@ -99,7 +99,7 @@ def test_a_device_is_shown_with_what_it_has():
         *((value, "$") for value in (0.9, 1.0, float("nan"), 4090, -1, 0, True, None, {"H100": 1})),
     ],
 )
-def test_what_is_no_size_and_no_device_is_refused_with_what_would_do(value, remedy):
+def test_an_unknown_device_is_refused_with_suggestions(value, remedy):
     says = 'give a size with its unit, such as "80GiB", or a device such as H100'
     with pytest.raises(
         SettingError, match=rf"^estimate\.devices={re.escape(repr(value))}: {says}.*{remedy}"
@@ -109,7 +109,7 @@ def test_what_is_no_size_and_no_device_is_refused_with_what_would_do(value, reme
         parse_devices(["T4", value])
 
 
-def test_one_entry_or_a_list_of_them_is_read_in_its_order():
+def test_one_entry_or_a_list_is_read():
     assert [device.name for device in parse_devices("H100")] == ["H100"]
     assert [device.name for device in parse_devices(["80GiB", "l4", "A100-40GB"])] == [
         "80.00 GiB",
@@ -122,12 +122,12 @@ def test_one_entry_or_a_list_of_them_is_read_in_its_order():
     ("value", "remedy"),
     [
         ([], "or a device such as H100, or a list of them"),
-        (["H100", "L4", "h100"], "the same device is there twice; leave one out"),
-        (["1GiB", "1024MiB"], "the same device is there twice; leave one out"),
+        (["H100", "L4", "h100"], "a device is repeated; remove one"),
+        (["1GiB", "1024MiB"], "a device is repeated; remove one"),
         ([["H100"]], "or a device such as H100"),
     ],
 )
-def test_a_list_that_is_empty_or_names_a_device_twice_is_refused(value, remedy):
+def test_an_empty_list_and_a_repeated_device_are_refused(value, remedy):
     with pytest.raises(SettingError, match=re.escape(remedy)):
         parse_devices(value)
 
@@ -143,7 +143,7 @@ def test_the_context_is_a_number_of_bytes_or_a_size(given, num_bytes):
 @pytest.mark.parametrize(
     ("name", "mebibytes"), [("H100", 770), ("H200", 770), ("A100-80GB", 500), ("80GiB", 500)]
 )
-def test_the_context_of_a_hopper_is_what_was_measured_unless_it_is_said(name, mebibytes):
+def test_the_default_context_depends_on_the_device(name, mebibytes):
     (device,) = parse_devices(name)
     taken = mebibytes * 2**20
     assert device.target(context_bytes=None).budget_bytes == device.total_bytes - taken
@@ -151,7 +151,7 @@ def test_the_context_of_a_hopper_is_what_was_measured_unless_it_is_said(name, me
 
 
 @pytest.mark.parametrize("given", [-1, True, 0.5, "much", "600", [1]])
-def test_what_is_no_size_of_a_context_is_refused(given):
+def test_an_invalid_context_is_refused(given):
     says = rf'^estimate\.context={re.escape(repr(given))}: give a size such as "600MiB"'
     with pytest.raises(SettingError, match=says):
         block(EstimateSettings)("estimate", {"context": given})

@@ -1,6 +1,4 @@
-"""A step on fake tensors holds what the same step on real ones holds, to the byte, and takes no
-memory itself.
-"""
+"""A step on fake tensors takes no memory and counts that of a real one to the byte."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case.values())))
-def test_a_fake_step_holds_what_a_real_one_holds_after_each_operation(case):
+def test_a_fake_step_counts_a_real_one_after_each_operation(case):
     step = fake_step(**case)
     traces = {rows: step.trace(rows) for rows in (1, 2, 3, 9)}
     curve = MemoryCurve.from_traces((2, traces[2]), (3, traces[3]))
@@ -70,13 +68,13 @@ def test_a_fake_step_holds_what_a_real_one_holds_after_each_operation(case):
         for rows, fake in traces.items():
             real = trial(rows)
             assert max(fake.live_bytes) == real.peak_bytes
-            if case.get("in_backward"):  # a rehearsal puts each parameter back in its hook
+            if case.get("in_backward"):  # a dry run restores each parameter in its hook
                 continue
             assert list(fake.live_bytes) == list(real.trace.live_bytes)
         assert curve.peak_bytes(37) == trial(37).peak_bytes
 
 
-def test_what_is_resident_is_told_by_kind():
+def test_resident_bytes_are_counted_by_kind():
     step = fake_step(accumulates=True)
     real = Decoder()
     trained = [parameter for parameter in real.parameters() if parameter.requires_grad]
@@ -126,7 +124,7 @@ def _resident_pages() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def test_real_tensors_are_let_go_of_when_a_model_is_moved():
+def test_real_tensors_are_freed_when_a_model_is_moved():
     model = Decoder()
     expected = storage_bytes(model.parameters())
     references = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
@@ -146,7 +144,7 @@ def test_tied_parameters_stay_tied():
     assert storage_bytes(model.parameters()) == 8 * 8 * 4
 
 
-def test_rows_of_another_length_are_traced_by_code_of_their_own():
+def test_rows_of_another_length_are_traced():
     with torch.device("meta"):
         model = Decoder()
     device = FakeDevice()
@@ -161,7 +159,7 @@ def test_rows_of_another_length_are_traced_by_code_of_their_own():
         assert other == trial(3).peak_bytes
 
 
-def test_one_row_is_traced_as_it_copies_less_than_several_do():
+def test_a_single_row_is_traced_separately():
     with torch.device("meta"):
         model = Decoder()
     device = FakeDevice()
@@ -179,7 +177,7 @@ def test_one_row_is_traced_as_it_copies_less_than_several_do():
     assert copied not in step.log(1, forward_backward=in_chunks, num_steps=1)
 
 
-def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
+def test_only_the_tensors_of_a_batch_are_replaced():
     images = {"images": [[torch.ones(3, 4, 4)]], "sizes": (torch.ones(2),)}
     batch = {
         "tokens": torch.arange(6).reshape(2, 3),
@@ -210,7 +208,7 @@ def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
         lambda tensor: torch.as_tensor(tensor, device="cuda"),
     ],
 )
-def test_a_batch_on_the_host_is_counted_where_a_script_copies_it(move):
+def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
     device = FakeDevice()
     batch = {"tokens": torch.zeros(2, 3, dtype=torch.int64)}
     with device.counting() as counter:
@@ -227,7 +225,7 @@ def test_a_batch_on_the_host_is_counted_where_a_script_copies_it(move):
     assert again.shape == moved.shape == (2, 3)
 
 
-def test_a_batch_on_the_host_that_changes_its_type_there_is_not_copied_twice():
+def test_a_change_of_dtype_copies_a_batch_once():
     device = FakeDevice()
     batch = {"mask": torch.zeros(2, 3, dtype=torch.int64)}
     with device.counting() as counter:
@@ -238,7 +236,7 @@ def test_a_batch_on_the_host_that_changes_its_type_there_is_not_copied_twice():
     assert [entry for entry in counter.log if entry > 0] == [24]
 
 
-def test_a_step_is_counted_without_the_garbage_collector():
+def test_garbage_collection_is_disabled_during_a_step():
     device = FakeDevice()
     collecting = []
     with device.counting():
@@ -256,12 +254,12 @@ def test_a_step_is_counted_without_the_garbage_collector():
         gc.enable()
 
 
-def test_two_traces_of_one_size_are_alike():
+def test_traces_are_reproducible():
     step = fake_step("AdamW8bit", checkpointing=True)
     assert step.trace(4) == step.trace(4)
 
 
-def test_of_an_optimizer_that_a_device_compiles_what_stays_is_counted():
+def test_only_the_states_of_a_compiled_optimizer_count():
     model = nn.Linear(64, 128, bias=False, device="meta")
     device = FakeDevice(CudaKernels((9, 0)))
     device.move(model)
@@ -280,7 +278,7 @@ def test_of_an_optimizer_that_a_device_compiles_what_stays_is_counted():
     assert sum(entry for entry in phase.log) == storage_bytes(states)
 
 
-def test_what_fills_buffers_is_allocated_before_a_model_is_there_and_buffers_stay():
+def test_buffers_are_filled_before_the_model_is_loaded():
     model = nn.Linear(4, 4, device="meta")
     device = FakeDevice()
     device.move(model, fill=lambda: model.register_buffer("table", torch.zeros(50) + 1))
@@ -290,7 +288,7 @@ def test_what_fills_buffers_is_allocated_before_a_model_is_there_and_buffers_sta
     assert [buffer is model.table for _, buffer in device.filled()] == [True]
 
 
-def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
+def test_two_fake_models_can_exist_together():
     device = FakeDevice()
     with torch.device("meta"):
         model = Decoder()

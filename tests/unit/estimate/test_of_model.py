@@ -1,4 +1,4 @@
-"""Any PyTorch model can be estimated, with torch alone, and is left as it was."""
+"""Estimates of PyTorch models, which are left unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError, StepOptions
 
 
 class Tied(nn.Module):
-    """Predicts words from words; the embedding is the output layer."""
+    """A model whose embedding is tied to its output layer."""
 
     def __init__(self, dim=64, words=500):
         super().__init__()
@@ -42,7 +42,7 @@ def sample(rows=2, length=32):
     }
 
 
-def test_a_model_without_memory_is_estimated_for_devices_and_stays_so():
+def test_a_meta_model_is_estimated_and_stays_on_meta():
     with torch.device("meta"):
         model = Tied(dim=1024, words=50_000)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -59,7 +59,7 @@ def test_a_model_without_memory_is_estimated_for_devices_and_stays_so():
     assert not estimate.fits("8.00 GiB", small + 1)
     with pytest.raises(
         SettingError,
-        match=r"device='A100': this is an estimate for H100 \(.* GiB\), 8\.00 GiB; give one",
+        match=r"device='A100': the estimate has H100 \(.* GiB\), 8\.00 GiB; give one",
     ):
         estimate.fits("A100")
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -67,7 +67,7 @@ def test_a_model_without_memory_is_estimated_for_devices_and_stays_so():
     assert not optimizer.state
 
 
-def test_a_real_model_and_its_optimizer_are_left_as_they_were():
+def test_a_real_model_and_its_optimizer_are_not_changed():
     model = Tied().eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     mean_loss(model)(sample()).backward()
@@ -84,7 +84,7 @@ def test_a_real_model_and_its_optimizer_are_left_as_they_were():
     assert optimizer.param_groups[0]["foreach"] is None
 
 
-def test_an_optimizer_with_attributes_of_its_own_is_estimated_with_its_own_states():
+def test_a_low_bit_optimizer_is_estimated_with_its_states():
     model = Tied(dim=128)
     optimizer = torchao.optim.AdamW8bit(model.parameters(), block_size=128)
     # A scheduler replaces the optimizer's `step`.
@@ -105,7 +105,7 @@ def test_an_optimizer_with_attributes_of_its_own_is_estimated_with_its_own_state
 
 
 def states_of(optimizer, model):
-    """The bytes of the states that an estimate finds, and what it leaves out."""
+    """Return the estimated bytes of the optimizer's state, and the uncounted memory."""
     estimate = estimate_memory(
         model, sample(), optimizer, "1GiB", mean_loss=mean_loss(model), maximum=8
     )
@@ -113,7 +113,7 @@ def states_of(optimizer, model):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Steps by an optimizer that it holds, whose parameters it shares, as one for SAM does."""
+    """An optimizer that wraps another one and shares its parameters, as for SAM."""
 
     def __init__(self, parameters, inner):
         super().__init__(parameters, {})
@@ -126,11 +126,11 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class QuantizedAdamW(torchao.optim.AdamW8bit):
-    """AdamW8bit of a script's own module."""
+    """A subclass of AdamW8bit in a user's module."""
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, QuantizedAdamW])
-def test_the_states_of_an_optimizer_within_another_are_counted(kind):
+def test_the_state_of_a_wrapped_optimizer_counts(kind):
     model = Tied()
     expected = states_of(kind(model.parameters()), model)
     assert expected[0] > 0
@@ -145,7 +145,7 @@ def test_the_states_of_an_optimizer_within_another_are_counted(kind):
 
 
 class Averaging(torch.optim.SGD):
-    """Keeps an average of the weights, and attributes that have no copy."""
+    """An optimizer with an average of the weights, and attributes that cannot be copied."""
 
     def __init__(self, model, *, locks):
         super().__init__(model.parameters())
@@ -163,7 +163,7 @@ class Averaging(torch.optim.SGD):
             self.lock.acquire()
 
 
-def test_tensors_and_functions_that_an_optimizer_holds_are_its_own():
+def test_other_tensors_of_an_optimizer_count_and_are_not_changed():
     model = Tied()
     optimizer = Averaging(model, locks=False)
     before = [average.clone() for average in optimizer.averages]
@@ -175,7 +175,7 @@ def test_tensors_and_functions_that_an_optimizer_holds_are_its_own():
 
 
 class Looping(torch.optim.Optimizer):
-    """Loops over parameters unless it is told not to, as Adafactor does."""
+    """An optimizer that loops over parameters by default, like Adafactor."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"foreach": None})
@@ -185,7 +185,7 @@ class Looping(torch.optim.Optimizer):
             assert not group["foreach"]
 
 
-def test_an_optimizer_loops_over_parameters_where_it_does_on_cuda():
+def test_foreach_is_chosen_as_on_cuda():
     model = Tied(dim=256)
     states_of(Looping(model.parameters()), model)
     peaks = {}
@@ -198,7 +198,7 @@ def test_an_optimizer_loops_over_parameters_where_it_does_on_cuda():
     assert peaks[None] == peaks[True] > peaks[False]
 
 
-def test_a_parameter_that_no_row_uses_is_estimated():
+def test_an_unused_parameter_is_estimated():
     model = Tied()
     model.unused = nn.Linear(64, 64)
     num_bytes, _ = states_of(torch.optim.SGD(model.parameters(), momentum=0.9), model)
@@ -214,7 +214,7 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize("entry", ["estimate_memory", "AdaptiveStep", "AdaptiveLoop"])
-def test_a_model_whose_first_layer_is_a_convolution_is_estimated(kind, entry):
+def test_a_convolution_as_first_layer_is_estimated(kind, entry):
     convolution, shape = CONVOLUTIONS[kind]
     model = nn.Sequential(convolution(shape[0], 4, 3), nn.Flatten(), nn.LazyLinear(2))
     model(torch.zeros(1, *shape))
@@ -248,7 +248,7 @@ def test_a_model_whose_first_layer_is_a_convolution_is_estimated(kind, entry):
     assert estimate.fits("T4")
 
 
-def test_an_error_on_the_way_puts_the_model_back():
+def test_an_error_restores_the_model():
     model = Tied()
     weight = model.words.weight
 
@@ -267,7 +267,7 @@ def test_an_error_on_the_way_puts_the_model_back():
     assert model.output.weight is weight
 
 
-def test_a_loop_estimates_what_its_search_finds():
+def test_the_estimate_of_a_loop_agrees_with_its_search():
     model = Tied()
     rows = [{"tokens": list(range(length))} for length in range(8, 40)]
 
@@ -295,7 +295,7 @@ def test_a_loop_estimates_what_its_search_finds():
     assert slope == pytest.approx(found.bytes_per_row(), rel=0.02)
     assert (
         0 < estimate.devices[0].lengths[0].max_batch_size < found.max_batch_size
-    )  # CUDA's allocator and cuBLAS take some
+    )  # the allocator and cuBLAS take memory too
     assert model.words.weight is weight
     (result,) = [loop.run(step) for step, _ in zip(loop, range(1), strict=False)]
     assert result.loss > 0
@@ -307,14 +307,14 @@ def test_a_loop_estimates_what_its_search_finds():
         (
             {"none": 1},
             {},
-            "batch='dict': give a sample with tensors whose first dimension is the rows",
+            "batch='dict': give a sample with tensors whose first dimension is the batch",
         ),
-        (torch.zeros(2, 8, dtype=torch.int64), {}, "mean_loss=None: the model returns no loss"),
+        (torch.zeros(2, 8, dtype=torch.int64), {}, "mean_loss=None: "),
         (sample(), {"maximum": 0}, "maximum=0: "),
         (sample(), {"devices": "H10"}, "estimate.devices='H10': "),
     ],
 )
-def test_what_cannot_be_used_is_refused(batch, options, says):
+def test_invalid_arguments_are_refused(batch, options, says):
     model = Tied()
     with pytest.raises(SettingError) as raised:
         estimate_memory(
@@ -330,7 +330,7 @@ def estimate_of(model, batch, mean_loss=None, **options):
     )
 
 
-def test_a_recurrent_layer_and_autocast_for_cuda_are_named_in_the_result():
+def test_recurrent_layers_and_cuda_autocast_are_named_as_uncounted():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -340,7 +340,7 @@ def test_a_recurrent_layer_and_autocast_for_cuda_are_named_in_the_result():
             return self.layer(x)[0]
 
     batch = {"x": torch.zeros(2, 4, 8)}
-    assert "left out: what fused kernels of recurrent" in estimate_of(Recurrent(), batch).table()
+    assert "left out: buffers of fused recurrent kernels" in estimate_of(Recurrent(), batch).table()
     model = nn.Linear(8, 8)
 
     def mean_loss(rows):
@@ -351,7 +351,7 @@ def test_a_recurrent_layer_and_autocast_for_cuda_are_named_in_the_result():
     assert "left out" not in estimate_of(model, batch).table()
 
 
-def test_an_optimizer_that_reads_a_value_is_named():
+def test_the_error_names_an_optimizer_that_reads_values():
     class Reads(torch.optim.SGD):
         def step(self, closure=None):
             return self.param_groups[0]["params"][0].grad.norm().item()
@@ -361,7 +361,7 @@ def test_an_optimizer_that_reads_a_value_is_named():
         estimate_of(model, {"x": torch.zeros(2, 8)}, optimizer=Reads(model.parameters(), lr=0.1))
 
 
-def test_the_trace_opens_in_pytorchs_visualiser(tmp_path):
+def test_the_trace_is_a_snapshot_of_pytorch(tmp_path):
     model = nn.Linear(512, 512)
     estimate = estimate_memory(
         model,

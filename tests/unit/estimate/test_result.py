@@ -1,4 +1,4 @@
-"""The table, the file and the order of changes of an estimate follow from its curves."""
+"""Results of estimates: rows that fit, tables, files, and ranked changes."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def bounds(estimate):
     return [device.lengths[0].max_batch_size for device in estimate.devices]
 
 
-def test_what_a_small_device_has_is_shown_in_mib():
+def test_the_memory_of_a_small_device_is_in_mib():
     small = Target("12.00 MiB", 12 * 2**20, 11 * 2**20, (("headroom (8%)", 2**20),))
     lines = plan(small).table().splitlines()
     assert "12.00 MiB: 11.00 MiB may be used of 12.00 MiB, 1.00 MiB for headroom (8%)" in lines
 
 
-def test_the_bound_is_what_the_curve_allows_below_the_maximum():
+def test_the_rows_follow_from_the_curve_and_the_maximum():
     assert bounds(plan()) == [68, 4]
     assert bounds(plan(maximum=16)) == [16, 4]
     flat = replace(LENGTH, traced_curve=MemoryCurve((Line(Fraction(GIB), Fraction(0), 0),)))
@@ -69,11 +69,11 @@ def test_the_bound_is_what_the_curve_allows_below_the_maximum():
     [(10 * GIB, 3), (10 * GIB - 1, 0), (8 * GIB - 1, 0)],
     ids=["a row fits", "no row fits", "the optimizer's step does not fit"],
 )
-def test_where_a_row_or_the_optimizers_step_does_not_fit_nothing_does(budget, rows):
+def test_one_row_and_the_optimizers_step_must_fit(budget, rows):
     assert LENGTH.max_rows(budget) == rows
 
 
-def test_one_row_that_fits_is_a_bound_of_one_even_where_the_curve_says_less():
+def test_a_traced_row_that_fits_overrides_the_curve():
     little = replace(LENGTH, one_row_bytes=7 * GIB)
     assert little.curve.max_rows(8 * GIB) == 0
     assert little.max_rows(8 * GIB) == 1
@@ -84,15 +84,15 @@ def test_one_row_that_fits_is_a_bound_of_one_even_where_the_curve_says_less():
 @pytest.mark.parametrize(
     ("gib", "what"),
     [
-        (1, "the parameters (2.00 GiB, 2.00 GiB with what comes before)"),
-        (2.1, "the buffers (0.250 GiB, 2.25 GiB with what comes before)"),
-        (6, "the optimizer's state (4.00 GiB, 6.25 GiB with what comes before)"),
+        (1, "the parameters (2.00 GiB, 2.00 GiB with the parts before)"),
+        (2.1, "the buffers (0.250 GiB, 2.25 GiB with the parts before)"),
+        (6, "the optimizer's state (4.00 GiB, 6.25 GiB with the parts before)"),
         (7, "the optimizer's step (8.00 GiB at the peak)"),
         (9, "forward and backward of one row (10.00 GiB at the peak)"),
         (10, None),
     ],
 )
-def test_the_first_thing_that_does_not_fit_is_named(gib, what):
+def test_the_first_part_that_does_not_fit_is_named(gib, what):
     assert LENGTH.first_too_large(int(gib * GIB)) == what
     target = Target("it", 100 * GIB, int(gib * GIB))
     assert (bounds(plan(target)) == [0]) == (what is not None)
@@ -100,14 +100,6 @@ def test_the_first_thing_that_does_not_fit_is_named(gib, what):
     line = f"  a row of 512 tokens: too large: {what}"
     assert (line in lines) == (what is not None)
     assert plan(target).devices[0].lengths[0].first_too_large == what
-
-
-def test_gradients_that_stay_are_among_what_may_not_fit():
-    accumulating = replace(LENGTH, resident=replace(RESIDENT, gradients=2 * GIB))
-    assert (
-        accumulating.first_too_large(8 * GIB)
-        == "the gradients that stay (2.00 GiB, 8.25 GiB with what comes before)"
-    )
 
 
 def test_the_table_has_a_line_for_each_device_and_length():
@@ -151,11 +143,11 @@ def test_the_table_has_a_line_for_each_device_and_length():
     assert lines[-1] == "left out: something"
 
 
-def test_a_bound_that_is_the_maximum_is_shown_as_at_least_that():
+def test_rows_at_the_maximum_have_a_plus():
     assert plan(BIG, maximum=16).table().splitlines()[1].split()[3] == "16+"
 
 
-def test_a_device_on_which_nothing_fits_has_no_free_memory_to_show():
+def test_a_device_without_a_fitting_row_has_no_free_memory():
     assert plan(Target("tiny", GIB, GIB)).table().splitlines()[1].split() == [
         "tiny",
         "512",
@@ -169,31 +161,31 @@ def test_a_device_on_which_nothing_fits_has_no_free_memory_to_show():
     ]
 
 
-def test_a_check_that_is_off_by_less_than_a_thousandth_is_not_shown():
+def test_a_check_within_a_thousandth_is_not_shown():
     off = replace(LENGTH, check=CurveCheck(5, 12 * GIB, 12 * GIB + GIB // 100))
     assert plan(lengths=(off,)).table() == plan().table()
 
 
 @pytest.mark.parametrize("counted", [11 * GIB, 14 * GIB])
-def test_a_check_that_is_off_by_more_than_a_thousandth_replaces_the_curve(counted):
+def test_a_check_that_is_off_scales_the_curve(counted):
     off = replace(LENGTH, check=CurveCheck(5, counted, 12 * GIB))
     assert off.curve.peak_bytes(5) == counted
     assert (off.max_rows(12 * GIB) > 5) == (counted < 12 * GIB)
-    assert "warning: 5 rows hold" in plan(lengths=(off,)).table()
+    assert "warning: a traced step of 5 rows" in plan(lengths=(off,)).table()
 
 
-def test_ranks_are_said_where_there_are_several():
+def test_the_table_names_several_ranks():
     assert "75.00 GiB may be used on each of 8 ranks of 80.00 GiB" in plan(world_size=8).table()
 
 
-def test_the_optimizers_step_is_shown_where_it_holds_more():
+def test_a_larger_optimizers_step_is_shown():
     assert "optimizer's step" not in plan(BIG).table()
     larger = replace(LENGTH, optimizer_peak_bytes=20 * GIB)
-    line = "    the optimizer's step holds more: 20.00 GiB, whatever the batch"
+    line = "    the optimizer's step needs more: 20.00 GiB, for any batch"
     assert line in plan(BIG, lengths=(larger,), maximum=4).table().splitlines()
 
 
-def test_rows_with_retries_are_shown_where_they_are_more():
+def test_additional_rows_with_retries_are_shown():
     assert "with retries" not in plan(BIG).table()
     (fit,) = plan(BIG).devices[0].lengths
     device = replace(BIG, lengths=(replace(fit, max_batch_size_with_retries=70),))
@@ -202,7 +194,7 @@ def test_rows_with_retries_are_shown_where_they_are_more():
     assert row.split()[3:5] == ["68", "70"]
 
 
-def test_what_the_peak_is_made_of_is_said_the_largest_part_first():
+def test_the_composition_of_the_peak_begins_with_the_largest_part():
     text = plan(BIG).devices[0].lengths[0].explain()
     assert (
         text
@@ -212,16 +204,16 @@ def test_what_the_peak_is_made_of_is_said_the_largest_part_first():
     )
 
 
-def test_rows_that_run_with_retries_alone_are_not_too_large():
+def test_rows_that_need_retries_are_not_too_large():
     (fit,) = plan(BIG).devices[0].lengths
     retried = replace(fit, max_batch_size=0, max_batch_size_with_retries=6, first_too_large="it")
     device = replace(BIG, lengths=(retried,))
     text = MemoryEstimate((device,), 4096).table()
-    assert "no row runs without the allocator giving its cache back in mid-step; 6 rows" in text
+    assert "even one row needs retries of the allocator, which are slow; 6 rows" in text
     assert "too large" not in text
 
 
-def test_each_device_has_what_its_own_peak_is_made_of():
+def test_each_device_has_its_own_composition():
     old = replace(LENGTH, traced_curve=MemoryCurve((FLAT,)))
     devices = (counted(BIG, (LENGTH,), maximum=68), counted(SMALL, (old,), maximum=4))
     text = MemoryEstimate(devices, 4096).table()
@@ -231,7 +223,7 @@ def test_each_device_has_what_its_own_peak_is_made_of():
     assert "peak of 4 rows of 512 tokens: 9.50 GiB: " in text
 
 
-def test_rows_that_are_no_tokens_have_no_length():
+def test_rows_without_tokens_have_no_length():
     images = replace(LENGTH, sequence_length=1)
     text = plan(lengths=(images,)).table()
     assert "token" not in text
@@ -239,7 +231,7 @@ def test_rows_that_are_no_tokens_have_no_length():
 
 
 @pytest.mark.parametrize("name", ["80GiB", "80 GiB", "80.00 GiB", "h100", "NVIDIA H100", "H100"])
-def test_a_device_is_found_as_it_was_written(name):
+def test_a_device_is_found_by_name_and_size(name):
     given = find_device("H100" if "100" in name else "80GiB")
     device = replace(BIG, name=given.describe())
     assert plan(device).fits(name, 68)
@@ -248,7 +240,7 @@ def test_a_device_is_found_as_it_was_written(name):
         plan(device).fits("RTX4090")
 
 
-def test_the_file_has_plain_values_and_sizes_in_bytes(tmp_path):
+def test_the_file_has_plain_values_in_bytes(tmp_path):
     made = plan(
         left_out=("compile",),
         changes=(Change(("a=1",), "time", (None, 3)),),
@@ -281,7 +273,7 @@ def test_the_file_has_plain_values_and_sizes_in_bytes(tmp_path):
     bounds=st.lists(st.none() | st.integers(0, 9)),
     optimizer=st.none() | st.integers(0),
 )
-def test_what_is_saved_is_read_back(tmp_path_factory, fixed, refused, bounds, optimizer):
+def test_a_saved_estimate_is_read_back(tmp_path_factory, fixed, refused, bounds, optimizer):
     curve = MemoryCurve((Line(Fraction(fixed), Fraction(GIB, 8), 0),))
     change = Change((refused,), "cost", tuple(bounds), refused)
     made = plan(
@@ -293,14 +285,7 @@ def test_what_is_saved_is_read_back(tmp_path_factory, fixed, refused, bounds, op
     assert read_estimate(path) == made
 
 
-def test_the_last_estimate_replaces_the_one_before(tmp_path):
-    path = tmp_path / "estimate.json"
-    plan().save(path)
-    plan(BIG).save(path)
-    assert len(json.loads(path.read_text())["devices"]) == 1
-
-
-def test_changes_are_ordered_by_what_they_bring_and_those_that_bring_nothing_are_left_out():
+def test_changes_are_ranked_by_gain_and_useless_ones_dropped():
     some, most = Change(("some=1",), "", (12, 5)), Change(("most=1",), "", (20, 8))
     unlimited, one_only = Change(("unlimited=1",), "", (None, 4)), Change(("one=1",), "", (10, 5))
     longer = Change(("two=1", "keys=2"), "", (20, 8))
@@ -316,20 +301,15 @@ def test_changes_are_ordered_by_what_they_bring_and_those_that_bring_nothing_are
     ]
 
 
-def test_what_makes_a_first_row_fit_is_a_gain():
-    fits = Change(("fits=1",), "", (1,))
-    assert ranked([fits, Change(("not=1",), "", (0,))], [0]) == (fits,)
-
-
-def test_the_table_of_changes_is_aligned_and_begins_with_what_there_is():
+def test_the_table_of_changes_is_aligned():
     changes = (
         Change(("checkpointing=True",), "compute", (None, 30)),
         Change(("a=1", "b=2"), "nothing", (70, 4)),
     )
     lines = plan(changes=changes).table_of_changes().splitlines()
-    assert lines[0] == "what one change would bring, in rows of 512 tokens:"
-    assert lines[1].split() == ["key=value", "80", "GiB", "small", "what", "it", "costs"]
-    assert lines[2].split() == ["(as", "it", "is)", "68", "4"]
+    assert lines[0] == "effect of one change, in rows of 512 tokens:"
+    assert lines[1].split() == ["key=value", "80", "GiB", "small", "cost"]
+    assert lines[2].split() == ["(unchanged)", "68", "4"]
     assert lines[3].split() == ["checkpointing=True", "4096+", "30", "compute"]
     assert lines[4].split() == ["a=1", "b=2", "70", "4", "nothing"]
     assert (

@@ -1,4 +1,4 @@
-"""What a step on fake tensors allocates is logged, with what each allocation is for."""
+"""The log of a step on fake tensors, and its composition by kind."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from support.fake_steps import LENGTH, WORDS, Decoder, fake_step
 from torch import nn, ones
 
-from adaptive_batch.estimate.step_log import Phase
-from adaptive_batch.estimate.tracker import LoggingTracker
+from adaptive_batch.estimate.step_log import LoggingTracker, Phase
 from adaptive_batch.memory import MemoryTracker
 
 ROWS = 4
@@ -31,7 +30,7 @@ def test_kinds_add_up_to_the_peak(checkpointing, accumulates):
     if accumulates:
         assert composition["gradients"] == GRADIENTS
     elif checkpointing:
-        # Some are made by the time at which a layer is recomputed.
+        # Some exist when a layer is recomputed.
         assert 0 < composition["gradients"] < GRADIENTS
     else:
         # Backward of the loss.
@@ -39,7 +38,7 @@ def test_kinds_add_up_to_the_peak(checkpointing, accumulates):
         assert composition["backward temporaries"] >= LOGITS
 
 
-def test_recomputing_leaves_fewer_activations():
+def test_checkpointing_saves_fewer_activations():
     kept, recomputed = (
         step.composition(ROWS, step.forward_backward)["activations"]
         for step in (fake_step(), fake_step(checkpointing=True))
@@ -47,7 +46,7 @@ def test_recomputing_leaves_fewer_activations():
     assert recomputed < kept
 
 
-def test_kinds_are_those_of_the_first_moment_at_which_most_is_alive():
+def test_kinds_are_those_of_the_first_peak():
     log = array("q", [40, 30, ~1, 50, 20, ~3, 20])
     phase = Phase(
         log,
@@ -59,7 +58,7 @@ def test_kinds_are_those_of_the_first_moment_at_which_most_is_alive():
     assert phase.held_at_peak() == {"activations": 30, "gradients": 50, "backward temporaries": 28}
 
 
-def test_a_log_counts_what_live_bytes_counts():
+def test_a_logging_tracker_counts_like_a_memory_tracker():
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     traces = []
     for counter in (MemoryTracker(2**40), LoggingTracker()):
