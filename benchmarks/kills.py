@@ -12,8 +12,7 @@ where anything differs, or where a moment was never hit.
 
 from __future__ import annotations
 
-import json
-import subprocess
+import os
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -24,27 +23,19 @@ from typing import Any
 import records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import killed_runs
+from support.cli import make_setup
 from support.killed_runs import MOMENTS, WAYS
-from support.paths import subprocess_environment
 
 
 def experiment(way: str, *, kills: int, seed: int) -> dict[str, Any]:
-    """In a process of its own, as what it forks must not have threads."""
+    """Run the experiment of a way in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--kills", str(kills), "--seed", str(seed), "--folder", folder]
-        command = [sys.executable, "-m", "support.killed_runs", *options, way]
-        done = subprocess.run(
-            command, env=subprocess_environment(), capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            return {
-                "way": way,
-                "differing": [f"it failed: {done.stderr[-3000:]}"],
-                "by_moment": {},
-                "kills": 0,
-            }
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        try:
+            return killed_runs.experiment(make_setup(Path(folder)), way, kills=kills, seed=seed)
+        except AssertionError as error:
+            differing = [f"it failed: {error}"]
+            return {"way": way, "differing": differing, "by_moment": {}, "kills": 0}
 
 
 def show(all_found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,6 +72,7 @@ def main() -> None:
         help="these alone; the record is named after them",
     )
     arguments = parser.parse_args()
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no workers that outlive a kill
     with ThreadPoolExecutor(arguments.jobs) as pool:
         ways = reversed(arguments.ways or WAYS)  # the longest first
         begun = [

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from support import killed_runs
 from support.cli import FEATURES, OURS, TUNE, records, resume_run, same_weights
 from support.paths import subprocess_environment
 from support.stops import stopped_after
+from support.trajectories import run_differences
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.distributed import EXIT_STATUS
@@ -45,7 +45,7 @@ def resume_from(small, folder, path, *overrides):
 
 def assert_the_same(folder, whole):
     """Every figure of every step, the weights of every epoch, and the audit."""
-    assert killed_runs.differences(folder, whole.output_dir) == []
+    assert run_differences(folder, whole.output_dir) == []
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ import re
 from itertools import accumulate
 
 import pytest
-from support import components, killed_runs
+from support import components
 from support.cli import MODEL, OURS, cosine_after, records
 from support.stops import stopped_after
+from support.trajectories import run_differences
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
@@ -201,7 +202,7 @@ def test_a_run_whose_rows_have_other_lengths_resumes_to_the_same_bits(stale, sma
         folder = stopped_after(whole, small, step)
         stale(*overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
         assert audit(folder).problems == ()
-        assert killed_runs.differences(folder, whole.output_dir) == [], step
+        assert run_differences(folder, whole.output_dir) == [], step
 
 
 @pytest.mark.slow

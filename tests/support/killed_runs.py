@@ -1,181 +1,91 @@
-"""Runs that are killed at random moments and resumed each time, held against one that was never
-killed.
+"""Runs that are killed at random moments and resumed each time, compared with a run that was never
+killed; benchmarks/kills.py runs them.
 
-    PYTHONPATH=tests python -m support.killed_runs --kills 30 --seed 0 --folder DIR plain growth
-
-It prints one JSON object for each way.
-
-A process of its own imports everything once and forks for each start, so that a start takes two
-seconds; it must not have run a backward itself, as autograd's threads do not survive a fork. The
-kills are genuine: SIGKILL, from outside, aimed at where the run's files show that it is, a random
-moment later. What was hit is told by what the kill has left.
+The kills are genuine: SIGKILL from another process, aimed at a moment that the run's files show, a
+random time later. The files that a kill leaves show which moment it hit.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import os
 import random
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import adaptive_distill  # noqa: F401  # what each start would import anew
-import adaptive_dpo  # noqa: F401
-import adaptive_lora_finetune  # noqa: F401
-import torchtune._cli.tune  # noqa: F401
-from support import (  # what the ways name
-    adapters,
-    components,  # noqa: F401
-    distillation,
-    preferences,
-)
-from support.cli import OURS, SmallSetup, cosine_after, make_setup
-from support.trajectories import read_run
+from support import adapters, distillation, preferences
+from support.cli import OURS, SmallSetup, cosine_after
+from support.processes import start_child
+from support.trajectories import SCHEDULE, TOKENS, VALIDATION, run_differences
 
 from adaptive_batch.report import read_records
 
-SCHEDULE = cosine_after(3)
+COSINE = cosine_after(3)
 DROPOUT = ("model.attn_dropout=0.2", "clip_grad_norm=0.5")
-VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=4", "max_validation_batches=2")
+FOUR_MORE = "batch_increase_function=support.components.four_more"
 ROWS = ("probe.device_memory=64MiB", "batch_size=2")
 SAVES = ("epochs=3", "save_every_n_steps=3")
+SMALL_STEPS = ("grow_beyond_maximum=True", "micro_batch_size=3")
 
-# What is killed, each as the command line gives it.
+# What is killed, as the command line gives it.
 WAYS: dict[str, tuple[str, ...]] = {
     "plain": (*SAVES, "batch_size=2"),
-    "growth": (
-        *SAVES,
-        *ROWS,
-        *DROPOUT,
-        *SCHEDULE,
-        "batch_increase_function=support.components.four_more",
-        "keep_final_state=True",
-    ),
+    "growth": (*SAVES, *ROWS, *DROPOUT, *COSINE, FOUR_MORE, "keep_final_state=True"),
     "schedule": (
-        *SAVES,
-        *ROWS,
-        *DROPOUT,
-        *SCHEDULE,
-        *VALIDATION,
-        "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
-        "batch_size_schedule.start=1",
-        "batch_size_schedule.end=8",
-        "batch_size_schedule.over=2ep",
-        "grow_beyond_maximum=True",
-        "micro_batch_size=3",
-        "log_gradient_noise_scale=True",
-        "keep_last_n_checkpoints=2",
-        "lr_scaling=sqrt",
+        *(*SAVES, *ROWS, *DROPOUT, *COSINE, *VALIDATION, *SMALL_STEPS),
+        f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp",
+        *(f"{SCHEDULE}.start=1", f"{SCHEDULE}.end=8", f"{SCHEDULE}.over=2ep"),
+        *("log_gradient_noise_scale=True", "keep_last_n_checkpoints=2", "lr_scaling=sqrt"),
     ),
     "tokens": (
-        *SAVES,
-        *DROPOUT,
-        *VALIDATION,
-        "probe.device_memory=64MiB",
-        "batch_tokens=160",
-        "probe.objective=largest",  # a run that dies before it saves anything chooses anew
-        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
-        "batch_size_schedule.batch_sizes=[90,160,240]",
-        "batch_size_schedule.thresholds=[600tok,1800tok]",
-        "sample_order=seqlen",
-        "sample_window=16",
-        "lr_clock=tokens",
-        *SCHEDULE,
+        *(*SAVES, *DROPOUT, *COSINE, *VALIDATION, *TOKENS),
         "enable_async_checkpointing=True",
     ),
     "seesaw": (
-        *SAVES,
-        *ROWS,
-        *DROPOUT,
-        *SCHEDULE,
-        "batch_size_schedule._component_=adaptive_batch.schedules.seesaw",
-        "batch_size_schedule.maximum=16",
-        "grow_beyond_maximum=True",
-        "micro_batch_size=3",
+        *(*SAVES, *ROWS, *DROPOUT, *COSINE, *SMALL_STEPS),
+        f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw",
+        f"{SCHEDULE}.maximum=16",
         "scale_with_batch={beta2: half_life, weight_decay: per_token}",
     ),
-    # memory runs out in whatever step holds one of these rows and more than two beside it at once
+    # Memory runs out in each step that runs one of these rows with more than two others.
     "out of memory": (
-        *SAVES,
-        *ROWS,
-        *DROPOUT,
+        *(*SAVES, *ROWS, *DROPOUT, FOUR_MORE, "grow_beyond_maximum=True"),
         "dataset._component_=support.components.OfLengths",
         f"dataset.lengths={[6 + 5 * (row % 9) for row in range(40)]}",
         "model._component_=support.components.refusing",
-        "model.refused=[7,23]",
-        "model.rows_fit=3",
-        "batch_size=8",
-        "micro_batch_size=6",
-        "batch_increase_function=support.components.four_more",
-        "grow_beyond_maximum=True",
-        "optimizer=torch.optim.SGD",
-        "optimizer.momentum=0.9",
-        "optimizer.lr=0.05",
+        *("model.refused=[7,23]", "model.rows_fit=3", "batch_size=8", "micro_batch_size=6"),
+        *("optimizer=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.lr=0.05"),
     ),
     "in backward": (
-        *SAVES,
-        "batch_size=2",
-        "model.attn_dropout=0.2",
-        "optimizer_in_bwd=True",
-        *SCHEDULE,
+        *(*SAVES, *COSINE, "batch_size=2"),
+        *("model.attn_dropout=0.2", "optimizer_in_bwd=True"),
     ),
     "adapters": (
-        *SAVES,
-        *ROWS,
-        *adapters.LORA,
-        *adapters.KINDS["DoRA"],
-        *DROPOUT,
+        *(*SAVES, *ROWS, *adapters.LORA, *adapters.KINDS["DoRA"], *DROPOUT, FOUR_MORE),
         "model.lora_dropout=0.1",
-        "batch_increase_function=support.components.four_more",
     ),
-    # beside a second model; files of both are written by `overrides_of`
-    "pairs": (
-        *SAVES,
-        *ROWS,
-        *preferences.PAIRS,
-        "clip_grad_norm=0.5",
-        "batch_increase_function=support.components.four_more",
-    ),
+    # With a second model, whose files `overrides_of` writes.
+    "pairs": (*SAVES, *ROWS, *preferences.PAIRS, "clip_grad_norm=0.5", FOUR_MORE),
     "distillation": (
-        *SAVES,
-        *ROWS,
-        *distillation.LORA,
-        *DROPOUT,
-        *VALIDATION,
+        *(*SAVES, *ROWS, *distillation.LORA, *DROPOUT, *VALIDATION, FOUR_MORE, *SMALL_STEPS),
         "model.lora_dropout=0.1",
-        "micro_batch_size=3",
-        "batch_increase_function=support.components.four_more",
-        "grow_beyond_maximum=True",
     ),
-    # with torchao's low-bit states, whose step is compiled
+    # With low-bit states of torchao, whose step is compiled.
     "8 bit": (
-        "epochs=2",
-        "save_every_n_steps=3",
-        "batch_size=4",
-        "model.attn_dropout=0.2",
-        "dtype=bf16",
-        "optimizer=torchao.optim.AdamW8bit",
-        "~optimizer.fused",
-        "optimizer.lr=1e-3",
-        "optimizer.bf16_stochastic_round=True",
+        *("epochs=2", "save_every_n_steps=3", "batch_size=4", "model.attn_dropout=0.2"),
+        *("dtype=bf16", "optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"),
+        *("optimizer.lr=1e-3", "optimizer.bf16_stochastic_round=True"),
     ),
 }
-
 # The recipe of a way that has an override, the first that it has; OURS of others.
 RECIPES = {
     distillation.FULL[0]: distillation.OURS,
     preferences.PAIRS[0]: preferences.OURS,
     adapters.LORA[0]: adapters.OURS,
 }
-
 # Where a kill may hit a run, and how long after the run's files show it the kill comes at most, in
 # seconds.
 MOMENTS = {
@@ -185,15 +95,16 @@ MOMENTS = {
     "after a rename": 0.003,
     "in an epoch's save": 0.02,
     "where the batch grows": 0.006,
-    "elsewhere": 2.5,  # and wherever else the kill finds it, from the start of the process
+    "elsewhere": 2.5,  # at any moment from the start of the process
 }
-# seconds within which a kill comes just after a rename; file systems know the time to 4 ms
+# Seconds within which a kill counts as just after a rename; file systems store times to 4 ms.
 JUST_AFTER = 0.01
 MOST_PER_RUN = 10
+PAUSE = 0.0002
 
 
 def overrides_of(setup: SmallSetup, way: str) -> tuple[str, ...]:
-    """The overrides of a way, of which files are written that the setup has not."""
+    """Return the overrides of a way, and write the files of its second model."""
     files: tuple[str, ...] = ()
     if way == "pairs":
         files = (*preferences.write_pairs(setup), *preferences.reference_of(setup))
@@ -202,48 +113,66 @@ def overrides_of(setup: SmallSetup, way: str) -> tuple[str, ...]:
     return (*WAYS[way], *files)
 
 
-def start(setup: SmallSetup, folder: Path, *overrides: str) -> int:
-    """Fork a run, or one that goes on where something was saved; returns its process number."""
-    saved = (folder / "recipe_state").exists() or any(folder.glob("step_*"))
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        with (folder / "printed.txt").open("a") as printed:
-            os.dup2(printed.fileno(), 1)
-            os.dup2(printed.fileno(), 2)
-        resumes = ("resume_from_checkpoint=True",) if saved else ()
-        recipe = next((RECIPES[mark] for mark in RECIPES if mark in overrides), OURS)
-        setup.run_in_process(recipe, f"output_dir={folder}", *overrides, *resumes)
-        status = 0
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+@dataclass(frozen=True)
+class Run:
+    """A run in a folder, which is started again and again.
 
-
-def ended(child: int, folder: Path) -> bool:
-    """Whether a process has come to its end; one that failed is an error."""
-    found, status = os.waitpid(child, os.WNOHANG)
-    return bool(found) and went_well(status, folder)
-
-
-def went_well(status: int, folder: Path) -> bool:
-    """True for the status of a process that went well; AssertionError with what it printed for
-    another.
+    Attributes:
+        setup: data and configuration.
+        overrides: key=value.
+        folder: where it writes.
     """
-    if code := os.waitstatus_to_exitcode(status):
-        raise AssertionError(f"exit status {code}:\n{(folder / 'printed.txt').read_text()[-5000:]}")
-    return True
+
+    setup: SmallSetup
+    overrides: tuple[str, ...]
+    folder: Path
+
+    def start(self) -> Any:
+        """Start the run, or resume it where something was saved; return the process."""
+        saved = any(self.folder.glob("step_*"))
+        resumes = ("resume_from_checkpoint=True",) if saved else ()
+        recipe = next((RECIPES[mark] for mark in RECIPES if mark in self.overrides), OURS)
+        keys = (f"output_dir={self.folder}", *self.overrides, *resumes)
+        call = (self.setup.run_in_process, recipe, *keys)
+        return start_child(*call, environment={}, streams=[self.folder / "printed.txt"])
+
+    def finish(self) -> None:
+        """Run to the end."""
+        process = self.start()
+        process.join()
+        self.check(process)
+
+    def check(self, process: Any) -> None:
+        """Raise AssertionError with what a failed process printed."""
+        if process.exitcode:
+            printed = (self.folder / "printed.txt").read_text()[-5000:]
+            raise AssertionError(f"exit status {process.exitcode}:\n{printed}")
+
+    def kill(self, aim: str, chance: random.Random, moments: tuple[str, ...]) -> str | None:
+        """Start the run and kill it; return the moment that was hit, None where the run ended
+        first.
+        """
+        watch, count = Watchdog(self.folder), chance.randint(1, 6)
+        delay, process = chance.uniform(0, MOMENTS[aim]), self.start()
+        deadline = None
+        while deadline is None or time.perf_counter() < deadline:
+            if not process.is_alive():
+                self.check(process)
+                return None
+            if deadline is None and watch.is_at(aim, count):
+                deadline = time.perf_counter() + delay
+            time.sleep(PAUSE)
+        killed = time.time_ns()
+        process.kill()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            self.check(process)
+            return None
+        return watch.was_at(killed, moments)
 
 
 class Watchdog:
-    """What a run's files show since it was started."""
+    """Reads a run's files since it was started."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -252,7 +181,7 @@ class Watchdog:
         self._before = self._folders()
 
     def is_at(self, moment: str, count: int) -> bool:
-        """Whether the run has come to the moment, for the `count`-th time where it comes often."""
+        """Return whether the run has reached the moment, steps for the `count`-th time."""
         kinds = self._kinds()
         match moment:
             case "in the probe":
@@ -270,8 +199,8 @@ class Watchdog:
             case _:
                 return True
 
-    def was_at(self, killed_ns: int, *, has_probe: bool, grows: bool) -> str:
-        """The moment at which a run that was killed was, by what it has left."""
+    def was_at(self, killed_ns: int, moments: tuple[str, ...]) -> str:
+        """Return the moment at which a run was killed, by the files that it left."""
         kinds = self._kinds()
         if self._saves_epoch(kinds):
             return "in an epoch's save"
@@ -282,18 +211,15 @@ class Watchdog:
         )
         if killed_ns - renamed < JUST_AFTER * 1e9 or self._has_new(".removed-", ".replaced-step_"):
             return "after a rename"
-        if (
-            has_probe
-            and "start" in kinds
-            and not (self._folder / "adaptive_batch" / "probe.json").exists()
-        ):
+        probe = self._folder / "adaptive_batch" / "probe.json"
+        if "in the probe" in moments and "start" in kinds and not probe.exists():
             return "in the probe"
-        if grows and self._grows(kinds):
+        if "where the batch grows" in moments and self._grows(kinds):
             return "where the batch grows"
         return "among steps" if "step" in kinds else "elsewhere"
 
     def _kinds(self) -> list[str]:
-        """Of the records since it was started."""
+        """Return the kinds of the records since the start."""
         if not self._record.exists():
             return []
         with self._record.open("rb") as file:
@@ -306,7 +232,7 @@ class Watchdog:
         ]
 
     def _folders(self) -> dict[str, tuple[int, int]]:
-        """Each folder of a save: its identity, and when it was last changed or renamed."""
+        """Return the identity of each folder of a save, and when it was last changed or renamed."""
         found = {}
         for name in os.listdir(self._folder):
             path = self._folder / name
@@ -327,86 +253,17 @@ class Watchdog:
         return any(name.startswith(prefixes) for name in self._new())
 
     def _grows(self, kinds: list[str]) -> bool:
-        """Between two steps, or before the first step of a run that goes on, the batch grows."""
+        """Return whether the batch grows after the last step or before the first resumed one."""
         if "step" in kinds:
             kinds = kinds[len(kinds) - kinds[::-1].index("step") :]
             return "batch_size" in kinds or "checkpoint" in kinds
         return bool(self._before) and "batch_size" in kinds
 
     def _saves_epoch(self, kinds: list[str]) -> bool:
-        """Something of an epoch lies aside, or is in place and is not recorded yet."""
+        """Return whether an epoch is being saved, or is saved and not recorded yet."""
         new = self._new()
         in_place = sum(name.startswith("epoch_") for name in new)
         return ".saving" in new or in_place > kinds.count("checkpoint")
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A run that was never killed.
-
-    Attributes:
-        folder: where it wrote.
-        moments: those that a run of its way has.
-        num_steps: optimizer steps.
-    """
-
-    folder: Path
-    moments: tuple[str, ...]
-    num_steps: int
-
-    @classmethod
-    def run(cls, setup: SmallSetup, overrides: tuple[str, ...]) -> Whole:
-        folder = setup.fresh_folder()
-        run_to_its_end(setup, folder, *overrides)
-        kinds = [record["kind"] for record in read_records(folder / "adaptive_batch" / "run.jsonl")]
-        missing = {
-            "in the probe": "bound" not in kinds,
-            "where the batch grows": "batch_size" not in kinds,
-        }
-        return cls(folder, tuple(m for m in MOMENTS if not missing.get(m)), kinds.count("step"))
-
-
-def run_to_its_end(setup: SmallSetup, folder: Path, *overrides: str) -> None:
-    """Start a run, or go on with it, and wait."""
-    _, status = os.waitpid(start(setup, folder, *overrides), 0)
-    went_well(status, folder)
-
-
-def kill_once(
-    setup: SmallSetup,
-    folder: Path,
-    overrides: tuple[str, ...],
-    *,
-    aim: str,
-    whole: Whole,
-    chance: random.Random,
-) -> str | None:
-    """Start a run, or go on with it, and kill it; returns the moment that was hit, None where it
-    came to its end before.
-    """
-    watch, count, delay = Watchdog(folder), chance.randint(1, 6), chance.uniform(0, MOMENTS[aim])
-    child = start(setup, folder, *overrides)
-    while not watch.is_at(aim, count):
-        if ended(child, folder):
-            return None
-        time.sleep(0.0002)
-    deadline = time.perf_counter() + delay
-    while time.perf_counter() < deadline:
-        if ended(child, folder):
-            return None
-        time.sleep(0.0002)
-    killed = time.time_ns()
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.waitstatus_to_exitcode(status) != -signal.SIGKILL and went_well(status, folder):
-        return None
-    has_probe, grows = ("in the probe" in whole.moments), ("where the batch grows" in whole.moments)
-    return watch.was_at(killed, has_probe=has_probe, grows=grows)
-
-
-def differences(folder: Path, whole: Path) -> list[str]:
-    """Compare a run that was killed and resumed with one that was not."""
-    return read_run(folder).differences(read_run(whole))
 
 
 def experiment(
@@ -415,70 +272,46 @@ def experiment(
     *,
     kills: int,
     seed: int,
-    say: Callable[[str], object] = lambda _: None,
+    report: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Kill and resume runs of a way until there were so many kills, and let each run come to its
-    end.
-    """
+    """Kill and resume runs of a way `kills` times, and let each run come to its end."""
     begin = time.perf_counter()
     chance, overrides = random.Random(f"{way} {seed}"), overrides_of(setup, way)
-    whole = Whole.run(setup, overrides)
-    hits: dict[str, int] = dict.fromkeys(whole.moments, 0)
+    whole = Run(setup, overrides, setup.fresh_folder())
+    whole.finish()
+    log = read_records(whole.folder / "adaptive_batch" / "run.jsonl")
+    kinds = [record["kind"] for record in log]
+    missing = {
+        "in the probe": "bound" not in kinds,
+        "where the batch grows": "batch_size" not in kinds,
+    }
+    moments = tuple(moment for moment in MOMENTS if not missing.get(moment))
+    hits = dict.fromkeys(moments, 0)
     differing: list[str] = []
     runs = 0
     while sum(hits.values()) < kills:
-        folder, runs, in_run = setup.fresh_folder(), runs + 1, 0
+        run, runs, in_run = Run(setup, overrides, setup.fresh_folder()), runs + 1, 0
         while sum(hits.values()) < kills and in_run < MOST_PER_RUN:
-            is_known = (folder / "adaptive_batch" / "probe.json").exists()
-            aims = [
-                moment for moment in whole.moments if not (is_known and moment == "in the probe")
-            ]
+            is_known = (run.folder / "adaptive_batch" / "probe.json").exists()
+            aims = [moment for moment in moments if not (is_known and moment == "in the probe")]
             least = min(hits[moment] for moment in aims)
             aim = chance.choice([moment for moment in aims if hits[moment] == least])
-            hit = kill_once(setup, folder, overrides, aim=aim, whole=whole, chance=chance)
+            hit = run.kill(aim, chance, moments)
             if hit is None:
                 break
             hits[hit] += 1
             in_run += 1
-            say(f"{way}: aimed at {aim}, killed {hit}, {sum(hits.values())} of {kills}")
+            report(f"{way}: aimed at {aim}, killed {hit}, {sum(hits.values())} of {kills}")
         else:
-            run_to_its_end(setup, folder, *overrides)
-        differing += [
-            f"run {runs}: {name}" for name in read_run(folder).differences(read_run(whole.folder))
-        ]
+            run.finish()
+        found = run_differences(run.folder, whole.folder)
+        differing += [f"run {runs}: {difference}" for difference in found]
     return {
         "way": way,
         "kills": sum(hits.values()),
         "by_moment": hits,
         "runs": runs,
-        "steps": whole.num_steps,
+        "steps": kinds.count("step"),
         "differing": differing,
         "seconds": round(time.perf_counter() - begin, 1),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("ways", nargs="+", choices=WAYS, metavar="WAY", help=", ".join(WAYS))
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True, help="an empty one")
-    arguments = parser.parse_args()
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no workers that outlive a kill
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(arguments.folder / "compiled")
-    setup = make_setup(arguments.folder)
-    gc.collect()
-    gc.freeze()  # what is imported stays, so a start need not go through it
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    for way in arguments.ways:
-        found = experiment(setup, way, kills=arguments.kills, seed=arguments.seed, say=say)
-        print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -40,16 +40,6 @@ _NARROW = {
     "max_seq_len": 256,
 }
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
-# Whose tensors have segments of their own, and are small enough for a test.
-_WIDE = {
-    "num_layers": 4,
-    "num_heads": 8,
-    "num_kv_heads": 4,
-    "embed_dim": 512,
-    "intermediate_dim": 1536,
-    "vocab_size": 8000,
-    "max_seq_len": 512,
-}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama2": {"_component_": "torchtune.models.llama2.llama2", **_GROUPED},
@@ -77,15 +67,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"_component_": "torchtune.models.mistral.mistral", **_GROUPED},
     "phi3": {"_component_": "torchtune.models.phi3.phi3", **_GROUPED},
-    "llama3, wide": {"_component_": "torchtune.models.llama3.llama3", **_WIDE},
-    "mistral, wide": {"_component_": "torchtune.models.mistral.mistral", **_WIDE},
-    "phi3, wide": {"_component_": "torchtune.models.phi3.phi3", **_WIDE},
-    "qwen2, wide": {"_component_": "torchtune.models.qwen2.qwen2", **_WIDE},
-    "qwen2, wide, tied": {
-        "_component_": "torchtune.models.qwen2.qwen2",
-        **_WIDE,
-        "tie_word_embeddings": True,
-    },
     "qwen2_5_0_5b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_0_5b"},
     "llama3_2_1b": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
     "llama3_2_3b": {"_component_": "torchtune.models.llama3_2.llama3_2_3b"},
@@ -93,12 +74,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_7b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_7b_base"},
     "gemma2_2b": {"_component_": "torchtune.models.gemma2.gemma2_2b"},
     "phi4_14b": {"_component_": "torchtune.models.phi4.phi4_14b"},
-    "qwen2_5_1_5b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_1_5b_base"},
-    "qwen2_5_3b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_3b"},
-    "phi3_mini": {"_component_": "torchtune.models.phi3.phi3_mini"},
-    "mistral_7b": {"_component_": "torchtune.models.mistral.mistral_7b"},
-    "llama2_7b": {"_component_": "torchtune.models.llama2.llama2_7b"},
-    "gemma_2b": {"_component_": "torchtune.models.gemma.gemma_2b"},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"_component_": "torch.optim.AdamW"},

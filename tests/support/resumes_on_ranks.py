@@ -10,7 +10,16 @@ from typing import Any
 
 from support.cli import FEATURES, SmallSetup
 from support.launch import Attempt, launch
-from support.trajectories import OF_DATA, SGD, Trajectory, read_run, weights_apart
+from support.trajectories import (
+    OF_DATA,
+    SCHEDULE,
+    SGD,
+    TOKENS,
+    VALIDATION,
+    Trajectory,
+    read_run,
+    weights_apart,
+)
 
 from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.report import audit
@@ -73,43 +82,24 @@ def there_and_back(*until: int) -> tuple[Part, ...]:
     return (*(Part(ranks, step) for ranks, step in zip((1, 2, 4, 2), until, strict=True)), Part(1))
 
 
-SCHEDULE = (*FEATURES["cosine"], *FEATURES["clipping"])
-VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=3", "max_validation_batches=2")
-GROWTH = (
-    "batch_size=2",
-    "batch_increase_function=support.components.four_more",
-    "probe.device_memory=64MiB",
-)
+COSINE = (*FEATURES["cosine"], *FEATURES["clipping"])
+GROWTH = ("batch_size=2", "batch_increase_function=support.components.four_more")
 RAMP = (
-    "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
-    "batch_size_schedule.start=1",
-    "batch_size_schedule.end=8",
-    "batch_size_schedule.over=1ep",
-    "grow_beyond_maximum=True",
-    "micro_batch_size=3",
-    "lr_scaling=sqrt",
-    "probe.device_memory=64MiB",
+    f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp",
+    *(f"{SCHEDULE}.start=1", f"{SCHEDULE}.end=8", f"{SCHEDULE}.over=1ep"),
+    *("grow_beyond_maximum=True", "micro_batch_size=3", "lr_scaling=sqrt"),
 )
-TOKENS = (
-    "batch_tokens=160",
-    "probe.objective=largest",
-    "batch_size_schedule._component_=adaptive_batch.schedules.steps",
-    "batch_size_schedule.batch_sizes=[90,160,240]",
-    "batch_size_schedule.thresholds=[600tok,1800tok]",
-    "sample_order=seqlen",
-    "sample_window=16",
-    "lr_clock=tokens",
-    "probe.device_memory=64MiB",
-)
+MEMORY = "probe.device_memory=64MiB"
+ALONE = ("batch_size=4",)
 
 WAYS: dict[str, Way] = {
-    "AdamW, cosine, clipping": Way((*SAVES, *SCHEDULE), there_and_back(3, 6, 9, 13)),
+    "AdamW, cosine, clipping": Way((*SAVES, *COSINE), there_and_back(3, 6, 9, 13)),
     "SGD, float64": Way((*SAVES, *SGD, "dtype=fp64"), there_and_back(3, 6, 9, 13)),
-    "growth": Way((*SAVES, *SCHEDULE, *GROWTH), there_and_back(5, 15, 17, 19)),
+    "growth": Way((*SAVES, *COSINE, *GROWTH, MEMORY), there_and_back(5, 15, 17, 19)),
     "ramp, validation": Way(
-        (*SAVES, *SCHEDULE, *SGD, *RAMP, *VALIDATION), there_and_back(2, 5, 8, 11)
+        (*SAVES, *COSINE, *SGD, *RAMP, MEMORY, *VALIDATION), there_and_back(2, 5, 8, 11)
     ),
-    "tokens": Way((*SAVES, *SCHEDULE, *SGD, *TOKENS), there_and_back(3, 6, 9, 13)),
+    "tokens": Way((*SAVES, *COSINE, *SGD, *TOKENS), there_and_back(3, 6, 9, 13)),
     "accumulation": Way(
         (*SAVES, *SGD, "batch_size=2", *FEATURES["accumulation"], "dtype=fp64"),
         there_and_back(3, 6, 9, 13),
@@ -121,16 +111,10 @@ WAYS: dict[str, Way] = {
         (*SAVES, *SGD, "enable_async_checkpointing=True"), there_and_back(3, 6, 9, 13)
     ),
     "3 ranks": Way((*SAVES, *SGD, "batch_size=8", "dtype=fp64"), (Part(1, 3), Part(3, 6), Part(1))),
-    "begun on 4": Way(
-        (*SGD, "batch_size=1"), (Part(4, 3), Part(2, 9), Part(1)), alone=("batch_size=4",)
-    ),
-    "epoch of 2 on 1": Way(
-        (*SGD, "batch_size=2"), (Part(2, epoch=0), Part(1)), alone=("batch_size=4",)
-    ),
-    "epoch of 2 on 4": Way(
-        (*SGD, "batch_size=2"), (Part(2, epoch=0), Part(4)), alone=("batch_size=4",)
-    ),
-    "epoch of 1 on 2": Way((*SCHEDULE,), (Part(1, epoch=0), Part(2))),
+    "begun on 4": Way((*SGD, "batch_size=1"), (Part(4, 3), Part(2, 9), Part(1)), ALONE),
+    "epoch of 2 on 1": Way((*SGD, "batch_size=2"), (Part(2, epoch=0), Part(1)), ALONE),
+    "epoch of 2 on 4": Way((*SGD, "batch_size=2"), (Part(2, epoch=0), Part(4)), ALONE),
+    "epoch of 1 on 2": Way(COSINE, (Part(1, epoch=0), Part(2))),
 }
 
 

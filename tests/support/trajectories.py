@@ -142,7 +142,19 @@ class Case:
     overrides: tuple[str, ...]
 
 
-_SCHEDULE = "batch_size_schedule"
+SCHEDULE = "batch_size_schedule"
+VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=4", "max_validation_batches=2")
+TOKENS = (
+    "probe.device_memory=64MiB",
+    "batch_tokens=160",
+    "probe.objective=largest",  # a run that is killed before its first save chooses again
+    f"{SCHEDULE}._component_=adaptive_batch.schedules.steps",
+    f"{SCHEDULE}.batch_sizes=[90,160,240]",
+    f"{SCHEDULE}.thresholds=[600tok,1800tok]",
+    "sample_order=seqlen",
+    "sample_window=16",
+    "lr_clock=tokens",
+)
 CASES = {
     "constant": Case(dict, ()),
     "growth": Case(
@@ -152,13 +164,18 @@ CASES = {
     "schedule": Case(
         lambda: {"batch_size_schedule": steps([2, 4, 8], ["4ba", "12ba"])},
         (
-            f"{_SCHEDULE}._component_=adaptive_batch.schedules.steps",
-            f"{_SCHEDULE}.batch_sizes=[2,4,8]",
-            f"{_SCHEDULE}.thresholds=[4ba,12ba]",
+            f"{SCHEDULE}._component_=adaptive_batch.schedules.steps",
+            f"{SCHEDULE}.batch_sizes=[2,4,8]",
+            f"{SCHEDULE}.thresholds=[4ba,12ba]",
             "probe.device_memory=64MiB",
         ),
     ),
 }
+
+
+def run_differences(folder: Path, whole: Path) -> list[str]:
+    """Describe what differs between a disturbed run of a recipe and an undisturbed one."""
+    return read_run(folder).differences(read_run(whole))
 
 
 def same_trajectory(driver: str, case: str, disturbance: str, folder: Path) -> list[str]:
