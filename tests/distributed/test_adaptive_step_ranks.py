@@ -117,7 +117,7 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
         pytest.param("backward", True, True, False, marks=pytest.mark.nightly),
     ],
 )
-def test_what_runs_out_of_memory_on_one_rank_is_run_again_on_both(
+def test_a_batch_out_of_memory_on_one_rank_is_retried_on_both(
     phase, reshards, checkpointing, syncs
 ):
     results = run_on_ranks(retried, 2, phase, reshards, checkpointing, syncs)
@@ -208,12 +208,12 @@ def out_of_memory_before_forward(where: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_fit_as_it_is_made_on_one_rank_does_not_fit():
+def test_a_sample_out_of_memory_on_one_rank_does_not_fit():
     for result in run_on_ranks(out_of_memory_before_forward, 2, "search"):
         assert result["bounds"] == [3, 3]
 
 
-def test_a_batch_that_does_not_fit_as_it_is_cut_on_one_rank_is_run_again_on_both():
+def test_a_split_out_of_memory_on_one_rank_is_retried_on_both():
     first, second = run_on_ranks(out_of_memory_before_forward, 2, "step")
     assert max(first["error"], second["error"]) <= CLOSE
     assert (first["rows"], second["rows"]) == ([4, 2, 2], [2, 2])

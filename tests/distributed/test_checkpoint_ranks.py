@@ -102,7 +102,7 @@ def test_a_failure_of_one_rank_is_raised_on_all_with_its_cause_and_the_rank(fact
         )
 
 
-def test_without_the_rank_an_error_is_raised_as_itself_where_it_can_be_sent(facts):
+def test_an_error_without_rank_is_raised_unchanged_if_it_can_be_sent(facts):
     for rank, one in enumerate(facts):
         assert one["as itself"] == [
             ("OSError", "[Errno 28] full"),

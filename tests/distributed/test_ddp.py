@@ -238,7 +238,7 @@ def refused() -> list[str]:
     return messages
 
 
-def test_what_ddp_does_not_keep_alike_is_refused_and_one_row_is_on_all_ranks():
+def test_parameters_outside_of_ddp_are_refused():
     first, second = run_on_ranks(refused, 2)
     assert first == second
     assert "DDP leaves out 2 parameters (head.weight, head.bias), so each rank would" in first[0]
@@ -339,7 +339,7 @@ def refusals_of_hooks() -> list[str]:
     return messages
 
 
-def test_what_ddp_does_only_as_it_reduces_gradients_itself_is_refused():
+def test_communication_hooks_and_mixed_precision_of_ddp_are_refused():
     for *hooks, half in run_on_ranks(refusals_of_hooks, 2):
         for message in hooks:
             assert message.startswith("register_comm_hook='fp16_compress_hook': a communication")

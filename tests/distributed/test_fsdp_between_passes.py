@@ -160,7 +160,7 @@ def test_a_step_has_the_same_collectives_after_another_forward(ranks):
             assert before == after > 3, case
 
 
-def test_a_step_after_a_forward_of_its_own_is_retried(ranks):
+def test_a_step_after_a_forward_of_the_script_is_retried(ranks):
     for facts in ranks:
         undisturbed, replayed = facts["replayed"]
         assert replayed == pytest.approx(undisturbed, rel=1e-12)

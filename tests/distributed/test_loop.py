@@ -274,14 +274,14 @@ def test_gradients_that_are_kept_unsharded_are_there_in_a_trial(two_ranks):
 
 
 @pytest.mark.parametrize("name", ["whole", "over fewer ranks", "twice"])
-def test_a_model_that_is_not_divided_by_rows_alone_is_refused_on_several_ranks(two_ranks, name):
+def test_a_model_not_divided_by_fully_shard_alone_is_refused_on_several_ranks(two_ranks, name):
     assert (
         "fully_shard, and nothing else, has divided over all of them"
         in two_ranks[0][f"refused, {name}"]
     )
 
 
-def test_a_model_of_which_a_part_was_not_divided_is_refused_by_the_names_of_its_parameters(
+def test_a_partly_divided_model_is_refused_with_the_names_of_its_parameters(
     two_ranks,
 ):
     for rank in two_ranks:
@@ -340,7 +340,7 @@ def one_rank() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_model_that_is_divided_over_one_rank_goes_on_after_running_out_of_memory(one_rank, phase):
+def test_a_model_divided_over_one_rank_trains_on_after_an_oom(one_rank, phase):
     assert one_rank[phase] < 1e-12
     assert (
         one_rank[f"{phase}, False"] == one_rank[f"{phase}, True"] == []
@@ -348,7 +348,7 @@ def test_a_model_that_is_divided_over_one_rank_goes_on_after_running_out_of_memo
 
 
 @pytest.mark.slow
-def test_a_loop_goes_well_after_a_forward_of_the_user(two_ranks, one_rank):
+def test_a_loop_works_after_a_forward_of_the_script(two_ranks, one_rank):
     alone = one_rank["after a validation"]
     for found in (alone, *(rank["after a validation"] for rank in two_ranks)):
         assert found["stays divided"] == [False, False, False]  # else there is nothing to hold
@@ -362,7 +362,7 @@ def test_a_model_that_is_replicated_and_divided_trains(two_ranks):
     assert two_ranks[0]["replicated"] == pytest.approx([step.loss for step in train(one)], rel=1e-6)
 
 
-def test_one_device_goes_on_with_what_two_ranks_began(two_ranks, alone):
+def test_one_device_resumes_a_loop_of_two_ranks(two_ranks, alone):
     begun = two_ranks[0]
     model = Decoder()
     model.load_state_dict(begun["begun"]["parameters"], strict=False)

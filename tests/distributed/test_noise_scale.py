@@ -29,7 +29,7 @@ def everything() -> dict[tuple[str, bool], list[list[float]]]:
     return {case: samples_of(*case) for case in cases}
 
 
-def test_two_ranks_sample_what_one_device_does():
+def test_two_ranks_sample_the_noise_of_one_device():
     alone = everything()
     for found in run_on_ranks(everything, 2):
         for case, samples in found.items():

@@ -116,7 +116,7 @@ def ranks() -> list[dict[bool, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_the_rank_that_may_use_least_decides(ranks, sync):
+def test_the_rank_with_the_least_memory_decides(ranks, sync):
     of_ranks = [facts[sync] for facts in ranks]
     peaks = [found["peaks"] for found in of_ranks]
     for mine in peaks:
@@ -133,7 +133,7 @@ def test_the_rank_that_may_use_least_decides(ranks, sync):
             assert not fits or largest == pytest.approx(alone, abs=HELD_BYTES)
 
 
-def test_trials_after_one_that_did_not_fit_peak_as_they_did_alone(ranks):
+def test_trials_after_a_failed_one_have_the_same_peaks(ranks):
     for facts in ranks:
         for found in facts.values():
             for _, _, again in found["searches"].values():

@@ -159,7 +159,7 @@ def one_is_killed_while_the_others_do_not_notice(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_those_of_its_machine_that_do_not_notice(tmp_path, capfd):
+def test_a_killed_rank_ends_ranks_of_its_machine_that_hang(tmp_path, capfd):
     ended = end_of_ranks(
         one_is_killed_while_the_others_do_not_notice, 3, tmp_path, timeout=60, begins_group=False
     )
@@ -223,7 +223,7 @@ def all_hang(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_fail_at_once_say_so_once_even_where_it_cannot_be_written_down(tmp_path, capfd):
+def test_simultaneous_failures_are_reported_once_even_if_they_cannot_be_saved(tmp_path, capfd):
     ended = end_of_ranks(all_hang, 2, tmp_path, timeout=60)
     assert how(ended) == [(1, None)] * 2
     said = capfd.readouterr().err
@@ -334,7 +334,7 @@ def torchrun(
 
 
 @pytest.mark.nightly
-def test_under_torchrun_a_restart_does_not_hear_why_the_attempt_before_ended(tmp_path):
+def test_a_restart_under_torchrun_does_not_hear_the_earlier_failure(tmp_path):
     program = """
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             # As a recipe that saves when it is asked to end.

@@ -46,9 +46,7 @@ def begun(small):
     return small.run_in_process(OURS, *POINTS)
 
 
-def test_a_resume_point_holds_no_base_and_what_goes_on_from_it_ends_with_the_same_bits(
-    small, begun
-):
+def test_a_resume_point_of_adapters_holds_no_base_and_resumes_to_the_same_bits(small, begun):
     folder = stopped_after(begun, small, 6)
     for point in checkpoints_in(folder)[0]:
         held, _ = point.load()
@@ -85,7 +83,7 @@ def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(beg
         setup.run_in_process(OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
-def test_the_other_recipe_that_goes_on_from_a_folder_is_named(small, begun):
+def test_a_folder_of_the_other_recipe_is_refused_with_its_name(small, begun):
     folder = stopped_after(begun, small, 6)
     with pytest.raises(
         SettingError,
@@ -132,14 +130,14 @@ def test_the_other_recipe_that_goes_on_from_a_folder_is_named(small, begun):
     ],
     ids=lambda value: str(value[-1:]) if isinstance(value, tuple) else value,
 )
-def test_what_is_no_adapter_is_refused_before_weights_load(small, key, overrides):
+def test_an_invalid_adapter_is_refused_before_weights_load(small, key, overrides):
     with pytest.raises(SettingError) as refused:
         small.run_in_process(OURS, *overrides, "checkpointer.checkpoint_dir=nowhere")
     assert refused.value.key == key
     assert "\n" not in str(refused.value)
 
 
-def test_a_key_that_a_builder_passes_over_is_refused(small):
+def test_an_adapter_key_that_the_builder_ignores_is_refused(small):
     """No builder of torchtune 0.6.1 does; one of a user's may."""
     block = {**SMALL_BLOCK, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
     with torch.device("meta"):
@@ -207,7 +205,7 @@ def test_adapters_train_with_the_optimizer_in_backward(small):
     assert [float(loss) for loss in stepped.losses] == pytest.approx(losses, rel=1e-6)
 
 
-def test_a_loss_of_chunks_is_refused_for_a_model_that_returns_none():
+def test_a_chunked_loss_is_refused_for_a_model_without_output_chunks():
     cfg = OmegaConf.create(
         {"model": {"_component_": "mine.Own"}, "loss": {"_component_": "chunked"}}
     )

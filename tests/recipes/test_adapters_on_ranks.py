@@ -29,7 +29,7 @@ def run(setup: SmallSetup, ranks: int, *overrides: str, ends: int = 0, **options
     ("kind", "before", "after"),
     [("DoRA", 2, 1), pytest.param("QLoRA", 1, 2, marks=pytest.mark.nightly)],
 )
-def test_any_number_of_ranks_goes_on_from_a_resume_point(setup, kind, before, after):
+def test_another_number_of_ranks_resumes_adapters(setup, kind, before, after):
     keys = (*KINDS[kind], "save_every_n_steps=2", "save_adapter_weights_only=True", "batch_size=4")
     whole = run(setup, before, *keys)
     folder = setup.fresh_folder()

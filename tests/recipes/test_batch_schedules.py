@@ -54,9 +54,6 @@ RULES = {
         f"{RULE}linear_ramp",
         *ramp(start=4, end=16, over="1000tok", multiple_of=2),
     ),
-    "a ramp down by steps": (f"{RULE}linear_ramp", *ramp(start=16, end=2, over="7ba")),
-    "doubling by samples": (f"{RULE}ramp_by_doubling", *ramp(start=4, end=32, over="48sp")),
-    "a user's own, up and down": (f"{KEY}=support.batch_rules.waves",),
     "tokens a step": (
         *steps_rule([100, 200, 400], ["0.5ep", "1.25ep"]),
         "batch_tokens=100",
@@ -76,7 +73,7 @@ RULES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_what_was_planned_is_what_is_trained(small, rule):
+def test_the_run_trains_the_steps_that_were_planned(small, rule):
     """Stage by stage: steps, samples, tokens, batches and, to the last bit, rates."""
     finished = small.run_in_process(
         OURS,
@@ -151,7 +148,7 @@ def doubling(small):
     return small.run_in_process(OURS, *DOUBLING)
 
 
-def test_budgets_that_follow_the_last_one_go_on_in_the_middle_of_an_epoch(small, doubling):
+def test_budgets_that_follow_the_previous_step_resume_within_an_epoch(small, doubling):
     steps = records(doubling, "step")
     for epoch in range(2):
         saved = next(s["step"] for s in steps if s["epoch"] == epoch and s["step"] % 2 == 0)

@@ -63,7 +63,7 @@ def test_a_run_resumes_from_a_point_within_an_epoch_with_the_same_bits(small, fu
     assert same_weights(resumed.weights(0), begun.weights(0))
 
 
-def test_another_ratio_is_named_on_resuming(small, lora, capsys):
+def test_a_changed_ratio_is_named_when_a_run_resumes(small, lora, capsys):
     own = (*lora, "epochs=2", "max_steps_per_epoch=1", "save_every_n_steps=1")
     begun = small.run_in_process(OURS, *own)
     shutil.rmtree(begun.output_dir / "epoch_1")
@@ -89,7 +89,7 @@ def test_another_ratio_is_named_on_resuming(small, lora, capsys):
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_weights_load(
+def test_an_invalid_teacher_is_refused_before_weights_load(
     small, lora, recipe, overrides, key, says
 ):
     own = [*lora, *overrides]

@@ -138,7 +138,7 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
 
 
 @pytest.mark.slow
-def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
+def test_the_estimate_of_the_demo_equals_its_search(small, tmp_path):
     demo.prepare(tmp_path)
     own = (f"demo_dir={tmp_path}", "probe.device_memory=80MiB")
     devices = small.run_in_process(
@@ -182,7 +182,7 @@ def on_ranks():
 @pytest.mark.parametrize(
     "number", range(len(ON_RANKS)), ids=[str(combination) for combination in ON_RANKS]
 )
-def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
+def test_a_rank_holds_the_estimated_bytes(on_ranks, number):
     combination, (peaks, result) = ON_RANKS[number], on_ranks[number]
     plan = combination.planned()
     assert plan.resident.total == result.resident_bytes
@@ -199,7 +199,7 @@ OF_NOTHING = {"tensor_parallel_plan": {"_component_": "torchtune.nothing"}}
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
+def test_tensor_parallelism_is_estimated_and_divides_the_weights():
     alone = Combination("llama3", 64, "AdamW").planned()
     cfg = Combination("llama3", 64, "AdamW").to_estimate(sequence_lengths=[64], world_size=2)
     divided = planned(cfg, **TENSOR_PARALLEL)[0].lengths[0]
@@ -239,7 +239,7 @@ def no_network():
     assert not _reached
 
 
-def test_neither_tokenizer_data_weights_nor_a_network_is_needed_where_lengths_are_given(tmp_path):
+def test_given_lengths_need_no_tokenizer_data_weights_or_network(tmp_path):
     cfg = SMALL.to_estimate(sequence_lengths=[32, 64])
     assert "nowhere" in cfg.tokenizer.path
     with no_network():
@@ -269,7 +269,7 @@ def _with_a_small_model(cfg):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name, _ in shipped_configs()])
-def test_every_shipped_configuration_can_be_planned(name):
+def test_every_shipped_configuration_is_estimated(name):
     cfg = OmegaConf.load(config_path(name))
     world_size = 8 if "8gpu" in name else 1
     with no_network():
@@ -284,7 +284,7 @@ def test_every_shipped_configuration_can_be_planned(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STOCK_SAMPLE)
-def test_torchtunes_own_configurations_can_be_planned(name):
+def test_configurations_of_torchtune_are_estimated(name):
     with no_network():
         plan, _ = planned(
             _with_a_small_model(OmegaConf.load(STOCK / name)), estimate={"sequence_lengths": [64]}
@@ -438,7 +438,7 @@ def test_rows_fit_while_paged_states_lie_on_the_host():
     assert sentence in said
 
 
-def test_where_the_context_alone_takes_more_than_the_device_has_nothing_is_left():
+def test_a_context_larger_than_the_device_leaves_no_memory():
     cfg = Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32])
     plan, said = planned(cfg, estimate={"devices": "0.25GiB", "headroom": 0.05})
     assert plan.devices[0].budget_bytes == 0
@@ -463,7 +463,7 @@ def with_changes():
 
 
 @pytest.mark.slow
-def test_a_change_brings_what_a_plan_of_it_says(with_changes):
+def test_a_suggested_change_gains_the_rows_of_its_own_estimate(with_changes):
     plan, said, _ = with_changes
     by_key = {change.overrides: change for change in plan.changes}
     checkpointing = by_key["enable_activation_checkpointing=True",]
@@ -514,7 +514,9 @@ def test_a_change_to_segments_that_expand_has_the_headroom_of_such_segments(monk
 
 
 @pytest.mark.slow
-def test_a_change_that_components_refuse_is_said_and_the_plan_stands(with_changes, tmp_path):
+def test_a_change_that_a_component_refuses_is_reported_and_the_estimate_stays(
+    with_changes, tmp_path
+):
     plan, said, saved = with_changes
     refused = (
         "not estimated: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: loss='.*': it cannot"

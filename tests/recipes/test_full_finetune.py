@@ -46,7 +46,7 @@ def test_the_batch_is_the_power_of_two_below_a_bound_that_was_tried(grown):
     assert records(grown, "step")[0]["batch_size"] == found["batch_size"]
 
 
-def test_the_growth_function_is_asked_at_the_start_of_each_epoch_and_cut_to_the_bound(grown):
+def test_the_growth_function_is_called_at_the_start_of_each_epoch_and_cut_to_the_bound(grown):
     bound = probe_file(grown)["max_batch_size"]
     changes = [record for record in records(grown, "batch_size") if "epoch" in record]
     assert [record["epoch"] for record in changes] == [0, 1, 2]
@@ -86,7 +86,7 @@ def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
 
 
 @pytest.mark.slow
-def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
+def test_the_search_recipe_continues_after_a_length_that_does_not_fit(small, capsys):
     longer = ("model.max_seq_len=2048", "probe.sequence_lengths=[8,2048]")
     small.run_in_process("adaptive_probe", *longer, "probe.device_memory=12MiB")
     printed = capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
         )
 
 
-def test_what_differs_from_the_checkpoint_is_said(small, stopped):
+def test_changes_since_the_checkpoint_are_logged(small, stopped):
     rest = resume_run(small, stopped, "batch_size=8", "epochs=3")
     said = {
         record["kind"]: record["message"]
@@ -119,7 +119,7 @@ def test_what_differs_from_the_checkpoint_is_said(small, stopped):
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_what_is_decided_and_the_configuration_where_that_is_asked_for(small):
+def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
     keys = ("use_maximum_batch_size=True", "probe.device_memory=64MiB", "max_steps_per_epoch=3")
     run = small.run_in_fork(OURS, *keys)
     lines = run.output.splitlines()
@@ -204,7 +204,7 @@ def test_a_truncated_base_checkpoint_is_named(small):
 
 
 @pytest.mark.parametrize("warmup_steps", [3, 100])
-def test_a_warm_up_that_outlasts_the_run_is_pointed_out(small, warmup_steps):
+def test_a_warm_up_longer_than_the_run_is_logged(small, warmup_steps):
     done = small.run_in_process(
         OURS, *FEATURES["cosine"], f"lr_scheduler.num_warmup_steps={warmup_steps}", "epochs=1"
     )

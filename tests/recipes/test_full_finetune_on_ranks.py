@@ -49,7 +49,7 @@ def close(one: list[float], other: list[float], tolerance: float = 2e-4) -> bool
 
 
 @pytest.mark.slow
-def test_a_row_that_one_rank_finds_of_another_length_has_all_of_them_count_again(setup):
+def test_all_ranks_count_again_after_one_finds_a_row_of_another_length(setup):
     counted = [8 + row % 9 for row in range(32)]
     changed = [45 if row in (3, 7) else length for row, length in enumerate(counted)]
     keys = (
@@ -75,7 +75,7 @@ def test_a_row_that_one_rank_finds_of_another_length_has_all_of_them_count_again
 # what is saved when one ends
 
 
-def test_a_rank_other_than_the_first_that_is_interrupted_names_what_was_saved(setup):
+def test_an_interrupted_second_rank_names_the_last_save(setup):
     ends = (
         "loss=support.components.LossThatEnds",
         "loss.status=null",
@@ -140,7 +140,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "rows")) for way in WAYS]
 )
-def test_two_ranks_do_what_one_device_does(setup, way):
+def test_two_ranks_train_what_one_device_trains(setup, way):
     of_two, of_one = WAYS[way]
     many = finished(setup, *of_two)
     one = setup.run_in_process(OURS, *of_one)
@@ -173,7 +173,7 @@ TENSOR_PARALLEL = (
     [TENSOR_PARALLEL, ("custom_sharded_layers=[tok_embeddings,output]",)],
     ids=["tensor parallel", "output apart"],
 )
-def test_the_model_is_divided_in_other_ways_with_the_same_results(setup, keys):
+def test_other_divisions_of_the_model_train_the_same(setup, keys):
     rows = "batch_size=4" if keys is TENSOR_PARALLEL else "batch_size=2"
     many = finished(setup, "epochs=1", rows, *keys)
     one = setup.run_in_process(
@@ -188,7 +188,7 @@ def test_the_model_is_divided_in_other_ways_with_the_same_results(setup, keys):
 
 
 @pytest.mark.slow
-def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less(setup):
+def test_an_oom_that_other_ranks_cannot_hear_of_ends_all_and_a_restart_uses_a_lower_limit(setup):
     overrides = (
         "batch_size=4",
         "epochs=2",
@@ -223,7 +223,7 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [pytest.param("halve", marks=pytest.mark.nightly), "binary"])
-def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(setup, search):
+def test_a_first_validation_trial_that_does_not_fit_lowers_the_bound(setup, search):
     keys = (
         "epochs=1",
         "batch_size=2",

@@ -79,9 +79,7 @@ def torchs_own(build, steps):
     TRACES,
     ids=[f"{name} {clock}{' of a schedule' * bool(schedule)}" for name, clock, schedule in TRACES],
 )
-def test_a_constant_batch_has_torchs_own_trace_to_the_last_bit_and_so_it_goes_on_in_mid_epoch(
-    small, name, clock, schedule
-):
+def test_a_constant_batch_has_the_rates_of_torch_also_after_resuming(small, name, clock, schedule):
     overrides, build = SCHEDULERS[name]
     settings = (
         *BASE,
@@ -137,7 +135,7 @@ def ends_at(found, total):
     assert found == pytest.approx(expected)
 
 
-def test_by_steps_a_schedule_ends_at_the_last_step_of_a_batch_size_that_was_changed(small):
+def test_a_schedule_by_steps_ends_at_the_last_step_after_the_batch_size_changed(small):
     """Of 2 x 16 steps of 2 rows 18 are done; 28 rows are left, which are 4 steps of 8."""
     settings = (*BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=6")
     first = small.run_in_process(OURS, *settings, "batch_size=2")
@@ -145,7 +143,7 @@ def test_by_steps_a_schedule_ends_at_the_last_step_of_a_batch_size_that_was_chan
     ends_at(go_on(small, first, 18, *settings, "batch_size=8"), 22)
 
 
-def test_a_resumed_run_of_another_batch_keeps_the_one_that_its_rate_belongs_to(small):
+def test_a_resumed_run_keeps_the_reference_batch_of_its_rate(small):
     """The rate was chosen for it, whatever is configured now."""
     scaled = ("lr_scaling=linear", "epochs=1", "max_steps_per_epoch=4", "save_every_n_steps=2")
     begun = small.run_in_process(OURS, *scaled, "batch_size=2")

@@ -67,7 +67,7 @@ OTHER_WAYS = {
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
-def test_packed_rows_train_alike_in_other_ways(small, way):
+def test_packed_rows_train_the_same_with_each_option(small, way):
     keys = (*BASE, "drop_last=False", *OTHER_WAYS[way])
     padded = small.run_in_process(OURS, *keys).output_dir
     packed = small.run_in_process(OURS, *keys, "micro_batch_layout=packed").output_dir
@@ -97,7 +97,7 @@ def automatic(small):
 
 
 @pytest.mark.slow
-def test_auto_says_what_it_has_timed_and_trains_the_same(small, automatic):
+def test_auto_logs_its_timings_and_trains_the_same(small, automatic):
     _, finished = automatic
     (said,) = records(finished.output_dir, "throughput")
     assert said["layout"] in ("grouped", "packed")
@@ -116,9 +116,7 @@ def test_auto_says_what_it_has_timed_and_trains_the_same(small, automatic):
 
 
 @pytest.mark.parametrize("keeps_probe", [True, False])
-def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(
-    small, automatic, keeps_probe
-):
+def test_a_resumed_run_keeps_the_chosen_layout_and_its_bits(small, automatic, keeps_probe):
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
     if not keeps_probe:
@@ -130,7 +128,7 @@ def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(
     assert same_weights(rest.weights(0), finished.weights(0))
 
 
-def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
+def test_a_second_run_reuses_the_chosen_layout(small, automatic, caplog):
     keys, finished = automatic
     keys = [key for key in keys if not key.startswith("save_every")]
     again = small.fresh_folder()
@@ -165,7 +163,7 @@ def test_only_layouts_that_are_allowed_are_timed(small, keys, kinds):
     assert {trial["kind"] for trial in said["timed"]} == kinds
 
 
-def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(small):
+def test_a_first_row_without_labels_does_not_prevent_packing(small):
     """The first row is what packing is tried with."""
     keys = (
         "dataset._component_=support.components.OfLengths",
@@ -186,7 +184,7 @@ def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(sma
 
 
 @pytest.mark.slow
-def test_two_ranks_choose_alike_and_train_what_one_device_trains(small, whole):
+def test_two_ranks_choose_the_same_layout_and_train_what_one_device_trains(small, whole):
     (attempt,) = launch(small, 2, *BASE, "batch_size=8", "drop_last=False", *AUTO)
     assert attempt.exit_statuses == [0, 0], attempt.output[-6000:]
     folder = attempt.output_dir

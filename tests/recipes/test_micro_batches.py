@@ -63,20 +63,12 @@ def whole(small):
 
 
 SPLITS = {
-    "a number of rows": ("micro_batch_size=5",),
     "as many rows as fit": ("micro_batch_size=auto", SMALL_MEMORY),
-    "a number of tokens": ("micro_batch_tokens=200",),
     "as many tokens as fit": ("micro_batch_tokens=auto", SMALL_MEMORY),
     "rows across what is accumulated": (
         "micro_batch_size=6",
         "batch_size=4",
         "gradient_accumulation_steps=4",
-    ),
-    "rows that fit across what is accumulated": (
-        "micro_batch_size=auto",
-        "batch_size=2",
-        "gradient_accumulation_steps=8",
-        SMALL_MEMORY,
     ),
     "padded to a multiple": ("micro_batch_tokens=200", "pad_to_multiple_of=8"),
 }
@@ -101,7 +93,7 @@ def test_however_a_step_is_split_its_rows_and_its_loss_are_the_same(small, whole
     assert figures(finished, "micro_batches") == [len(step) for step in components.STEPS]
 
 
-def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one_that_fits_is_not(
+def test_only_a_step_that_does_not_fit_is_searched_again_with_gradients_in_memory(
     small,
 ):
     split = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", SMALL_MEMORY)
@@ -123,7 +115,7 @@ def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one
     }  # what was to be accumulated fits at once
 
 
-def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
+def test_a_micro_batch_above_a_known_bound_is_refused(small):
     found = ("use_maximum_batch_size=True", SMALL_MEMORY)
     for setting in ("micro_batch_size=30", "micro_batch_tokens=1600"):
         key, _, value = setting.partition("=")
@@ -137,7 +129,7 @@ def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
-def test_a_row_longer_than_the_probes_is_tried_before_training(small, whole, key):
+def test_a_row_longer_than_those_of_the_search_is_tried_before_training(small, whole, key):
     finished = small.run_in_process(
         OURS, *BASE, f"{key}=auto", SMALL_MEMORY, "probe.sequence_length=20"
     )
@@ -165,7 +157,7 @@ GROWS = (
 
 
 @pytest.mark.parametrize("unit", ["size", "tokens"])
-def test_a_row_that_grows_in_mid_run_is_tried_first_and_the_trial_leaves_no_trace(small, unit):
+def test_a_row_that_grows_during_the_run_is_tried_first_without_a_trace(small, unit):
     rows = (*BASE, *GROWS, DROPOUT, "batch_size=8")
     tried = small.run_in_process(
         OURS, *rows, f"micro_batch_{unit}=auto", MUCH_MEMORY, "probe.maximum=64"
@@ -220,7 +212,7 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
 # --- out of memory elsewhere
 
 
-def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_checkpoint(
+def test_an_optimizer_step_out_of_memory_is_not_retried_and_the_run_resumes(
     small,
 ):
     optimizer = ("optimizer=support.components.FailingAdamW",)
@@ -252,7 +244,7 @@ def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_
 # --- what is said
 
 
-def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_others_run(
+def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused(
     small,
 ):
     in_backward = (*BASE, "optimizer_in_bwd=True", "micro_batch_size=auto")

@@ -32,7 +32,7 @@ def resumed_after_step_three(small, begun, *own):
     return small.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
-def test_what_a_search_found_for_the_reference_is_tried_once_more(small, lora):
+def test_a_known_bound_of_the_reference_is_tried_once_more(small, lora):
     folder = small.fresh_folder()
     own = (*lora, *FINDS, "reference_micro_batch_size=auto", f"output_dir={folder}")
     small.run_in_process(OURS, *own, "overwrite_output_dir=True")
@@ -58,7 +58,7 @@ def test_a_run_resumes_within_an_epoch_with_the_same_bits(small, request, kind, 
     assert len(bounds) == len(keys[:1])
 
 
-def test_a_run_resumes_with_its_reference_elsewhere(small, lora):
+def test_a_run_resumes_after_the_reference_moved_into_or_out_of_the_step(small, lora):
     """What is saved of the reference's limit is of no use, or is not there, and that is logged."""
     within = (*lora, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
     for first, second, sizes in (
@@ -119,7 +119,7 @@ def test_an_estimate_has_the_pairs_that_fit_in_the_reference_alone(small, full):
         ("adaptive_lora_finetune", "loss", ()),
     ],
 )
-def test_what_is_of_another_recipe_is_refused_before_weights_load(
+def test_keys_of_another_recipe_are_refused_before_weights_load(
     small, lora, recipe, key, overrides
 ):
     with pytest.raises(SettingError) as refused:

@@ -290,7 +290,7 @@ def unreadable(small):
     ],
     ids=lambda value: str(value)[:120],
 )
-def test_it_is_refused_before_weights_load(small, unreadable, key, typed):
+def test_an_invalid_setting_is_refused_before_weights_load(small, unreadable, key, typed):
     with pytest.raises(SettingError) as refused:
         small.run_in_process(OURS, *unreadable, *typed.split())
     assert refused.value.key == key
@@ -298,17 +298,13 @@ def test_it_is_refused_before_weights_load(small, unreadable, key, typed):
 
 
 @pytest.mark.parametrize("typed", RULES)
-def test_a_function_whose_answers_cannot_be_used_is_refused_before_weights_load(
-    small, unreadable, typed
-):
+def test_a_function_with_invalid_answers_is_refused_before_weights_load(small, unreadable, typed):
     with pytest.raises(GrowthFunctionError) as refused:
         small.run_in_process(OURS, *unreadable, *typed.split())
     assert "\n" not in str(refused.value)
 
 
-def test_tensorboard_that_is_missing_is_named_and_torchtunes_logger_is_not_half_made(
-    small, monkeypatch
-):
+def test_missing_tensorboard_is_named_before_the_logger_is_built(small, monkeypatch):
     monkeypatch.setattr("adaptive_batch.torchtune.log.find_spec", lambda name: None)
     logger = "torchtune.training.metric_logging.TensorBoardLogger"
     monkeypatch.setattr(logger, lambda **settings: pytest.fail("it was made"))
@@ -345,7 +341,7 @@ def test_a_component_that_ends_the_program_is_an_error_that_names_it(small, reci
 
 
 @pytest.mark.slow
-def test_on_the_terminal_a_mistake_is_one_line(small):
+def test_a_terminal_shows_an_error_in_one_line(small):
     finished = small.run_in_fork(OURS, "use_max_batch_size=True", expect=1)
     last = finished.output.strip().splitlines()[-1]
     assert (
@@ -364,7 +360,7 @@ def test_weights_of_another_family_are_refused_as_they_are_read(small, model_typ
         small.run_in_process(OURS, f"checkpointer.model_type={model_type}")
 
 
-def test_a_model_that_no_host_holds_is_refused_as_its_weights_load(small):
+def test_a_model_larger_than_the_host_memory_is_refused(small):
     with pytest.raises(
         DoesNotFitError, match=r"the weights alone .* fewer tokens in model\.max_seq"
     ):

@@ -35,7 +35,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("row", WHY)
-def test_the_step_that_meets_a_row_that_cannot_be_used_ends_the_run_and_names_it(small, row):
+def test_an_invalid_row_ends_the_run_at_its_step_and_is_named(small, row):
     output = small.fresh_folder()
     with pytest.raises(SettingError, match=f"dataset='{ODD_ROWS}': row 9 {WHY[row]}"):
         small.run_in_process(
@@ -45,7 +45,7 @@ def test_the_step_that_meets_a_row_that_cannot_be_used_ends_the_run_and_names_it
 
 
 @pytest.mark.parametrize("row", WHY)
-def test_so_does_validation(small, row):
+def test_an_invalid_row_of_validation_ends_the_run_and_is_named(small, row):
     own = ("dataset_val._component_=support.components.WithOddRow", f"dataset_val.row={row}")
     with pytest.raises(
         SettingError, match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY[row]}"
@@ -156,7 +156,7 @@ def contradictions(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", STALE.values(), ids=STALE)
-def test_an_epoch_keeps_its_steps_and_the_next_is_planned_by_the_lengths_of_its_rows(
+def test_rows_of_changed_length_keep_the_epoch_and_the_next_is_planned_anew(
     stale, overrides, capsys
 ):
     before = stale(*overrides, lengths=COUNTED)

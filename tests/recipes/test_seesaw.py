@@ -49,7 +49,7 @@ def check_by_hand(steps, *, most=10**9):
     assert done == 128
 
 
-def test_each_step_is_what_comes_out_by_hand_in_fewer_steps_than_a_constant_batch(grown):
+def test_each_step_of_seesaw_equals_a_computation_by_hand(grown):
     steps = records(grown.output_dir, "step")
     check_by_hand(steps)
     assert len(steps) == 20 < 32

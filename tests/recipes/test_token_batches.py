@@ -48,13 +48,10 @@ def tokens_of_steps(finished):
 
 WAYS = {
     "as they come": (),
-    "random": ("sample_order=random",),
-    "short to long": ("sample_order=seqlen",),
     "short to long in windows": ("sample_order=seqlen", "sample_window=16"),
     "three rows or more": ("min_rows_per_batch=3",),
     "four rows or fewer": ("max_rows_per_batch=4", "sample_order=seqlen"),
     "equal micro-batches": ("uniform_micro_batches=both",),
-    "by rows at once": ("micro_batch_tokens=null", "micro_batch_size=2"),
 }
 
 
@@ -76,7 +73,7 @@ def test_every_row_is_trained_once_an_epoch_and_no_step_is_over_its_tokens(small
     assert figures(finished, "batch_size") == [len(rows) for rows in chain.from_iterable(epochs)]
 
 
-def test_what_is_run_at_once_changes_no_step(small):
+def test_the_micro_batch_changes_no_step(small):
     whole = small.run_in_process(OURS, *BASE, "epochs=1")
     steps = [sorted(step) for step in epochs_of_steps(whole)[0]]
     largest = ("micro_batch_tokens=null", "probe.device_memory=6MiB", "probe.objective=largest")
@@ -94,27 +91,6 @@ def test_what_is_run_at_once_changes_no_step(small):
     )
 
 
-def test_rows_over_the_budget_are_dropped_and_listed_or_each_a_step_of_its_own(small):
-    long_rows = [row for row, length in enumerate(LENGTHS) if length > 40]
-    assert len(long_rows) > 2
-    dropped = small.run_in_process(OURS, *BASE, "epochs=2", "batch_tokens=40", "long_rows=drop")
-    for steps in epochs_of_steps(dropped):
-        assert sorted(chain.from_iterable(steps)) == [
-            row for row in range(32) if row not in long_rows
-        ]
-    said = records(dropped, "dropped")
-    assert [(record["epoch"], record["rows"]) for record in said] == [
-        (0, long_rows),
-        (1, long_rows),
-    ]
-    assert f"{len(long_rows)} rows of more than batch_tokens=40 are dropped" in said[0]["message"]
-    alone = small.run_in_process(OURS, *BASE, "epochs=1", "batch_tokens=40", "long_rows=alone")
-    (steps,) = epochs_of_steps(alone)
-    assert sorted(chain.from_iterable(steps)) == list(range(32))
-    assert all([row] in steps for row in long_rows)
-    assert not records(alone, "dropped")
-
-
 # --- the learning rate
 
 RATE = 0.01
@@ -128,7 +104,7 @@ SHORT_END = (
 )
 
 
-def test_the_default_reference_counts_what_is_accumulated_and_not_what_is_found(small):
+def test_the_default_reference_is_the_configured_global_batch(small):
     accumulated = small.run_in_process(
         OURS, *SHORT_END, "lr_scaling=linear", "batch_size=4", "gradient_accumulation_steps=4"
     )

@@ -45,7 +45,7 @@ def validated(small):
     return small.run_in_process(OURS, *STEPS, *VALIDATED, DROPOUT, "epochs=2")
 
 
-def test_it_comes_after_every_so_many_steps_and_is_logged(validated):
+def test_validation_runs_every_n_steps_and_is_logged(validated):
     assert [record["steps"] for record in records(validated, "validation")] == [2, 4, 6, 8]
     logged = re.findall(
         r"^Step (\d+) \| val_loss:(\S+)", (validated.output_dir / "logs" / LOG).read_text(), re.M
@@ -55,13 +55,13 @@ def test_it_comes_after_every_so_many_steps_and_is_logged(validated):
     ]
 
 
-def test_training_is_the_same_to_the_bit_with_it_and_without(small, validated):
+def test_validation_changes_no_bit_of_training(small, validated):
     without = small.run_in_process(OURS, *STEPS, DROPOUT, "epochs=2")
     assert validated.losses == without.losses
     assert same_weights(validated.weights(1), without.weights(1))
 
 
-def test_its_loss_is_that_of_training_on_the_same_rows_without_dropout(small):
+def test_the_validation_loss_equals_the_training_loss_without_dropout(small):
     still = ("optimizer=torch.optim.SGD", "optimizer.lr=0.0", "epochs=1", f"batch_size={NUM_ROWS}")
     rows = [10 + row for row in range(NUM_ROWS)]
     both = [
@@ -79,7 +79,7 @@ def test_its_loss_is_that_of_training_on_the_same_rows_without_dropout(small):
 
 
 @pytest.mark.slow
-def test_so_many_batches_are_the_first_rows_whatever_fits(small):
+def test_max_validation_batches_takes_the_first_rows_whatever_fits(small):
     def rows(*overrides):
         small.run_in_process(
             OURS, *WATCHED, *STEPS, *VALIDATED, "run_val_every_n_steps=4", *overrides
@@ -114,23 +114,6 @@ def test_auto_tries_its_own_longest_rows_and_runs_as_many_as_fit(small):
     assert math.isfinite(record["val_loss"])
 
 
-def test_running_out_of_memory_in_it_takes_nothing_from_training(small):
-    settings = (*WATCHED, *STEPS, *VALIDATED, "batch_size_val=10")
-    expected = small.run_in_process(OURS, *settings)
-    finished = small.run_in_process(OURS, *settings, "model.rows_fit_evaluated=4")
-    changes = records(finished, "validation_limit")
-    assert [(change["before"], change["after"]) for change in changes] == [
-        (10, 5),
-        (5, 2),
-    ]  # once for both validations
-    assert values(finished) == pytest.approx(values(expected), rel=1e-6)
-    steps = records(finished, "step")
-    assert {step["micro_batches"] for step in steps} == {1}
-    assert [step["oom_count"] for step in steps] == [0, 0, 2, 2]
-    assert finished.losses == expected.losses
-    assert not records(finished, "limit")
-
-
 @pytest.mark.parametrize(
     ("trained", "validated", "said"),
     [
@@ -138,7 +121,7 @@ def test_running_out_of_memory_in_it_takes_nothing_from_training(small):
         (500, 10, "one row of 500 tokens needs"),
     ],
 )
-def test_one_row_that_does_not_fit_is_an_error_that_says_whose(small, trained, validated, said):
+def test_one_row_that_does_not_fit_is_refused_with_its_dataset(small, trained, validated, said):
     output = small.fresh_folder()
     rows = (
         f"dataset_val.lengths=[{validated}]",

@@ -12,10 +12,6 @@ CALLS = itertools.count()
 # --- batch_size_schedule: rule(progress)
 
 
-def waves(progress):
-    return (4, 8, 6)[progress.steps % 3]
-
-
 def another_each_time(progress):
     return 4 + next(CALLS) % 3
 
