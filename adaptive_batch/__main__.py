@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from adaptive_batch import __version__
 from adaptive_batch.config_files import copy_config, shipped_configs
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.integrations.options import add_options, given_options
 
 if TYPE_CHECKING:
     from adaptive_batch.emulate import Device
@@ -79,13 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             usage="adaptive-batch emulate --device h100 [options] -- python train.py ...",
         )
     )
-    _add_run(
-        commands.add_parser(
-            "run",
-            help="run a program that trains with Transformers' Trainer, in parts that fit",
-            usage="adaptive-batch run [options] -- python train.py ...",
-        )
+    run = commands.add_parser(
+        "run",
+        help="run a program that trains with Transformers' Trainer, in parts that fit",
+        usage="adaptive-batch run [options] -- python train.py ...",
     )
+    add_options(run)
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
     # A folder's name may be anything, and a terminal may know ASCII alone.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -127,38 +128,13 @@ def _add_emulate(emulate: argparse.ArgumentParser) -> None:
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
 
 
-def _add_run(run: argparse.ArgumentParser) -> None:
-    for name, what in (("size", "rows"), ("tokens", "tokens, padding included,")):
-        run.add_argument(
-            f"--micro-batch-{name}",
-            metavar="N",
-            type=_number_or_auto,
-            help=f"the most {what} of a part: a number, or auto for what a search finds",
-        )
-    run.add_argument(
-        "--device-memory", metavar="SIZE", help="memory that the search may use, such as 12GiB"
-    )
-    run.add_argument(
-        "--loss-reduction",
-        choices=("auto", "mean", "sum"),
-        help="whether losses of parts are weighted or added up; if not what the trainer shows",
-    )
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
-
-
-def _number_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
 def _run_program(options: argparse.Namespace) -> int:
     from adaptive_batch.integrations.program import run_program
 
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         raise SettingError("PROGRAM", None, "give the program after --")
-    names = ("micro_batch_size", "micro_batch_tokens", "device_memory", "loss_reduction")
-    given = {name: getattr(options, name) for name in names}
-    return run_program(program, {name: value for name, value in given.items() if value is not None})
+    return run_program(program, given_options(options))
 
 
 def _emulate(options: argparse.Namespace) -> int:

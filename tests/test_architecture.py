@@ -28,7 +28,7 @@ TIER = {
     for tier, names in enumerate((*LINE.split(" < "), *ABOVE_ALL))
     for name in names.split(", ")
 }
-BELOW_ALL = {"errors", "_util", "_torch", "config_files"}
+BELOW_ALL = {"errors", "_util", "_torch", "config_files", "injection"}
 # PyTorch's wheel holds both.
 OUTSIDE = sys.stdlib_module_names | {"torch", "functorch"}
 # Imported where it is used.

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from adaptive_batch.injection import environment_with
+
 from .build import EmulationError, cache_folder, cuda_build_folder, preloaded_library
 from .report import report_lines
 from .scratch import mirror, written_files
@@ -128,7 +130,7 @@ def _environment(
         **OFFLINE,
         "EMULATE_COPIED_BYTES": "65536",
         "EMULATE_VALUES": "1",
-        **os.environ,
+        **environment_with(Path(__file__).with_name("process.py")),
         "EMULATE_CACHE": str(cache),
         "EMULATE_DEVICE": device.setting,
         "EMULATE_DEVICE_COUNT": str(num_devices),
@@ -142,10 +144,6 @@ def _environment(
         "ADAPTIVE_BATCH_CACHE": str(records / "adaptive_batch"),
         "ADAPTIVE_BATCH_EMULATED": "1",
     }
-    paths = [str(Path(__file__).parents[1] / "inject"), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    hooks = [str(Path(__file__).with_name("process.py")), os.environ.get("ADAPTIVE_BATCH_HOOKS")]
-    environment["ADAPTIVE_BATCH_HOOKS"] = os.pathsep.join(filter(None, hooks))
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return environment
 

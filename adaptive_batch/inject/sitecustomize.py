@@ -11,9 +11,10 @@ from pathlib import Path
 
 def load_hooks() -> None:
     """Import the hooks from their files, as the program's environment may lack this package, and
-    install them in this process.
+    install them in this process. A hook that is gone, as after an upgrade, is left out.
     """
-    for file in map(Path, os.environ["ADAPTIVE_BATCH_HOOKS"].split(os.pathsep)):
+    files = map(Path, os.environ.get("ADAPTIVE_BATCH_HOOKS", "").split(os.pathsep))
+    for file in filter(Path.is_file, files):
         name = f"_adaptive_batch_{file.parent.name}"
         spec = importlib.util.spec_from_file_location(
             name, file, submodule_search_locations=[str(file.parent)]

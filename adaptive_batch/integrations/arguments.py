@@ -29,6 +29,8 @@ from adaptive_batch.training import (
     configured_size,
 )
 
+from .options import PlainArguments
+
 log = logging.getLogger("adaptive_batch")
 
 # Names of these arguments in errors; each trainer adds its function.
@@ -59,8 +61,8 @@ def naming_fix(fix: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class AdaptiveArguments:
-    """How the steps of a trainer are run.
+class AdaptiveArguments(PlainArguments):
+    """Arguments of a trainer whose steps run in parts that fit.
 
     Attributes:
         micro_batch_size: the most rows of a part: a number; ``auto`` for what a search finds as
@@ -89,17 +91,12 @@ class AdaptiveArguments:
         SettingError: a value cannot be used.
     """
 
-    micro_batch_size: int | str | None = None
-    micro_batch_tokens: int | str | None = None
-    device_memory: int | float | str | None = None
-    headroom: float | str = "auto"
     row_length: Callable[[Any], int] | int | None = None
     split: Callable[[Any], SplitBatch] | None = None
     num_labels: Callable[[Any], Any] | None = None
     options: StepOptions = field(default_factory=StepOptions)
     batch_increase_function: Callable[[int, int], int] | None = None
     lr_scaling: str = "none"
-    loss_reduction: str = "auto"
 
     def __post_init__(self) -> None:
         # What it raises is said here, before a step is made.

@@ -1,4 +1,4 @@
-"""Axolotl's trainers, whose steps run in parts that fit.
+"""Plugin of Axolotl, which runs the steps of its trainers in parts that fit.
 
 In the configuration::
 
@@ -10,24 +10,19 @@ In the configuration::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import BaseModel
+from pydantic import create_model
 from transformers import Trainer
 
+from .options import PlainArguments
 from .transformers import AdaptiveArguments, adopt
 
 _PREFIX = "adaptive_"
-
-
-class AdaptiveConfig(BaseModel):
-    """Keys of a configuration; see :class:`AdaptiveArguments` for what they set."""
-
-    adaptive_micro_batch_size: int | str | None = None
-    adaptive_micro_batch_tokens: int | str | None = None
-    adaptive_device_memory: int | float | str | None = None
-    adaptive_headroom: float | str | None = None
-    adaptive_loss_reduction: str | None = None
+_FIELDS: dict[str, Any] = {
+    _PREFIX + name: (kind | None, None) for name, kind in get_type_hints(PlainArguments).items()
+}
+AdaptiveConfig = create_model("AdaptiveConfig", __module__=__name__, **_FIELDS)
 
 
 class AdaptivePlugin:
@@ -35,10 +30,10 @@ class AdaptivePlugin:
 
     def get_input_args(self) -> str:
         """Return the model of this plugin's keys."""
-        return f"{AdaptiveConfig.__module__}.{AdaptiveConfig.__qualname__}"
+        return f"{__name__}.AdaptiveConfig"
 
     def get_adapter_capabilities(self) -> list[Any]:
-        """Return none."""
+        """Return an empty list."""
         return []
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
@@ -47,9 +42,9 @@ class AdaptivePlugin:
         Raises:
             SettingError: a value cannot be used.
         """
-        given = {name.removeprefix(_PREFIX): cfg.get(name) for name in AdaptiveConfig.model_fields}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        adopt(trainer, AdaptiveArguments(**chosen))
+        keys = {key: cfg.get(key) for key in _FIELDS}
+        given = {key.removeprefix(_PREFIX): keys[key] for key in keys if keys[key] is not None}
+        adopt(trainer, AdaptiveArguments(**given))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):

@@ -55,9 +55,11 @@ def _adopting(train: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return train(trainer, *arguments, **keywords)
         finally:
-            # A trainer with a step of its own may never reach ours.
-            if getattr(trainer, "adaptive_step", None) is not None:
-                Path(os.environ["ADAPTIVE_BATCH_ADOPTED"]).touch()
+            # A trainer with a step of its own may never reach ours. The folder is gone where this
+            # process has outlived the launcher.
+            adopted = Path(os.environ["ADAPTIVE_BATCH_ADOPTED"])
+            if getattr(trainer, "adaptive_step", None) is not None and adopted.parent.is_dir():
+                adopted.touch()
 
     return adopt_and_train
 

@@ -5,7 +5,6 @@ when its ``train()`` is called, in child processes too.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch.errors import AdaptiveBatchError
+from adaptive_batch.injection import environment_with
 
 from .arguments import AdaptiveArguments
-
-_PACKAGE = Path(__file__).parents[1]
 
 
 def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
@@ -39,7 +37,14 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="adaptive_batch-") as folder:
         adopted = Path(folder, "adopted")
         try:
-            program = subprocess.Popen(command, env=_environment(adopted, arguments))
+            program = subprocess.Popen(
+                command,
+                env={
+                    **environment_with(Path(__file__).with_name("hook.py")),
+                    "ADAPTIVE_BATCH_ARGUMENTS": json.dumps(arguments),
+                    "ADAPTIVE_BATCH_ADOPTED": str(adopted),
+                },
+            )
         except OSError as error:
             problem = f"{command[0]} cannot be started: {error.strerror}"
             raise AdaptiveBatchError(problem) from None
@@ -57,17 +62,3 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
                 file=sys.stderr,
             )
     return code if code >= 0 else 128 - code
-
-
-def _environment(adopted: Path, arguments: Mapping[str, Any]) -> dict[str, str]:
-    # Within another run, the hook is there once.
-    hooks = os.environ.get("ADAPTIVE_BATCH_HOOKS", "").split(os.pathsep)
-    hooks = list(dict.fromkeys([*hooks, str(Path(__file__).with_name("hook.py"))]))
-    paths = [str(_PACKAGE / "inject"), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "ADAPTIVE_BATCH_HOOKS": os.pathsep.join(filter(None, hooks)),
-        "ADAPTIVE_BATCH_ARGUMENTS": json.dumps(arguments),
-        "ADAPTIVE_BATCH_ADOPTED": str(adopted),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }

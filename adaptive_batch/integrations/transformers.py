@@ -43,6 +43,8 @@ log = logging.getLogger("adaptive_batch")
 
 # Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
 _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
+# Modules whose `_prepare_inputs` cuts a batch to its longest answer, as each part is cut anew.
+_CUT_INPUTS = ("swift.trainers.seq2seq_trainer",)
 # Attributes in which TRL's trainers collect metrics: lists, to which each batch adds a number.
 _LISTS = {"_metrics", "_stored_metrics"}
 
@@ -155,12 +157,11 @@ class AdaptiveTrainer(Trainer):
         self._reduction.num_items = num_items_in_batch
         # As Trainer does before it prepares a batch, on which TRL's GRPOTrainer relies.
         model.train()
-        prepared = self._prepare_inputs(inputs)
+        prepared, prepare_part = self._prepare_batch(inputs)
         self._metrics_of_step = metrics = _Metrics(self)
         with replaced(
             self,
-            # What a trainer makes in it, it makes once a step.
-            _prepare_inputs=lambda inputs: inputs,
+            _prepare_inputs=prepare_part,
             compute_loss=partial(self._shared_loss, self.compute_loss),
         ):
             step = self._step_of(model)
@@ -176,6 +177,18 @@ class AdaptiveTrainer(Trainer):
         if len(losses) > 1:
             loss = torch.stack([part.to(self.args.device) for part in losses]).sum()
         return loss
+
+    def _prepare_batch(self, inputs: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return a batch on the device, and the function that prepares a part of it. What a trainer
+        makes of a batch, such as rows, it makes once.
+        """
+        if self._cuts_inputs:
+            return Trainer._prepare_inputs(self, inputs), self._prepare_inputs
+        return self._prepare_inputs(inputs), lambda part: part
+
+    @property
+    def _cuts_inputs(self) -> bool:
+        return type(self)._prepare_inputs.__module__ in _CUT_INPUTS
 
     def _check_arguments(self) -> AdaptiveArguments:
         adaptive = instance_of(AdaptiveArguments, "adaptive", self.adaptive)
@@ -300,7 +313,9 @@ class AdaptiveTrainer(Trainer):
                 self.compute_loss_context_manager(),
             ):
                 loss = self.compute_loss(
-                    model, dict(part.batch), num_items_in_batch=self._reduction.num_items * factor
+                    model,
+                    self._prepare_inputs(dict(part.batch)),
+                    num_items_in_batch=self._reduction.num_items * factor,
                 )
             losses.append(float(loss))
         once, halved = losses
@@ -309,8 +324,8 @@ class AdaptiveTrainer(Trainer):
         return abs(2 * halved - once) < 0.1 * abs(once)
 
     def _find_bound(self, step: AdaptiveStep) -> None:
-        makes_rows = type(self)._prepare_inputs is not Trainer._prepare_inputs
-        if step.sizer.waits_for_search and makes_rows:
+        has_own_inputs = type(self)._prepare_inputs is not Trainer._prepare_inputs
+        if step.sizer.waits_for_search and has_own_inputs and not self._cuts_inputs:
             reason = "this trainer makes its rows in each step, so none can be tried before"
             raise self._arguments.not_searched(reason)
         # A scaler of gradients is no part of a trial.
@@ -366,10 +381,12 @@ class AdaptiveTrainer(Trainer):
         count_of_parts = self._get_num_items_in_batch
         counted: list[Any] = []
         prepared: Any = None
+        # Rows that a trainer has made are not made again.
+        prepare_part = self._prepare_inputs
 
         def prepare(batch: dict[str, Any]) -> Any:
-            nonlocal prepared
-            prepared = self._prepare_inputs(batch)
+            nonlocal prepared, prepare_part
+            prepared, prepare_part = self._prepare_batch(batch)
             return prepared
 
         def count_of_batch(batches: list[Any], device: torch.device) -> Any:
@@ -387,8 +404,7 @@ class AdaptiveTrainer(Trainer):
             calls.append([])
             with replaced(
                 self,
-                # Rows that a trainer has made are not made again.
-                _prepare_inputs=self._prepare_inputs if batch is inputs else lambda part: part,
+                _prepare_inputs=prepare_part,
                 _get_num_items_in_batch=count_of_batch if has_others else count_of_parts,
                 log=lambda logs, *_, **__: calls[-1].append(nested_detach(logs)),
             ):

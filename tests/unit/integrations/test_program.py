@@ -98,7 +98,8 @@ def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
     [
         (["--micro-batch-size", "0", "--", "true"], "micro_batch_size=0"),
         (["--micro-batch-size", "2", "--micro-batch-tokens", "8", "--", "true"], "micro_batch"),
-        (["--micro-batch-size", "many", "--", "true"], "invalid"),
+        (["--micro-batch-size", "many", "--", "true"], "micro_batch_size='many'"),
+        (["--headroom", "2", "--", "true"], "headroom=2"),
         (["--micro-batch-size", "2"], "give the program after --"),
     ],
 )
