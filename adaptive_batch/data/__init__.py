@@ -9,7 +9,6 @@ from .dataset import (
     DatasetAdapter,
     RowLength,
     check_loss,
-    label_tokens,
     lengthened,
     move_to_device,
 )
@@ -69,7 +68,6 @@ __all__ = [
     "check_loss",
     "count_other_bytes",
     "count_rows",
-    "label_tokens",
     "largest_divisor",
     "largest_rows",
     "lengthened",

@@ -37,10 +37,10 @@ log = logging.getLogger("adaptive_batch")
 
 
 class NoSizer:
-    """Stands for a sizer where no step gives one: rules may not pass a number of rows, or none.
+    """Replaces the sizer of a step by a largest number of rows for rules.
 
     Args:
-        maximum: the number; None for none.
+        maximum: largest number of rows; None without one.
         batch_tokens: tokens of a step on one device; None if it holds rows.
     """
 
@@ -53,7 +53,7 @@ class NoSizer:
 
     def limit(self, batch_size: int) -> MicroBatchLimit:
         if self._batch_tokens is not None:
-            # Rows are dealt to ranks by their tokens.
+            # Ranks balance their rows by tokens.
             return MicroBatchLimit(self._batch_tokens, "tokens")
         return MicroBatchLimit(batch_size)
 
@@ -62,13 +62,13 @@ class AdaptiveBatches(Batches):
     """Yields the row numbers of each step that is left of the current epoch: this rank's rows, each
     row once an epoch.
 
-    For ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. Batches are handed out as far
-    ahead as the loader reads, and count when they are used: call :meth:`step` after each, so that
-    what is read ahead is neither lost nor repeated when training resumes. Under gradient
-    accumulation too each batch is one; save a state only after ``optimizer.step()``.
+    For ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. The loader may read batches
+    ahead. They count when they are used: call :meth:`step` after each, so that a resumed run
+    neither loses nor repeats batches that were read ahead. Under gradient accumulation too each
+    batch is one; save a state only after ``optimizer.step()``.
 
-    On several ranks each yields its rows of the global step, which has `batch_size` rows for each;
-    nothing may shard them a second time.
+    On several ranks each yields its own rows of the global step, which has `batch_size` rows per
+    rank; no other sampler may shard them again.
 
     Args:
         dataset: map-style; rows are read only where lengths are needed.
@@ -82,7 +82,7 @@ class AdaptiveBatches(Batches):
             :class:`AdaptiveStep`, whose `max_batch_size` counts once it is found. None for no
             limit.
         sampler: sampler of row numbers whose order is taken in place of one drawn here, on one
-            rank. Its ``set_epoch`` is called; what it draws is drawn again when training resumes.
+            rank. Its ``set_epoch`` is called; a resumed run repeats its draws.
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins,
             0 included.
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each
@@ -149,7 +149,7 @@ class AdaptiveBatches(Batches):
         )
         self.begin_with(batch_size)
         order = asdict(sampling)
-        # It changes no row's place, as another maximum does not.
+        # It changes the place of no row, like another maximum.
         del order["grow_beyond_maximum"]
         self._built_with = {
             "batch_size": batch_size,
@@ -159,18 +159,18 @@ class AdaptiveBatches(Batches):
         }
 
     def tell(self, event: Event) -> None:
-        """Tell a function of each decision about batches too: its kind, a message, and facts."""
+        """Add a listener ``event(kind, message, **facts)`` of decisions about batches."""
         self._listeners.append(event)
 
     def report(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
-        """Log an event, and pass it to the functions of :meth:`tell`."""
+        """Log an event, and pass it to the listeners of :meth:`tell`."""
         if prints and distributed.is_rank_zero():
             log.info("%s", message)
         for listener in self._listeners:
             listener(kind, message, prints=False, **facts)
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Take another batch size, between two epochs or after :meth:`load_state_dict`.
+        """Set the batch size, between two epochs or after :meth:`load_state_dict`.
 
         Raises:
             SettingError: a schedule decides it.
@@ -181,8 +181,8 @@ class AdaptiveBatches(Batches):
         self.take_batch(check_whole("batch_size", batch_size))
 
     def rows_on_largest_rank(self, batch_size: int) -> int:
-        """Return the rows of a step on the rank that has most: there may be other ranks than
-        training began with.
+        """Return the rows of a step on the rank with most; the number of ranks may differ from that
+        at the beginning of training.
         """
         return -(-batch_size * self.ranks // distributed.data_parallel_size())
 
@@ -194,11 +194,11 @@ class AdaptiveBatches(Batches):
         yield from super().__iter__()
 
     def __len__(self) -> int:
-        """Return the steps that are left of this epoch, as the rules answer now."""
+        """Return the remaining steps of this epoch, as the rules answer now."""
         return self.num_steps(self.progress.epoch + 1)
 
     def num_steps(self, epochs: int) -> int:
-        """Return the steps that are left of so many epochs, as the rules answer now."""
+        """Return the remaining steps until `epochs` epochs are done, as the rules answer now."""
         return self.count_steps(epochs, sees_tokens=self._counts_tokens)
 
     def step(self) -> None:
@@ -223,7 +223,8 @@ class AdaptiveBatches(Batches):
         """Resume from a saved state, in batches that were built as the saved ones were.
 
         Raises:
-            SettingError: rows would come in another order, or the state is none of batches.
+            SettingError: rows would come in another order, or the state does not belong to
+                batches.
         """
         check_state(state, ("progress", "steps", "order", "built_with"), owner="batches")
         check_built_alike(

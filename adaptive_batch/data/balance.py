@@ -63,11 +63,11 @@ def balance_by_tokens(
         lengths: tokens of each row of the step, over all ranks.
         ranks: how many there are, 1 or more.
         limit: of one micro-batch.
-        layout: what the micro-batches of a rank must keep to; None for nothing.
+        layout: layout of the micro-batches of a rank; None for the default.
 
     Returns:
-        For each rank its rows: positions in the step, ascending; none only where there are fewer
-        rows than ranks.
+        The rows of each rank: positions in the step, ascending; empty only if there are fewer rows
+        than ranks.
     """
     layout = layout or MicroBatchLayout()
     in_turn = [list(positions) for positions in balance_by_rows(len(lengths), ranks)]
@@ -89,7 +89,7 @@ def balance_by_tokens(
         return [sorted(order[rank::ranks]) for rank in range(ranks)]
 
     padded = layout.padded_lengths(real)
-    # Computed once for each length, of which there are far fewer than rows.
+    # Computed once for each length; there are far fewer lengths than rows.
     rows_within = {length: layout.rows_within(limit, length) for length in set(real)}
     max_rows = [rows_within[length] for length in real]
     if layout.uniform is None and limit.unit == "tokens":
@@ -122,7 +122,7 @@ class _SortedRows:
 
     Args:
         lengths: tokens that each is padded to.
-        max_rows: rows that a group may have of which this one is the first, and so the longest.
+        max_rows: most rows of a group that begins with this row, its longest.
     """
 
     def __init__(self, lengths: list[int], max_rows: list[int]) -> None:
@@ -134,7 +134,7 @@ class _SortedRows:
     def waves(self, num_waves: int, ranks: int) -> Iterator[list[tuple[int, int]]]:
         """Yield where the groups of each wave start and end: one for each rank.
 
-        Where rows are fewer than ranks, each row is a group.
+        With fewer rows than ranks, each row is a group.
         """
         start = 0
         for waves_left in range(num_waves, 0, -1):
@@ -151,7 +151,7 @@ class _SortedRows:
     def _next_wave(self, start: int, num_waves: int, ranks: int) -> tuple[int, int]:
         """Return where the next wave ends, and the most tokens that a group of it holds.
 
-        They are those with which it and the later waves, if these are alike, take least time.
+        Both minimize the time of this wave and of the later ones, if these are alike.
         """
         last = len(self._lengths)
         later = num_waves - 1
@@ -173,7 +173,8 @@ class _SortedRows:
         return self._reached(start, ranks, best), best
 
     def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
-        """Return the tokens with which so many groups take the rows from `start` to `end`.
+        """Return the tokens per group with which `groups` groups take the rows from `start` to
+        `end`.
 
         None if `at_most` is too little.
         """
@@ -187,7 +188,7 @@ class _SortedRows:
         )
 
     def _reached(self, start: int, groups: int, tokens: int) -> int:
-        """Return where so many groups end, each of which takes all rows that it may."""
+        """Return the end of `groups` full groups."""
         lengths = self._lengths
         max_rows = self._max_rows
         last = len(self._lengths)

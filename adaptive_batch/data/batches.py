@@ -86,8 +86,8 @@ class EpochAhead:
 
     Attributes:
         batch_size: rows of a batch on one device, as a growth function makes them.
-        plan: plan of the epoch; None once the walk has left it, as an order of rows is large.
-        pace: what the clock of the rate counts by; None until the walk has left the epoch.
+        plan: plan of the epoch; None after the walk has left it, as an order of rows is large.
+        pace: pace of the rate's clock; None until the walk has left the epoch.
     """
 
     batch_size: int
@@ -120,13 +120,13 @@ class StepAhead(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Real tokens of its rows, where they are counted."""
+        """Real tokens of its rows; 0 if they are not counted."""
         return self.after.tokens - self.progress.tokens
 
 
 class Batches(Sampler[list[int]]):
-    """Hands out the steps of an epoch, as far ahead as they are asked for, to each rank its own
-    rows; progress moves as the steps are done. Nothing else holds progress, batch size or rule.
+    """Yields the steps of an epoch with this rank's rows, as far ahead as requested; progress moves
+    as steps are done. Nothing else holds progress, batch size or rule.
 
     Args:
         rows: rows of an epoch.
@@ -141,10 +141,10 @@ class Batches(Sampler[list[int]]):
         batching: as configured; a schedule that follows the rate is put in coupled to it.
         sizer: as given.
         num_rows: rows of an epoch.
-        ranks: the ranks that a step has its rows for: those that training began with.
+        ranks: number of ranks that training began with; a step has `batch_size` rows for each.
         batch_size: rows of a batch on one device now, which run at once if they fit; a step
             accumulates `gradient_accumulation_steps` of them.
-        first_batch_size: what it was when training began; None before.
+        first_batch_size: batch size when training began; None before.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
             device.
     """
@@ -189,10 +189,10 @@ class Batches(Sampler[list[int]]):
         if batching.depends_on_lengths:
             # A row that cannot be measured is refused now.
             _ = rows.lengths
-        # Of the current epoch, and of the epoch of a constant batch, once they are asked for.
+        # Row lengths of the current epoch and of the epoch of a constant batch, read on demand.
         self._lengths: RowLengths | None = None
         self._reference_lengths: RowLengths | None = None
-        # The next epoch is looked at from within this one, step by step.
+        # A walk ahead plans the next epoch only once.
         planned = partial(
             self._plan_epoch, measure=self._measure, order_of=None if order is None else order.ahead
         )
@@ -224,8 +224,8 @@ class Batches(Sampler[list[int]]):
         Args:
             progress: that place.
             steps: ``steps`` of the state that was saved there; None if there is none.
-            keeps_batch: whether the batch size is the saved one, and not the configured one, from
-                which growth begins again.
+            keeps_batch: True keeps the saved batch size; False begins again from the configured
+                one.
 
         Raises:
             CheckpointError: the lengths that the epoch was planned by are not in the state.
@@ -294,9 +294,7 @@ class Batches(Sampler[list[int]]):
         return self.sizer.limit(self.batch_size)
 
     def maximum(self) -> int | None:
-        """Return what a rule may not pass; None if it may grow freely, or the bound is not
-        known.
-        """
+        """Return the largest batch of a rule; None if it may grow freely or is unknown."""
         max_batch_size = self.sizer.max_batch_size
         if self.batching.grow_beyond_maximum or max_batch_size is None:
             return None
@@ -394,7 +392,7 @@ class Batches(Sampler[list[int]]):
         return RowLengths(self._rows.lengths, self._rows.real_lengths)
 
     def _lengths_of_epoch(self) -> RowLengths:
-        """Return the lengths by which the current epoch is planned: they stay until it ends."""
+        """Return the row lengths of the current epoch's plan, which stay until the epoch ends."""
         if self._lengths is None:
             self._lengths = self._measure()
         return self._lengths
@@ -408,7 +406,7 @@ class Batches(Sampler[list[int]]):
         return self._reference_lengths
 
     def _epoch_of(self, progress: Progress) -> PlannedEpoch:
-        """Return the plan of the epoch that a progress is in."""
+        """Return the plan of the epoch of a progress."""
         if progress.epoch == self._epoch.begin.epoch:
             return self._epoch
         return self._planned(progress.at_epoch_start())
@@ -451,7 +449,7 @@ class Batches(Sampler[list[int]]):
         self.batch_size = batch_size
 
     def begin_with(self, batch_size: int) -> None:
-        """Set the batch size that training begins with."""
+        """Set the initial batch size of training."""
         self.batch_size = self.first_batch_size = batch_size
         self._reference = self._pace = None
 
@@ -498,7 +496,7 @@ class Batches(Sampler[list[int]]):
         if self._reference is None:
             batch_size = self.first_batch_size or self.batch_size
             if self.batching.batch_size_schedule is not None:
-                # The configured batch is the one that the rate's schedule was chosen for.
+                # The rate's schedule was chosen for the configured batch.
                 batch_size = self.batching.batch_size
             rows = self._rows_of_step(batch_size)
             constant = replace(
@@ -521,8 +519,7 @@ class Batches(Sampler[list[int]]):
         return self._pace
 
     def pace_of(self, plan: EpochPlan | None) -> Pace:
-        """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None
-        for the current one.
+        """Return the pace of the rate's clock in an epoch with a plan; None for the current epoch.
 
         A schedule of the batch that follows the rate, and a script that drops no row, count by the
         constant batch: that is as good, and known without dividing the epoch.
@@ -537,12 +534,12 @@ class Batches(Sampler[list[int]]):
     ) -> None:
         """Couple a schedule that follows the learning rate, such as `seesaw`, to the rate's own.
 
-        Both read one clock, that of an epoch of the constant batch: however the batch grows, the
-        rate's schedule takes as much data.
+        Both read one clock, that of an epoch of the constant batch, so that the rate's schedule
+        takes the same amount of data however the batch grows.
 
         Args:
             lr_scheduler: scheduler of the rate, a function of the number of steps.
-            lr_clock: what it counts: ``samples`` or ``tokens``.
+            lr_clock: unit of its clock: ``samples`` or ``tokens``.
 
         Raises:
             SettingError: a scheduler or a clock that it cannot follow.
@@ -562,11 +559,11 @@ class Batches(Sampler[list[int]]):
     def ahead(
         self, epochs: int, *, counts_tokens: bool = True, plans: bool = False
     ) -> Iterator[StepAhead]:
-        """Walk through what is left of so many epochs without training. A growth function is asked
-        once for each epoch, as a copy, and a schedule once for each step.
+        """Walk through the remaining steps without training. A copy of a growth function is called
+        once for each epoch, and a schedule once for each step.
 
         Args:
-            epochs: epochs of training, those that are done included.
+            epochs: epochs of training, including those that are done.
             counts_tokens: whether progress counts the tokens of the steps.
             plans: whether epochs get their paces as the walk leaves them.
         """
@@ -638,15 +635,18 @@ class Batches(Sampler[list[int]]):
     # --- steps
 
     def steps(self) -> Iterator[PlannedRows]:
-        """Yield the steps that are left of the current epoch; what was handed out before and is not
-        done comes again.
+        """Yield the remaining steps of the current epoch; steps that were handed out before but are
+        not done come again.
         """
         self._ahead.clear()
         if not self._is_begun:
             self.begin_epoch()
         epoch = self._epoch
         progress = self._progress
-        self._check_num_rows()
+        num_rows = len(self._rows)
+        if self._order_of is None and num_rows != self.num_rows:
+            remedy = f"it had {self.num_rows} when training began; keep its length"
+            raise SettingError("dataset", count(num_rows, "row"), remedy)
         # A run that resumes within an epoch has logged them before.
         if self.batching.batch_tokens and not progress.epoch_rows:
             for kind, message, facts in epoch.describe_token_steps():
@@ -657,7 +657,7 @@ class Batches(Sampler[list[int]]):
             yield step
             if self._progress.epoch > progress.epoch:
                 return
-            # What is done is known exactly; what is ahead, as far as its tokens are counted.
+            # Steps that are done have exact tokens; steps ahead only if their tokens are counted.
             progress = self._ahead[-1].after if self._ahead else self._progress
             step = self._next_step(epoch, progress)
 
@@ -665,12 +665,6 @@ class Batches(Sampler[list[int]]):
         """Yield this rank's row numbers of the steps that are left of the current epoch."""
         for step in self.steps():
             yield step.own
-
-    def _check_num_rows(self) -> None:
-        num_rows = len(self._rows)
-        if self._order_of is None and num_rows != self.num_rows:
-            remedy = f"it had {self.num_rows} when training began; keep its length"
-            raise SettingError("dataset", count(num_rows, "row"), remedy)
 
     def _next_step(self, epoch: PlannedEpoch, progress: Progress) -> PlannedRows | None:
         """Return the rows of the step at a progress; None if the epoch is over."""

@@ -1,4 +1,4 @@
-"""What a step holds, as it is configured."""
+"""Configuration of the rows of steps and of their order."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Batching(Sampling):
         batch_size_schedule: function `rule(progress) -> int`: rows of a step on one device, or
             real tokens with `batch_tokens`.
         drop_last: whether the last, short step of an epoch is dropped.
-        max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
+        max_steps_per_epoch: most optimizer steps of an epoch; None for no limit.
         epochs: number of epochs; None for no limit.
     """
 
@@ -143,11 +143,11 @@ class Batching(Sampling):
 
     @property
     def ends(self) -> dict[str, Any]:
-        """Where an epoch ends, as the functions of an epoch plan take it."""
+        """Arguments of :class:`EpochPlan` for the end of an epoch."""
         return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}
 
     def global_batch(self, ranks: int) -> Reference:
-        """Return the batch of so many ranks that is configured: what a rate was chosen for."""
+        """Return the configured batch of a number of ranks, which the rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return Reference(self.batch_tokens * ranks, "tokens")
         rows = self.batch_size * self.gradient_accumulation_steps

@@ -1,6 +1,4 @@
-"""Rows, batches and losses of the user's code: lengths, labels, the longest rows, and the checks of
-what it returns.
-"""
+"""Rows and losses of the user's code: lengths, the longest rows, and checks of results."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from adaptive_batch.errors import SettingError
 from .lengths import count_other_bytes, count_rows, longest_rows, measure_rows
 from .read_ahead import ReadAhead
 
-# What torch's cross-entropy and Hugging Face's models take for no label.
+# Label that torch's cross-entropy and Hugging Face's models ignore.
 IGNORE_INDEX = -100
 
 RowLength = Callable[[Any], int] | int | None
@@ -114,7 +112,7 @@ class DatasetAdapter(Dataset[Any]):
 
     @property
     def other_bytes(self) -> torch.Tensor:
-        """Bytes of each row beside its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
+        """Bytes of each row besides its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
         return self._measured[:, 1]
 
     @cached_property
@@ -136,44 +134,12 @@ class DatasetAdapter(Dataset[Any]):
         return [self[number] for number in longest_rows(self.lengths, count)]
 
 
-def label_tokens(batch: Any) -> torch.Tensor:
-    """Return the number of labels of a batch that has ``labels``, where -100 is none.
-
-    Of `[batch, sequence]` they are counted after the shift, as causal language models do, where
-    position `i` predicts the label at `i + 1`; of `[batch]` all are counted. The labels of an
-    encoder or of an encoder-decoder (T5, BART, Whisper) are not shifted: there `num_labels` has to
-    be ``lambda batch: (batch["labels"] != -100).sum()``.
-
-    Raises:
-        SettingError: the batch is no mapping with such labels.
-    """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if (
-        not isinstance(labels, torch.Tensor)
-        or labels.is_floating_point()
-        or not 1 <= labels.dim() <= 2
-    ):
-        description = _described(labels)
-        remedy = 'give a function of a batch, such as lambda batch: (batch["labels"] != -100).sum()'
-        raise SettingError(
-            "num_labels",
-            None,
-            f"`labels` of a batch are {description}, not numbers of tokens [batch, sequence];"
-            f" {remedy}",
-        )
-    # Of [batch, sequence] the model predicts all but the first.
-    if labels.dim() == 2:
-        labels = labels[:, 1:]
-    num_labels: torch.Tensor = (labels != IGNORE_INDEX).sum()
-    return num_labels
-
-
 def check_loss(loss: Any) -> torch.Tensor:
     """Return the result of a user's `mean_loss` as one number of 32 bits or more: in 16, sums over
     many micro-batches drift.
 
     Raises:
-        SettingError: it is no tensor of one number, or nothing can learn from it.
+        SettingError: the loss is not a tensor of one number, or needs no gradient.
     """
     remedy = "return the mean over the labels alone, a tensor of one number"
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -199,9 +165,7 @@ def _described(value: Any) -> str:
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
-    """Move a batch to a device: what has ``to``, and such in mappings, lists and tuples; all else
-    is unchanged.
-    """
+    """Move objects with ``to`` to a device, also in mappings, lists and tuples; keep all others."""
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ NO_LIMIT = sys.maxsize
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """What distinguishes a kind of layout.
+    """Properties of a kind of layout.
 
     Attributes:
         pads: whether the rows of a micro-batch are padded to the longest.
@@ -38,13 +38,13 @@ class LayoutKind:
 
     @property
     def is_usual(self) -> bool:
-        """Whether micro-batches are cut and padded as torchtune does."""
+        """True if micro-batches are cut and padded as in torchtune."""
         return self.pads and not self.sorts
 
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """What one micro-batch may hold.
+    """Limit of a micro-batch.
 
     Attributes:
         amount: how much, 1 or more; :data:`NO_LIMIT` for whatever a step has.
@@ -77,17 +77,17 @@ class MicroBatchLimit:
 
 @dataclass(frozen=True)
 class MicroBatchTime:
-    """What forward and backward of a micro-batch take, modelled; in seconds where it was measured,
+    """Model of the time of forward and backward of a micro-batch, in seconds if it was measured,
     else in any unit.
 
     Attributes:
-        fixed: whatever it holds: launching kernels, gathering and reducing parameters.
-        row: for each row.
-        token: for each token that is run, padding included.
-        pair: for each pair of tokens of a row that attention compares, the square of its length.
+        fixed: constant time: launching kernels, gathering and reducing parameters.
+        row: time per row.
+        token: time per token, padding included.
+        pair: time per pair of tokens in a row, the square of its length.
     """
 
-    # As much as so many tokens: of that order on CPUs and GPUs.
+    # In tokens; of that order on CPUs and GPUs.
     fixed: float = 256.0
     row: float = 0.0
     token: float = 1.0
@@ -106,17 +106,18 @@ class MicroBatchTime:
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """How the rows of a micro-batch lie in it, and what the shapes of micro-batches must keep to.
+    """Layout of the rows in a micro-batch, and constraints on the shapes of micro-batches.
 
     Attributes:
         kind: ``padded``: rows are padded to the longest, and there are as few micro-batches as can
             be, of nearly equal size; ``grouped``: the same, rows sorted by length and cut where
             they take least time; ``packed``: rows lie one after the other, without padding.
-        time: that a micro-batch takes.
+        time: model of the time of a micro-batch.
         uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one
             length; ``both``; or None.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
-        longest: what the model takes at most, which no rounding passes; None for no limit.
+        longest: most tokens of a row that the model takes, which rounding never exceeds; None for
+            no limit.
         shortest: rows are padded to this many tokens at least.
     """
 
@@ -134,7 +135,7 @@ class MicroBatchLayout:
 
     @property
     def sorts(self) -> bool:
-        """Whether rows are sorted by length before they are cut, whatever the limit counts."""
+        """True if rows are sorted by length before they are cut, in any unit of the limit."""
         return LAYOUT_KINDS[self.kind].sorts
 
     @property
@@ -147,13 +148,11 @@ class MicroBatchLayout:
         return limit.unit == "rows" and not self.sorts and self.uniform not in ("lengths", "both")
 
     def of_kind(self, kind: str, *, time: MicroBatchTime) -> MicroBatchLayout:
-        """Return the same layout but for its kind, and the time that a micro-batch takes in it."""
+        """Return the layout with another kind and model of time."""
         return replace(self, kind=kind, time=time)
 
     def padded(self, length: int) -> int:
-        """Return the length, in tokens, that rows of up to `length` tokens are padded to; at least
-        one, which a model needs.
-        """
+        """Return the tokens that rows of up to `length` tokens are padded to, at least 1."""
         length = max(1, self.shortest, length)
         rounded = round_up(length, self.pad_to_multiple_of)
         if self.longest is None:
@@ -166,15 +165,15 @@ class MicroBatchLayout:
         return [padded[length] for length in lengths]
 
     def run_tokens(self, lengths: Sequence[int]) -> int:
-        """Return the tokens that a micro-batch of rows of these lengths runs: their sum, or rows x
-        the longest where it pads.
+        """Return the tokens that a micro-batch of these rows runs: their sum, or with padding rows
+        x longest.
         """
         if self.pads:
             return len(lengths) * self.padded(max(lengths, default=0))
         return sum(lengths)
 
     def amount(self, rows: int, length: int, *, unit: str) -> int:
-        """Return what so many rows of `length` tokens take of a limit, in its unit."""
+        """Return the amount of a limit that `rows` rows of `length` tokens take, in a unit."""
         if unit == "rows":
             return rows
         return self.run_tokens([length] * rows)
@@ -195,7 +194,7 @@ class MicroBatch:
 
     Attributes:
         rows: their positions in the step, in order.
-        length: tokens that each is padded to; the mean, rounded up, where none is padded.
+        length: tokens that each is padded to; without padding the mean, rounded up.
         own_lengths: tokens of each row in a layout that does not pad; else empty.
     """
 
@@ -234,7 +233,7 @@ def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]
 def micro_batches(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout | None = None
 ) -> list[MicroBatch]:
-    """Split the rows of a step into micro-batches, as limit and layout ask for.
+    """Split the rows of a step into micro-batches within a limit, in a layout.
 
     Padded and packed micro-batches are few and of nearly equal size. By rows they are the fewest,
     and rows keep their order. By tokens padded ones are the fewest, of rows of similar length, and
@@ -254,32 +253,18 @@ def micro_batches(
     # As in most steps; each step asks.
     if kind.is_usual and limit.unit == "rows" and len(lengths) <= limit.amount:
         return [MicroBatch(list(range(len(lengths))), layout.padded(max(lengths)))]
-    cut = kind.cut(lengths, limit, layout)
-    if kind.pads:
-        pieces = _padded_pieces(cut, lengths, layout)
-    else:
-        pieces = _unpadded_pieces(cut, lengths)
-    if not layout.keeps_order(limit):
-        # What the largest leaves in an allocator's cache serves the others, and not the reverse.
-        pieces.sort(key=lambda piece: (piece.run_tokens, piece.length), reverse=True)
-    return pieces
-
-
-def _padded_pieces(
-    cut: Sequence[list[int]], lengths: Sequence[int], layout: MicroBatchLayout
-) -> list[MicroBatch]:
-    if layout.uniform in ("lengths", "both"):
-        longest = layout.padded(max(lengths))
-        return [MicroBatch(rows, longest) for rows in cut]
-    return [MicroBatch(rows, layout.padded(max(map(lengths.__getitem__, rows)))) for rows in cut]
-
-
-def _unpadded_pieces(cut: Sequence[list[int]], lengths: Sequence[int]) -> list[MicroBatch]:
+    longest = max(lengths) if layout.uniform in ("lengths", "both") else 0
     pieces = []
-    for rows in cut:
-        own_lengths = tuple(lengths[row] for row in rows)
-        mean_length = math.ceil(sum(own_lengths) / len(own_lengths))
-        pieces.append(MicroBatch(rows, mean_length, own_lengths))
+    for rows in kind.cut(lengths, limit, layout):
+        own_lengths = tuple(map(lengths.__getitem__, rows))
+        if kind.pads:
+            pieces.append(MicroBatch(rows, layout.padded(longest or max(own_lengths))))
+        else:
+            mean_length = math.ceil(sum(own_lengths) / len(own_lengths))
+            pieces.append(MicroBatch(rows, mean_length, own_lengths))
+    if not layout.keeps_order(limit):
+        # The others can reuse the memory of the largest in the allocator's cache, not the reverse.
+        pieces.sort(key=lambda piece: (piece.run_tokens, piece.length), reverse=True)
     return pieces
 
 
@@ -326,8 +311,8 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group rows by length into the fewest groups of at most `max_tokens` padded tokens, rows x
     longest, with little padding and of nearly equal size. A longer row is a group by itself.
 
-    Of the groupings with the fewest groups, return the one with the least sum of each group's
-    tokens and of their square, as a share of the limit. Least padding alone would leave a group of
+    Among groupings with the fewest groups, the result has the least sum over groups of the tokens
+    and their square, as a share of the limit. Least padding alone would leave a group of
     one row where all are equally long.
 
     Rows sorted by length are cut into consecutive groups, which some best grouping always is:
@@ -430,7 +415,7 @@ def spread_by_tokens(lengths: Sequence[int], groups: int) -> list[list[int]]:
     return list(map(sorted, divided))
 
 
-# How rows may lie in a micro-batch, by the words of the configuration.
+# Kinds of layouts by their names in the configuration.
 LAYOUT_KINDS = {
     "padded": LayoutKind(pads=True, sorts=False, cut=_cut_padded),
     "grouped": LayoutKind(pads=True, sorts=True, cut=_cut_grouped),

@@ -1,5 +1,5 @@
-"""How long each row of a dataset is, measured once by reading all rows, in worker processes where
-that is worth it, and cached.
+"""Row lengths of a dataset: measured once by reading all rows, in worker processes if that pays,
+and cached.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STALLED_SECONDS = 60.0
 RECHECKED_ROWS = 8
 # A token and its label.
 _BYTES_PER_TOKEN = 16
-# Of SHA-256.
+# Bytes of SHA-256.
 _CHECKSUM_BYTES = 32
 
 Numbers = Sequence[int]
@@ -46,7 +46,7 @@ Measure = Callable[[int, Any], Numbers]
 
 
 def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -> int:
-    """Return how many rows a dataset has; errors say `key` and `name`, or its class.
+    """Return the number of rows of a dataset; errors have `key` and `name`, or its class.
 
     Raises:
         SettingError: it has none, or no length, or gives no row by its number.
@@ -66,7 +66,7 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     try:
         num_rows = len(dataset)
     except TypeError as error:
-        # What is streamed raises it, too.
+        # Streamed datasets raise it too.
         raise SettingError(key, name, f"{error}; {needed}, and streaming=False") from None
     if num_rows == 0:
         raise SettingError(key, name, "it has no rows; check its source, split and filter")
@@ -89,7 +89,7 @@ def measure_rows(
     num_workers: int | None = None,
     show_progress: bool = True,
 ) -> torch.Tensor:
-    """Measure each row of a dataset, or read what was measured before.
+    """Measure each row of a dataset, or read earlier measurements.
 
     A cached result is trusted if its checksum, name and number of rows are right and a few rows,
     the longest among them, are still as it says. The random state of Python, numpy and torch (CPU)
@@ -97,13 +97,13 @@ def measure_rows(
 
     Args:
         dataset: map-style; need not be picklable.
-        measure: ``measure(number, row)`` gives whole numbers, tokens of the row first.
-        num_numbers: how many they are.
-        cache_file: named by a fingerprint of all that decides what is measured (data, tokenizer,
-            settings); None caches nothing. One that cannot be read or written is logged.
-        reads_cache: False measures whatever the file says, and replaces it.
-        num_workers: None uses all CPUs where the first rows show that it helps; 0 measures in this
-            process; otherwise that many processes. Where they fail, the rest is measured in this
+        measure: ``measure(number, row)`` returns whole numbers, tokens of the row first.
+        num_numbers: number of these.
+        cache_file: file with a fingerprint of data, tokenizer and settings in its name; None caches
+            nothing. A file that cannot be read or written is logged.
+        reads_cache: False ignores the file and replaces it.
+        num_workers: None uses all CPUs if the first rows show that it helps; 0 measures in this
+            process; otherwise the number of processes. If they fail, the rest is measured in this
             process, and the reason is logged.
         show_progress: whether a progress bar is shown on stderr; it needs tqdm.
 
@@ -180,8 +180,8 @@ def largest_rows(lengths: torch.Tensor, other_bytes: torch.Tensor) -> list[int]:
 
 
 def count_other_bytes(row: Any) -> int:
-    """Return the bytes of the tensors, arrays and lists of a row that are no numbers of tokens:
-    those of fractions, of several dimensions or of uint8, such as images.
+    """Return the bytes of the tensors, arrays and lists of a row that do not hold tokens: those of
+    floating-point numbers, of several dimensions or of uint8, such as images.
     """
     if hasattr(row, "nbytes") and hasattr(row, "dtype"):
         is_text = row.ndim < 2 and "float" not in str(row.dtype) and "uint8" not in str(row.dtype)
@@ -190,12 +190,12 @@ def count_other_bytes(row: Any) -> int:
         return sum(map(count_other_bytes, row.values()))
     if not isinstance(row, list | tuple) or not row or isinstance(row[0], int | str):
         return 0
-    # As float32, which a collate function makes of them.
+    # Collate functions make float32 of them.
     return 4 * len(row) if isinstance(row[0], float) else sum(map(count_other_bytes, row))
 
 
 def mean_rows(num_tokens: int, lengths: torch.Tensor) -> int:
-    """Return how many rows of a dataset have so many tokens on average, at least 1.
+    """Return the number of rows that have `num_tokens` tokens on average, at least 1.
 
     Args:
         num_tokens: tokens of a step.
@@ -205,7 +205,7 @@ def mean_rows(num_tokens: int, lengths: torch.Tensor) -> int:
 
 
 class _Rows(Dataset[Numbers | str]):
-    """What is measured of each row; the reason where a row cannot be read."""
+    """Measurements of each row, or the error of a row that cannot be read."""
 
     def __init__(self, dataset: Any, measure: Measure) -> None:
         self._dataset = dataset
@@ -261,15 +261,13 @@ def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[N
 
 
 def _worthwhile_workers(seconds_left: float) -> int:
-    """Return how many worker processes to use for work that this process alone would need
-    `seconds_left` for.
-    """
+    """Return the number of worker processes for work that takes `seconds_left` in this process."""
     if not _fork_is_safe() or seconds_left <= WORTHWHILE_SECONDS:
         return 0
     num_cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         num_cpus = len(os.sched_getaffinity(0))
-    # One worker would only stand beside this process.
+    # One worker would not be faster than this process.
     if num_cpus == 1:
         return 0
     return min(num_cpus, MAX_WORKERS)
@@ -333,9 +331,7 @@ def _checksum(path: Path, packed: bytes) -> bytes:
 
 
 def _read(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
-    """Read a cache file; None if there is none, and where there is none to be trusted, which is
-    logged.
-    """
+    """Read a cache file; None if it is missing or, after a log line, cannot be trusted."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

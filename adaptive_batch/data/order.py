@@ -1,4 +1,4 @@
-"""The order in which the rows of an epoch come: stored, or computed where it is read."""
+"""The order of the rows of an epoch: stored, or computed on access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaptive_batch.errors import SettingError
 
 ORDERS = ("dataloader", "random", "seqlen")
 
-# To draw a permutation of so many rows takes 0.04 s, and of twice as many 0.1 s.
+# Drawing a permutation of this many rows takes 0.04 s, and of twice as many 0.1 s.
 _STORED_ROWS = 2**20
 
 # Six rounds of random functions cannot be told from a random permutation by fewer rows than a
@@ -68,12 +68,12 @@ def row_order(
             from short to long, rows of equal length in an order drawn for each epoch.
         shuffle: with ``dataloader``, a permutation for each epoch.
         lengths: int tensor ``[rows]``, tokens of each row; needed by ``seqlen``.
-        window: with ``seqlen``, shuffle the rows and sort only within each so many of them; None
-            sorts the whole epoch.
-        seed: number from which permutations are drawn.
-        epoch: number from 0; what is drawn differs from epoch to epoch.
-        stored_rows: most rows of an order that is a tensor. An order of more rows, unless by
-            ``seqlen``, is computed where it is read. Its permutations are other ones.
+        window: with ``seqlen``, rows are shuffled and sorted only within windows of this many rows;
+            None sorts the whole epoch.
+        seed: seed of permutations.
+        epoch: number from 0; each epoch has another permutation.
+        stored_rows: most rows of an order that is a tensor. A larger order, unless by ``seqlen``,
+            is computed on access, with other permutations.
 
     Returns:
         Row numbers, each once: an int64 tensor ``[rows]``, or an order that is computed.
@@ -102,7 +102,7 @@ def row_order(
 
 
 def _generator(order: str, *, shuffle: bool, seed: int, epoch: int) -> torch.Generator | None:
-    """Return what an epoch's permutation is drawn from; None for the dataset's own order."""
+    """Return the generator of an epoch's permutation; None for the dataset's own order."""
     if order == "dataloader":
         # The seed of DistributedSampler, whose permutation torchtune's recipes take.
         if not shuffle:
@@ -114,11 +114,11 @@ def _generator(order: str, *, shuffle: bool, seed: int, epoch: int) -> torch.Gen
 
 
 class _ComputedOrder:
-    """A permutation of any number of rows, of which a part takes the time and memory of that part.
+    """A permutation of any number of rows; reading a part takes the time and memory of that part.
 
     A Feistel network on the digits of a row number in base `side`, the root of the rows: each round
-    adds to one digit what a table of random numbers has for the other, which can be undone. So each
-    row comes once.
+        adds to one digit the other digit's entry in a table of random numbers. This can be
+    undone, so each row comes once.
 
     Args:
         num_rows: rows of the epoch.
@@ -169,8 +169,8 @@ YIELDS_BATCHES = "it yields batches, which are made here; give its sampler"
 class SamplerOrder:
     """The order of a script's own sampler, drawn as far as it is needed.
 
-    What the sampler draws from torch's random numbers, or from a generator of its own, is drawn
-    again when training resumes within an epoch.
+    A run that resumes within an epoch repeats the sampler's draws from torch's random numbers or
+    from its own generator.
 
     Args:
         sampler: yields row numbers, and has a length; its ``set_epoch`` is called.
@@ -181,7 +181,7 @@ class SamplerOrder:
         self._epoch = -1
         self._numbers: list[int] = []
         self._drawn: Iterator[int] = iter(())
-        # Where an epoch's draw begins, to be drawn again from there.
+        # Random state at the start of an epoch's draws, to repeat them.
         self._random_state: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -228,7 +228,9 @@ class SamplerOrder:
         self._drawn = iter(self._sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the current epoch's draw began, and what it has drawn so far in short."""
+        """Return the random state at the start of the epoch's draws, and a checksum of the draws so
+        far.
+        """
         drawn = torch.tensor(self._numbers, dtype=torch.int64)
         checksum = zlib.crc32(drawn.numpy().tobytes())
         return {

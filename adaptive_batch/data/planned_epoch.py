@@ -28,7 +28,7 @@ class Rows(Protocol):
     """A map-style dataset, and the tokens of each row, with and without padding: int64, `[rows]`.
 
     `recount` drops them where a row that was read, on any rank, has another length, and returns
-    which row; "" for none. They are counted again when they are asked for.
+    which row; "" for none. The next access counts them again.
     """
 
     def __len__(self) -> int: ...
@@ -50,7 +50,7 @@ class RowLengths:
 
     @cached_property
     def packed(self) -> list[str]:
-        """The lengths as text; those without padding only where they differ."""
+        """Lengths as text; those without padding only if they differ."""
         different = [] if torch.equal(self.all, self.real) else [self.real]
         return [
             base64.b64encode(
@@ -85,13 +85,13 @@ class TokenSteps(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlannedEpoch:
-    """One epoch: a pure function of its arguments, each part of which is computed when it is used.
+    """Plan of an epoch: a pure function of its arguments, computed on demand.
 
     Attributes:
         num_rows: rows of the epoch.
         batching: batching as configured; a schedule is a function of progress.
         begin: progress where the epoch begins.
-        ranks: a step has `batch_size` rows for each of so many.
+        ranks: number of ranks; a step has `batch_size` rows for each.
         divisible: steps by tokens divide into equal micro-batches.
         measure: returns the lengths of the rows; called when they are needed.
         order_of: orders the rows of an epoch; None for the configured order.
@@ -107,7 +107,7 @@ class PlannedEpoch:
 
     @cached_property
     def lengths(self) -> RowLengths:
-        """Lengths by which the epoch is planned."""
+        """Row lengths that the plan uses."""
         return self.measure()
 
     @cached_property
@@ -118,7 +118,7 @@ class PlannedEpoch:
         return self._order()
 
     def _order(self) -> RowOrder:
-        """Return the order of the rows, from which steps by tokens are filled."""
+        """Return the order of the rows before steps by tokens are filled."""
         batching = self.batching
         lengths = self.lengths.all if batching.depends_on_lengths else None
         if self.order_of is not None:
@@ -189,7 +189,7 @@ class PlannedEpoch:
         return requested, min(global_rows, left)
 
     def num_steps_left(self, progress: Progress, *, global_rows: int) -> int:
-        """Return how many steps are left of the epoch; by rows, of so many each."""
+        """Return the number of remaining steps; by rows, steps of `global_rows` each."""
         if self.batching.batch_tokens:
             return max(0, self.token_steps.plan.steps - progress.epoch_steps)
         most_steps = self.batching.max_steps_per_epoch
@@ -269,7 +269,7 @@ class PlannedEpoch:
         elif needs_noise_scale(batching.batch_size_schedule):
             plan = replace(self._divide_rest(progress, rule), is_estimate=True)
         else:
-            # twice, as a rule that is no function of progress answers otherwise the second time
+            # Twice, since a rule that is not a function of progress then answers differently.
             sizes, again = (
                 [size for _, size, _ in self.walk(self.begin, rule, counts_tokens=True)]
                 for _ in range(2)
@@ -301,7 +301,7 @@ class PlannedEpoch:
         return replace(plan, tokens=tokens)
 
     def left_out(self, progress: Progress) -> dict[str, int]:
-        """Count the rows of an epoch that is over which no step has used, by reason."""
+        """Count the rows that no step of a finished epoch has used, by reason."""
         long_rows = 0
         if self.batching.batch_tokens:
             long_rows = len(self.token_steps.batches.dropped)
@@ -364,7 +364,7 @@ def plan_token_batches(
     :func:`plan_batches`.
 
     Raises:
-        SettingError: a row is too long, or what is configured cannot be had.
+        SettingError: a row is too long, or the limits contradict each other.
     """
     assert batching.batch_tokens
     limits = _row_limits(batching, ranks, divisible)
@@ -386,10 +386,10 @@ def plan_token_batches(
 
 
 def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:
-    """Return what a step by tokens must keep to, over all ranks."""
+    """Return the limits of a step by tokens, over all ranks."""
     least = batching.min_rows_per_batch
     return {
-        # One row is no minimum for each rank: long rows never take a step beyond its tokens then.
+        # One row per rank is not a minimum, so that long rows never exceed the tokens of a step.
         "min_rows": least * ranks if least > 1 else 1,
         "max_rows": batching.max_rows_per_batch and batching.max_rows_per_batch * ranks,
         "long_rows": batching.long_rows,

@@ -1,4 +1,4 @@
-"""A thread that reads the rows that are likely next, where reading them draws no random numbers."""
+"""A thread that reads the next rows ahead, unless reading draws random numbers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class ReadAhead:
-    """A map-style dataset whose rows a thread reads before they are asked for; it reads them alike
-    in any thread and order.
+    """A map-style dataset whose next rows a thread reads ahead. Its rows must not depend on the
+    thread or order of reads.
 
-    What is expected is a hint: any other row is read when it is asked for, and so is one that fails
-    in the thread, to raise its error there. After a failure the thread reads no more; nor where one
-    of the first rows draws random numbers (Python's, numpy's or torch's), which training would then
-    draw in another order.
+    Expected rows are a hint: other rows are read on demand, and so is a row that fails in the
+        thread,
+    which then raises its error. The thread stops after a failure, or if one of the first rows draws
+    random numbers of Python, numpy or torch, whose order training depends on.
 
     Args:
-        dataset: what is read.
-        at_once: whether the thread begins as soon as rows are expected, and not with :meth:`start`.
+        dataset: dataset to read.
+        at_once: True starts the thread in :meth:`expect`, False only in :meth:`start`.
     """
 
     def __init__(self, dataset: Any, *, at_once: bool = True) -> None:
@@ -73,7 +73,7 @@ class ReadAhead:
             return row
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Have these rows read, in their order; forget any other that was."""
+        """Set the rows to read ahead, in order; drop all others."""
         numbers = list(numbers)
         with _reading:
             self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
@@ -85,9 +85,9 @@ class ReadAhead:
             self.start()
 
     def start(self) -> None:
-        """Let the thread read what is expected.
+        """Start the thread that reads the expected rows.
 
-        It takes no lock: a row that is being read is not waited for.
+        It takes no lock, and so does not wait for a row that is being read.
         """
         if self._expected and not self._is_running:
             self._is_running = True

@@ -116,7 +116,7 @@ def plan_batches(
         max_tokens: the most tokens of a batch of more than `min_rows` rows.
         order: int64, row numbers in the order in which to take them, each at most once; None takes
             all as they come.
-        min_rows: rows that a batch has at least, but for the last.
+        min_rows: fewest rows of a batch, except the last.
         max_rows: rows that a batch may have; None for no limit.
         long_rows: what becomes of a row that alone is longer than `max_tokens`: ``error``,
             ``drop``, or ``alone``, a batch of one row.
@@ -202,22 +202,22 @@ def plan_batches_by_rule(
     long_rows: str,
     divisible: bool,
 ) -> tuple[TokenBatchPlan, list[int]]:
-    """Plan an epoch, each step of which is filled to the real tokens that a rule requests at the
-    beginning of the step.
+    """Plan an epoch whose steps are filled to the real tokens that a rule requests at the beginning
+    of each.
 
     With a rule that always answers the same this is :func:`plan_batches`.
 
-    What becomes of a row that is longer than a budget does not depend on where the order has put
-    it. ``error`` refuses every budget below the longest row of the epoch. With ``drop`` the row
-    waits for a budget that holds it, and is dropped only when none came before the epoch ends.
-    ``alone`` makes a step of it when its turn comes.
+    The treatment of a row that is longer than a budget does not depend on its place in the order.
+    ``error`` refuses every budget below the longest row of the epoch. With ``drop`` the row waits
+    for a budget that holds it, and is dropped only when none came before the epoch ends. ``alone``
+    makes a step of it when its turn comes.
 
     Args:
         lengths: int64 ``[rows]``, real tokens of each row, 1 or more.
         rule: ``rule(progress) -> tokens of a step on one device``, a function of progress alone.
         order: int64, row numbers in the order in which to take them, each at most once.
         progress: at the beginning of the epoch; it advances from step to step as training will.
-        ranks: devices; a step is filled to as many times what the rule requests.
+        ranks: number of devices; a step is filled to this many times the tokens of the rule.
         min_rows, max_rows, long_rows, divisible: see :func:`plan_batches`, of a step on all
             devices.
 
@@ -271,8 +271,8 @@ def plan_batches_by_rule(
 
 
 class _Filler:
-    """Fills batches with rows, each named by its place in the order, in order but for those that
-    wait for a larger budget.
+    """Fills batches with rows, by their places in the order; long rows may wait for a larger
+    budget.
     """
 
     def __init__(self, sizes: list[int], limits: _Limits) -> None:

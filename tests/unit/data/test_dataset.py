@@ -11,7 +11,7 @@ from support.sharded_model import make_rows
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adaptive_batch.data import DatasetAdapter, check_loss, label_tokens
+from adaptive_batch.data import DatasetAdapter, check_loss
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveLoop
 
@@ -80,19 +80,6 @@ def test_a_loss_that_cannot_be_used_is_said_by_the_search_and_by_training() -> N
         loop.find_bound(device_memory="1GiB")
     with pytest.raises(SettingError, match=r"^mean_loss='tuple': "):
         loop.run(next(iter(loop)))
-
-
-def test_labels_of_more_dimensions_are_refused_by_their_shape() -> None:
-    with pytest.raises(
-        SettingError,
-        match=(
-            r"`labels` of a batch are torch.int64 of \[2, 3, 4\].*lambda batch:"
-            r" \(batch\[\"labels\"\] != -100\)"
-        ),
-    ):
-        label_tokens({"labels": torch.zeros(2, 3, 4, dtype=torch.int64)})
-    with pytest.raises(SettingError, match="`labels` of a batch are NoneType"):
-        label_tokens({"label": torch.zeros(2, dtype=torch.int64)})
 
 
 def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() -> None:
