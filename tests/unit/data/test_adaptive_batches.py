@@ -134,18 +134,6 @@ def test_no_row_is_lost_or_repeated(num_rows, batch_size, growth, seed, shuffle)
         assert batches.progress.samples == num_rows * (epoch + 1)
 
 
-def test_a_schedule_is_asked_for_each_step():
-    batches = AdaptiveBatches(Rows(), 2, batch_size_schedule=linear_ramp(2, 10, over="1ep"))
-    sizes = []
-    for rows in batches:
-        sizes.append(len(rows))
-        batches.step()
-    assert sum(sizes) == NUM_ROWS
-    assert sizes[0] == 2
-    assert sizes[:-1] == sorted(sizes[:-1])
-    assert max(sizes) > 7
-
-
 def test_a_schedule_over_tokens_sees_the_tokens_of_batches_that_are_read_ahead():
     lengths = [len(row["tokens"]) for row in (Rows()[number] for number in range(NUM_ROWS))]
     half = sum(lengths) // 2
@@ -284,24 +272,6 @@ def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead
     assert [rows for _, rows in rest] == [rows for _, rows in train(growing(), epochs=1)][7:]
 
 
-def test_a_batch_that_was_not_used_comes_again():
-    batches = growing()
-    iterator = iter(loader_of(batches, num_workers=2))
-    used = next(iterator)
-    batches.step()
-    dropped = next(iterator)
-    assert next(iter(loader_of(batches))) == dropped != used
-
-
-def test_the_next_epoch_begins_with_the_last_step_of_this_one():
-    batches = growing()
-    loader = loader_of(batches, num_workers=2)
-    for _ in loader:
-        assert batches.progress.epoch == 0
-        batches.step()
-    assert (batches.progress.epoch, batches.progress.epoch_rows) == (1, 0)
-
-
 # --- resuming
 
 
@@ -399,17 +369,6 @@ def test_a_sampler_may_take_fewer_rows():
     batches = AdaptiveBatches(Rows(), 6, sampler=subset)
     assert len(batches) == 4
     assert sorted(rows_of_epoch(train(batches, epochs=1), 0)) == list(range(10, 30))
-
-
-def test_a_run_by_tokens_resumes_within_an_epoch():
-    def by_tokens() -> AdaptiveBatches:
-        return AdaptiveBatches(Rows(), 1, sampling=Sampling(batch_tokens=30))
-
-    batches = by_tokens()
-    train(batches, until=7, num_workers=2)
-    resumed = by_tokens()
-    resumed.load_state_dict(batches.state_dict())
-    assert train(resumed, epochs=2) == train(batches, epochs=2)
 
 
 # --- several ranks

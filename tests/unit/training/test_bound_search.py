@@ -17,7 +17,7 @@ from support.sharded_model import Decoder, collate, make_rows, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import Trial
@@ -216,11 +216,6 @@ def test_halving_finds_the_first_half_that_fits():
     assert result.max_batch_size == 12
 
 
-def test_no_more_than_the_maximum_is_tried():
-    result = Training().find(device_memory="1GiB", maximum=9)
-    assert result.max_batch_size == 9 == max(trial.batch_size for trial in result.trials)
-
-
 def test_headroom_is_left_free(caplog):
     caplog.set_level(logging.INFO, logger="adaptive_batch")
     peak = peaks_by_hand()[9]
@@ -274,13 +269,6 @@ def test_the_search_of_a_step_finds_the_same_number():
     of_step = step.find_bound(training.optimizer, sample, device_memory="512KiB")
     assert of_step.max_batch_size == step.max_batch_size == result.max_batch_size
     assert of_step.trials[-1].peak_bytes == result.trials[-1].peak_bytes
-
-
-def test_a_row_that_does_not_fit_is_refused_with_what_it_needs():
-    with pytest.raises(
-        DoesNotFitError, match=r"one row of \d+ tokens needs .* KiB, cpu allows 50.00 KiB"
-    ):
-        Training().find(device_memory="50KiB", headroom=0.0)
 
 
 @pytest.mark.parametrize(

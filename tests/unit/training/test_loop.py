@@ -41,7 +41,7 @@ from adaptive_batch.errors import (
     NonfiniteLossError,
     SettingError,
 )
-from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
+from adaptive_batch.schedules import at_epochs, geometric, linear_ramp
 from adaptive_batch.training import AdaptiveLoop
 
 # --- steps that grow
@@ -122,14 +122,6 @@ def test_an_increment_may_pass_the_bound_in_micro_batches():
     seen = train(one, epochs=2)
     assert sizes(seen, 1) == [24, 16]
     assert [step.result.micro_batches for step in seen if step.epoch == 1] == [3, 2]
-
-
-def test_a_schedule_is_asked_for_each_step_and_cut_to_the_bound():
-    one = training(batch_size_schedule=steps([2, 6, 16], ["10sp", "20sp"]))
-    one.loop.find_bound(device_memory="1GiB", maximum=13)
-    expected = [2] * 5 + [6] * 2 + [13, 5]
-    assert one.loop.num_steps(1) == len(expected)
-    assert sizes(train(one)) == expected
 
 
 @given(
@@ -248,13 +240,6 @@ def spoiled(at: int, **options: Any) -> SimpleNamespace:
         return token_losses(model, batch, "mean") * (float("nan") if len(calls) == at else 1.0)
 
     return training(model=model, mean_loss=mean_loss, **options)
-
-
-def test_a_loss_that_is_not_finite_is_logged_and_trained_on(caplog):
-    one = spoiled(3)
-    assert [step.result.is_finite for step in train(one)] == [True] * 2 + [False] * 8
-    assert caplog.text.count("the loss is nan") == 1
-    assert "step 3: the loss is nan, lr 0.05; step 2 had loss" in caplog.text
 
 
 def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
@@ -672,21 +657,6 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
 
 
 # --- steps by tokens, other orders and clocks
-
-
-@pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
-def test_steps_by_tokens_hold_them_and_each_row_is_trained_once_an_epoch(order: str) -> None:
-    one = training(sample_order=order, sample_window=20, batch_tokens=60, micro_batch_tokens=40)
-    seen = train(one, epochs=2)
-    lengths = {number: len(row["tokens"]) for number, row in enumerate(ROWS)}
-    for epoch in (0, 1):
-        steps_of_epoch = [step for step in seen if step.epoch == epoch]
-        assert sorted(number for step in steps_of_epoch for number in step.rows) == list(
-            range(len(ROWS))
-        )
-        assert all(sum(lengths[number] for number in step.rows) <= 60 for step in steps_of_epoch)
-    assert max(step.result.micro_batches for step in seen) > 1
-    assert one.loop.progress.tokens == 2 * sum(lengths.values())
 
 
 def test_auto_is_the_whole_step_until_a_bound_is_found() -> None:

@@ -370,20 +370,6 @@ def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_li
     assert one.loop.progress == other.loop.progress
 
 
-def test_an_out_of_memory_error_is_let_through_where_that_is_asked_for():
-    model = Decoder()
-    one = training(model=model, mean_loss=RunsOut(model, most=2), on_out_of_memory="raise")
-    with pytest.raises(torch.OutOfMemoryError):
-        train(one)
-    model = Decoder()
-    one = training(model=model, mean_loss=RunsOut(model, most=0))
-    with pytest.raises(DoesNotFitError, match=r"one row of \d+ tokens ran out of memory") as caught:
-        train(one)
-    assert not re.search(
-        "tokenizer|optimizer_in_bwd|enable_", str(caught.value)
-    )  # which nobody has here
-
-
 # --- rows and batches of any kind
 
 
