@@ -2,7 +2,6 @@
 cannot do. `make demo` runs it whole.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -57,23 +56,6 @@ def test_no_held_out_docstring_is_trained_on(made):
 def test_the_same_python_makes_the_same_bytes(made, tmp_path):
     demo.prepare(tmp_path, num_rows=NUM_ROWS)
     assert contents(tmp_path) == contents(made)
-
-
-def test_what_is_there_is_not_made_again(made):
-    times = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
-    demo.prepare(made, num_rows=NUM_ROWS)
-    assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == times
-
-
-def test_a_base_of_changed_sizes_is_named_and_not_used(made, tmp_path):
-    (tmp_path / "data").symlink_to(made / "data")
-    (tmp_path / "base").mkdir()
-    for path in (made / "base").iterdir():
-        (tmp_path / "base" / path.name).write_bytes(path.read_bytes())
-    other = json.loads((tmp_path / "base" / "config.json").read_text()) | {"hidden_size": 64}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(other))
-    with pytest.raises(RuntimeError, match="made for another version of the demo: remove it"):
-        demo.prepare(tmp_path)
 
 
 def test_torchtune_and_transformers_give_the_same_tokens(made):

@@ -89,15 +89,6 @@ def on_rank(example: Path, other_port: int) -> tuple[str, str]:
     return both_outputs(example, other_port=other_port)
 
 
-def test_there_is_an_example_for_each_kind_of_loop():
-    assert {path.stem for path in EXAMPLES} == {
-        "fsdp2",
-        "hugging_face",
-        "lightning_module",
-        "plain_pytorch",
-    }
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_has_a_few_statements_that_are_about_adaptive_batch(path):
     """And no other line of it names the package or its loop, but to print what was found."""

@@ -1,19 +1,15 @@
-"""What stands beside the code says what the code does: CI's workflow, citation, issue forms, what a
-file may not do.
-"""
+"""CI's workflow, the citation, and the rules for files that a run reads or writes."""
 
 import ast
 import importlib.metadata
 import re
 
-import pytest
 import yaml
 from support.paths import ROOT
 
 import adaptive_batch
 
 GITHUB = ROOT / ".github"
-FORMS = sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def targets_of(text):
@@ -31,14 +27,6 @@ def test_the_workflow_runs_the_targets_of_the_ci_script_and_each_is_there():
     assert run == targets_of((ROOT / ".ci" / "run").read_text())
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"check", "test-all", "cuda-stack", "docs", "demo"} <= run <= targets
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
-def test_an_issue_form_asks_for_what_answers_most_questions(form):
-    body = yaml.safe_load(form.read_text())["body"]
-    asked = " ".join(field["attributes"]["label"] for field in body)
-    assert "adaptive-batch check" in asked
-    assert "run.jsonl" in asked
 
 
 def test_the_citation_is_of_this_project_and_the_version_is_written_once():
@@ -81,11 +69,3 @@ def test_a_browser_lets_no_script_run_in_the_report():
     template = (ROOT / "adaptive_batch" / "report" / "page.html.jinja").read_text()
     (policy,) = re.findall(r'"Content-Security-Policy" content="(.*?)"', template)
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
-def test_hooks_run_what_make_check_runs():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    makefile = (ROOT / "Makefile").read_text()
-    for hook in hooks[:2]:
-        program, word = hook["entry"].split()[:2]
-        assert f"{program.replace('.venv/bin', '$(BIN)')} {word}" in makefile
