@@ -1,6 +1,4 @@
-"""What fails on one rank fails on all, and the message names the rank; what succeeds is known to
-all.
-"""
+"""A failure of one rank is raised on all with the rank; a success is known to all."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class HoldsALambda(Exception):
 
 
 def wrapped():
-    """As torch.save raises where a disk is full."""
+    """Raise as torch.save does on a full disk."""
     try:
         raise OSError(28, "No space left on device")
     except OSError:

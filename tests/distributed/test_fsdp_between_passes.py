@@ -1,6 +1,4 @@
-"""What FSDP keeps between two passes, and that a micro-batch has the same collectives whatever was
-run before it.
-"""
+"""A micro-batch has the same collectives whatever FSDP kept from an earlier forward."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def inside_another() -> nn.Module:
 
 
 def own_forward(model: nn.Module) -> None:
-    """As a training loop that validates has."""
+    """Run a forward as a training loop that validates does."""
     with torch.no_grad():
         model(torch.ones(2, 4, dtype=torch.long))
 
@@ -72,7 +70,7 @@ def collectives_of_a_step(model: Any, runner: RecipeStep) -> int:
 
 
 def collectives_around(model: Any, between: str) -> tuple[int, int]:
-    """Of a step before and after another forward."""
+    """Return the number of collectives of a step before and after another forward."""
     accumulates = runner_of(model, MicroBatchLimit(8))
     accumulates.record_collectives_of_row()
     before = collectives_of_a_step(model, accumulates)
@@ -109,8 +107,8 @@ def replayed_after_own_forward() -> tuple[float, float]:
 
 
 def moved_without_labels() -> tuple[list[float], list[int]]:
-    """How far the parameters go in steps with the optimizer in backward: with labels, on one rank
-    alone, with none, with labels.
+    """Return the change of the parameters in steps with the optimizer in backward: with labels, on
+    one rank alone, with none, with labels.
     """
     model = divided(Decoder())
     OptimizerInBackward(

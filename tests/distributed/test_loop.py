@@ -158,9 +158,7 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
 
 
 def after_a_validation() -> dict[str, Any]:
-    """Of a model whose root a forward without a backward has left with whole parameters, as FSDP2
-    does by default.
-    """
+    """Train a model whose root has whole parameters after a forward without backward."""
     mesh = init_device_mesh("cpu", (distributed.world_size(),))
     model = Decoder()
     for module in (*model.layers, model):
@@ -293,9 +291,7 @@ def test_a_partly_divided_model_is_refused_with_the_names_of_its_parameters(
 
 
 def on_one_rank() -> dict[str, Any]:
-    """Of a model that FSDP2 divides over a single rank, and that runs out of memory in
-    its midst.
-    """
+    """Train a model that FSDP2 divides over a single rank and that runs out of memory."""
     found = {"after a validation": after_a_validation()}
     for phase in ("forward", "backward"):
         weights = []

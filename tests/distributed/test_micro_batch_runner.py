@@ -95,9 +95,7 @@ def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list
 
 
 def errors_of(way: Way, deal: str) -> dict[str, Any]:
-    """How far a step, clipped and stepped, is from the same by hand, in relative terms; what must
-    be equal is 0 or 1.
-    """
+    """Return the relative errors of a step, clipped and stepped, and whether counts differ."""
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
     model = Decoder(checkpointing=way.checkpointing)
@@ -161,9 +159,7 @@ def out_of_memory() -> None:
 
 
 def fillers_that_do_not_fit() -> list[str]:
-    """What all ranks raise where the last, which has no rows, runs out of memory in training and in
-    evaluation.
-    """
+    """Return the errors of all ranks if the last, without rows, runs out of memory."""
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, _ = _dealt("the last rank has no rows", world_size)
     model = divided(Decoder())

@@ -116,7 +116,7 @@ def whole(value):
 
 
 def parts(value):
-    """What this rank holds, low-bit states taken apart."""
+    """Return the parts of this rank, low-bit states as their tensors."""
     if isinstance(value, dict):
         return {key: parts(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -316,7 +316,7 @@ class Tied(nn.Module):
 
 
 class Parallel(Small):
-    """With tensor parallelism over two ranks, in both ways."""
+    """A model with column and row parallelism over two ranks."""
 
     def __init__(self):
         super().__init__(width=6)

@@ -13,7 +13,7 @@ NUM_STEPS = 6
 
 
 def limits_of_steps() -> list[int]:
-    """What a micro-batch of each step may hold on a rank, where rank 1 ran out of memory before the
+    """Return the limit of each step on a rank, where rank 1 ran out of memory before the
     first step and waits twice as long before it tries again.
     """
     rank = distributed.rank()

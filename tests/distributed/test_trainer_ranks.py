@@ -96,7 +96,7 @@ def test_two_ranks_train_what_trainer_does_and_retry_together(accumulates):
 
 
 def agreed(*seen: tuple[bool | None, bool | None]) -> list[bool | None]:
-    """What a rank takes after each step, of which it has seen something itself or nothing."""
+    """Return the reduction that a rank takes after each step."""
     reduction = _Reduction()
     answers = []
     for of_ranks in seen:

@@ -79,7 +79,7 @@ class Trained:
 
 
 def searched(sync: bool) -> dict[str, Any]:
-    """What fits alone, and what all find where one rank may use less."""
+    """Return the peaks of trials, and the search of all ranks where one has less memory."""
     trained = Trained(sync=sync)
     before = trained.state()
     with trained.rehearsal() as trial:

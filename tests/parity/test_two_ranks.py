@@ -30,7 +30,7 @@ UNLABELLED = (
 
 @pytest.fixture(scope="module")
 def both(small):
-    """Of each case the stock recipe's run and ours."""
+    """The stock recipe's run of each case and ours."""
     cases = {**CASES, "unlabelled": UNLABELLED}
     recipes = (STOCK_ON_RANKS, OURS)
     tasks = [

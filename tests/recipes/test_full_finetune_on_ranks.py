@@ -29,7 +29,7 @@ def finished(setup: SmallSetup, *overrides: str, **options) -> Attempt:
 
 
 def refused(setup: SmallSetup, *overrides: str, **options) -> str:
-    """What the ranks print that end, all of them, within a minute, and with one message."""
+    """Return the output of ranks that all end soon, with one message."""
     (attempt,) = launch(setup, 2, *overrides, **options)
     assert attempt.exit_statuses == [1, 1], attempt.output[-6000:]
     assert attempt.spread < 10

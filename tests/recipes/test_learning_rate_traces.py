@@ -56,7 +56,7 @@ TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]]
 
 
 def rates(finished):
-    """Of each step, by its number; what a resumed run did again counts."""
+    """Return the rate of each step by its number, of the last start that did it."""
     records = read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
     return {step["step"]: step["lr"] for step in records if step["kind"] == "step"}
 
@@ -129,14 +129,14 @@ ENDS = (*WARM_COSINE, "lr_clock=steps", "epochs=2")
 
 
 def ends_at(found, total):
-    """Whether each rate is that of a cosine that ends with the last of so many steps."""
+    """Assert that each rate is that of a cosine over `total` steps."""
     assert max(found) == total
     expected = {step: RATE * cosine(step - 1, warmup=3, total=total) for step in found}
     assert found == pytest.approx(expected)
 
 
 def test_a_schedule_by_steps_ends_at_the_last_step_after_the_batch_size_changed(small):
-    """Of 2 x 16 steps of 2 rows 18 are done; 28 rows are left, which are 4 steps of 8."""
+    """18 of 2 x 16 steps of 2 rows are done; the last 28 rows are 4 steps of 8."""
     settings = (*BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=6")
     first = small.run_in_process(OURS, *settings, "batch_size=2")
     ends_at(rates(first), 32)

@@ -25,7 +25,7 @@ UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
 
 
 def where_steps_stood(folder):
-    """What the audit of a run says, and where each of its steps stood in the data."""
+    """Return the position of each step in the data; the audit must hold."""
     names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen", "rows")
     assert audit(folder).holds
     return [tuple(step[name] for name in names) for step in records(folder, "step")]
@@ -85,7 +85,7 @@ def test_packed_rows_train_the_same_with_each_option(small, way):
 
 
 def chosen(folder):
-    """What every start of a run has taken as fastest: layout, amount, unit."""
+    """Return the fastest layout, amount and unit of each start."""
     said = records(folder, "throughput")
     return [tuple(record[key] for key in ("layout", "amount", "unit")) for record in said]
 

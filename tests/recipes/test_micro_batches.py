@@ -1,6 +1,4 @@
-"""What is run at once never decides what is trained: micro-batches by rows and by tokens, and what
-running out of memory leaves, through the real command line.
-"""
+"""Neither micro-batches nor out-of-memory errors change the result of a run of the recipe."""
 
 from itertools import chain
 
@@ -36,14 +34,14 @@ def rows_of_steps():
 
 
 def audit(finished):
-    """Where each step stood in the data: what a memory setting must leave as it is."""
+    """Return the position of each step in the data, which no memory setting may change."""
     names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen")
     return [tuple(step[name] for name in names) for step in records(finished, "step")]
 
 
 def fewest(lengths, capacity, unit):
-    """How few micro-batches hold these rows: from the longest on, each is filled until the next row
-    is too much.
+    """Return the fewest micro-batches of these rows: from the longest on, each is filled until the
+    next row does not fit.
     """
     if unit == "rows":
         return -(-len(lengths) // capacity)

@@ -51,7 +51,7 @@ def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gra
     assert len({step["lr"] for step in steps}) == 1
 
     def saved(step):
-        """Of a resume point: what it holds besides counts."""
+        """Return the tensors of a resume point."""
         reader = FileSystemReader(finished.output_dir / f"step_{step}")
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)

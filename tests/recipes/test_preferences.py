@@ -59,7 +59,7 @@ def test_a_run_resumes_within_an_epoch_with_the_same_bits(small, request, kind, 
 
 
 def test_a_run_resumes_after_the_reference_moved_into_or_out_of_the_step(small, lora):
-    """What is saved of the reference's limit is of no use, or is not there, and that is logged."""
+    """The saved limit of the reference is not used, or is missing, and that is logged."""
     within = (*lora, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
     for first, second, sizes in (
         ((), ("reference_micro_batch_size=4",), (None, 4)),

@@ -1,6 +1,4 @@
-"""What a step means: batches by tokens, the order of rows, and the learning rate that goes with
-them, through the real command line.
-"""
+"""Steps by tokens, the order of their rows and their learning rate in runs of the recipe."""
 
 from itertools import chain, pairwise
 

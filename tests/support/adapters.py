@@ -47,7 +47,7 @@ def adapters(finished: Finished, epoch: int) -> dict[str, torch.Tensor]:
 
 
 def same_epoch(one: Finished, other: Finished, epoch: int) -> bool:
-    """Whether two runs saved the same adapters and the same merged weights, if any.
+    """Return whether two runs saved the same adapters and the same merged weights, if any.
 
     PEFT's file is left out: ours has rows in the order that PEFT takes, and torchtune's has not.
     """

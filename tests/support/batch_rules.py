@@ -1,5 +1,5 @@
-"""What tests of schedules name by dotted paths: rules for the batch, good and bad, and schedulers
-of the learning rate.
+"""Batch rules, valid and invalid, and schedulers of the learning rate that tests name by dotted
+paths.
 """
 
 import itertools

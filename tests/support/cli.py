@@ -398,7 +398,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two checkpoints are bit-identical."""
+    """Return whether two checkpoints are bit-identical."""
     return (
         bool(one)
         and one.keys() == other.keys()

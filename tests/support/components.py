@@ -1,5 +1,5 @@
-"""What tests name by dotted paths: growth functions that a user might write, good and bad, odd
-datasets, and parts of a run that watch it or run out of memory.
+"""Components that tests name by dotted paths: growth functions, valid and invalid, odd datasets,
+and parts of a run that record it or run out of memory.
 """
 
 import ctypes

@@ -39,7 +39,7 @@ class IdealDevice:
 
 
 class FakeBackend:
-    """What ``torch.cuda`` answers about an accelerator whose allocator holds what the test says."""
+    """Stands for ``torch.cuda`` with an allocator that holds what the test sets."""
 
     def __init__(self, *, total: int, used_by_others: int = 0) -> None:
         self.total, self.used_by_others = total, used_by_others

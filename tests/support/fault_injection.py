@@ -43,7 +43,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def mean_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Of a label token, labels shifted."""
+    """Return the mean loss of a label token; labels are shifted."""
     labels = batch.pop("labels")[:, 1:]
     logits = model(batch["tokens"])[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -189,7 +189,7 @@ def step_rows(step: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Trained:
-    """What a training left.
+    """The state and the figures that a training left.
 
     Attributes:
         state: model, optimizer and random numbers, bit by bit.

@@ -62,7 +62,7 @@ AT_ONCE = 40  # places that one pair of processes runs
 
 @dataclass(frozen=True)
 class Place:
-    """Where memory runs out.
+    """Operations at which memory runs out.
 
     Attributes:
         operations: of the step or trial, counted from 1, for each rank; 0 for never.
@@ -77,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Way:
-    """What the ranks do.
+    """A way of running steps or trials on the ranks.
 
     Attributes:
         syncs_every_micro_batch: reduce gradients after each micro-batch.
@@ -101,7 +101,7 @@ class Way:
 
 @dataclass
 class Outcome:
-    """How one place ended.
+    """The end of the ranks at one place.
 
     Attributes:
         place: where memory ran out.
@@ -152,7 +152,7 @@ class RunsOut(TorchDispatchMode):
 
 
 class _Runner(SmallRunner):
-    """Says what it is doing around the micro-batches."""
+    """Notes the phase of a step around its micro-batches."""
 
     doing = "before"
 
@@ -219,7 +219,7 @@ class Training:
 
     @property
     def phase(self) -> str:
-        """What runs now."""
+        """The phase that runs now."""
         if self.sharding._is_inside:
             return "collective"
         if torch._C._current_graph_task_id() != -1:
@@ -265,7 +265,7 @@ class Training:
         return {**state, "steps": steps}
 
     def trial(self, rows: int) -> None:
-        """What a rehearsal runs."""
+        """Run forward and backward of a trial."""
         self._in_trial = True
         try:
             self.engine.try_rows(make_rows(LENGTHS[0][:rows]))
@@ -273,7 +273,7 @@ class Training:
             self._in_trial = False
 
     def rehearsal(self) -> DryRun:
-        """Of this training."""
+        """Return trials of this training."""
         return DryRun(
             model=self.model,
             optimizer=self.optimizer,
@@ -304,7 +304,7 @@ class Training:
 
 
 class _Notes:
-    """What a rank writes down for the process that started it, which outlives it."""
+    """Notes of a rank for the process that started it, which outlives the rank."""
 
     def __init__(self, folder: Path, watch: Watchdog) -> None:
         self._file = (folder / f"rank{distributed.rank()}").open("a")
@@ -444,7 +444,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _outcomes(places: Sequence[Place], logs: Sequence[Sequence[dict[str, Any]]]) -> list[Outcome]:
-    """Of the places that all ranks have left behind."""
+    """Return the outcomes of the places that all ranks have passed."""
     done = min(sum("ends" in note for note in log) for log in logs)
     outcomes = [Outcome(place) for place in places[:done]]
     for rank, log in enumerate(logs):
@@ -471,7 +471,7 @@ def _outcomes(places: Sequence[Place], logs: Sequence[Sequence[dict[str, Any]]])
 
 
 def _last(place: Place, logs: Sequence[Sequence[dict[str, Any]]], ends: Sequence[float]) -> Outcome:
-    """Of the place at which the ranks ended."""
+    """Return the outcome of the place at which the ranks ended."""
     phases: list[str] = []
     errors: list[str] = []
     failed_at: list[float] = []
@@ -537,5 +537,5 @@ def at_first(replayed: Sequence[Place], number: int) -> list[Place]:
 
 
 def record(outcome: Outcome) -> dict[str, Any]:
-    """As JSON has it."""
+    """Return an outcome as plain values."""
     return asdict(outcome)

@@ -42,12 +42,12 @@ class Attempt:
 
     @property
     def output(self) -> str:
-        """What all printed."""
+        """The output of all ranks."""
         return "\n".join(self.outputs)
 
     @property
     def losses(self) -> list[str]:
-        """Of every step in the log of the run."""
+        """The losses of every step in the log of the run."""
         return losses(self.output_dir)
 
     def weights(self, epoch: int) -> dict[str, object]:

@@ -114,8 +114,8 @@ class RunsOut:
 
 
 def peak_by_hand(one: SimpleNamespace, size: int, *, accumulates: bool) -> int:
-    """Of forward and backward of the longest rows in plain torch, with the optimizer's
-    state there.
+    """Return the peak of forward and backward of the longest rows in plain torch, with the
+    optimizer's state in memory.
     """
     longest = sorted(ROWS, key=lambda row: -len(row["tokens"]))[:size]
     for parameter in one.model.parameters():

@@ -240,9 +240,7 @@ class Combination:
 
 
 class RealRun:
-    """What the recipes build, with random weights and as many rows of one length as anybody asks
-    for.
-    """
+    """The objects of a recipe with random weights and any number of rows of one length."""
 
     def __init__(self, combination: Combination, **probe: Any) -> None:
         cfg = combination.config(**probe)
@@ -281,7 +279,7 @@ class RandomWeights(Weights):
 
 
 class ZeroWeights:
-    """What stands for a checkpointer: zeros that take no memory.
+    """Stands for a checkpointer; its weights are zeros that take no memory.
 
     Args:
         model: block of the model.
@@ -363,7 +361,7 @@ def found(run: RealRun) -> ProbeResult:
 def peaks_on_ranks(
     combinations: Sequence[Combination], sizes: Sequence[int], repeats: int
 ) -> list[tuple[dict[int, int], ProbeResult]]:
-    """What trials count, on the rank that counts most; called on each of several ranks.
+    """Return the peaks of trials on the rank with the largest; called on each of several ranks.
 
     A thread of gloo's may hold a buffer a little longer than the collective takes, so each size is
     tried several times, and the least counts.

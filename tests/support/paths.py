@@ -1,6 +1,4 @@
-"""Where things are, and the environment in which a process of its own finds what tests name by
-dotted paths.
-"""
+"""Paths of the checkout, and the environment in which a child finds components of tests."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What a rank of tests/support/launch.py calls first, named by dotted paths: it makes something go
-wrong on that rank.
+"""Functions that a rank of tests/support/launch.py calls first, named by dotted paths: each makes
+something fail on that rank.
 """
 
 from __future__ import annotations

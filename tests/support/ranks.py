@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass
 class Ended:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
         result: what the function returned; None where it did not return.

@@ -47,7 +47,7 @@ class Part:
         return self.until is None and self.epoch is None
 
     def overrides(self) -> tuple[str, ...]:
-        """What makes it end."""
+        """Return the overrides that end the part."""
         if self.epoch is not None:
             return (
                 "checkpointer._component_=support.stops.AskingCheckpointer",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def output_of(example: Path, *arguments: object) -> str:
-    """What the example prints."""
+    """Return the output of the example."""
     sys.argv = [str(example), *map(str, arguments)]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -28,7 +28,7 @@ def commanded_sizes(example: Path) -> list[str]:
 
 
 def both_outputs(example: Path, *, other_port: int | None = None) -> tuple[str, str]:
-    """What the example prints with adaptive_batch and without; on several ranks, rank zero prints.
+    """Return the outputs of the example with adaptive_batch and without; rank zero prints.
 
     Args:
         example: its file.

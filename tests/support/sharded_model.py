@@ -135,7 +135,7 @@ def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], reduction: str) -> torch.Tensor:
-    """Of the label tokens, labels shifted."""
+    """Return the loss of the label tokens; labels are shifted."""
     logits = model(batch["tokens"])[:, :-1]
     labels = batch.pop("labels")[:, 1:]
     return F.cross_entropy(
@@ -235,7 +235,7 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def norm_of(gradients: dict[str, torch.Tensor]) -> float:
-    """Of all of them together."""
+    """Return the norm of all gradients."""
     return float(
         torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
     )
@@ -262,9 +262,7 @@ def plain(result: StepResult) -> tuple[Any, ...]:
 
 
 def bits(value: Any) -> Any:
-    """With the bytes of each tensor and array, of this rank's part where it is divided, in its
-    place.
-    """
+    """Replace each tensor and array by its bytes, of this rank's part where it is divided."""
     if hasattr(value, "to_local"):
         value = value.to_local()
     if isinstance(value, torch.Tensor):

@@ -87,7 +87,7 @@ class StackRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was counted by the end of a run; peaks are those since its model was there.
+    """Counts of a run; peaks are those since its model was built.
 
     Attributes:
         error: of a step that was out of memory, the last one.
@@ -115,7 +115,7 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing had to be allocated again."""
+        """Whether no allocation was retried."""
         return self.fits and not self.retries
 
 

@@ -1,4 +1,4 @@
-"""What the recipe's steps ask of the allocator: as estimated on fake tensors, and on CUDA, be it
+"""Allocations of the recipe's steps: estimated on fake tensors, and on CUDA, be it
 the stack without a device.
 
 python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS

@@ -121,7 +121,7 @@ def _run_tasks(
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """Inside, the calls of the stock recipes for which a CPU has no answer do what they can."""
+    """Replace calls of the stock recipes that fail on a CPU."""
     init_process_group = dist.init_process_group
     instead = {
         "get_memory_stats": lambda device: {},

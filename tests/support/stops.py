@@ -1,5 +1,5 @@
-"""What ends a run, or takes its disk away, at a chosen step; and a run as a kill would have left
-it. Named by dotted paths.
+"""Components that end a run, or fill its disk, at a chosen step, named by dotted paths; and the
+copy of a run that a kill would have left.
 """
 
 import json

@@ -377,9 +377,7 @@ class Training:
         return found
 
     def objects(self) -> dict[str, int]:
-        """Which tensors they are: gradients, buffers and optimizer states must be the same objects
-        again.
-        """
+        """Return the identities of gradients, buffers and optimizer states, which a trial keeps."""
         found = {f"gradient {name}": id(p.grad) for name, p in self.models.named_parameters()}
         found |= {f"parameter {name}": id(p) for name, p in self.models.named_parameters()}
         found |= {f"buffer {name}": id(buffer) for name, buffer in self.models.named_buffers()}

@@ -1,5 +1,5 @@
-"""What ranks do on NCCL that carries small messages, started by torchrun; each prints what went
-wrong.
+"""Collectives on an emulated NCCL that carries small messages, started by torchrun; each prints its
+errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What takes memory of the device away from a program on the CUDA without a device. Named by a
-dotted path.
-"""
+"""A logger that takes memory away from a program on emulated CUDA, named by a dotted path."""
 
 from __future__ import annotations
 
