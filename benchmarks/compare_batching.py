@@ -23,8 +23,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-import records
 import torch
 from omegaconf import OmegaConf
 from torchtune import config
@@ -196,7 +196,7 @@ def measure_ways(
 
 
 def main() -> None:
-    parser = records.parser(__doc__)
+    parser = harness.parser(__doc__)
     arguments = parser.parse_args()
     start = time.perf_counter()
     lengths = docstring_lengths()
@@ -219,13 +219,13 @@ def main() -> None:
     }
     results = measure_ways(ways, lengths, max_tokens=MAX_TOKENS)
     print(f"{len(lengths):,} docstrings, {MAX_TOKENS:,} tokens")
-    table = records.Table(
+    table = harness.Table(
         "way:<38 padding:>8.1% batches:>8, most_padded_tokens:>18, batches_over_budget:>19,"
         " rows_lost:>9, seconds:>9.3f"
     )
     for row in results:
         table.print(row)
-    records.write(
+    harness.write(
         "compare_batching",
         arguments.output,
         deepspeed=deepspeed_version(),

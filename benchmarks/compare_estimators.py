@@ -15,13 +15,12 @@ import ast
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any
 
+import harness
 import published
-import records
 import torch
 from accelerate import init_empty_weights
 from accelerate.commands.estimate import estimate_training_usage
@@ -186,74 +185,54 @@ def tracked_bytes(row: published.Published) -> int:
 # --- the table
 
 
-@dataclass(frozen=True)
-class Judged:
-    """An estimator on the rows.
-
-    Attributes:
-        estimator: its name.
-        rows: rows with bytes that it was asked of.
-        median: error without its sign, as a share of what was published.
-        worst: error that is farthest from 0, with its sign: below 0 it is too low.
-        ran_out: rows that ran out of memory, of which it was asked.
-        said_fits: those of them that it says fit.
-        seconds: that it took; ours for every row that published.py compares.
-        bytes: what it says of each row.
-    """
-
-    estimator: str
-    rows: int
-    median: float
-    worst: float
-    ran_out: int
-    said_fits: int
-    seconds: float
-    bytes: dict[str, int]
-
-
 def judged(
     estimator: str,
     estimate: Callable[[published.Published], int],
     with_bytes: list[published.Published],
     ran_out: list[published.Published],
-) -> Judged:
-    """Ask an estimator of each row."""
+) -> dict[str, Any]:
+    """Return an estimator's errors as shares of the published peaks, below 0 if it is too low, and
+    how many of the rows that ran out of memory it says fit.
+    """
     start = time.perf_counter()
     estimates = {row.id: estimate(row) for row in (*with_bytes, *ran_out)}
-    seconds = time.perf_counter() - start
     errors = [estimates[row.id] / row.peak_bytes - 1 for row in with_bytes]
-    return Judged(
-        estimator,
-        len(with_bytes),
-        median(abs(error) for error in errors),
-        max(errors, key=abs),
-        len(ran_out),
-        sum(estimates[row.id] <= A100.total_bytes for row in ran_out),
-        round(seconds, 1),
-        estimates,
-    )
+    said_fits = sum(estimates[row.id] <= A100.total_bytes for row in ran_out)
+    return row_of(estimator, errors, len(ran_out), said_fits) | {
+        "seconds": round(time.perf_counter() - start, 1),
+        "bytes": estimates,
+    }
 
 
-def ours(with_bytes: list[published.Published], ran_out: list[published.Published]) -> Judged:
+def row_of(estimator: str, errors: list[float], ran_out: int, said_fits: int) -> dict[str, Any]:
+    return {
+        "estimator": estimator,
+        "rows": len(errors),
+        "median": median(map(abs, errors)),
+        "worst": max(errors, key=abs),
+        "ran_out": ran_out,
+        "said_fits": said_fits,
+    }
+
+
+def ours(
+    with_bytes: list[published.Published], ran_out: list[published.Published]
+) -> dict[str, Any]:
     """Read our estimates of these rows from the newest record of published.py."""
-    path = max(records.RESULTS.glob("published-20*.json"))
+    path = max(harness.RESULTS.glob("published-20*.json"))
     record = json.loads(path.read_text(encoding="utf-8"))
     recorded = {row["id"]: row for row in record["rows"]}
     errors = [recorded[row.id]["error"] for row in with_bytes]
-    return Judged(
-        f"ours, of {path.name}",
-        len(with_bytes),
-        median(abs(error) for error in errors),
-        max(errors, key=abs),
-        len(ran_out),
-        sum(recorded[row.id]["fits"] for row in ran_out),
-        record["seconds"],
-        {row.id: recorded[row.id]["estimated_bytes"] for row in with_bytes},
-    )
+    said_fits = sum(recorded[row.id]["fits"] for row in ran_out)
+    return row_of(f"ours, of {path.name}", errors, len(ran_out), said_fits) | {
+        # Of every row that published.py compares.
+        "seconds": record["seconds"],
+        "bytes": {row.id: recorded[row.id]["estimated_bytes"] for row in with_bytes},
+    }
 
 
 def main() -> None:
-    parser = records.parser(__doc__)
+    parser = harness.parser(__doc__)
     arguments = parser.parse_args()
     start = time.perf_counter()
     rows = [
@@ -265,37 +244,27 @@ def main() -> None:
     ran_out = [row for row in rows if row.ran_out]
     tracked = [row for row in with_bytes if row.id in TRACKED]
     assert len(tracked) == len(TRACKED)
-    judgements = [
-        judged(
-            "accelerate estimate-memory, float32",
-            lambda row: accelerate_bytes(row, "float32"),
-            with_bytes,
-            ran_out,
-        ),
-        judged(
-            "accelerate estimate-memory, float16",
-            lambda row: accelerate_bytes(row, "float16"),
-            with_bytes,
-            ran_out,
-        ),
-        judged("DeepSpeed, ZeRO 2", zero_2_bytes, with_bytes, ran_out),
-        judged("DeepSpeed, ZeRO 3", zero_3_bytes, with_bytes, ran_out),
-        judged("LLMem's formula", llmem_bytes, with_bytes, ran_out),
-        judged("PyTorch's MemTracker", tracked_bytes, tracked, []),
-        ours(with_bytes, ran_out),
-    ]
-    for result in judgements:
-        print(
-            f"{result.estimator:<38} {result.rows} rows, median {result.median:.3%}, worst"
-            f" {result.worst:+.3%}; {result.said_fits} of {result.ran_out} said to fit;"
-            f" {result.seconds} s"
-        )
-    records.write(
+    estimators = {
+        "accelerate estimate-memory, float32": partial(accelerate_bytes, dtype="float32"),
+        "accelerate estimate-memory, float16": partial(accelerate_bytes, dtype="float16"),
+        "DeepSpeed, ZeRO 2": zero_2_bytes,
+        "DeepSpeed, ZeRO 3": zero_3_bytes,
+        "LLMem's formula": llmem_bytes,
+    }
+    results = [judged(name, each, with_bytes, ran_out) for name, each in estimators.items()]
+    results.append(judged("PyTorch's MemTracker", tracked_bytes, tracked, []))
+    results.append(ours(with_bytes, ran_out))
+    table = harness.Table(
+        "estimator:<40 rows:>4 median:>8.3% worst:>9.3% said_fits:>9 ran_out:>7 seconds:>8.1f"
+    )
+    for result in results:
+        table.print(result)
+    harness.write(
         "compare_estimators",
         arguments.output,
         deepspeed=deepspeed_version(),
         device=A100.name,
-        results=[asdict(result) for result in judgements],
+        results=results,
         seconds=round(time.perf_counter() - start, 1),
     )
 

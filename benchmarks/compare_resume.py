@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import lightning.pytorch as pl
-import records
 import torch
 import transformers
 from accelerate import Accelerator
@@ -393,7 +393,7 @@ def measured(way: Way) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = records.parser(__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="ways whose name has this text")
     arguments = parser.parse_args()
     start = time.perf_counter()
@@ -413,7 +413,7 @@ def main() -> None:
             f" {'the same' if row['same_bits_without_dropout'] else 'differ'}",
             flush=True,
         )
-    records.write(
+    harness.write(
         "compare_resume",
         arguments.output,
         rows=NUM_ROWS,

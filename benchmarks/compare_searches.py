@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-import records
+import harness
 import search_in_trainers
 
 BUDGET_MIB = 96
@@ -18,7 +18,7 @@ DROPOUT = 0.1
 
 
 def main() -> None:
-    parser = records.parser(__doc__)
+    parser = harness.parser(__doc__)
     arguments = parser.parse_args()
     start = time.perf_counter()
     search_in_trainers.be_quiet()
@@ -33,7 +33,7 @@ def main() -> None:
                 f" memory; differs: {', '.join(row['differs']) or 'nothing'}",
                 flush=True,
             )
-    records.write(
+    harness.write(
         "compare_searches",
         arguments.output,
         budget_mib=BUDGET_MIB,

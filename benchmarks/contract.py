@@ -7,8 +7,9 @@ Each proof is a command of its own; its record goes into a temporary folder, and
 top of that record into the file `contract-COMMIT.json`. A result is kept as soon as its proof has
 ended, and a proof whose result the file holds already is not run again, so an interrupted run
 resumes. ``--quick`` runs the short form of each proof that has one. The proofs on PyTorch's CUDA
-build need ``make cuda-stack``. ``--against`` compares the exit status and the counts of each proof
-with those that an earlier commit recorded for the same command, and exits 1 where they differ.
+build need ``make cuda-stack``. ``--against`` compares the exit status of each proof, and the counts
+that both records have, with those of an earlier commit for the same command; it exits 1 if they
+differ.
 `parity_on_ranks` exits 1 by design: torchtune's own recipe cannot run two of its cases. So does the
 short form of `kills`, which has too few kills to meet every moment of a run.
 """
@@ -25,7 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from harness import RESULTS, ROOT, figures_of
+
 # A count that depends on when a kill meets a run.
 BY_CHANCE = {"never_hit"}
 STACK = ROOT / ".venv-cuda-stack" / "bin" / "python"
@@ -53,23 +55,6 @@ PROOFS = {
 ON_STACK = {"cases"}
 
 
-def summary(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures at the top of a record, the number of entries of each of its lists, and
-    the summaries that its parts hold.
-    """
-    figures: dict[str, Any] = {}
-    for key, value in record.items():
-        if key == "command":  # it names the temporary folder
-            continue
-        if isinstance(value, list):
-            figures[key] = len(value)
-        elif isinstance(value, dict) and "summary" in value:
-            figures[key] = value["summary"]
-        elif isinstance(value, (int, float, str)):
-            figures[key] = value
-    return figures
-
-
 def run(name: str, quick: bool, stack: Path) -> dict[str, Any]:
     """Run one proof and return its command, exit status, seconds, last line and figures."""
     script, full, short = PROOFS[name]
@@ -85,7 +70,7 @@ def run(name: str, quick: bool, stack: Path) -> dict[str, Any]:
             text=True,
             check=False,
         )
-        figures = [summary(json.loads(path.read_text())) for path in Path(folder).glob("*.json")]
+        figures = [figures_of(json.loads(path.read_text())) for path in Path(folder).glob("*.json")]
     lines = [line for line in process.stdout.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("written to")]
     return {
@@ -98,28 +83,23 @@ def run(name: str, quick: bool, stack: Path) -> dict[str, Any]:
 
 
 def differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """Return one line for each proof of both files whose exit status or counts differ."""
+    """Return one line for each proof whose exit status or counts differ from the recorded ones."""
     lines = []
     for name, result in now.items():
         recorded = then.get(name)
         if recorded is None or recorded["command"] != result["command"]:
             lines.append(f"{name}: not recorded by this command")
-        elif outcome(recorded) != outcome(result):
-            lines.append(f"{name}: {outcome(recorded)} is now {outcome(result)}")
+            continue
+        if recorded["exit_status"] != result["exit_status"]:
+            lines.append(f"{name}: exit {recorded['exit_status']} is now {result['exit_status']}")
+        for old, new in zip(recorded["figures"], result["figures"], strict=False):
+            counts = [key for key in old if isinstance(old[key], int) and key in new]
+            lines += [
+                f"{name}: {key} {old[key]} is now {new[key]}"
+                for key in counts
+                if old[key] != new[key] and key not in BY_CHANCE
+            ]
     return lines
-
-
-def outcome(result: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the exit status of a proof and the counts in its record."""
-    counts = [
-        {
-            key: value
-            for key, value in figures.items()
-            if isinstance(value, int) and key not in BY_CHANCE
-        }
-        for figures in result["figures"]
-    ]
-    return (result["exit_status"], *counts)
 
 
 def main() -> None:
@@ -129,7 +109,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the short form of each proof")
     parser.add_argument("--only", nargs="+", choices=PROOFS, default=list(PROOFS), metavar="NAME")
     parser.add_argument("--stack", type=Path, default=STACK, help="python of PyTorch's CUDA build")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--against", type=Path, help="contract-COMMIT.json of an earlier commit")
     arguments = parser.parse_args()
     commit = subprocess.run(

@@ -34,9 +34,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import records
+import harness
 import torch
-from records import Finished
+from harness import Finished
 
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
@@ -232,7 +232,7 @@ def measure_cases(
         return entry
 
     rows_of_table = []
-    table = records.Table(
+    table = harness.Table(
         "case:<78 rows:>5 requested:>10.4% allocated:>10.4% reserved:>9.3% expandable:>10.3%"
         " segments:>9 seconds:>8"
     )
@@ -395,7 +395,7 @@ def recount(part: str, every: int) -> dict[str, Any]:
     """Estimate the rows of the newest record of a part again, and compare the estimates with what
     PyTorch counted then.
     """
-    path = max(records.RESULTS.glob(f"cuda_stack-{part}-*.json"))
+    path = max(harness.RESULTS.glob(f"cuda_stack-{part}-*.json"))
     earlier = json.loads(path.read_text())[part]["cases"][::every]
     print(f"counted: {path.name}")
     table = []
@@ -443,7 +443,7 @@ PARTS = ("cases", "compiled")
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick="a tenth of the cases")
+    parser = harness.parser(__doc__, quick="a tenth of the cases")
     add = parser.add_argument
     add("--only", nargs=1, choices=PARTS, default=PARTS, help="one of the parts")
     add("--cases", type=int, metavar="N", help="of each part")
@@ -456,7 +456,7 @@ def main() -> None:
     share = 10 if arguments.quick else 1
     if arguments.recount:
         for part in arguments.only:
-            records.write(f"cuda_stack-{part}", arguments.output, **{part: recount(part, share)})
+            harness.write(f"cuda_stack-{part}", arguments.output, **{part: recount(part, share)})
         return
     runs = StackRuns()
     try:
@@ -471,7 +471,7 @@ def main() -> None:
                 compiled = compiled_sample(arguments.cases or 40 // share)
                 measured = {"cases": measure_compiled(compiled, runs, finished)}
             measured["seed"] = SEED
-            records.write(f"cuda_stack-{part}", arguments.output, **{part: measured})
+            harness.write(f"cuda_stack-{part}", arguments.output, **{part: measured})
             finished.forget()
     finally:
         runs.close()

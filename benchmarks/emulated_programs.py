@@ -32,8 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-import records
 from PIL import Image
 
 TABLE = Path(__file__).with_suffix(".csv")
@@ -370,7 +370,7 @@ def main() -> None:
         for make in (make_texts, make_images, make_others, make_models):
             make(data)
     sources = (arguments.sources or work / "sources").resolve()
-    finished = records.Finished("emulated_programs")
+    finished = harness.Finished("emulated_programs")
     rows = []
     for row in programs():
         if arguments.only and row["name"] not in arguments.only:
@@ -387,7 +387,7 @@ def main() -> None:
     ended = sum("failed" not in one for one in rows)
     print(f"{ended} of {len(rows)} ended")
     if not arguments.only:
-        records.write("emulated_programs", records.RESULTS, ended=ended, rows=rows)
+        harness.write("emulated_programs", harness.RESULTS, ended=ended, rows=rows)
         finished.forget()
 
 

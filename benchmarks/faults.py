@@ -1,32 +1,29 @@
-"""Whether a replay leaves a trace: memory runs out at every single operation of a step, each time
-in a training of its own.
+"""A step that runs out of memory at any operation ends with the bits of a step that did not.
 
     python benchmarks/faults.py [--quick] [--adapters | --tasks] [--output DIR]
 
-By rows and by tokens, with and without activation checkpointing, once and again in the replay; in
-the first step of the optimizer and in the second (see tests/support/fault_injection.py). What each
-training ends with, weights, optimizer, running statistics, random numbers and every figure of its
-steps, is compared bit by bit with one that never ran out and was given the same capacity in each
-step. With `--adapters`, a way of each of LoRA, DoRA and QLoRA on a frozen base. With `--tasks`,
-preference pairs and distillation, whose second model may run out of memory too.
+Memory runs out at every single operation of a step, each time in a new training: by rows and by
+tokens, with and without activation checkpointing, once and again in the retry, in the first step of
+the optimizer and in the second (tests/support/fault_injection.py). Weights, optimizer, running
+statistics, random numbers and every figure of the steps are compared bit by bit with a training
+that never ran out of memory and had the same limit in each step. `--adapters` trains LoRA, DoRA and
+QLoRA on a frozen base; `--tasks` trains preference pairs and distillation, whose second model may
+run out of memory too.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
-import time
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
-import records
+import harness
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.fault_injection import PHASES, Way, sweep
 
-QUICK = 29  # every so many-th operation
+# Every so many-th operation.
+QUICK = 29
 FLAGS = (False, True)
 WAYS = [Way(*combination) for combination in itertools.product(("rows", "tokens"), FLAGS, FLAGS)]
 WITH_ADAPTERS = [
@@ -42,45 +39,45 @@ WITH_TASKS = [
 ]
 
 
+def measure(way: Way, *, every: int) -> dict[str, Any]:
+    """Run out of memory at every so many-th operation of a way to train."""
+    swept = list(sweep(way, every=every))
+    phases = Counter(phase for phase, _ in swept)
+    return {
+        **asdict(way),
+        "way": str(way),
+        "places": len(swept),
+        **{phase.replace(" ", "_"): phases[phase] for phase in PHASES},
+        "identical": sum(not names for _, names in swept),
+        "differing": Counter(name for _, names in swept for name in names),
+    }
+
+
 def main() -> None:
-    parser = records.parser(__doc__, quick=f"every {QUICK}th operation")
+    parser = harness.parser(__doc__, quick=f"every {QUICK}th operation")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
     kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the model is tiny
-    columns = " ".join(f"{phase.replace(' ', '_')}:>{max(6, len(phase))}" for phase in PHASES)
-    table = records.Table(f"way:<38 places:>6 {columns} identical:>9 seconds:>8.1f")
-    rows = []
-    ways = WITH_ADAPTERS if arguments.adapters else WAYS
+    # The model is tiny.
+    torch.set_num_threads(1)
+    name, ways = "faults", WAYS
+    if arguments.adapters:
+        name, ways = "faults_adapters", WITH_ADAPTERS
     if arguments.tasks:
-        ways = WITH_TASKS
-    for way in ways:
-        start = time.perf_counter()
-        swept = list(sweep(way, every=QUICK if arguments.quick else 1))
-        seconds = time.perf_counter() - start
-        phases = Counter(phase for phase, _ in swept)
-        differing = Counter(name for _, names in swept for name in names)
-        identical = sum(not names for _, names in swept)
-        rows.append(
-            {
-                **asdict(way),
-                "places": len(swept),
-                "by_phase": dict(phases),
-                "identical": identical,
-                "differing": dict(differing),
-                "seconds": round(seconds, 1),
-            }
-        )
-        counts = {phase.replace(" ", "_"): phases[phase] for phase in PHASES}
-        table.print({**rows[-1], "way": str(way)}, **counts)
-        if differing:
-            print(f"  DIFFERING {dict(differing)}")
-    places, identical = (sum(row[name] for row in rows) for name in ("places", "identical"))
-    name = "faults" + "_adapters" * arguments.adapters + "_tasks" * arguments.tasks
-    print(f"\n{places} places, bit-identical after {identical}")
-    records.write(name, arguments.output, places=places, identical=identical, faults=rows)
-    sys.exit(identical != places or not places)
+        name, ways = "faults_tasks", WITH_TASKS
+    phases = " ".join(f"{phase.replace(' ', '_')}:>{max(6, len(phase))}" for phase in PHASES)
+    harness.run(
+        name,
+        arguments.output,
+        ways,
+        lambda way: measure(way, every=QUICK if arguments.quick else 1),
+        columns=f"way:<38 places:>6 {phases} identical:>9 seconds:>8.1f",
+        errors=lambda row: [row["differing"]] if row["differing"] or not row["places"] else [],
+        figures=lambda rows: {
+            key: sum(row[key] for row in rows) for key in ("places", "identical")
+        },
+    )
 
 
 if __name__ == "__main__":

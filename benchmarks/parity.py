@@ -1,31 +1,23 @@
-"""Losses and weights of our recipe beside torchtune's stock one, with everything adaptive off:
-identical to the bit?
+"""With everything adaptive off, our recipe has the losses and weights of torchtune's, bit for bit.
 
     python benchmarks/parity.py [--quick] [--compiled] [--output DIR]
 
-Every run is a real one of two epochs on a small model. Losses are compared as they stand in the
-logs, final weights as they were saved. A resumed run is also begun from the checkpoint that the
-other recipe wrote. ``--compiled`` compares whole runs with ``compile=True`` instead, each beside
-two runs of the stock recipe: where these differ, ours is not counted.
+Each run is a real one of two epochs on a small model. Losses are compared as they are logged, final
+weights as they are saved. A resumed run also starts from the checkpoint of the other recipe.
+``--compiled`` compares whole runs with ``compile=True`` instead, each with two runs of the stock
+recipe; if these two differ, ours is not counted.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import records
+import harness
 import torch
-from torch._dynamo.utils import counters
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.cli import (
     FEATURES,
     OURS,
@@ -37,6 +29,7 @@ from support.cli import (
     resume,
     same_weights,
 )
+from torch._dynamo.utils import counters
 
 Features = tuple[str, ...]
 
@@ -66,8 +59,8 @@ COMPILED: tuple[Features, ...] = (
     ("packed",),
     ("dropout",),
 )
-STOCK_TWICE = "the stock recipe twice, compiled"
-QUICK = 8  # combinations of each kind
+# Combinations of each kind.
+QUICK = 8
 
 
 def combinations() -> list[Features]:
@@ -109,18 +102,19 @@ def compare_compiled(setup: SmallSetup, features: Features) -> list[dict[str, An
         runs.append(setup.run_in_process(recipe, "compile=True", *overrides))
         assert counters["stats"]["unique_graphs"], f"{recipe} has compiled nothing"
     stock, again, ours = runs
-    return [
-        outcome(STOCK_TWICE, features, stock, again),
-        outcome("whole, compiled", features, stock, ours),
-    ]
+    both = outcome("whole, compiled", features, stock, ours)
+    both["is_counted"] = is_identical(outcome("the stock recipe twice", features, stock, again))
+    return [both]
 
 
 def outcome(kind: str, features: Features, stock: Finished, ours: Finished) -> dict[str, Any]:
-    """What two runs have in common."""
+    """Compare two runs."""
     pairs = list(zip(stock.losses, ours.losses, strict=False))
     return {
         "kind": kind,
-        "features": list(features),
+        # False if the stock recipe differs from itself.
+        "is_counted": True,
+        "features": ", ".join(features),
         "steps": len(stock.losses),
         "steps_ours": len(ours.losses),
         "identical_losses": sum(one == other for one, other in pairs),
@@ -131,91 +125,38 @@ def outcome(kind: str, features: Features, stock: Finished, ours: Finished) -> d
     }
 
 
-def identical(row: dict[str, Any]) -> bool:
+def is_identical(row: dict[str, Any]) -> bool:
     same_losses = row["steps"] == row["steps_ours"] == row["identical_losses"] > 0
     return bool(same_losses and row["identical_grad_norms"] and row["identical_weights"])
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    table = records.Table(
-        "kind:<34 feature:<26 runs:>5 identical:>9 losses:>7 identical_losses:>16"
-        " largest_difference:>18g"
-    )
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        for feature in ("any", *FEATURES):
-            chosen = [
-                row
-                for row in rows
-                if row["kind"] == kind and (feature == "any" or feature in row["features"])
-            ]
-            if chosen:
-                table.print(
-                    {"kind": kind, "feature": feature, "runs": len(chosen)},
-                    identical=sum(map(identical, chosen)),
-                    losses=sum(row["steps"] for row in chosen),
-                    identical_losses=sum(row["identical_losses"] for row in chosen),
-                    largest_difference=max(row["largest_difference"] for row in chosen),
-                )
-
-
-def report(
-    name: str,
-    folder: Path,
-    rows: list[dict[str, Any]],
-    is_identical: Callable[[dict[str, Any]], Any],
-    *,
-    start: float,
-) -> NoReturn:
-    """Print the counts of each kind and the rows that differ, write the record, and exit with 1 if
-    a row differs.
-    """
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        same = [is_identical(row) for row in rows if row["kind"] == kind]
-        print(f"{kind:<34} {len(same):>4} comparisons, {sum(map(bool, same)):>4} identical")
-    differing = [row for row in rows if not is_identical(row)]
-    for row in differing:
-        print(f"differs: {row}")
-    num_identical = len(rows) - len(differing)
-    print(f"{num_identical} of {len(rows)} comparisons identical")
-    seconds = round(time.perf_counter() - start, 1)
-    records.write(name, folder, seconds=seconds, identical=num_identical, comparisons=rows)
-    sys.exit(bool(differing))
-
-
 def main() -> None:
-    parser = records.parser(__doc__, quick=f"about {QUICK} combinations of each kind")
+    parser = harness.parser(__doc__, quick=f"about {QUICK} combinations of each kind")
     parser.add_argument("--compiled", action="store_true", help="compile=True in all runs")
     arguments = parser.parse_args()
-
-    start = time.perf_counter()
-    whole, resumed = (
-        combinations(),
-        [(*switch, *features) for switch in ((), ("accumulation",)) for features in RESUMED],
-    )
+    whole = combinations()
+    resumed = [(*switch, *features) for switch in ((), ("accumulation",)) for features in RESUMED]
     if arguments.quick:
         whole, resumed = whole[:: len(whole) // QUICK + 1], resumed[:: len(resumed) // QUICK + 1]
-    tasks = [(compare_whole, features) for features in whole] + [
-        (compare_resumed, features) for features in resumed
-    ]
+    comparisons = [(compare_whole, features) for features in whole]
+    comparisons += [(compare_resumed, features) for features in resumed]
     if arguments.compiled:
-        tasks = [(compare_compiled, features) for features in COMPILED]
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
+        comparisons = [(compare_compiled, features) for features in COMPILED]
+    with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(Path(folder))
-        for compare, features in tqdm(tasks, file=terminal, desc="comparisons"):
-            with records.printing_into():
-                rows += compare(setup, features)
-    print_table(rows)
-    undecided = [
-        row["features"] for row in rows if row["kind"] == STOCK_TWICE and not identical(row)
-    ]
-    counted = [
-        row for row in rows if row["kind"] != STOCK_TWICE and row["features"] not in undecided
-    ]
-    if undecided:
-        print(f"the stock recipe differs from itself with {undecided}")
-    name = "parity_compiled" if arguments.compiled else "parity"
-    report(name, arguments.output, counted, identical, start=start)
+        harness.run(
+            "parity_compiled" if arguments.compiled else "parity",
+            arguments.output,
+            harness.quietly(partial(compare, setup, features) for compare, features in comparisons),
+            dict,
+            columns="kind:<32 features:<64 steps:>5 identical_losses:>16 largest_difference:>18g"
+            " identical_grad_norms:>20 identical_weights:>17",
+            errors=lambda row: [row] if row["is_counted"] and not is_identical(row) else [],
+            figures=lambda rows: {
+                "identical": sum(map(is_identical, rows)),
+                "comparisons": sum(row["is_counted"] for row in rows),
+            },
+        )
 
 
 if __name__ == "__main__":

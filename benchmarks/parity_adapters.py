@@ -1,35 +1,28 @@
-"""Adapters as our recipe trains them beside torchtune's stock one, with everything adaptive off:
-identical to the bit?
+"""With everything adaptive off, our recipe trains adapters as torchtune's does, bit for bit.
 
     python benchmarks/parity_adapters.py [--ranks] [--quick] [--output DIR]
 
-Every run is a real one on a small model: LoRA and DoRA, and QLoRA on a wider one. Losses and
-gradient norms are compared as they stand in the logs, adapters, PEFT's files and merged weights as
-they were saved. On a CPU the stock recipe merges the adapters into the model that goes on training
-wherever it saves merged weights, so runs of two epochs save the adapters alone. Resumed runs end
-their epochs early, as the stock recipe begins its schedule again otherwise; each goes on from the
-other's epoch as well. With `--ranks`, on two ranks of gloo beside torchtune's distributed recipe,
-which makes DoRA's magnitudes anew where it resumes: there only LoRA is resumed.
+Each run is a real one on a small model: LoRA and DoRA, and QLoRA on a wider one. Losses and
+gradient norms are compared as they are logged; adapters, PEFT's files and merged weights as they
+are saved. On a CPU the stock recipe merges the adapters into the model that it continues to train
+when it saves merged weights, so runs of two epochs save the adapters alone. Resumed runs end their
+epochs early, as the stock recipe otherwise restarts its schedule; each also resumes from the
+other's epoch. `--ranks` runs two ranks of gloo with torchtune's distributed recipe. That recipe
+initializes DoRA's magnitudes again when it resumes, so only LoRA is resumed there.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import records
+import harness
 import torch
-from parity import report
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
 from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup
 from support.stock import Task, run_tasks
@@ -71,10 +64,10 @@ def overrides(features: Features) -> tuple[str, ...]:
 def outcome(
     kind: str, features: Features, ours: Finished, stock: Finished, epoch: int
 ) -> dict[str, Any]:
-    """What two runs have in common."""
+    """Compare two runs."""
     return {
         "kind": kind,
-        "features": list(features),
+        "features": ", ".join(features),
         "steps": len(stock.losses),
         "losses": ours.losses == stock.losses != [],
         "grad_norms": ours.figures("grad_norm") == stock.figures("grad_norm"),
@@ -162,7 +155,7 @@ def compare_resumed(
     ]
 
 
-def identical(row: dict[str, Any]) -> bool:
+def is_identical(row: dict[str, Any]) -> bool:
     return bool(row["losses"] and row["grad_norms"] and row["adapters"])
 
 
@@ -174,37 +167,37 @@ def starts(cases: Sequence[Features], size: int) -> Iterator[Sequence[Features]]
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick=f"every {QUICK}th comparison")
+    parser = harness.parser(__doc__, quick=f"every {QUICK}th comparison")
     parser.add_argument("--ranks", action="store_true", help=f"on {RANKS} ranks")
     arguments = parser.parse_args()
-    start = time.perf_counter()
-    ranks, kinds = (RANKS, ("LoRA",)) if arguments.ranks else (1, ("LoRA", "DoRA"))
-    resumed = [
-        (kind, *more)
-        for kind in kinds
-        for more in ((), ("bf16",), ("clipping",), ("accumulation",))
-    ]
+    ranks, kinds, size = (RANKS, ("LoRA",), IN_ONE_START) if arguments.ranks else (1, KINDS, 1)
+    kinds = [kind for kind in kinds if kind != "QLoRA"]
+    extras = ((), ("bf16",), ("clipping",), ("accumulation",))
+    resumed = [(kind, *more) for kind in kinds for more in extras]
     every = QUICK if arguments.quick else 1
     whole_runs = whole_on_ranks() if arguments.ranks else whole()
-    tasks = [
-        (compare, cases)
-        for compare, all_cases in (
-            (compare_whole, whole_runs[::every]),
-            (compare_resumed, resumed[::every]),
-        )
-        for cases in starts(all_cases, IN_ONE_START if arguments.ranks else 1)
-    ]
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
+    with tempfile.TemporaryDirectory() as folder:
         small, wide = Path(folder) / "small", Path(folder) / "wide"
         small.mkdir()
         wide.mkdir()
         setups = make_setup(small), make_wide_setup(wide)
-        for compare, cases in tqdm(tasks, file=terminal, desc="starts"):
-            with records.printing_into():
-                rows += compare(setups["QLoRA" in cases[0]], cases, ranks)
-    name = "parity_adapters_on_ranks" if arguments.ranks else "parity_adapters"
-    report(name, arguments.output, rows, identical, start=start)
+        tasks = [
+            partial(compare, setups["QLoRA" in cases[0]], cases, ranks)
+            for compare, chosen in ((compare_whole, whole_runs), (compare_resumed, resumed))
+            for cases in starts(chosen[::every], size)
+        ]
+        harness.run(
+            "parity_adapters_on_ranks" if arguments.ranks else "parity_adapters",
+            arguments.output,
+            harness.quietly(tasks),
+            dict,
+            columns="kind:<28 features:<64 steps:>5 losses:>6 grad_norms:>10 adapters:>8",
+            errors=lambda row: [] if is_identical(row) else [row],
+            figures=lambda rows: {
+                "identical": sum(map(is_identical, rows)),
+                "comparisons": len(rows),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,33 +1,26 @@
-"""Preference pairs and distillation as our recipes train them beside torchtune's, with everything
-adaptive off: identical to the bit?
+"""With everything adaptive off, our recipes train pairs and distill as torchtune's do, bit for bit.
 
     python benchmarks/parity_tasks.py [--quick] [--output DIR]
 
-Every run is a real one on a small model, of adapters and of every weight, on one device and on two
-ranks of gloo. Losses, metrics and gradient norms are compared as they stand in the logs, adapters
-and weights as they were saved. What is not compared, as torchtune is wrong there or rounds, is in
-the record with its reason (docs/torchtune.md#preference-pairs). Distillation is compared with
-torchtune's recipe as tests/support/corrected_distillation.py corrects it.
+Each run is a real one on a small model, of adapters and of every weight, on one device and on two
+ranks of gloo. Losses, metrics and gradient norms are compared as they are logged, adapters and
+weights as they are saved. Figures in which torchtune is wrong or rounds are not compared; the
+record has them with the reason. Distillation is compared with torchtune's recipe as
+tests/support/corrected_distillation.py corrects it.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import records
+import harness
 import torch
-from parity import report
-from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import distillation, preferences
 from support.adapters import same_epoch
 from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup, same_weights
@@ -138,7 +131,7 @@ def overrides(setup: SmallSetup, kind: str, features: Sequence[str]) -> tuple[st
 def outcome(
     kind: str, features: Sequence[str], ours: Finished, stock: Finished, epoch: int = 0
 ) -> dict[str, Any]:
-    """What two runs have in common."""
+    """Compare two runs."""
     excused = not_compared(kind, features)
     stock_losses = [float(loss) / KINDS[kind].summed for loss in stock.losses]
     expected = stock_losses[-len(ours.losses) :]
@@ -157,7 +150,7 @@ def outcome(
         same = same_epoch(ours, stock, epoch)
     return {
         "kind": kind,
-        "features": list(features),
+        "features": ", ".join(features),
         "steps": len(ours.losses),
         "losses": "loss" in excused or [float(loss) for loss in ours.losses] == expected != [],
         "differing": differing,
@@ -166,12 +159,12 @@ def outcome(
     }
 
 
-def compare(setup: SmallSetup, kind: str, features: Sequence[str]) -> dict[str, Any]:
+def compare(setup: SmallSetup, kind: str, features: Sequence[str]) -> list[dict[str, Any]]:
     own = overrides(setup, kind, features)
     ours, stock = (
         setup.run_in_process(recipe, *own) for recipe in (KINDS[kind].ours, KINDS[kind].stock)
     )
-    return outcome(kind, features, ours, stock)
+    return [outcome(kind, features, ours, stock)]
 
 
 def compare_on_ranks(setup: SmallSetup, chosen: Sequence[Case]) -> list[dict[str, Any]]:
@@ -206,30 +199,37 @@ def compare_resumed(setup: SmallSetup, kind: str, features: Sequence[str]) -> li
     return rows
 
 
-def identical(row: dict[str, Any]) -> bool:
+def is_identical(row: dict[str, Any]) -> bool:
     return bool(row["losses"] and row["weights"] and not row["differing"])
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick=f"every {QUICK}th comparison")
+    parser = harness.parser(__doc__, quick=f"every {QUICK}th comparison")
     arguments = parser.parse_args()
-    start = time.perf_counter()
-    chosen = cases()[:: QUICK if arguments.quick else 1]
-    resumed = [*product(("DPO, LoRA", "distillation, LoRA"), ((), ("bf16",)))]
-    if arguments.quick:
-        resumed = resumed[::QUICK]
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
+    every = QUICK if arguments.quick else 1
+    chosen = cases()[::every]
+    resumed = [*product(("DPO, LoRA", "distillation, LoRA"), ((), ("bf16",)))][::every]
+    on_ranks = [case for case in chosen if "ranks" in case[0]]
+    with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(Path(folder))
-        for kind, features in tqdm(chosen, file=terminal, desc="runs"):
-            if "ranks" not in kind:
-                with records.printing_into():
-                    rows.append(compare(setup, kind, features))
-        with records.printing_into():
-            rows += compare_on_ranks(setup, [case for case in chosen if "ranks" in case[0]])
-            for kind, features in resumed:
-                rows += compare_resumed(setup, kind, features)
-    report("parity_tasks", arguments.output, rows, identical, start=start)
+        tasks = [
+            *(partial(compare, setup, *case) for case in chosen if case not in on_ranks),
+            partial(compare_on_ranks, setup, on_ranks),
+            *(partial(compare_resumed, setup, *case) for case in resumed),
+        ]
+        harness.run(
+            "parity_tasks",
+            arguments.output,
+            harness.quietly(tasks),
+            dict,
+            columns="kind:<28 features:<40 steps:>5 losses:>6 differing:>9 not_compared:>12"
+            " weights:>7",
+            errors=lambda row: [] if is_identical(row) else [row],
+            figures=lambda rows: {
+                "identical": sum(map(is_identical, rows)),
+                "comparisons": len(rows),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import records
+import harness
 
 from adaptive_batch.probe import BinarySearch, Halving, Predictive, Search, Trial
 
@@ -94,31 +93,29 @@ def measure(name: str, curve: str, true_maximum: int, noise: float, seeds: int) 
     }
 
 
-def is_wrong(row: dict[str, Any]) -> bool:
-    """Return whether a search broke a promise."""
+def errors(row: dict[str, Any]) -> list[str]:
+    """Return the promises that a search broke."""
     is_exact = row["found"] == row["true"] and (row["true"] <= 2 or not row["ooms"])
-    return not row["tried"] or (row["search"] == "predict" and not row["noise"] and not is_exact)
+    broken = [] if row["tried"] else ["a size that was not tried"]
+    if row["search"] == "predict" and not row["noise"] and not is_exact:
+        broken.append("not exact, or out of memory")
+    return broken
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick="fewer seeds and sizes")
+    parser = harness.parser(__doc__, quick="fewer seeds and sizes")
     arguments = parser.parse_args()
     true_maxima = (2, 37) if arguments.quick else TRUE_MAXIMA
     seeds = 5 if arguments.quick else 30
-    table = records.Table(
-        "true:>5 curve:<24 noise:>5.0% search:<8 found:>6 found_worst:>11 tried:>5 trials:>6g"
-        " trials_worst:>12 ooms:>5g ooms_worst:>10"
+    harness.run(
+        "search",
+        arguments.output,
+        product(SEARCHES, curves(1), true_maxima, (0.0, 0.01)),
+        lambda case: measure(*case, seeds),
+        columns="search:<8 curve:<24 true:>5 noise:>5.0% found:>6 found_worst:>11 tried:>5"
+        " trials:>6g trials_worst:>12 ooms:>5g ooms_worst:>10",
+        errors=errors,
     )
-    rows = []
-    cases = product(true_maxima, curves(1), (0.0, 0.01), SEARCHES)
-    for true_maximum, curve, noise, name in cases:
-        row = measure(name, curve, true_maximum, noise, seeds)
-        rows.append(row)
-        table.print(row, tried="yes" if row["tried"] else "NO")
-    wrong = sum(map(is_wrong, rows))
-    print(f"\n{len(rows)} cases, {wrong} wrong")
-    records.write("search", arguments.output, wrong=wrong, curves=rows)
-    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import harness
 import lightning.pytorch as pl
-import records
 import torch
 from accelerate.utils import find_executable_batch_size
 from lightning.pytorch.tuner import Tuner
@@ -579,10 +579,10 @@ def be_quiet() -> None:
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick="one budget")
+    parser = harness.parser(__doc__, quick="one budget")
     arguments = parser.parse_args()
     be_quiet()
-    table = records.Table(
+    table = harness.Table(
         "lengths:<9 budget_mib:>10 program:<10 search:<16 found:>5 true:>5 trials:>6"
         " out_of_memory:>13 steps_thrown_away:>17 begins_alike:>12"
     )
@@ -594,7 +594,7 @@ def main() -> None:
                 results.append(row)
                 alike = "yes" if row["begins_alike"] else "no"
                 table.print(row, trials=len(row["trials"]), begins_alike=alike)
-    records.write("search_in_trainers", arguments.output, results=results)
+    harness.write("search_in_trainers", arguments.output, results=results)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,11 @@ numbers have no such difference: they are correct by construction.
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
 import re
-import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
@@ -31,7 +28,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import records
+import harness
 import torch
 from split_setups import CORRECT, ROWS, WRONG, Setup
 from torch import nn
@@ -44,7 +41,7 @@ DTYPES = ("float32", "autocast", "bfloat16")
 PART_ROWS = 4
 NUM_BATCHES = 3
 STEPS = 50
-BOUNDS = (0.01, 0.05)
+BOUND = 0.01
 OFF = 1e-3
 NOT_COMPARED = re.compile(r"cannot (be )?compare|not (be )?compared|is not known")
 
@@ -251,141 +248,97 @@ def measure(case: tuple[str, int]) -> list[dict[str, Any]]:
     return found
 
 
-# --- what they come to
-
-
-def is_harmful(record: Mapping[str, Any], bound: float, splits: int) -> bool:
-    harm: float = record["harms"][splits - 1]
-    return harm > bound
-
-
-def is_missed(record: Mapping[str, Any], bound: float, splits: int) -> bool:
-    """Return whether the last of the first splits was harmful, and it and all before it trained."""
-    if len(record["trained"]) < splits or is_warned(record):
-        return False
-    is_trained = record["trained"][splits - 1] > record["harms"][splits - 1] / 2
-    return is_trained and is_harmful(record, bound, splits)
+# --- counts
 
 
 def is_warned(record: Mapping[str, Any]) -> bool:
-    """Return whether a line tells how much an auxiliary loss changes."""
+    """Return whether a line reports how much an auxiliary loss changes."""
     return any("auxiliary" in line for line in record["warnings"])
 
 
-def is_off(record: Mapping[str, Any]) -> bool:
-    return record["dtype"] == "float32" and max(record["trained"], default=0.0) > OFF
+def is_missed(record: Mapping[str, Any], splits: int) -> bool:
+    """Return whether the last of the first splits was harmful, and all of them trained."""
+    if len(record["trained"]) < splits or is_warned(record):
+        return False
+    harm: float = record["harms"][splits - 1]
+    return harm > BOUND and record["trained"][splits - 1] > harm / 2
 
 
-def is_crash(record: Mapping[str, Any]) -> bool:
-    return record["refusal"].startswith("crashed")
+def counts(name: str, records: list[dict[str, Any]]) -> dict[str, int]:
+    """Count the records of a setup in one dtype."""
+    found = {
+        "records": len(records),
+        "refused": sum(bool(record["refusal"]) for record in records),
+        "crashed": sum(record["refusal"].startswith("crashed") for record in records),
+        "not_compared": sum(record["not_compared"] for record in records),
+    }
+    if name in CORRECT:
+        off = (max(record["trained"], default=0.0) > OFF for record in records)
+        return found | {"off": sum(off)}
+    return found | {
+        "harmful": sum(record["harms"][0] > BOUND for record in records),
+        "harmful_by_third": sum(record["harms"][-1] > BOUND for record in records),
+        "missed": sum(is_missed(record, 1) for record in records),
+        "missed_by_third": sum(is_missed(record, NUM_BATCHES) for record in records),
+    }
 
 
-def every(record: Mapping[str, Any]) -> bool:
-    return True
+def row_of(name: str, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counts of a setup; those in float32 stand in the table."""
+    by_dtype = {
+        dtype: counts(name, [record for record in records if record["dtype"] == dtype])
+        for dtype in DTYPES
+    }
+    refusals = {record["refusal"] for record in records if record["refusal"]}
+    return {
+        "setup": name,
+        "is_correct": name in CORRECT,
+        **by_dtype["float32"],
+        "by_dtype": by_dtype,
+        "largest_harm": max(max(record["harms"]) for record in records),
+        "refusals": sorted(refusals)[:3],
+    }
 
 
-# A title, the names that it is of, what it counts, and of which records.
-Column = tuple[str, Iterable[str], Callable[[Any], bool], Callable[[Any], bool]]
+def errors(row: dict[str, Any]) -> list[str]:
+    """Return the mistakes of the check that it must not make in float32."""
+    wrong = ("refused", "off") if row["is_correct"] else ("crashed",)
+    return [f"{row[key]} {key.replace('_', ' ')}" for key in wrong if row[key]]
 
 
-def columns_of_correct() -> list[Column]:
-    return [
-        ("correct: refused", CORRECT, lambda r: bool(r["refusal"]), every),
-        ("correct: of these crashed", CORRECT, is_crash, every),
-        ("correct: cannot compare", CORRECT, lambda r: r["not_compared"], every),
-        ("correct: trained off", CORRECT, is_off, every),
-    ]
-
-
-def columns_of_wrong() -> list[Column]:
-    columns: list[Column] = [
-        ("wrong: crashed", WRONG, is_crash, every),
-        ("wrong: warned with the figure", WRONG, is_warned, every),
-        ("wrong: cannot compare", WRONG, lambda r: r["not_compared"], every),
-    ]
-    for bound in BOUNDS:
-        for splits in (1, NUM_BATCHES):
-            title = f"wrong: harm > {bound:.0%}, missed at split {splits}"
-            missed = partial(is_missed, bound=bound, splits=splits)
-            columns.append((title, WRONG, missed, partial(is_harmful, bound=bound, splits=splits)))
-    return columns
-
-
-def summary(found: list[dict[str, Any]], columns: Iterable[Column]) -> dict[str, Any]:
-    """Return for each column and dtype how many records it counts, of how many, by setup."""
-    table: dict[str, Any] = {}
-    for column, names, counts, is_of in columns:
-        for dtype in DTYPES:
-            of = [r for r in found if r["dtype"] == dtype and r["name"] in names and is_of(r)]
-            counted = Counter(record["name"] for record in of if counts(record))
-            entry = {"count": counted.total(), "of": len(of), "setups": dict(counted)}
-            table.setdefault(column, {})[dtype] = entry
-    return table
-
-
-def show(table: dict[str, Any]) -> None:
-    print(f"\n{'':<46}" + "".join(f"{dtype:>12}" for dtype in DTYPES))
-    for column, entries in table.items():
-        cells = (f"{entry['count']}/{entry['of']}".rjust(12) for entry in entries.values())
-        print(f"{column:<46}" + "".join(cells))
-    for column, entries in table.items():
-        names = dict.fromkeys(name for entry in entries.values() for name in entry["setups"])
-        if names:
-            print(f"\n{column}, in each dtype:")
-        for name in names:
-            print(f"  {name:<34}", *(entry["setups"].get(name, 0) for entry in entries.values()))
-
-
-def offences(found: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each record that is not as it should be, at most 300."""
-    lines = []
-    for record in found:
-        is_bad = bool(record["refusal"]) or is_off(record)
-        if record["name"] in WRONG:
-            missed = (is_missed(record, BOUNDS[0], splits) for splits in (1, NUM_BATCHES))
-            is_bad = is_crash(record) or any(missed)
-        if is_bad:
-            case = ", ".join(str(record[key]) for key in ("name", "state", "dtype", "seed"))
-            harms = " ".join(f"{harm:.2g}" for harm in record["harms"])
-            trained = " ".join(f"{off:.2g}" for off in record["trained"])
-            lines.append(
-                f"{case}: harm {harms}, trained {trained or 'nothing'} {record['refusal']}"
-            )
-    return lines[:300]
+def figures(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Sum the counts in float32."""
+    correct = [row for row in rows if row["is_correct"]]
+    wrong = [row for row in rows if not row["is_correct"]]
+    keys = ("harmful", "harmful_by_third", "missed", "missed_by_third")
+    return {
+        **{f"correct_{key}": sum(row[key] for row in correct) for key in ("records", "refused")},
+        **{key: sum(row[key] for row in wrong) for key in keys},
+    }
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick="two seeds")
+    parser = harness.parser(__doc__, quick="two seeds")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="setups; no record is written")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="setups")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
-    start = time.perf_counter()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     names = arguments.only or [*CORRECT, *WRONG]
-    seeds = 2 if arguments.quick else arguments.seeds
-    cases = [(name, seed) for seed in range(seeds) for name in names]
+    seeds = range(2 if arguments.quick else arguments.seeds)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
-        found = [record for of_case in pool.map(measure, cases) for record in of_case]
-    table = summary(found, columns_of_correct() + columns_of_wrong())
-    show(table)
-    seconds = round(time.perf_counter() - start, 1)
-    worst = max((max(r["harms"]) for r in found if r["name"] not in WRONG), default=0.0)
-    print(f"\n{len(found)} records in {seconds} s; largest harm of a correct setup {worst:.1e}")
-    if arguments.only:
-        print("\n".join(map(json.dumps, found)))
-        return
-    records.write(
-        "split_check",
-        arguments.output,
-        seeds=seeds,
-        setups=len(names),
-        largest_harm_of_correct=worst,
-        table=table,
-        offences=offences(found),
-        seconds=seconds,
-    )
+        measured = pool.map(measure, [(name, seed) for name in names for seed in seeds])
+        harness.run(
+            "split_check",
+            arguments.output,
+            names,
+            lambda name: row_of(name, [one for _ in seeds for one in next(measured)]),
+            columns="setup:<34 records:>7 refused:>7 crashed:>7 not_compared:>12 off:>4 harmful:>7"
+            " missed:>6 harmful_by_third:>16 missed_by_third:>15 largest_harm:>12.1e",
+            errors=errors,
+            figures=figures,
+        )
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
 """Time that the objects add to a script's own loop.
 
-    python benchmarks/step_overhead.py [--milliseconds MS ...] [--pairs N] [--quick] [--output DIR]
+    python benchmarks/step_overhead.py [--pairs N] [--quick] [--output DIR]
 
-Two measurements, on one thread:
-
-* CPU time of a step over that of the plain loop, of AdaptiveStep and of AdaptiveLoop, at steps of
-  several sizes: the median over pairs that take turns, each built anew.
-* Wall time of an epoch of AdaptiveBatches with two workers over that of a plain DataLoader, where a
-  row takes a while.
+On one thread: the CPU time of a step of AdaptiveStep and of AdaptiveLoop over that of a plain loop,
+for a short and a long step. The ratio is the median over pairs that take turns, each built anew.
+And the wall time of an epoch of AdaptiveBatches with two workers over that of a plain DataLoader,
+where reading a row takes 10 ms.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import records
+import harness
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -33,24 +32,11 @@ WALL_TARGET = 1.05
 TURNS = 12
 TURN_SECONDS = 0.1
 WARM_UP_STEPS = 3
-# Width of the model and tokens of a row, from the fastest step to the slowest.
-SIZES = (
-    (16, 8),
-    (32, 8),
-    (32, 16),
-    (64, 16),
-    (64, 32),
-    (64, 64),
-    (128, 64),
-    (128, 128),
-    (192, 128),
-    (256, 128),
-    (256, 192),
-    (256, 256),
-    (384, 256),
-    (512, 256),
-)
+# Width of the model and tokens of a row: steps of about 3 and 90 ms.
+SIZES = ((32, 16), (256, 192))
 NUM_ROWS = 10**5
+# Of an epoch with workers.
+EPOCH_ROWS, ROW_SECONDS = 240, 0.01
 
 VOCABULARY = 256
 BATCH_SIZE = 8
@@ -207,71 +193,44 @@ class LoopSide(Side):
             yield
 
 
-def calibrated(milliseconds: float) -> tuple[int, int]:
-    """Return the width and the row length of which a plain step takes about so long."""
-    nearest = SIZES[0]
-    nearest_error = float("inf")
-    for size in SIZES:
-        side = Side(*size)
-        side.train(WARM_UP_STEPS)
-        measured = 1e3 * min(side.train(3) for _ in range(3))
-        error = abs(measured / milliseconds - 1)
-        if error < nearest_error:
-            nearest = size
-            nearest_error = error
-        if measured > 1.5 * milliseconds:
-            break
-    return nearest
-
-
-def overhead(kind: type[Side], size: tuple[int, int], *, pairs: int) -> dict[str, Any]:
-    """CPU time of each side's steps, and the ratio of each pair."""
-    plain_seconds: list[float] = []
-    own_seconds: list[float] = []
+def overhead(kind: type[Side], size: tuple[int, int], pairs: int) -> dict[str, Any]:
+    """Return the CPU time of both sides' steps, and the ratio of each pair."""
+    seconds: list[tuple[float, float]] = []
     for pair in range(pairs):
-        plain = Side(*size)
-        own = kind(*size)
-        own.train(WARM_UP_STEPS)
-        plain.train(WARM_UP_STEPS)
+        sides = plain, own = Side(*size), kind(*size)
+        for side in (own, plain):
+            side.train(WARM_UP_STEPS)
         num_steps = max(1, round(TURN_SECONDS / plain.train(WARM_UP_STEPS)))
-        seconds: dict[str, list[float]] = {plain.name: [], own.name: []}
+        turns: dict[Side, list[float]] = {plain: [], own: []}
         for turn in range(TURNS):
-            # Who is first changes with each turn, as what slows the machine may last for several.
-            for side in (plain, own) if (pair + turn) % 2 else (own, plain):
-                seconds[side.name].append(side.train(num_steps))
-        plain_seconds.append(statistics.mean(seconds[plain.name]))
-        own_seconds.append(statistics.mean(seconds[own.name]))
-    ratios = [own / plain for own, plain in zip(own_seconds, plain_seconds, strict=True)]
-    added = [own - plain for own, plain in zip(own_seconds, plain_seconds, strict=True)]
-    milliseconds = 1e3 * statistics.median(plain_seconds)
+            # The first side changes with each turn, as what slows the machine may last for several.
+            for side in sides if (pair + turn) % 2 else reversed(sides):
+                turns[side].append(side.train(num_steps))
+        seconds.append((statistics.mean(turns[plain]), statistics.mean(turns[own])))
+    milliseconds = 1e3 * statistics.median(plain for plain, _ in seconds)
     return {
-        "kind": kind.name,
-        "width": size[0],
-        "length": size[1],
+        "case": f"{kind.name}, width {size[0]}, {size[1]} tokens",
         "milliseconds": milliseconds,
-        "added_milliseconds": 1e3 * statistics.median(added),
-        "ratio_median": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios, n=4),
+        "added_milliseconds": 1e3 * statistics.median(own - plain for plain, own in seconds),
+        "ratios": [own / plain for plain, own in seconds],
         "target": next(ratio for least, ratio in TARGETS.items() if milliseconds >= least),
-        "ratios": ratios,
     }
 
 
 # --- wall time with workers
 
 
-def epoch_seconds(kind: str, *, num_rows: int, row_seconds: float) -> float:
-    """Time on the clock of an epoch with two workers."""
-    rows = Rows(num_rows, 16, seconds=row_seconds)
+def epoch_seconds(kind: str) -> float:
+    """Return the wall time of an epoch with two workers."""
+    rows = Rows(EPOCH_ROWS, 16, seconds=ROW_SECONDS)
     model = Model(32)
     optimizer = torch.optim.AdamW(model.parameters())
     batches = AdaptiveBatches(rows, BATCH_SIZE) if kind == "adaptive" else None
     of_batches: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True}
     if batches is not None:
         of_batches = {"batch_sampler": batches}
-    loader = DataLoader(rows, num_workers=2, collate_fn=collate, **of_batches)
     begin = time.perf_counter()
-    for batch in loader:
+    for batch in DataLoader(rows, num_workers=2, collate_fn=collate, **of_batches):
         mean_loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -280,52 +239,42 @@ def epoch_seconds(kind: str, *, num_rows: int, row_seconds: float) -> float:
     return time.perf_counter() - begin
 
 
-def wall_ratios(*, pairs: int, num_rows: int, row_seconds: float) -> list[float]:
-    ratios = []
-    for pair in range(pairs):
-        seconds = {}
-        for kind in ("plain", "adaptive") if pair % 2 else ("adaptive", "plain"):
-            seconds[kind] = epoch_seconds(kind, num_rows=num_rows, row_seconds=row_seconds)
-        ratios.append(seconds["adaptive"] / seconds["plain"])
-    return ratios
+def wall_time(pairs: int) -> dict[str, Any]:
+    kinds = ("plain", "adaptive")
+    seconds = [
+        {kind: epoch_seconds(kind) for kind in (kinds if pair % 2 else reversed(kinds))}
+        for pair in range(pairs)
+    ]
+    return {
+        "case": "AdaptiveBatches, 2 workers",
+        "ratios": [pair["adaptive"] / pair["plain"] for pair in seconds],
+        "target": WALL_TARGET,
+    }
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick="3 pairs")
-    add = parser.add_argument
-    add("--milliseconds", type=float, nargs="+", default=[90.0, 3.0], help="of a plain step")
-    add("--pairs", type=int, default=15)
-    add("--row-milliseconds", type=float, default=10.0, help="time that a worker takes for a row")
-    add("--rows", type=int, default=240, help="rows of an epoch with workers")
+    parser = harness.parser(__doc__, quick="3 pairs")
+    parser.add_argument("--pairs", type=int, default=15)
     arguments = parser.parse_args()
-    steps = []
-    table = records.Table(
-        "kind:<14 milliseconds:>12.2f added_milliseconds:>18.3f ratio_median:>12.4f"
-        " quartiles:>15 target:>7.2f"
-    )
-    for size in map(calibrated, arguments.milliseconds):
-        for kind in (StepSide, LoopSide):
-            result = overhead(kind, size, pairs=3 if arguments.quick else arguments.pairs)
-            low, _, high = result["ratio_quartiles"]
-            table.print(result, quartiles=f"{low:.3f} to {high:.3f}")
-            steps.append(result)
-    walls = wall_ratios(
-        pairs=3 if arguments.quick else 7,
-        num_rows=arguments.rows,
-        row_seconds=1e-3 * arguments.row_milliseconds,
-    )
-    wall = statistics.median(walls)
-    print(
-        f"AdaptiveBatches, 2 workers, {arguments.row_milliseconds:g} ms a row: wall time {wall:.4f}"
-        f" of plain; target {WALL_TARGET}"
-    )
-    records.write(
+    pairs = 3 if arguments.quick else arguments.pairs
+    cases: list[Callable[[], dict[str, Any]]] = [
+        *(partial(overhead, kind, size, pairs) for size in SIZES for kind in (StepSide, LoopSide)),
+        partial(wall_time, min(pairs, 7)),
+    ]
+
+    def measure(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        row = case()
+        low, median, high = statistics.quantiles(row["ratios"], n=4)
+        return row | {"median": median, "quartiles": f"{low:.3f} to {high:.3f}"}
+
+    harness.run(
         "step_overhead",
         arguments.output,
-        steps=steps,
-        wall_ratio_median=wall,
-        wall_ratios=walls,
-        row_milliseconds=arguments.row_milliseconds,
+        cases,
+        measure,
+        columns="case:<36 milliseconds:>12.2f added_milliseconds:>18.3f median:>7.3f"
+        " quartiles:>15 target:>7.2f",
+        figures=lambda rows: {row["case"]: round(row["median"], 4) for row in rows},
     )
 
 

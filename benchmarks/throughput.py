@@ -32,7 +32,7 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-import records
+import harness
 import torch
 import torchtune
 from adaptive_full_finetune import AdaptiveFullFinetuneRecipe
@@ -548,7 +548,7 @@ def print_distribution(result: dict[str, Any]) -> None:
         f"\n{result['lengths']}: {result['rows']} rows of {result['shortest']} to"
         f" {result['longest']} tokens, mean {result['mean']:.1f}"
     )
-    table = records.Table(
+    table = harness.Table(
         "way:<24 tokens_per_step:>15,.0f micro_batches_per_step:>22.2f padding:>8.1%"
         " tokens_per_wall_second:>22,.0f tokens_per_cpu_second:>21,.0f setup_seconds:>13.1f"
         " limit:<20"
@@ -573,7 +573,7 @@ def print_distribution(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = records.parser(__doc__, quick=f"{QUICK_REPEATS} repeats")
+    parser = harness.parser(__doc__, quick=f"{QUICK_REPEATS} repeats")
     add = parser.add_argument
     add("--repeats", type=int, default=REPEATS, metavar="N", help="without --quick: %(default)s")
     add("--only-lengths", nargs="+", choices=SIGMAS, default=[*SIGMAS], metavar="NAME")
@@ -586,11 +586,11 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder, printed = Path(temporary), Path(temporary) / "printed.txt"
-        with records.printing_into(printed):
+        with harness.printing_into(printed):
             demo.prepare(folder)
         for name in asked.only_lengths:
             start = time.perf_counter()
-            with records.printing_into(printed):
+            with harness.printing_into(printed):
                 setting = make_rows(folder, name, (turns + 2) * TURN_ROWS, overrides)
                 gc.collect()  # the recipes of other rows
                 measured = measure(
@@ -610,12 +610,19 @@ def main() -> None:
             }
             print_distribution(result)
             results.append(result)
-    records.write(
+    harness.write(
         "throughput",
         asked.output,
         overrides=asked.overrides,
         columns_of_turns=["tokens", *MEASURES],
         warm_up_turns=WARM_UP,
+        ratios={
+            f"{result['lengths']}, {way['way']} over {ratio['kind']}": round(ratio["ratio"], 3)
+            for result in results
+            for way in result["ways"]
+            for ratio in way.get("ratios", ())
+            if ratio["measure"] == "wall"
+        },
         distributions=results,
     )
 

@@ -40,6 +40,6 @@ def test_a_published_peak_is_met_by_the_same_code(published, rows):
         if one.id.endswith(f"base-gpt_bigcode-santacoder-none-1x{rows}-full")
     )
     found = published.compare(row)
-    assert found.group == published.SAME_CODE
-    assert abs(found.error) < 1e-3
-    assert found.fits
+    assert found["group"] == published.SAME_CODE
+    assert abs(found["error"]) < 1e-3
+    assert found["fits"]

@@ -17,13 +17,10 @@ from __future__ import annotations
 import gc
 import json
 import os
-import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +30,7 @@ from torchtune import training
 from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
-from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import Data, Job, LimitFinder, Settings, Sizers, Trainer, builder_of
+from adaptive_batch.torchtune import Data, Job, Settings, Sizers, Trainer, builder_of
 from adaptive_batch.torchtune.model import Weights
 
 from .allocator_on_stack import described
@@ -48,41 +44,11 @@ class StackRun:
 
     combination: Combination
     steps: tuple[tuple[int, ...], ...]
-    probes: int = (
-        0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
-    )
-    headroom: float | str = 0.0  # of that search
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of the rows that there are."""
-        longest = self.combination.length
-        if not self.probes:
-            return (longest,) * 4096
-        return (longest, *StackRun.varying(self.combination, 4095, steps=2).steps[0])
-
-    def after_search(self, rows: int) -> tuple[tuple[int, ...], ...]:
-        """Return the steps that follow a search which has found so many rows."""
-        rows_of_step = rows * self.combination.accumulation
-        return StackRun.varying(self.combination, rows_of_step, steps=self.probes).steps
 
     @classmethod
     def fixed(cls, combination: Combination, rows: int, *, steps: int = 3) -> StackRun:
         """Steps of rows of the combination's length."""
         return cls(combination, ((combination.length,) * rows,) * steps)
-
-    @classmethod
-    def varying(cls, combination: Combination, rows: int, *, steps: int) -> StackRun:
-        """Steps of rows from a quarter of the combination's length to all of it; rows of one step,
-        which is not the first, are all as long as that.
-        """
-        draw, longest = random.Random(0), combination.length
-        lengths = [
-            tuple(draw.randint(longest // 4, longest) for _ in range(rows))
-            for _ in range(steps - 1)
-        ]
-        lengths.insert(draw.randrange(1, steps), (longest,) * rows)
-        return cls(combination, tuple(lengths))
 
 
 @dataclass(frozen=True)
@@ -104,9 +70,6 @@ class Outcome:
     ooms: int
     error: str | None = None
     segments: list[Any] = field(default_factory=list, repr=False)
-    bound: int = 0
-    trials: int = 0
-    ooms_of_search: int = 0
     outside: int = 0
 
     @property
@@ -144,15 +107,11 @@ def train(run: StackRun) -> Outcome:
     """Build what the recipe builds, and run its steps until one is out of memory."""
     cfg = run.combination.config()
     cfg.probe.search = "predict"
-    cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache, cfg.probe.headroom = (
-        "raise",
-        True,
-        True,
-        run.headroom,
-    )
+    cfg.on_out_of_memory = "raise"
+    cfg.probe.cache = True
     job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
     row_of = job.task.made_up_row
-    lengths = run.lengths
+    lengths = (run.combination.length,) * 4096
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = torch.tensor([[length, length, 1, 0] for length in lengths])
     sizer = HeldSizer(
@@ -160,25 +119,14 @@ def train(run: StackRun) -> Outcome:
         layout=data.configured_layout,
         memory=job.memory,
     )
-    steps, done, error = run.steps, 0, None
-    found: dict[str, int] = {}
+    done, error = 0, None
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
         trainer = Trainer.load(job, data, NoWeights(run.combination), Sizers(sizer))
         trainer.model.train()
-        if run.probes:
-            result = search(job, data, trainer)
-            sizer.current = MicroBatchLimit(result.max_batch_size)
-            steps = run.after_search(result.max_batch_size)
-            ooms = sum(not trial.fits for trial in result.trials)
-            found = {
-                "bound": result.max_batch_size,
-                "trials": len(result.trials),
-                "ooms_of_search": ooms,
-            }
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
-        for lengths in steps:
+        for lengths in run.steps:
             rows = [row_of(length) for length in lengths]
             trainer.engine.run(rows, report_of(rows))
             trainer.step()
@@ -200,18 +148,7 @@ def train(run: StackRun) -> Outcome:
         error=error,
         segments=described(torch.cuda.memory_snapshot()),
         outside=total - free - torch.cuda.memory_reserved(),
-        **found,
     )
-
-
-def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
-    """Search as training does before it begins."""
-    finder = LimitFinder(job, data)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["ADAPTIVE_BATCH_CACHE"] = folder
-        finder.path = Path(folder) / "probe.json"
-        *_, result = finder.of_training(trainer, length="longest")
-    return result
 
 
 class StackRuns:
