@@ -1,4 +1,4 @@
-"""A configuration as plain values, and what is wrong with one as a single line."""
+"""Configurations as plain values, and their errors as one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with Omeg
 from adaptive_batch._util import file_signature
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-# What a file or an argument raises that cannot be read.
+# Errors of files and arguments that cannot be parsed.
 _READING_ERRORS = (YAMLError, OSError, TypeError, ValueError, OmegaConfBaseException)
 
 _BLOCK = "give a block with _component_, as in torchtune's configs, which `tune ls` lists"
@@ -41,7 +41,7 @@ _NEEDED = {
 
 
 def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as plain dicts and lists, with its references resolved."""
+    """Return a configuration as dicts and lists, with references resolved."""
     plain = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
     assert isinstance(plain, Mapping)
     return {str(key): value for key, value in plain.items()}
@@ -63,20 +63,24 @@ def component_files(value: object) -> list[Any]:
 
 
 def component_of(value: Any) -> Any:
-    """Return the component of a block; anything else as it is."""
+    """Return the component of a block, and any other value unchanged."""
     if isinstance(value, Mapping):
         return value.get("_component_")
     return value
 
 
 def missing(key: str) -> SettingError:
-    """Return the error for a key that is not there."""
+    """Return the error for a missing key."""
     return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")
 
 
 def check_block(key: str, value: Any, *, several: bool = False) -> None:
-    """Refuse what is no block with ``_component_`` and, where there may be several, no list of
-    them.
+    """Raise SettingError if a value is not a block with ``_component_``.
+
+    Args:
+        key: key of the value.
+        value: value of the configuration.
+        several: whether a list of blocks is allowed.
     """
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
@@ -89,7 +93,7 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
             raise SettingError(key, block, f"it lacks a component; give {key}._component_ too")
         component = block.get("_component_", block)
         if isinstance(component, dict) and "_component_" in component:
-            # What the command line gives a block of the file becomes its component.
+            # The command line sets the component of a block of the file.
             remedy = f"it is a block in the file; give {key}._component_={component['_component_']}"
             raise SettingError(key, component, f"{remedy}, and its other keys likewise")
         if not isinstance(component, str):
@@ -100,15 +104,13 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
 def building(
     key: str, value: object, remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 shows where"
 ) -> Iterator[None]:
-    """Inside, a component of the configuration is built; whatever it raises is an error of its key,
-    on one line.
-    """
+    """Context manager: turn errors of building a component into a SettingError of its key."""
     try:
         yield
     except (AdaptiveBatchError, OmegaConfBaseException):
         raise
     except Exception as error:
-        # The user's code, and the libraries that fetch and parse, raise errors of many kinds.
+        # User code and libraries raise any kind of error.
         message = one_line(error)
         if not isinstance(error, InstantiationError):
             message = f"{type(error).__name__}: {message}"
@@ -119,9 +121,7 @@ def building(
 def computing(
     key: str, block: DictConfig, problem: str = "it cannot be computed"
 ) -> Iterator[None]:
-    """Inside, a component computes with its arguments; whatever it raises is an error of its block,
-    on one line.
-    """
+    """Context manager: turn errors of calling a component into a SettingError of its block."""
     try:
         yield
     except Exception as error:
@@ -133,17 +133,14 @@ def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> An
     """Build the component of a block of the configuration.
 
     Raises:
-        SettingError: it cannot be built with what the block gives; what it raises while it runs
-            stays what it is.
+        SettingError: it cannot be built with the values of the block.
     """
     with building(key, block.get("_component_")):
         return config.instantiate(block, *arguments, **more)
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
-    """Return an error that is about the configuration, or a full disk, as one of ours; None for any
-    other.
-    """
+    """Return an error of the configuration or of a full disk as one of ours, or None."""
     if isinstance(error, AdaptiveBatchError):
         return error
     plain: AdaptiveBatchError | None = None
@@ -160,7 +157,7 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
         named = re.match("Error loading '([^']*)'", str(error))
         plain = SettingError("_component_", named and named[1], one_line(error))
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # Raised by writing a log; checkpoints raise an error of their own.
+        # Writing a log raises it; checkpoints have their own error.
         resumes = "resume_from_checkpoint=True resumes from what was saved, if anything was"
         plain = AdaptiveBatchError(f"{error.strerror}: free disk space in output_dir; {resumes}")
     if plain is not None:
@@ -169,9 +166,7 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line: of a long one the first line and the last, which often
-    has the cause.
-    """
+    """Return an error's message on one line; of a long one, the first and the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__
     ]
@@ -181,7 +176,7 @@ def one_line(error: BaseException) -> str:
 
 
 def check_file(path: str, arguments: Sequence[str] = ()) -> None:
-    """Refuse a file that is not a block of keys in YAML, and arguments that cannot override it."""
+    """Raise SettingError for a file that is not a YAML block, and for an invalid argument."""
     with _reading("--config", path):
         cfg = OmegaConf.load(path)
     if not isinstance(cfg, DictConfig):
@@ -195,19 +190,13 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
                 path,
                 f"it has the key {key!r}; give each a name, and none the name config",
             )
-    # torchtune removes keys before it sets any.
-    removals = [argument for argument in arguments if argument.startswith("~")]
-    for argument in removals:
+    for argument in arguments:
         with _reading("argument", argument):
             merged(cfg, [argument])
-    for argument in arguments:
-        if argument not in removals:
-            with _reading("argument", argument):
-                merged(cfg, [*removals, argument])
 
 
 def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:
-    """Return a copy of a configuration with arguments over it, as torchtune puts them."""
+    """Return a copy of a configuration with torchtune's command-line arguments applied."""
     values: Any = OmegaConf.to_container(cfg)
     return _merge_yaml_and_cli_args(Namespace(**values), [*arguments])
 

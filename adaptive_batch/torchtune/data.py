@@ -4,10 +4,12 @@ rows.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -56,7 +58,7 @@ _COLLATED_FIRST = 4
 
 @dataclass(frozen=True)
 class Sizers:
-    """Sizers of a run: they decide what a micro-batch may hold.
+    """Sizers of a run, which decide the size of a micro-batch.
 
     Attributes:
         training: sizer of training.
@@ -70,7 +72,7 @@ class Sizers:
 def counted_by(
     training: MicroBatchSizer, on_change: Callable[..., object], *, kind: str
 ) -> Callable[[LimitChange], None]:
-    """Return a function to call with changes of another limit than training's.
+    """Return a callback for changes of a limit other than training's.
 
     Args:
         training: sizer of training, which counts all out-of-memory errors.
@@ -86,16 +88,16 @@ def counted_by(
 
 
 class Collator:
-    """Makes rows a batch on the host: padded, or stacked where the dataset has packed them.
+    """Collation of rows on the host: padded, or stacked if the dataset packs them.
 
     Args:
-        job: job of the run.
-        pad_id: token that rows are padded with.
-        packed: whether the rows are packed.
+        job: context of the run.
+        pad_id: token of the padding.
+        packed: whether the dataset packs its rows.
 
     Attributes:
         packed: as given.
-        collate: function that makes rows a batch as they are.
+        collate: function that collates rows of any length.
     """
 
     def __init__(self, job: Job, *, pad_id: int, packed: bool) -> None:
@@ -112,8 +114,8 @@ class Collator:
         return self._of_all(rows, self.collate(lengthened))
 
     def _of_all(self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a batch that has left out rows, which a step would count as trained; a function
-        may lay all of them in one.
+        """Return the batch; raise if the function has left out rows, which would count as trained.
+        A function may put all rows into one.
         """
         num_sequences = len(rows) * len(self._job.task.fields)
         if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
@@ -138,16 +140,16 @@ class Collator:
 
 
 class Data:
-    """The rows that a run trains and validates on, and how they become batches.
+    """Rows of training and validation, their collation, layouts and trials.
 
-    :meth:`read` takes the configured rows; others may be given by number, without a tokenizer where
-    they are made up.
+    :meth:`read` reads the configured datasets. The constructor takes any dataset, without a
+    tokenizer if its rows are synthetic.
 
     Attributes:
-        collator: makes rows of training a batch.
-        configured_layout: layout of micro-batches, unless ``auto`` chooses another: the sizer has
-            the one in force. Packed rows are as long as they may be.
-        layout_val: layout of validation, where nothing chooses.
+        collator: collator of training.
+        configured_layout: layout of micro-batches, unless ``auto`` chooses another one; the sizer
+            has the current one.
+        layout_val: layout of validation.
     """
 
     def __init__(
@@ -190,11 +192,11 @@ class Data:
         """Read the configured tokenizer and datasets.
 
         Args:
-            job: job of the run.
+            job: context of the run.
 
         Raises:
-            SettingError: not all of the model is trained, the loss is no next-token loss, or the
-                dataset is empty or has fewer rows than there are ranks.
+            SettingError: the model, the loss, the tokenizer or a dataset cannot be used, or the
+                dataset has fewer rows than there are ranks.
         """
         job.check_model()
         remedy = (
@@ -237,8 +239,10 @@ class Data:
             return self.dataset[row]
 
     def longest(self, number: int) -> list[Any]:
-        """Return the longest rows, so many or all, filled as :meth:`Task.filled` does, leaving no
-        trace as :meth:`read_row` does.
+        """Return the longest rows, filled by :meth:`Task.filled`.
+
+        Args:
+            number: number of rows; fewer if the dataset has fewer.
         """
         lengths = self.dataset.lengths
         longest = longest_rows(lengths, min(number, len(lengths)))
@@ -251,7 +255,7 @@ class Data:
 
     @property
     def dataset_val(self) -> Rows:
-        """The rows that are validated on, where there are any."""
+        """Rows of validation; only if there are any."""
         assert self._rows_val is not None
         return self._rows_val
 
@@ -330,7 +334,9 @@ class Data:
             self.trial_rows(length)
 
     def _trial_order(self, longest: int = sys.maxsize) -> torch.Tensor:
-        """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
+        """Return the numbers of rows of up to `longest` tokens, in nearly the order of the first
+        epoch.
+        """
         rows = self.dataset
         # A schedule changes the order little, and may need a rate, which is not there yet.
         batching = replace(self._job.batching(), batch_size_schedule=None)
@@ -385,8 +391,11 @@ class Data:
     # --- checks
 
     def check_rows(self) -> None:
-        """Refuse fewer rows than a step takes, rows that tokens do not measure or allow, and
-        validation without a label.
+        """Check the rows against the settings.
+
+        Raises:
+            SettingError: a step takes more rows than there are, tokens do not measure the rows, or
+                no row has a label.
         """
         settings = self._settings
         global_rows = settings.step_rows * self._job.ranks
@@ -421,7 +430,7 @@ class Data:
             self._check_rows_val()
 
     def _check_batch_tokens(self) -> None:
-        """Refuse steps by tokens that hold no row, or that would all be dropped."""
+        """Raise SettingError if no step of `batch_tokens` has a row, or all steps are dropped."""
         settings = self._settings
         steps = plan_token_batches(
             self.dataset.lengths,
@@ -444,7 +453,7 @@ class Data:
             raise SettingError("batch_tokens", settings.batch_tokens, remedy)
 
     def _check_rows_val(self) -> None:
-        """Refuse validation without a label."""
+        """Raise SettingError if no row of validation has a label."""
         num_validated = self._settings.validation.rows_of(
             len(self.dataset_val), batch_size=self._settings.batch_size, ranks=self._job.ranks
         )
@@ -453,9 +462,7 @@ class Data:
             raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
 
     def _check_first_rows(self) -> None:
-        """Refuse rows that cannot be collated, and a dataset without any label, before it is
-        trained on for an epoch.
-        """
+        """Raise SettingError if rows cannot be collated, or no row of the dataset has a label."""
         num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
         with RandomState(self._job.device):
             self.collator.check([self.dataset[number] for number in range(num_first)])
@@ -493,7 +500,7 @@ class Data:
 
     @property
     def why_unpacked(self) -> str:
-        """Why the rows of a micro-batch cannot be packed; empty where they can."""
+        """Reason why the rows of a micro-batch cannot be packed, or an empty string."""
         if self._settings.pad_to_multiple_of > 1:
             return "pad_to_multiple_of is set"
         reason = why_unpacked(self._job.cfg)
@@ -520,11 +527,10 @@ class Data:
 
 
 def _layout_of(job: Job, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
-    """Return what micro-batches are padded to.
+    """Return the configured layout of micro-batches.
 
-    Where ranks gather the output layer by itself, they do so for each chunk of the sequence
-    that the loss asks for, and all must have as many: n chunks where there are n (n - 1) + 1
-    tokens or more, fewer below that.
+    Ranks that shard the output layer gather it once for each chunk of the loss, so all need the
+    same number of chunks: n chunks need n (n - 1) + 1 tokens.
     """
     kind = job.settings.micro_batch_layout or "padded"
     if packed:
@@ -564,10 +570,26 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
         try:
             dataset = config.instantiate(block, tokenizer)
         except StopIteration:
-            # What `datasets` makes of an empty file.
+            # `datasets` raises it for an empty file.
             dataset = []
+        except Exception as error:
+            _check_lines(f"{key}.data_files", block.get("data_files"), error)
+            raise
         count_rows(dataset, key=key, name=name)
     return dataset
+
+
+def _check_lines(key: str, data_files: Any, cause: Exception) -> None:
+    """Raise SettingError for the first line of local files in JSON Lines that is not JSON."""
+    for path in [data_files] if isinstance(data_files, str) else [*(data_files or ())]:
+        if not str(path).endswith(".jsonl") or not Path(path).is_file():
+            continue
+        for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
+            try:
+                json.loads(line or "{}")
+            except ValueError as error:
+                problem = f"line {number} is not JSON ({error}); correct it, or remove it"
+                raise SettingError(key, str(path), problem) from cause
 
 
 def _names(cfg_dataset: Any) -> str:

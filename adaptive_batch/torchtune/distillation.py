@@ -15,8 +15,7 @@ from adaptive_batch._torch import PrivateNames
 from adaptive_batch.errors import SettingError
 
 from .config_errors import as_dict, check_block, component_of, computing, instantiate, missing
-from .model import num_token_embeddings
-from .reference import SecondModel
+from .model import SecondModel, num_token_embeddings
 from .settings import fraction
 from .task import Batch, Models, NextTokens, flat, takes_chunks
 
@@ -24,16 +23,16 @@ private = PrivateNames("distillation")
 
 
 class Distillation(NextTokens):
-    """A row is as of next tokens; the loss is ``(1 - kd_ratio) x class_loss + kd_ratio x kd_loss``.
+    """Rows of next tokens with the loss ``(1 - kd_ratio) x class_loss + kd_ratio x kd_loss``.
 
-    Both are means over label tokens. The second is torchtune's forward, reverse or symmetric
+    Both losses are means over label tokens. `kd_loss` is torchtune's forward, reverse or symmetric
     Kullback-Leibler divergence of student and teacher (Hinton et al.,
     https://arxiv.org/abs/1503.02531; Ko et al., https://arxiv.org/abs/2402.03898), without the
-    teacher's entropy where that is a constant.
+    teacher's constant entropy.
 
     Attributes:
-        kd_loss_fn: the second loss.
-        kd_ratio: its share, 0 to 1.
+        kd_loss_fn: divergence of student and teacher.
+        kd_ratio: share of `kd_loss`, 0 to 1.
 
     Raises:
         SettingError: a key of distillation is missing, or cannot be used.
@@ -67,7 +66,7 @@ class Distillation(NextTokens):
         return (self.loss_fn, self.kd_loss_fn)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Refuse losses that do not go together, and a teacher that cannot be one."""
+        """Raise SettingError for losses that do not fit together, and for an unfit teacher."""
         super().check(model)
         size = self.cfg.get("reference_micro_batch_size")
         if size is not None:
@@ -104,7 +103,7 @@ class Distillation(NextTokens):
     # --- what is refused
 
     def _check_chunks(self) -> None:
-        """Refuse two losses that take logits in different numbers of chunks."""
+        """Raise SettingError if the two losses take different numbers of chunks."""
         chunks = getattr(self.kd_loss_fn, "num_output_chunks", None)
         expected = self.loss_fn.num_output_chunks if takes_chunks(self.loss_fn) else None
         if chunks != expected:
@@ -116,8 +115,8 @@ class Distillation(NextTokens):
             raise SettingError("kd_loss", component_of(self.cfg.kd_loss), remedy)
 
     def _check_kd_loss(self) -> None:
-        """Refuse a loss that fails, that ignores another label, or that is not the mean over label
-        tokens, so that it depends on how a step is split.
+        """Raise SettingError for a loss that fails, ignores another label, or is not the mean over
+        label tokens, so that it would depend on the split of a step.
         """
         ignored = getattr(self.kd_loss_fn, "ignore_index", self.ignore_index)
         if ignored != self.ignore_index:
@@ -151,7 +150,9 @@ class Distillation(NextTokens):
             raise SettingError("kd_loss", as_dict(self.cfg.kd_loss), remedy)
 
     def _check_teacher(self, student: torch.nn.Module, teacher: torch.nn.Module) -> None:
-        """Refuse a teacher with adapters, with another vocabulary, or without chunks of logits."""
+        """Raise SettingError for a teacher with adapters, with another vocabulary, or without
+        chunks.
+        """
         component = component_of(self.cfg.teacher_model)
         if get_adapter_params(teacher):
             remedy = (
@@ -176,8 +177,8 @@ class Distillation(NextTokens):
 
 
 class _HasLabels(TorchFunctionMode):
-    """Inside, an estimate's batch has labels: torchtune's losses ask whether it has none, and fake
-    tensors have no values.
+    """Mode for estimates: torchtune's losses ask whether a batch has no label, and fake tensors
+    have no values, so the answer is no.
     """
 
     def __torch_function__(

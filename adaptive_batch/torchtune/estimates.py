@@ -58,15 +58,14 @@ def estimate_devices(
     save: Callable[[MemoryEstimate], object] = lambda estimate: None,
     builder: FullModel | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory on the devices that ``estimate.devices`` names, without weights, network
-    or accelerator.
+    """Estimate the memory on the devices of ``estimate.devices``, without weights, network or
+    accelerator.
 
     Args:
-        cfg: the configuration: YAML and key=value.
-        show: is called with each table as soon as it is ready.
-        save: is called with the estimate as soon as it is ready, and again when it has the single
-            changes.
-        builder: builds the model; None for full fine-tuning.
+        cfg: configuration: YAML and key=value.
+        show: function that is called with each table as soon as it is ready.
+        save: function that is called with the estimate, and again when it has the single changes.
+        builder: builder of the model; None for full fine-tuning.
 
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
@@ -341,7 +340,7 @@ class Estimator:
 
 
 def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
-    """Build the error that names the component whose code reads values of fake tensors."""
+    """Return the error that names the component whose code reads values of fake tensors."""
     key = "model"
     loss = str(cfg.loss._component_).rpartition(".")[2]
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -425,7 +424,7 @@ _Changes = list[tuple[bool, Sequence[str], str]]
 
 
 def _memory_changes(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
-    """Return changes of what is kept for backward."""
+    """Return changes of the activations that are kept for backward."""
     recomputed = _share_of_layers(model) / 3
     recomputes = (
         cfg.get("enable_activation_checkpointing", False) or cfg.get("ac_mode", None) is not None

@@ -55,21 +55,21 @@ _BITSANDBYTES = "bitsandbytes."
 
 
 class FakeRun:
-    """What training would build, on a :class:`FakeDevice`.
+    """Model, data and optimizer of a training run on a :class:`FakeDevice`.
 
     Args:
-        cfg: the recipe's configuration, for the device that it names.
-        settings: the same, checked.
-        device: where everything is put.
-        reads_data: take rows from the configured dataset; False makes rows of any length, and reads
-            no file.
-        builder: builds the model; None for full fine-tuning.
+        cfg: configuration of the recipe, with the device of the real run.
+        settings: its keys, checked.
+        device: fake device.
+        reads_data: whether rows come from the configured dataset; else they are synthetic, and no
+            file is read.
+        builder: builder of the model; None for full fine-tuning.
 
     Attributes:
-        device: where everything is put.
+        device: fake device.
 
     Raises:
-        SettingError: something is configured that cannot be counted on fake tensors.
+        SettingError: a component cannot be counted on fake tensors.
     """
 
     def __init__(
@@ -115,9 +115,7 @@ class FakeRun:
             )
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
-        """Return the configuration with what fake tensors on a CPU can run; note what that leaves
-        out.
-        """
+        """Return a configuration that runs on fake CPU tensors; note what it leaves out."""
         on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(on_cpu, DictConfig)
         on_cpu.device = "cpu"
@@ -156,17 +154,11 @@ class FakeRun:
         except SettingError as error:
             if error.key not in ("tokenizer", "dataset") or error.__cause__ is None:
                 raise
-            key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
-            value: object = lengths[0] if len(lengths) == 1 else list(lengths)
-            # Then rows are read for it alone.
-            if not any(isinstance(length, str) for length in lengths):
-                key = "collate_fn"
-                value = self.job.cfg.collate_fn
-            remedy = f"the rows of the dataset that it takes are not at hand ({error})"
-            numbers = (
-                "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
+            remedy = (
+                f"{error.remedy}; or give estimate.sequence_lengths=[512,1024,2048] and no"
+                " collate_fn, so that no file is read"
             )
-            raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from error
+            raise SettingError(error.key, error.value, remedy) from error.__cause__
 
     def _with_values(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that makes batches of real values, whatever is fake around it."""
@@ -261,8 +253,8 @@ class FakeRun:
         return self._fake_step(rows, accumulates=accumulates, keeps_gradients=keeps_gradients)
 
     def reference_curve(self, rows: Rows) -> MemoryCurve:
-        """Return the peak of the reference alone, which runs apart from training, by the rows at
-        once: what training has between two steps is there, too. :meth:`step` comes first.
+        """Return the curve of peaks of a reference that runs before the step. Call :meth:`step`
+        first.
         """
         reference = self.trainer.engine.reference
         assert reference is not None, "the reference runs within training's micro-batches"
@@ -291,7 +283,7 @@ class FakeRun:
         return lambda size: self.trainer.engine.try_rows(rows(size))
 
     def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
-        """Return the model that trains and, where the task needs one, the second."""
+        """Return the trained model and the second model or None."""
         job = self.job
         kinds: list[tuple[FullModel, DictConfig]] = [(job.builder, job.cfg)]
         if job.second is not None:
@@ -346,7 +338,7 @@ def expected_curve(
     accumulates: bool,
     builder: FullModel | None = None,
 ) -> MemoryCurve:
-    """Return what trials of these rows should peak at on the configured device."""
+    """Return the estimated curve of peaks of trials on the configured device."""
     device = FakeDevice(
         CudaKernels.of_this_device() if str(cfg.device).startswith("cuda") else None
     )
@@ -369,7 +361,7 @@ def expected_curve(
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Inside, the libraries that fetch datasets take what is on the disk."""
+    """Context manager: make the libraries that download datasets use local files."""
     import datasets
     from huggingface_hub import constants
 
@@ -379,15 +371,14 @@ def _offline() -> Iterator[None]:
 
 
 class StatesOfBitsandbytes(torch.optim.Optimizer):
-    """The states that an optimizer of bitsandbytes makes, and no step: it cannot be run on fake
-    tensors.
+    """States of an optimizer of bitsandbytes, without its step, which needs a device.
 
-    8-bit ones hold a byte for each element and a float32 for each block of 256 of them, parameters
-    of fewer than 4096 elements float32; others hold float32 (bitsandbytes 0.50.2,
-    optim/optimizer.py: ``init_state``). There are two states where there are two moments, else one.
+    8-bit states have a byte for each element and a float32 for each block of 256; parameters of
+    fewer than 4096 elements, and other states, are float32 (bitsandbytes 0.50.2,
+    optim/optimizer.py: ``init_state``). An optimizer with two moments has two states.
 
     Raises:
-        SettingError: an optimizer whose states are not known.
+        SettingError: the sizes of the optimizer's states are unknown.
     """
 
     _MOMENTS: ClassVar[dict[str, int]] = {
@@ -435,14 +426,14 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
 
 
 class _DefaultStream(torch.cpu.Stream, torch.Stream):  # type: ignore[misc]
-    """A CPU's stream, which does nothing, of the type that tensors can be recorded on."""
+    """CPU stream that does nothing, of the type that ``record_stream`` accepts."""
 
     def __new__(cls) -> _DefaultStream:
         return torch.Stream.__new__(cls, stream_id=0, device_index=0, device_type=0)
 
 
 class _HostCopy:
-    """What a tensor becomes on the host: its shape, which takes no memory of the device."""
+    """Host copy of a tensor: a shape that takes no memory of the device."""
 
     def __init__(self, tensor: torch.Tensor, **_: Any) -> None:
         # A counter would see it made.
@@ -479,7 +470,7 @@ _init = FunctionType(
 
 
 class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
-    """torchtune's own code, which keeps, offloads and brings back, on fake tensors."""
+    """torchtune's offloading on fake tensors."""
 
     def __init__(self) -> None:
         # It would warn of this machine's memory.
@@ -487,7 +478,7 @@ class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
 
 
 def offloading_fake_tensors() -> AbstractContextManager[None]:
-    """Return a context manager: torchtune offloads fake tensors in what is set up inside."""
+    """Return a context manager: torchtune offloads fake tensors in steps that are set up inside."""
     # The module that makes the context manager of a step.
     offloading = sys.modules[OffloadActivations.__module__]
     return replaced(offloading, OffloadActivations=FakeOffloadActivations)

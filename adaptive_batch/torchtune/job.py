@@ -1,6 +1,4 @@
-"""What every part of a run is built from: the checked configuration, the device, the dtype and the
-model without memory.
-"""
+"""Context of a run: checked configuration, task, device, dtype, and models on the meta device."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, de
 from .checks import TO_TRAIN, complete
 from .config_errors import component_of, computing, instantiate, one_line
 from .distillation import Distillation
-from .model import FullModel, num_token_embeddings
+from .model import FullModel, SecondModel, num_token_embeddings
 from .preference_pairs import PreferencePairs, takes_pairs
-from .reference import SecondModel
 from .settings import Settings
 from .task import NextTokens, Task
 
@@ -39,13 +36,18 @@ T = TypeVar("T")
 
 
 class Job:
-    """The configuration of a run, in which torchtune's defaults are filled in, the model builder
-    (None: full fine-tuning) and the task (None: that of the loss).
+    """Context that the parts of a run share.
+
+    Args:
+        cfg: configuration; torchtune's defaults are filled in.
+        settings: its keys, checked.
+        builder: builder of the model; None for full fine-tuning.
+        task: task of the run; None for the task of the loss.
+        needs: keys that must be set.
+        with_values: wrapper of functions that make batches, for runs on fake tensors.
 
     Attributes:
-        ranks: that a batch is counted on, as many as saw different rows when the run began.
-        with_values: wraps a function that makes a batch, so that it has values where tensors are
-            fake.
+        ranks: data-parallel size at the start of the run; batches are counted on it.
 
     Raises:
         SettingError: a key is missing or another recipe's, or the device or dtype cannot be used.
@@ -68,7 +70,7 @@ class Job:
         self.with_values = with_values
         self.ranks = distributed.data_parallel_size()
         asked = str(cfg.device).partition(":")[0]
-        # torchtune takes the CPU in its place.
+        # torchtune would use the CPU instead.
         if asked == "cuda" and not torch.cuda.is_available():
             remedy = "run this where there is one, or give device=cpu dtype=fp32"
             raise SettingError(
@@ -77,8 +79,6 @@ class Job:
         self.device = _usable(
             "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
         )
-        if asked == "cpu" and self.device.index:
-            raise SettingError("device", cfg.device, "there is one CPU; give cpu")
         if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
             remedy = f"torch {torch.__version__} trains on no such device here; give cuda or cpu"
             raise SettingError("device", cfg.device, remedy)
@@ -92,23 +92,21 @@ class Job:
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
 
     def _set_up_compiler(self) -> None:
-        """Set what is read whenever a part is compiled.
-
-        Torch keeps it for each thread, so training belongs to the thread that sets this up.
-        """
+        """Set the compiler's options, which torch keeps for each thread: train in this one."""
         settings = self.settings
         partitioner = private("torch._functorch.config", "activation_memory_budget")
         if partitioner.activation_memory_budget != settings.activation_memory_budget:
-            # A graph of another budget would be taken as it is.
+            # Graphs of another budget would be reused.
             torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
-        # Where micro-batches have many shapes, the first one is no constant of its graph.
+        # Micro-batches of many shapes need dynamic shapes from the first graph on.
         varies = settings.search_plan.chooses_fastest or not settings.layout_kind.is_usual
         torch.compiler.config.assume_static_by_default = not varies
 
     def check_model(self) -> None:
-        """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is
-        checked once it is built.
+        """Raise SettingError for a loss or a model of another recipe.
+
+        A model that cannot be built on the meta device is checked after it is built.
         """
         self.task.check(None)
         check_keys_of_others(self.cfg, type(self.task))
@@ -119,39 +117,39 @@ class Job:
 
     @cached_property
     def second(self) -> SecondModel | None:
-        """The frozen model that is held beside the one that trains; None where there is none."""
+        """Frozen second model of the task, or None."""
         return self.task.second_model(keeps_base=self.builder.keeps_base)
 
     @cached_property
     def memory(self) -> DeviceMemory:
-        """The memory of the device, of which each rank of this machine has a part."""
+        """Memory of the device, shared by the ranks of this machine."""
         return device_memory(self.device, shared_by=distributed.local_world_size())
 
     @cached_property
     def skeleton(self) -> torch.nn.Module:
-        """The model without memory."""
+        """Model on the meta device."""
         return self.builder.skeleton(self.cfg, dtype=self.dtype)
 
     @cached_property
     def second_skeleton(self) -> torch.nn.Module | None:
-        """The second model without memory; None where there is none."""
+        """Second model on the meta device, or None."""
         if self.second is None:
             return None
         return self.second.skeleton(dtype=self.dtype)
 
     @cached_property
     def _outline(self) -> torch.nn.Module | None:
-        """The model without memory; None where it cannot be built so."""
+        """Model on the meta device; None if it cannot be built there."""
         return _if_it_can_be_built(lambda: self.skeleton)
 
     @cached_property
     def _second_outline(self) -> torch.nn.Module | None:
-        """The same of the second model; None also where there is none."""
+        """Second model on the meta device; None if there is none, or it cannot be built there."""
         return _if_it_can_be_built(lambda: self.second_skeleton)
 
     @cached_property
     def max_seq_len(self) -> int | None:
-        """The most tokens that all models take; None where they do not say."""
+        """Most tokens of a sequence that all models take; None if unknown."""
         limits = [
             getattr(getattr(outline, "decoder", outline), "max_seq_len", None)
             for outline in (self._outline, self._second_outline)
@@ -160,28 +158,28 @@ class Job:
 
     @property
     def max_row_length(self) -> int | None:
-        """The most tokens of a row; None where the model does not say."""
+        """Most tokens of a row; None if unknown."""
         if self.max_seq_len is None:
             return None
         return self.max_seq_len * len(self.task.fields)
 
     @cached_property
     def vocab_size(self) -> int | None:
-        """The number of token ids that the model has embeddings of; None where it does not say."""
+        """Number of token ids with an embedding; None if unknown."""
         if self._outline is None:
             return None
         return num_token_embeddings(self._outline)
 
     def check_weights_fit(self) -> None:
-        """Refuse an allowance of memory that does not hold the model's weights.
+        """Check that the allowed memory holds the model's weights.
 
         Raises:
-            SettingError: it is below what they need.
+            SettingError: it does not.
         """
         probe = self.settings.probe
         ranks = distributed.world_size()
         memory = self.memory
-        # How much auto leaves free is known where rows are.
+        # The share of `auto` is known when rows are.
         headroom = 0.0 if isinstance(probe.headroom, str) else probe.headroom
         budget = budget_bytes(
             probe.device_memory,
@@ -203,15 +201,15 @@ class Job:
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
     def count_batches_on(self, ranks: int) -> None:
-        """Count batches on the ranks that the run began with, however many there are now."""
+        """Count batches on the ranks that began the run."""
         self.ranks = ranks
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
-        """Return what a step holds and in which order rows come, as configured.
+        """Return the configured size of a step and order of rows.
 
         Args:
-            seed: seed of the order of rows, unless that is torchtune's.
-            max_steps_per_epoch: steps after which an epoch ends; None for all of its rows.
+            seed: seed of the order of rows; torchtune's order has its own.
+            max_steps_per_epoch: steps after which an epoch ends; None for all rows.
         """
         settings = self.settings
         # The seed of torchtune's sampler.
@@ -222,7 +220,7 @@ class Job:
         return Batching(**options | {"max_steps_per_epoch": max_steps_per_epoch})
 
     def check_optimizer(self) -> None:
-        """Refuse an optimizer that cannot be built, and one of torch's that cannot step."""
+        """Raise SettingError if the optimizer cannot be built, or one of torch's cannot step."""
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=self.dtype, device=self.device))
         optimizer = self.new_optimizer([parameter])
         # Others may compile their step.
@@ -256,7 +254,7 @@ def check_keys_of_others(cfg: DictConfig, task: type[Task]) -> None:
 
 @contextmanager
 def own_compiler(cfg: DictConfig) -> Iterator[None]:
-    """Inside, a job may set up the compiler of the process; afterwards it is as before."""
+    """Context manager: restore the compiler options that a :class:`Job` sets."""
     if not cfg.get("compile", False):
         yield
         return
@@ -271,7 +269,7 @@ def own_compiler(cfg: DictConfig) -> Iterator[None]:
 
 
 def _if_it_can_be_built(build: Callable[[], T]) -> T | None:
-    """Return a model without memory; None where it cannot be built so."""
+    """Return a model on the meta device, or None if it cannot be built there."""
     try:
         return build()
     except Exception as error:

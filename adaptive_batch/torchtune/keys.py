@@ -11,16 +11,16 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, field, fields
-from importlib import import_module
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig
+from torchtune.config._utils import _get_component_from_path
 
 from adaptive_batch._util import Option, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EXAMPLES
 
-from .config_errors import component_of
+from .config_errors import component_of, one_line
 from .removed_keys import REMOVED_FUNCTIONS
 
 T = TypeVar("T")
@@ -49,6 +49,8 @@ _OTHER_RECIPES = {
     "quantizer": "quantization-aware training is torchtune's qat_distributed",
     "policy_model": "reinforcement learning is torchtune's ppo_full_finetune_single_device",
 }
+# Keys of torchtune's configs that do not train.
+_NOT_TRAINING = {"tasks": "eleuther_eval", "max_new_tokens": "generate", "quantizer": "quantize"}
 # Similarity of a typo: lr_scale is taken for lr_scaling, compile_mode (0.74) not for compile.
 _CLOSE = 0.77
 
@@ -126,6 +128,10 @@ def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
         settings: Dataclass of our top-level keys.
         config: Configuration as given, with its references.
     """
+    for key, recipe in _NOT_TRAINING.items():
+        if key in config and "dataset" not in config and "checkpointer" in config:
+            remedy = f"this is not a config of training: `tune run {recipe}` runs it"
+            raise SettingError(key, component_of(config[key]), remedy)
     for key, reason in _OTHER_RECIPES.items():
         value = config.get(key)
         if value is not None:
@@ -202,35 +208,21 @@ def load_function(path: object, *, key: str) -> Any:
     """Import the object of a dotted path.
 
     Raises:
-        SettingError: it cannot be imported, with the missing module or name.
+        SettingError: it cannot be imported; the message has torchtune's reason.
     """
     replacement = REMOVED_FUNCTIONS.get(str(path))
     if replacement is not None:
         raise SettingError(key, path, f"this function was removed; {replacement}")
-    parts = path.split(".") if isinstance(path, str) else []
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+    if not isinstance(path, str):
+        remedy = "give the dotted path of a function, such as my_module.my_function"
+        raise SettingError(key, path, remedy)
+    try:
+        return _get_component_from_path(path)
+    except (Exception, SystemExit) as error:
+        remedy = "run from the folder of its module, or put that folder on PYTHONPATH"
         raise SettingError(
-            key, path, "give the dotted path of a function, such as my_module.my_function"
-        )
-    for split in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:split])
-        try:
-            loaded: Any = import_module(module)
-        except (Exception, SystemExit) as error:
-            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-                continue
-            reason = str(error)
-            if not isinstance(error, ImportError):
-                reason = f"{type(error).__name__}: {reason}"
-            raise SettingError(key, path, f"importing {module} failed: {reason}") from error
-        for part in parts[split:]:
-            if not hasattr(loaded, part):
-                names = [name for name in dir(loaded) if not name.startswith("_")]
-                raise SettingError(key, path, f"{module} has no {part}; {nearest(part, names)}")
-            loaded = getattr(loaded, part)
-        return loaded
-    remedy = "run from the folder that holds it, or put that folder on PYTHONPATH"
-    raise SettingError(key, path, f"no module {parts[0]} can be imported; {remedy}")
+            key, path, f"it cannot be imported: {one_line(error)}; {remedy}"
+        ) from error
 
 
 def _load(value: object, *, key: str) -> Any:

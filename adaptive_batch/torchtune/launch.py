@@ -1,4 +1,4 @@
-"""How a recipe's process begins and ends: terminal, configuration file and launched ranks."""
+"""Start and end of a recipe's process: terminal, configuration file and launched ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .config_errors import as_dict, check_file, plainly
 
 log = logging.getLogger("adaptive_batch")
 
-# What torchtune takes.
+# Arguments that torchtune accepts.
 _ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"
 _INTERRUPTED = "interrupted"
 
 
 def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
-    """Run a recipe as a program, on the configuration of its command line."""
+    """Run a recipe as a program, with the configuration of its command line."""
     set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(config.parse(recipe_main)())
@@ -47,8 +47,9 @@ def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
 def use_shipped_config(arguments: list[str]) -> None:
     """Replace the name of a shipped config after ``--config`` by its path, in place.
 
-    Refuses a name that is neither a file's nor a shipped config's. Every other argument is
-    ``key=value``, or ``~key``, which removes one.
+    Raises:
+        SettingError: the name is neither a file nor a shipped config, or another argument is
+            neither ``key=value`` nor ``~key``.
     """
     if "--config" not in arguments[:-1]:
         return
@@ -76,9 +77,7 @@ def use_shipped_config(arguments: list[str]) -> None:
 
 
 def set_up_process() -> None:
-    """Show decisions as they are made, and this package's errors as one line, not a traceback;
-    keep what is imported from the garbage collector, and CUDA memory from fragments.
-    """
+    """Set up logging, errors on one line, the garbage collector and expandable segments."""
     _freeze_imports()
     expand_segments()
     if not log.handlers:
@@ -104,13 +103,13 @@ def set_up_process() -> None:
 
 @cache
 def _freeze_imports() -> None:
-    """Let the collector pass over what is imported, which stays, after each trial."""
+    """Exclude imported objects from garbage collection, which runs after each trial."""
     gc.freeze()
 
 
 def show_details(cfg: DictConfig, *, recipe_name: str) -> None:
-    """Print the resolved configuration and what torchtune logs, with ``verbose=True``; else only
-    torchtune's warnings, and no bars of the `datasets` library where there is no terminal.
+    """Print the resolved configuration and torchtune's log if ``verbose=True``; else only
+    torchtune's warnings, and without a terminal no progress bars of `datasets`.
     """
     torchtunes = utils.get_logger()
     if cfg.get("verbose"):
@@ -130,7 +129,7 @@ def _is_warning(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def no_component_exits() -> Iterator[None]:
-    """Inside, raise an error where a component, such as a dataset, calls ``sys.exit``."""
+    """Context manager: raise an error if a component, such as a dataset, calls ``sys.exit``."""
     try:
         yield
     except SystemExit as ended:
@@ -147,16 +146,14 @@ def no_component_exits() -> Iterator[None]:
 
 @contextmanager
 def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
-    """Inside, end the process by Ctrl-C, SIGTERM or SIGHUP with a line that says what comes next.
-
-    They end it where they are not waited for.
+    """Context manager: end at Ctrl-C, SIGTERM or SIGHUP with a line on how to resume.
 
     Args:
-        after_end: function that returns what comes next.
+        after_end: function that returns this line.
 
     Raises:
-        KeyboardInterrupt: with that line; of a single process that was asked to end by another
-            signal, SystemExit with status 75.
+        KeyboardInterrupt: Ctrl-C, or a signal on several ranks; it has the line.
+        SystemExit: another signal in a single process; its status is 75.
     """
     try:
         yield
@@ -174,10 +171,10 @@ def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
-    """Inside, join the launched ranks in one process group, which an error of one rank ends.
+    """Context manager: join the launched ranks in a process group; an error of one rank ends all.
 
-    All ranks end with one message. Yields the watchdog of this rank, or None where only this
-    process was launched.
+    Yields:
+        The watchdog of this rank; None for a single process.
     """
     if not distributed.is_launched():
         check_parallel(cfg, world_size=1)
@@ -204,7 +201,7 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     except KeyboardInterrupt as error:
         watch.fail(str(error) or _INTERRUPTED)
     except RankLostError as error:
-        # Only a rank that ran out of memory tells its limit.
+        # Only a rank that ran out of memory reports its limit.
         kind = "out_of_memory" if "limit" in error.facts else "error"
         watch.fail(error, kind=kind, facts=error.facts)
     except BaseException as error:
@@ -226,7 +223,7 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
         )
         raise SettingError("device", cfg.device, remedy) from error
     offloads = bool(cfg.get("fsdp_cpu_offload", False))
-    # Both send tensors that lie on the host, which NCCL cannot.
+    # Both send tensors of the host, which NCCL cannot.
     on_host = offloads or bool(cfg.get("enable_async_checkpointing", False))
     distributed.init_process_group(
         training.get_distributed_backend(
@@ -239,10 +236,10 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
 
 
 def _check_same(cfg: DictConfig) -> None:
-    """Refuse ranks that were started with different configurations or versions.
+    """Raise SettingError if ranks were started with different configurations or versions.
 
-    They are compared in the store: the process group itself depends on the configuration, and one
-    that ranks begin differently is waited for.
+    They are compared in the store, as ranks with different configurations may wait forever for
+    their process group.
     """
     own = {
         key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()

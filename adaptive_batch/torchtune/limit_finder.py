@@ -35,22 +35,21 @@ from .trainer import Trainer
 
 
 class LimitFinder:
-    """Searches on the data and the model of a run; the sizers take what is found.
+    """Searches for the limits of a run; sizers take the results.
 
-    Use :meth:`check` before the weights are loaded and the others after.
+    Call :meth:`check` before the weights load, and the other methods after.
 
     Args:
-        job: job of the run.
+        job: context of the run.
         data: rows of the run.
-        lost: record of an earlier attempt of the run; of a trial that ended all ranks without
-            showing whether its rows fit, up to half are tried. None for none.
-        watch: watchdog of this rank, of several; it keeps the time of trials.
-        event: function that logs what was found: a kind, a message and facts.
+        lost: record of an earlier attempt, or None. Of a trial that ended all ranks, up to half of
+            the rows are tried.
+        watch: watchdog of this rank, which limits the time of trials, or None.
+        event: function that logs an event: a kind, a message and facts.
 
     Attributes:
-        path: file ``probe.json``, whose results are taken after one trial where they depend on the
-            same things.
-        reference_path: file of those of the reference.
+        path: file ``probe.json``; a result in it is reused after one trial.
+        reference_path: file of the reference's results.
     """
 
     def __init__(
@@ -129,13 +128,13 @@ class LimitFinder:
     # --- training ---------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer, batches: Batches, resumed: ResumedRun) -> None:
-        """Find how many rows fit at once, where any setting needs it; the batches take the batch
-        size to train with: the checkpoint's, where that is kept.
+        """Search for the limits that the settings need, and set the batch size of training.
+
+        A resumed run keeps the checkpoint's batch size.
 
         Raises:
-            SettingError: what is configured, or what the checkpoint's schedule may ask for, does
-                not fit; with the suggested fix.
-            DoesNotFitError: not one row fits.
+            SettingError: a configured size, or one of the checkpoint's schedule, does not fit.
+            DoesNotFitError: no row fits.
         """
         sizer = trainer.engine.sizer
         saved = resumed.state_of("limits")
@@ -200,21 +199,20 @@ class LimitFinder:
         kept_step_rows: int | None = None,
         sizer: MicroBatchSizer | None = None,
     ) -> list[ProbeResult]:
-        """Find the largest number of rows whose forward and backward fit in training, and within it
-        the fastest micro-batches, unless the sizer knows these, as of a checkpoint.
+        """Find the most rows whose forward and backward fit, and the fastest micro-batches if
+        asked.
 
-        All that is resident in training is there in the trials, too.
+        Trials have the same tensors in memory as training.
 
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            kept_step_rows: rows of a step on one device that a checkpoint keeps; None where it
-                keeps none.
-            sizer: takes what is found; None only reports it.
+            kept_step_rows: rows of a step on one device that a checkpoint keeps, or None.
+            sizer: sizer that takes the results; None only reports them.
 
         Returns:
-            The searches, of which the last counts. A step that fits itself is tried as one
-            micro-batch first. If it has to be several, it is tried again beside gradients.
+            The searches; the last one counts. A step that must be split is searched again with
+            gradients in memory.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -292,9 +290,7 @@ class LimitFinder:
         )
 
     def _take_batch(self, batches: Batches, result: ProbeResult, *, keeps_batch: bool) -> None:
-        """Have the batches take the size that was found, where that is asked for; refuse a
-        configured one that is above it.
-        """
+        """Set the batch size to the result if asked; raise if the configured one does not fit."""
         settings = self._settings
         batch_size = batches.batch_size
         max_batch_size = result.max_batch_size
@@ -390,9 +386,7 @@ class LimitFinder:
     def _begin_reference(
         self, trainer: Trainer, batches: Batches, saved: Mapping[str, Any] | None
     ) -> None:
-        """Find how many rows fit at once in a reference that runs apart from training, where that
-        is asked for or training's were searched for, too.
-        """
+        """Find how many rows fit in a reference that runs before the step."""
         engine = trainer.engine
         reference = engine.reference
         settings = self._settings
@@ -421,17 +415,16 @@ class LimitFinder:
     def of_reference(
         self, trainer: Trainer, *, step_rows: int, sizer: MicroBatchSizer | None = None
     ) -> ProbeResult:
-        """Find the largest number of rows that fit at once in a reference that runs apart from
-        training.
+        """Find the most rows that fit in a reference that runs before the step.
 
         Args:
             trainer: trainer of the run.
-            step_rows: rows of a step on one device; more are of no use unless steps grow.
-            sizer: takes what is found; None only reports it.
+            step_rows: rows of a step on one device, the most to try unless steps grow.
+            sizer: sizer that takes the result; None only reports it.
 
         Raises:
             DoesNotFitError: one row does not fit.
-            SettingError: a number of rows is configured, and fewer fit.
+            SettingError: a configured number of rows does not fit.
         """
         settings = self._settings
         size = settings.reference_micro_batch_size
@@ -490,16 +483,16 @@ class LimitFinder:
         rounds: bool = False,
         path: Path | None = None,
     ) -> list[ProbeResult]:
-        """Find how many rows fit at once, with the run's options, cache and time.
+        """Search with the options, cache and time limit of the run.
 
         Args:
             trainer: trainer of the run.
-            scope: what is looked for.
-            maximum: most rows that are tried, see :meth:`rows_to_try`.
-            sizer: takes what is found; None for none.
+            scope: rows and pass to search with.
+            maximum: most rows to try, see :meth:`rows_to_try`.
+            sizer: sizer that takes the result, or None.
             report: function that is called with the result of each search.
-            rounds: whether the power of two at or below the bound is tried, too.
-            path: file that keeps the result; None for none.
+            rounds: whether the power of two at or below the maximum is tried, too.
+            path: file that keeps the result, or None.
 
         Returns:
             The result of each search; the last one counts, see :func:`find_limit`.
@@ -548,7 +541,7 @@ class LimitFinder:
 
 
 def facts_of(result: ProbeResult) -> dict[str, Any]:
-    """Return what each event of a search says."""
+    """Return the facts that each event of a search has."""
     return {
         "max_batch_size": result.max_batch_size,
         "trials": len(result.trials),

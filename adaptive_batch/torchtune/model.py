@@ -1,23 +1,23 @@
-"""What differs between kinds of fine-tuning: how a model is built, what trains, what is saved."""
+"""Models of a run: building, weights and saving of the one that trains, and frozen ones."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.dtypes import nf4tensor
-from torchtune import modules, training
-from torchtune.modules.peft import get_adapter_params
+from torchtune import config, modules, training
+from torchtune.modules.peft import disable_adapter, get_adapter_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
@@ -25,14 +25,15 @@ from adaptive_batch._util import nearest, replaced
 from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
+from .checks import has_tensor_parallelism
 from .config_errors import building, component_of, instantiate, one_line
 
 
 class Weights(ABC):
-    """What loads a model's weights.
+    """Source of a model's weights.
 
     Attributes:
-        is_divided: what trains was saved as each rank holds it, and :meth:`load_divided` loads it.
+        is_divided: whether each rank saved its own part, which :meth:`load_divided` loads.
     """
 
     is_divided = False
@@ -41,7 +42,7 @@ class Weights(ABC):
     def load_weights(self) -> Mapping[str, Any]:
         """Return the state dict of the model, or of the base of adapters; a collective.
 
-        It is whole on rank zero, and empty on others and where the whole model is divided.
+        It is whole on rank zero, and empty on other ranks and if the saved model is divided.
         """
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
@@ -49,28 +50,29 @@ class Weights(ABC):
         return {}
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load into what :meth:`FullModel.state` returns; a collective."""
+        """Load the parts that :meth:`FullModel.state` returned; a collective."""
         raise AssertionError("no rank has saved its part")
 
 
 class FullModel:
     """Full fine-tuning: every parameter trains, and a checkpoint holds the whole model.
 
-    Data, probe, loop and checkpoints are the same for all kinds of fine-tuning; another kind is a
-    subclass, which says how a model is built, what trains and what is saved.
+    A subclass for another kind of fine-tuning changes how a model is built, trained and saved.
+    Data, search, loop and checkpoints are the same for all.
 
     Attributes:
-        keeps_base: what is saved is trained on top of a base that stays as it is, and that resuming
-            reads again.
+        keeps_base: whether the saved weights are trained on a frozen base that resuming reads
+            again.
     """
 
     keeps_base = False
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
-        """Refuse a model that belongs to another kind of fine-tuning; it may be without memory.
+        """Raise SettingError for a model of another kind of fine-tuning.
 
-        Raises:
-            SettingError: names the key, and the recipe that fits.
+        Args:
+            model: model with or without memory.
+            cfg: configuration of the recipe.
         """
         remedy = "this recipe trains every weight; train adapters with adaptive_lora_finetune, or"
         if get_adapter_params(model):
@@ -156,7 +158,7 @@ class FullModel:
         """
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the optimizer's parameters, of which it leaves frozen ones as they are."""
+        """Return the optimizer's parameters; the optimizer skips frozen ones."""
         return model.parameters()
 
     def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
@@ -164,16 +166,15 @@ class FullModel:
         return whole_bytes(model.state_dict())
 
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return what a resume point holds of the model by name, as this rank holds it."""
+        """Return this rank's part of the model for a resume point, by name."""
         state: Mapping[str, torch.Tensor] = model.state_dict()
         return state
 
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return what torchtune's checkpointer saves of an epoch, by its keys; a collective.
-
-        It is on rank zero, on its host.
+        """Return the state of an epoch for torchtune's checkpointer, on the host of rank zero; a
+        collective.
         """
         if distributed.world_size() == 1:
             return {training.MODEL_KEY: model.state_dict()}
@@ -190,7 +191,7 @@ def whole_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 def refusing_other_weights(
     model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig
 ) -> Iterator[None]:
-    """Refuse weights of another model, by their shapes and by what torch says inside.
+    """Context manager: check weights against the model, and turn torch's errors into ours.
 
     Raises:
         SettingError: a shape differs, or a name is missing or unknown.
@@ -214,7 +215,7 @@ def refusing_other_weights(
 
 
 def num_token_embeddings(model: torch.nn.Module) -> int | None:
-    """Return how many token ids a model has embeddings of; None where it does not say."""
+    """Return the number of token ids with an embedding; None if unknown."""
     embeddings = getattr(getattr(model, "decoder", model), "tok_embeddings", torch.nn.Identity())
     return (
         sum(
@@ -232,9 +233,8 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class FusedRMSNorm(modules.RMSNorm):  # type: ignore[misc]
-    """The norm as one operation, which keeps only its input for backward.
-
-    torchtune's keeps a float32 copy of input and output too.
+    """RMSNorm as one operation, which keeps only its input for backward; torchtune's also keeps
+    float32 copies of input and output.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -320,7 +320,7 @@ def build_sharded(
 
 
 def _check_plan_of_tied(plan: Mapping[str, Any], tied: set[str], dim: int) -> None:
-    """Refuse a plan that divides weights which an output layer takes as its own."""
+    """Raise SettingError if a plan divides weights that a tied output layer uses."""
     for pattern in plan:
         if any(fnmatch(name, pattern) for name in tied):
             remedy = (
@@ -362,7 +362,7 @@ def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[
 
 
 def _tied_modules(model: torch.nn.Module) -> set[str]:
-    """Return the names of modules whose weights an output layer takes as its own."""
+    """Return the names of modules whose weights a tied output layer uses."""
     tied = {
         id(attribute.tied_module)
         for module in model.modules()
@@ -403,3 +403,149 @@ def compute_rotary_buffers(
         for module in model.modules():
             if hasattr(module, "rope_init"):
                 cast(Any, module).rope_init()
+
+
+# --- frozen models
+
+_SECOND_REMEDY = "give a block like checkpointer, with the files of this model"
+
+
+class FrozenModel:
+    """The frozen model that a task compares with: the base of adapters, or a second model.
+
+    Args:
+        policy: the model that trains.
+        second: a frozen model; None for the policy with its adapters disabled.
+
+    Attributes:
+        second: as given.
+    """
+
+    def __init__(self, policy: torch.nn.Module, second: torch.nn.Module | None = None) -> None:
+        self._policy = policy
+        self.second = second
+        if second is not None:
+            second.requires_grad_(False)
+            second.eval()
+
+    @torch.no_grad()
+    def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
+        """Return the reference's logits of a batch; a list where it returns chunks."""
+        logits: torch.Tensor | list[torch.Tensor]
+        if self.second is None:
+            with disable_adapter(self._policy):
+                logits = self._policy(**batch)
+            return logits
+        # torchtune's teacher keeps its mark on one device: torch chooses the kernel of a chunk's
+        # product by it, and their bits differ.
+        self.second.requires_grad_(distributed.world_size() == 1)
+        try:
+            logits = self.second(**batch)
+        finally:
+            self.second.requires_grad_(False)
+        return logits
+
+    @property
+    def models(self) -> torch.nn.Module:
+        """Both models as one module; the trained model if it is its own reference."""
+        if self.second is None:
+            return self._policy
+        return torch.nn.ModuleList([self._policy, self.second])
+
+
+class SecondModel:
+    """Frozen second model of a task, as configured.
+
+    Args:
+        cfg: configuration of the recipe.
+        key: key of the model's block; `model` if it is built like the trained model.
+        checkpointer_key: key of the checkpointer's block.
+
+    Attributes:
+        builder: builder of the model.
+        cfg: configuration for the builder, without activation checkpointing.
+
+    Raises:
+        SettingError: the models would be divided by tensor parallelism.
+    """
+
+    builder: ClassVar[FullModel] = FullModel()
+
+    def __init__(self, cfg: DictConfig, *, key: str = "model", checkpointer_key: str) -> None:
+        if has_tensor_parallelism(cfg):
+            remedy = (
+                "a second model is not divided by tensor parallelism; give 1, and ranks divide both"
+                " models by FSDP"
+            )
+            raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
+        self._key = key
+        self._checkpointer_key = checkpointer_key
+        own = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        assert isinstance(own, DictConfig)
+        own.model = own[key]
+        own.checkpointer = own[checkpointer_key]
+        own.enable_activation_checkpointing = False
+        own.ac_mode = None
+        self.cfg = own
+
+    def skeleton(self, *, dtype: torch.dtype) -> torch.nn.Module:
+        """Return the model without memory, on the meta device."""
+        with self._naming_key():
+            return self.builder.skeleton(self.cfg, dtype=dtype)
+
+    def loading(self) -> Callable[..., torch.nn.Module]:
+        """Find the files of the weights; return a function of dtype and device that builds the
+        model.
+
+        Raises:
+            SettingError: the checkpointer cannot be built, for example because a file is missing.
+        """
+        weights = _WholeWeights(self.cfg.checkpointer, key=self._checkpointer_key)
+        return partial(self._build, weights)
+
+    def _build(
+        self, weights: _WholeWeights, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
+        with self._naming_key():
+            return self.builder.build(self.cfg, weights, dtype=dtype, device=device)
+
+    @contextmanager
+    def _naming_key(self) -> Iterator[None]:
+        """Context manager: name this model's key in a SettingError of `model`."""
+        try:
+            yield
+        except SettingError as error:
+            name, dot, rest = error.key.partition(".")
+            if name != "model" or self._key == "model":
+                raise
+            named = f"{self._key}{dot}{rest}"
+            raise SettingError(named, error.value, error.remedy) from error.__cause__
+
+
+class _WholeWeights(Weights):
+    """Loads the weights of a second model, as torchtune's checkpointer reads them.
+
+    Args:
+        block: block of the checkpointer.
+        key: its key.
+    """
+
+    def __init__(self, block: DictConfig, *, key: str) -> None:
+        self._block = block
+        self._key = key
+        # None on other ranks, where nothing asks it.
+        self._checkpointer: Any = distributed.on_rank_zero(self._build)
+
+    def _build(self) -> Any:
+        with building(self._key, self._block.get("_component_"), _SECOND_REMEDY):
+            return config.instantiate(self._block, should_load_recipe_state=False)
+
+    def load_weights(self) -> Mapping[str, Any]:
+        """Return the state dict on rank zero; empty on others."""
+
+        def load() -> Mapping[str, Any]:
+            with building(self._key, self._block.get("_component_"), _SECOND_REMEDY):
+                weights: Mapping[str, Any] = self._checkpointer.load_checkpoint()
+            return weights[training.MODEL_KEY]  # type: ignore[no-any-return]
+
+        return distributed.on_rank_zero(load) or {}

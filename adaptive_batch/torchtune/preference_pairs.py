@@ -1,4 +1,4 @@
-"""Preference pairs: a chosen and a rejected answer, whose log probabilities are compared with those
+"""Preference pairs: the log probabilities of a chosen and a rejected answer are compared with those
 of a frozen reference.
 """
 
@@ -19,7 +19,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.training import REFERENCE_VALUES, BatchForm
 
 from .config_errors import as_dict, check_block, component_of, computing
-from .reference import SecondModel
+from .model import SecondModel
 from .task import Batch, Collate, Models, Row, Task
 
 # What torchtune's losses of preferences take.
@@ -68,7 +68,7 @@ class PreferencePairs(Task):
     # --- rows
 
     def labelled(self, row: Row) -> Row:
-        """Return the pair as it is: its loss is a number whatever its labels are."""
+        """Return the pair unchanged: its loss is defined without labels, too."""
         return row
 
     def collate_function(self, pad_id: int) -> Collate:
@@ -88,8 +88,8 @@ class PreferencePairs(Task):
         return torch.tensor(len(answers) // len(self.fields))
 
     def join(self, rows: Sequence[Row], form: BatchForm) -> tuple[Batch, list[int]]:
-        """Return the chosen answers and then the rejected ones, without padding; and the tokens of
-        each, which the batch has, too.
+        """Return the chosen and then the rejected answers without padding, and the tokens of each,
+        which are in the batch, too.
         """
         batch, lengths = super().join(rows, form)
         batch[_ANSWER_LENGTHS] = torch.tensor(lengths)
@@ -98,7 +98,7 @@ class PreferencePairs(Task):
     # --- model and loss
 
     def second_model(self, *, keeps_base: bool) -> SecondModel | None:
-        """Return the reference where every weight trains; that of adapters is their base."""
+        """Return the reference if every weight trains; the reference of adapters is their base."""
         key = "ref_checkpointer"
         given = self.cfg.get(key)
         if not keeps_base and given is None:
@@ -114,7 +114,7 @@ class PreferencePairs(Task):
         return SecondModel(self.cfg, checkpointer_key=key)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Refuse a loss that takes no log probabilities of pairs, and keys that pairs have not."""
+        """Raise SettingError for a loss that is not of preference pairs, and for `collate_fn`."""
         cfg = self.cfg
         if not takes_pairs(self.loss_fn):
             remedy = (
@@ -128,7 +128,7 @@ class PreferencePairs(Task):
             raise SettingError("collate_fn", cfg.collate_fn, remedy)
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
-        """Disable dropout in two models, of which log probabilities are compared."""
+        """Disable dropout in the two models whose log probabilities are compared."""
         if second is not None:
             training.disable_dropout(model)
             training.disable_dropout(second)
@@ -182,9 +182,9 @@ class PreferencePairs(Task):
         """Return the log probability of each answer.
 
         Args:
-            logits: `[answers, length, vocabulary]`; of packed answers `[1, tokens, vocabulary]`.
-            labels: `[answers, length]`, or `[1, tokens]`.
-            lengths: tokens of each answer, where they are packed: `[answers]`.
+            logits: `[answers, length, vocabulary]`, or `[1, tokens, vocabulary]` if packed.
+            labels: `[answers, length]`, or `[1, tokens]` if packed.
+            lengths: tokens of each answer `[answers]` if packed; else None.
         """
         if lengths is None:
             log_probs: torch.Tensor = get_batch_log_probs(logits, labels)
@@ -193,11 +193,11 @@ class PreferencePairs(Task):
         return _sums_of_answers(pad(self._of_tokens(logits, labels)[0], (0, 1)), lengths)
 
     def _of_tokens(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the log probability of the label that each position but the last predicts; 0
-        without one.
+        """Return the log probability of each label after the first `[answers, length - 1]`; 0
+        without a label.
 
-        Without gradients the softmax of all logits would take twice what they do, so it is that of
-        a chunk after the other. Sums have the bits of `get_batch_log_probs`.
+        The softmax runs chunk by chunk: without gradients, the softmax of all logits would take
+        twice their memory. Sums have the bits of `get_batch_log_probs`.
         """
         labels = labels[:, 1:]
         is_label = labels != self.ignore_index
@@ -247,7 +247,7 @@ def takes_pairs(loss_fn: Any) -> bool:
 
 
 def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
-    """Refuse a loss that fails, or does not return a loss and two rewards of each pair."""
+    """Raise SettingError unless the loss returns a loss and two rewards for each pair."""
     zeros = torch.zeros(2)
     with computing("loss", cfg.loss):
         losses, chosen_rewards, rejected_rewards = loss_fn(zeros, zeros, zeros, zeros)

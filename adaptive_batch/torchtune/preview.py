@@ -48,7 +48,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class TrainingAhead:
-    """Plan of the rest of training, as the rules answer now.
+    """Plan of the rest of training.
 
     Attributes:
         progress: progress at its beginning.
@@ -119,10 +119,10 @@ class TrainingPreview:
             same_answers({"batch_increase_function": first})
 
     def look_ahead(self) -> TrainingAhead:
-        """Walk through what is left of training, now that it is known what fits.
+        """Plan the rest of training, after the search.
 
         Raises:
-            GrowthFunctionError: an answer for a later epoch cannot be used.
+            GrowthFunctionError: a rule's answer for a later epoch is invalid.
         """
         settings = self._settings
         batches = self._batches
@@ -150,8 +150,10 @@ class TrainingPreview:
         return TrainingAhead(progress, stages, full_batch_rows, schedule_steps)
 
     def _walk(self, *, plans: bool) -> list[Stage]:
-        """Return the steps that are left of training, by epoch, batch and stage of a ready-made
-        schedule; micro-batches are cut and epochs get their paces where `plans` says so.
+        """Return the remaining steps by epoch, batch and stage of a schedule.
+
+        Args:
+            plans: whether to count micro-batches and give epochs their paces.
         """
         settings = self._settings
         batches = self._batches
@@ -246,12 +248,12 @@ class TrainingPreview:
         return text, record
 
     def alone(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> str:
-        """Return the preview of a run that tries and trains nothing, with the bound that is known,
-        below what is not the checkpoint's.
+        """Return the preview of a run that neither searches nor trains, below changes since the
+        checkpoint.
 
         Args:
-            limit_finder: source of the bound, where one is needed.
-            sizer: takes the bound.
+            limit_finder: source of a known maximum batch size.
+            sizer: sizer that takes it.
         """
         settings = self._settings
         resumed = self._resumed

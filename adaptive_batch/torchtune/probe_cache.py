@@ -68,16 +68,17 @@ _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
 class ProbeCache:
-    """Results of earlier searches of the same trials.
+    """Results of earlier searches with the same trials.
 
-    Bounds lie in ``probe.json``, curves of peaks in the cache of the user. Rank zero asks for all.
+    Results are in ``probe.json``, curves of peaks in the user's cache folder. Rank zero asks for
+    all ranks.
 
     Args:
-        job: job of the run.
+        job: context of the run.
         data: rows of the run.
-        scope: what a search looks for.
-        options: how it goes about it.
-        path: file of the results; None keeps none.
+        scope: rows and pass of the search.
+        options: options of the search.
+        path: file of the results, or None.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class ProbeCache:
         return curve
 
     def learn(self, result: ProbeResult) -> None:
-        """Keep what a search has found, unless it was known."""
+        """Store the result of a search, unless it came from the cache."""
         if result.from_cache:
             return
         self._keep(measured_curve(result.trials))
@@ -174,7 +175,7 @@ class ProbeCache:
         return fingerprint(self._settings, allocator, *self._conditions, about)
 
     def _estimate(self) -> MemoryCurve | None:
-        """Return the estimated curve of peaks; None where two trials tell, or where it fails."""
+        """Return the estimated curve of peaks; None if two trials show it, or it fails."""
         job = self._job
         probe = job.settings.probe
         # Memory that is counted to the byte lies on a line, which two trials show.
@@ -208,7 +209,13 @@ class ProbeCache:
 
 
 def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
-    """Return a name for the settings that a bound depends on, for rows of so many tokens."""
+    """Return a fingerprint of the settings that a result depends on.
+
+    Args:
+        job: context of the run.
+        data: rows of the run.
+        tokens: tokens of a row.
+    """
     probe = job.settings.probe
     return fingerprint(
         _conditions(job, data, tokens), probe.search, probe.device_memory, probe.headroom
@@ -245,7 +252,7 @@ def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _are_zero(value: Any) -> Any:
-    """Return whether each number is zero; return anything else as it is."""
+    """Return whether each number is zero; return any other value unchanged."""
     if isinstance(value, list):
         return [_are_zero(part) for part in value]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -254,7 +261,7 @@ def _are_zero(value: Any) -> Any:
 
 
 def _shapes(batch: Any) -> Any:
-    """Return shape and dtype of each tensor in a batch, nested as they are."""
+    """Return shape and dtype of each tensor in a nested batch."""
     if isinstance(batch, torch.Tensor):
         return [list(batch.shape), str(batch.dtype)]
     if isinstance(batch, Mapping):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from adaptive_batch import distributed
@@ -25,6 +27,7 @@ from adaptive_batch._util import (
 from adaptive_batch.data import ReadAhead, count_other_bytes, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
+from .checks import values_at
 from .config_errors import as_dict, component_files, one_line
 from .job import Job
 
@@ -37,6 +40,7 @@ _TOKENS = 0
 _REAL = 1
 _WORST = 2
 _OTHER_BYTES = 3
+_LABELS = 4
 
 
 class Rows(Dataset[Any]):
@@ -119,14 +123,15 @@ class Rows(Dataset[Any]):
 
     @property
     def other_bytes(self) -> torch.Tensor:
-        """Bytes of each row beside its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
+        """Bytes of each row without its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
         return self._numbers[:, _OTHER_BYTES]
 
     def recount(self) -> str:
-        """Drop the lengths where a row that any rank has read has another length; return which row,
-        or "".
+        """Drop the lengths if a row that any rank has read has another length; a collective once
+        they are counted.
 
-        Lengths are counted again when they are asked for. A collective, once they are counted.
+        Returns:
+            The row and its lengths, or an empty string.
         """
         if self._measured is None or not distributed.any_of_ranks(bool(self._changed)):
             return ""
@@ -142,15 +147,28 @@ class Rows(Dataset[Any]):
         except AdaptiveBatchError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise self._refused(
-                number, f"cannot be read ({reason}); correct it, or filter it out"
-            ) from error
+            raise self._unreadable(number, f"{type(error).__name__}: {one_line(error)}") from error
         numbers = self._measure(number, row)
         self._check(number, numbers)
         if self._measured is not None:
             self._compare(number, numbers[_TOKENS], self._measured)
         return row
+
+    def _unreadable(self, number: int, reason: str) -> SettingError:
+        """Return the error for a row that cannot be read, after trying another row."""
+        other = number - 1 if number else len(self) - 1
+        try:
+            if other != number:
+                _ = self._dataset[other]
+        except Exception:
+            columns = getattr(getattr(self._dataset, "_data", None), "column_names", None)
+            remedy = (
+                f"rows {number} and {other} cannot be read ({reason});"
+                f" {f'rows have {chr(44).join(columns)}; ' if columns else ''}check column_map,"
+                " conversation_style and the prompt template"
+            )
+            return SettingError(self._key, self._name, remedy)
+        return self._refused(number, f"cannot be read ({reason}); correct it, or filter it out")
 
     def _compare(self, number: int, num_tokens: int, measured: torch.Tensor) -> None:
         """Log the first row of an epoch that has not the length that it was counted with, and
@@ -193,22 +211,35 @@ class Rows(Dataset[Any]):
         # Datasets of Hugging Face, which torchtune's keep as `_data`, know their content.
         contents = [getattr(getattr(part, "_data", part), "_fingerprint", None) for part in parts]
         described = described_with_files(blocks), component_files(blocks), contents
-        name = fingerprint("rows and their bytes", described, installed_version("torchtune"))
+        name = fingerprint(
+            "rows, their labels and bytes", described, installed_version("torchtune")
+        )
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
-        return measure_rows(
+        numbers = measure_rows(
             self,
             self._measure,
-            num_numbers=4,
+            num_numbers=5,
             cache_file=self._cache_file,
             reads_cache=self._trusts_cache,
         )
+        without = int((numbers[:, _LABELS] == 0).sum())
+        if without:
+            message = f"{without} of {count(len(numbers), 'row')} have no label, and train nothing"
+            limit = next(iter(values_at(self._job.cfg, "tokenizer.max_seq_len")), sys.maxsize)
+            cut = int((numbers[:, _TOKENS] >= limit * len(self._task.fields)).sum())
+            if cut:
+                message += f"; {count(cut, 'row')} may be cut to tokenizer.max_seq_len={limit}"
+            log.warning("%s: %s", self._key, message)
+        return numbers
 
     def _measure(self, number: int, row: Any) -> list[int]:
         """Return a row's tokens, its real tokens, the token id that is most likely outside of a
-        vocabulary, and the bytes of all but its text.
+        vocabulary, the bytes of all but its text, and its labels after the first token.
         """
+        ignored = self._task.ignore_index
         extremes = []
         length = 0
+        num_labels = 0
         # What is no mapping has no tokens, and is refused for that.
         given = row if isinstance(row, Mapping) else {}
         for tokens_key, labels_key in self._task.fields:
@@ -219,23 +250,30 @@ class Rows(Dataset[Any]):
                 raise self._refused(number, f"has no {tokens_key}; filter it out")
             length = max(length, len(ids))
             extremes += [int(ids.min()), int(ids.max())]
-            extremes += self._extreme_labels(number, labels_key, labels, num_tokens=len(ids))
+            if labels is None and self._job.cfg.get("collate_fn") is not None:
+                # The function makes labels.
+                num_labels += 1
+                continue
+            targets = self._labels(number, labels_key, labels, num_tokens=len(ids))
+            num_labels += int((targets[1:] != ignored).sum())
+            targets = targets[targets != ignored]
+            if len(targets):
+                extremes += [int(targets.min()), int(targets.max())]
         worst = min(extremes)
         # No vocabulary has negative ids, so without one the largest decides.
         if worst >= 0:
             worst = max(extremes)
         tokens = length * len(self._task.fields)
-        return [tokens, self.num_real_tokens(row), worst, count_other_bytes(row)]
+        return [tokens, self.num_real_tokens(row), worst, count_other_bytes(row), num_labels]
 
-    def _extreme_labels(self, number: int, key: str, labels: Any, *, num_tokens: int) -> list[int]:
-        """Return the smallest and the largest label of a sequence that is not ignored."""
+    def _labels(
+        self, number: int, key: str, labels: Any, *, num_tokens: int
+    ) -> np.ndarray[Any, Any]:
+        """Return the labels of a sequence `[tokens]`."""
         ignored = self._task.ignore_index
         if labels is None:
-            if self._job.cfg.get("collate_fn") is None:
-                raise self._refused(
-                    number, f"has no {key}; give each token its label, or {ignored} for none"
-                )
-            return []
+            problem = f"has no {key}; give each token its label, or {ignored} for none"
+            raise self._refused(number, problem)
         targets = self._ids(number, key, labels)
         if len(targets) != num_tokens:
             raise self._refused(
@@ -249,13 +287,10 @@ class Rows(Dataset[Any]):
                 ignored,
                 f"{self._name} marks what is not trained by {CROSS_ENTROPY_IGNORE_IDX}; give that",
             )
-        targets = targets[targets != ignored]
-        if not len(targets):
-            return []
-        return [int(targets.min()), int(targets.max())]
+        return targets
 
     def _ids(self, number: int, key: str, ids: Any) -> np.ndarray[Any, Any]:
-        """Return what a row has under a key as numbers `[tokens]`."""
+        """Return the values of a row under a key as an array `[tokens]`."""
         if isinstance(ids, torch.Tensor):
             ids = ids.cpu()
         is_list = isinstance(ids, list | tuple)
@@ -277,9 +312,9 @@ class Rows(Dataset[Any]):
         )
 
     def _check(self, number: int, numbers: list[int]) -> None:
-        """Refuse a row that the model does not take."""
+        """Raise SettingError if the model does not take a row."""
         job = self._job
-        length = self._task.of_each_sequence(numbers[_TOKENS])
+        length = self._task.sequence_length(numbers[_TOKENS])
         worst = numbers[_WORST]
         if job.max_seq_len is not None and length > job.max_seq_len:
             remedy = (
@@ -297,4 +332,10 @@ class Rows(Dataset[Any]):
             )
 
     def _refused(self, number: int, problem: str) -> SettingError:
-        return SettingError(self._key, self._name, f"row {number} {problem}")
+        name = self._name
+        if isinstance(self._dataset, ConcatDataset):
+            ends = [0, *self._dataset.cumulative_sizes]
+            part = bisect_right(ends, number) - 1
+            name = name.split(", ")[part]
+            number -= ends[part]
+        return SettingError(self._key, name, f"row {number} {problem}")

@@ -287,16 +287,16 @@ class SavingSettings:
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """What is found before training, as all keys together ask for it.
+    """Searches before training, derived from all keys.
 
     Attributes:
-        is_needed: whether training needs to know the largest batch that fits.
-        chooses_fastest: whether a micro-batch holds what is fastest, rather than as much as fits.
-        whole_step_rows: rows of each step on one device, where a step always has those that are
-            configured, in one micro-batch if they fit; None elsewhere.
-        has_several: whether some step has several micro-batches whatever fits.
-        rounds: whether the power of two at or below the bound is tried, too.
-        sets_batch: whether training begins with the batch that is found, unless a checkpoint's is
+        is_needed: whether training needs the maximum batch size.
+        chooses_fastest: whether the fastest micro-batches are chosen, not the largest.
+        whole_step_rows: rows of each step on one device if all steps have the configured rows; None
+            otherwise.
+        has_several: whether a step has several micro-batches even if it fits at once.
+        rounds: whether the power of two at or below the maximum is tried, too.
+        sets_batch: whether training begins with the maximum batch size, unless a checkpoint's is
             kept.
     """
 

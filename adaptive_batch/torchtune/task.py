@@ -1,4 +1,4 @@
-"""What one row is to a run and what is learned from it; next tokens, the usual task."""
+"""Tasks: the layout of a row, its collation and its loss. Next tokens are the usual task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adaptive_batch.training import BatchForm, count_shifted_labels
 
 from .config_errors import as_dict, building, component_of, computing
 from .keys import load_function
-from .reference import SecondModel
+from .model import SecondModel
 
 Row = Any
 Batch = dict[str, Any]
@@ -30,32 +30,33 @@ COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
 
 class Models(Protocol):
-    """The models that a loss is computed by."""
+    """Models that a loss calls."""
 
     def logits(self, **batch: Any) -> Any:
-        """Return the logits of the model that trains; a list where it returns chunks."""
+        """Return the logits of the trained model; a list if it returns chunks."""
 
     def reference_logits(self, **batch: Any) -> Any:
-        """Return the same of the frozen model that the task compares with, where it has one."""
+        """Return the logits of the frozen model that the task compares with."""
 
 
 class Task(ABC):
-    """How rows of a task are measured, collated and learned from.
+    """Measurement, collation and loss of the rows of a task.
 
-    A row has one or more sequences. Its tokens count as if all of them were padded to the longest,
-    also where they are packed.
+    A row has one or more sequences. Its tokens count as if all sequences were padded to the
+    longest, in packed micro-batches too.
 
     Args:
-        cfg: the recipe's configuration.
-        loss_fn: its loss.
+        cfg: configuration of the recipe.
+        loss_fn: loss of the recipe.
 
     Attributes:
-        fields: keys of a row under which each sequence has its tokens and its labels.
-        keys: keys of the configuration that no other task has.
-        without_it: what a run of another task does not do, and which recipe does.
+        fields: keys of a row with the tokens and the labels of each sequence.
+        keys: keys of the configuration that only this task has.
+        without_it: sentence for runs of other tasks; it names the recipe of this task.
         counts_rows, metrics: see :class:`RowLoss`.
-        num_reference_values: numbers of each row that are all that the loss takes from a reference,
-            so that this may run in micro-batches of its own; 0 where it takes more, or has none.
+        num_reference_values: numbers of a row that the loss needs from a reference, which may then
+            run in separate micro-batches; 0 if the loss needs more, or has no reference.
+        ignore_index: label of tokens that are not trained on.
     """
 
     fields: ClassVar[tuple[tuple[str, str], ...]]
@@ -73,42 +74,42 @@ class Task(ABC):
     # --- rows
 
     def length(self, row: Row) -> int:
-        """Return the tokens of a row as it is collated."""
+        """Return the tokens of a collated row, padding included."""
         return len(self.fields) * max(len(row[tokens]) for tokens, _ in self.fields)
 
     def num_real_tokens(self, row: Row) -> int:
-        """Return the tokens of a row that are not padding."""
+        """Return the tokens of a row, padding excluded."""
         return sum(len(row[tokens]) for tokens, _ in self.fields)
 
     def sequences(self, row: Row) -> Iterator[tuple[Any, Any]]:
-        """Yield tokens and labels of each sequence of a row; what it does not have is None."""
+        """Yield tokens and labels of each sequence of a row; None for missing ones."""
         for tokens, labels in self.fields:
             yield row.get(tokens), row.get(labels)
 
-    def of_each_sequence(self, length: int) -> int:
-        """Return the tokens of each sequence of a row that has so many; rounded up."""
+    def sequence_length(self, length: int) -> int:
+        """Return the tokens of each sequence of a row of `length` tokens, rounded up."""
         return -(-length // len(self.fields))
 
     def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:
-        """Return the rows, one padded so that collating pads all to so many tokens."""
+        """Return the rows, one of them padded, so that collation pads all to `length` tokens."""
         return lengthened(
             rows,
-            self.of_each_sequence(length),
+            self.sequence_length(length),
             pad_id=pad_id,
             ignore_index=self.ignore_index,
             fields=self.fields,
         )
 
     def resized(self, row: Row, length: int) -> Row:
-        """Return a row of text cut or repeated to so many tokens."""
-        length = self.of_each_sequence(length)
+        """Return a row of text, cut or repeated to `length` tokens."""
+        length = self.sequence_length(length)
         return {
             key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()
         }
 
     def filled(self, row: Row) -> Row:
-        """Return a row whose sequences are all as long as its longest, so that no row of its length
-        takes more, however it lies in a micro-batch.
+        """Return a row with all sequences as long as its longest: the worst row of its length in
+        any layout.
         """
         if len(self.fields) == 1:
             return row
@@ -116,20 +117,20 @@ class Task(ABC):
         return {**row, **self.resized(sequences, self.length(row))}
 
     def made_up_row(self, length: int, *, packed: bool = False) -> Row:
-        """Return a row of so many tokens, each with a label."""
+        """Return a row of `length` tokens, each with a label."""
         assert not packed, "rows of this task are not packed"
-        length = self.of_each_sequence(length)
+        length = self.sequence_length(length)
         return {key: [0] * length for pair in self.fields for key in pair}
 
     @abstractmethod
     def labelled(self, row: Row) -> Row:
-        """Return a row like this one that has a label, for a rank that has no row."""
+        """Return a copy of a row with a label, for a rank without a row."""
 
     # --- batches
 
     def rows_of_sequences(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the sequences of rows, each as a row of ``tokens`` and ``labels``: the first of
-        all rows, then the second.
+        """Return each sequence of rows as a row of ``tokens`` and ``labels``: the first sequences
+        of all rows, then the second ones.
         """
         return [
             {"tokens": row[tokens], "labels": row[labels]}
@@ -138,8 +139,8 @@ class Task(ABC):
         ]
 
     def join(self, rows: Sequence[Row], form: BatchForm) -> tuple[Batch, list[int]]:
-        """Return one batch on the host of the sequences of rows, without padding; and the tokens of
-        each.
+        """Return one batch of the sequences of rows on the host, without padding, and the tokens of
+        each sequence.
         """
         sequences = self.rows_of_sequences(rows)
         batch = form.join(sequences, ignore_index=self.ignore_index)
@@ -147,7 +148,7 @@ class Task(ABC):
 
     @abstractmethod
     def collate_function(self, pad_id: int) -> Collate:
-        """Return what makes a batch of rows: ``tokens`` and ``labels`` of all of their sequences,
+        """Return the function that collates rows to ``tokens`` and ``labels``
         `[rows x sequences, length]`.
 
         Raises:
@@ -156,64 +157,63 @@ class Task(ABC):
 
     @abstractmethod
     def count_labels(self, batch: Batch) -> torch.Tensor:
-        """Return what the loss of a batch is the mean over, as a whole scalar tensor."""
+        """Return the number of labels or rows that the loss is a mean over, as a scalar tensor."""
 
     # --- model and loss
 
     def second_model(self, *, keeps_base: bool) -> SecondModel | None:
-        """Return the frozen model that is held beside the one that trains; None where there is
-        none.
+        """Return the frozen second model of the task, or None.
 
         Args:
-            keeps_base: whether adapters train, and the base below them stays as it is.
+            keeps_base: whether adapters train on a frozen base.
 
         Raises:
-            SettingError: a key of it is missing, or given where there is none.
+            SettingError: a key of the second model is missing, or given without one.
         """
         return None
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """The losses that are compiled with the model."""
+        """Losses that are compiled with the model."""
         return (self.loss_fn,)
 
     @abstractmethod
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Refuse a loss, or models without memory, that are not of this task."""
+        """Raise SettingError for a loss, or a model on the meta device, of another task."""
 
     @abstractmethod
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
-        """Set up the models for what the loss takes."""
+        """Set up the models for the loss."""
 
     @abstractmethod
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Return the mean loss of a batch on the device, which it may empty; leave each of
-        `metrics` in it.
+        """Return the mean loss of a batch on the device. It may remove entries of the batch, and
+        adds each of `metrics`.
         """
 
     @abstractmethod
     def token_loss(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Return the sum of the losses of all labels of a batch of single sequences on the device,
-        by which packed ones are compared with others.
+        """Return the sum of the losses of all labels in a batch of single sequences on the device,
+        to compare packed with padded batches.
         """
 
     def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Return what the loss takes of each row from the reference, without gradients:
+        """Return the reference's values of each row, without gradients
         `[rows, num_reference_values]`.
 
         Args:
-            models: models that the loss is computed by.
-            batch: batch on the device, which may be emptied.
+            models: models that the loss calls.
+            batch: batch on the device; its entries may be removed.
         """
         raise AssertionError(f"{type(self).__name__} takes no numbers of rows from a reference")
 
     def loss_of(self, **metrics: torch.Tensor) -> torch.Tensor | None:
-        """Return the loss of a step by the means of `metrics`; None where they do not tell it."""
+        """Return the loss of a step from the means of `metrics`; None if unknown."""
         return None
 
 
 class NextTokens(Task):
-    """Each token of a row's one sequence predicts the label of the next."""
+    """Next-token prediction: each token of a sequence predicts the next label."""
 
     fields = (("tokens", "labels"),)
 
@@ -223,10 +223,10 @@ class NextTokens(Task):
         self.ignore_index = getattr(loss_fn, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
 
     def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:
-        """Return the rows, one padded to so many tokens.
+        """Return the rows, one of them padded to `length` tokens.
 
         Raises:
-            SettingError: rows have no labels, and the padding would be labelled too.
+            SettingError: rows have no labels, so that padding would be labelled too.
         """
         if length <= max(map(self.length, rows)):
             return rows
@@ -240,7 +240,7 @@ class NextTokens(Task):
         return super().lengthened(rows, length, pad_id=pad_id)
 
     def made_up_row(self, length: int, *, packed: bool = False) -> Row:
-        """Return a row of so many tokens; a packed one as torchtune's packed datasets give it."""
+        """Return a row of `length` tokens; a packed one as torchtune's packed datasets."""
         if not packed:
             return super().made_up_row(length)
         tokens = torch.zeros(length, dtype=torch.int64)
@@ -260,7 +260,7 @@ class NextTokens(Task):
         return {**row, "tokens": tokens, "labels": tokens}
 
     def collate_function(self, pad_id: int) -> Collate:
-        """Return the configured function; torchtune's where there is none."""
+        """Return the configured function; torchtune's by default."""
         name = self.cfg.get("collate_fn")
         if name is None:
             name = "torchtune.data.padded_collate_sft"
@@ -270,7 +270,7 @@ class NextTokens(Task):
         return partial(collate, padding_idx=pad_id, ignore_idx=self.ignore_index)
 
     def count_labels(self, batch: Batch) -> torch.Tensor:
-        """Return the label tokens that are left after the shift by one."""
+        """Return the number of label tokens after the shift by one."""
         return count_shifted_labels(batch, self.ignore_index)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
@@ -293,7 +293,7 @@ class NextTokens(Task):
             raise SettingError("loss", component, remedy)
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
-        """Let the models return chunks where the loss takes them."""
+        """Have the models return chunks if the loss takes chunks."""
         if not takes_chunks(self.loss_fn):
             return
         for chunked in (model, second):
@@ -314,16 +314,14 @@ class NextTokens(Task):
         return self.mean_loss(models, batch) * count
 
     def shifted(self, labels: torch.Tensor, logits: Any) -> torch.Tensor:
-        """Return the label that each position predicts, in the shape that goes with logits as
-        :func:`flat` returns them.
-        """
+        """Return the label that each position predicts, in the shape for :func:`flat`."""
         nothing = labels.new_full((labels.shape[0], 1), self.ignore_index)
         labels = torch.hstack((labels[..., 1:], nothing))
         return labels if isinstance(logits, list) else labels.reshape(-1)
 
 
 def flat(logits: Any) -> Any:
-    """Return logits as `[rows x length, vocabulary]`, and chunks of them as they are."""
+    """Return logits as `[rows x length, vocabulary]`; chunks of logits are returned unchanged."""
     if isinstance(logits, list):
         return logits
     return logits.reshape(-1, logits.size(-1))

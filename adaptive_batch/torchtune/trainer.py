@@ -30,8 +30,7 @@ from adaptive_batch.training import (
 from .config_errors import one_line
 from .data import Data, Sizers
 from .job import Job
-from .model import Weights
-from .reference import Reference
+from .model import FrozenModel, Weights
 
 log = logging.getLogger("adaptive_batch")
 
@@ -71,7 +70,7 @@ class Trainer:
                 training.compile_loss(loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
         self.model = model
-        self._reference = Reference(model, second)
+        self._reference = FrozenModel(model, second)
         job.task.prepare(model, second)
         self.models = self._reference.models
         self._job = job

@@ -339,9 +339,9 @@ REFUSED = [
         "qwen2",
         {"estimate": {"sequence_lengths": [32, "max_seq_len"]}},
     ),
-    ("probe.sequence_length", "qwen2", {"estimate": {"sequence_lengths": None}}),
+    ("tokenizer", "qwen2", {"estimate": {"sequence_lengths": None}}),
     (
-        "collate_fn",
+        "tokenizer",
         "qwen2",
         {
             "collate_fn": "torchtune.data.padded_collate_sft",

@@ -12,7 +12,7 @@ from torch import nn
 from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.torchtune import Distillation, PreferencePairs
-from adaptive_batch.torchtune.reference import Reference
+from adaptive_batch.torchtune.model import FrozenModel
 from adaptive_batch.training import RowLoss
 
 IGNORED = -100
@@ -31,7 +31,7 @@ class LearnedTask:
     """
 
     def __init__(self, task: str, model: nn.Module, second: nn.Module | None) -> None:
-        self._reference = Reference(model, second)
+        self._reference = FrozenModel(model, second)
         self._model = model
         self.models = self._reference.models
         block = {"_component_": "torchtune.modules.loss.ForwardKLLoss"}

@@ -57,6 +57,15 @@ def test_a_key_that_is_nearly_one_that_is_read_is_refused_with_that_one(key, mea
     assert str(refused.value) == f"{key}=1: there is no such key; {meant} is probably meant"
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("tasks", ["truthfulqa_mc2"]), ("max_new_tokens", 300), ("quantizer", None)]
+)
+def test_a_config_that_does_not_train_is_named_with_its_recipe(key, value):
+    with pytest.raises(SettingError, match="this is not a config of training: `tune run ") as error:
+        Settings.from_config({key: value, "checkpointer": {}, "model": {}})
+    assert error.value.key == key
+
+
 OWN = [
     "my_note",
     "data_dir",

@@ -1,0 +1,95 @@
+"""A row that cannot be used is named with its dataset, and rows without a label are counted."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import ConcatDataset
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.torchtune.data import _check_lines
+from adaptive_batch.torchtune.rows import Rows
+from adaptive_batch.torchtune.task import NextTokens
+
+
+class Listed:
+    """Rows of a list; an error in it is raised as its row is read."""
+
+    def __init__(self, rows, columns=()):
+        self.rows = rows
+        self._data = SimpleNamespace(column_names=[*columns])
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        row = self.rows[number]
+        if isinstance(row, Exception):
+            raise row
+        return row
+
+
+GOOD = {"tokens": [1, 2, 3], "labels": [-100, 2, 3]}
+MASKED = {"tokens": [1, 2, 3], "labels": [1, -100, -100]}
+MISSING = KeyError("instruction")
+
+
+def rows_of(dataset, name="mine", **cfg):
+    cfg = OmegaConf.create({"dataset": {"_component_": name}, "tokenizer": {}} | cfg)
+    job = SimpleNamespace(
+        device=torch.device("cpu"),
+        max_seq_len=None,
+        vocab_size=None,
+        cfg=cfg,
+        task=NextTokens(cfg, SimpleNamespace(ignore_index=-100)),
+    )
+    return Rows(job, "dataset", dataset, name=name)
+
+
+def refusal(read):
+    with pytest.raises(SettingError) as refused:
+        read()
+    return refused.value
+
+
+def test_one_row_that_cannot_be_read_is_named():
+    error = refusal(lambda: rows_of(Listed([GOOD, MISSING, GOOD]))[1])
+    assert error.key == "dataset"
+    assert "row 1 cannot be read" in str(error)
+
+
+def test_where_no_row_can_be_read_the_columns_and_keys_are_named():
+    rows = rows_of(Listed([MISSING, MISSING], columns=["input", "output"]))
+    error = refusal(lambda: rows[0])
+    assert "rows 0 and 1 cannot be read" in str(error)
+    assert "input,output" in str(error)
+    assert "column_map" in str(error)
+
+
+def test_a_row_of_two_datasets_is_named_by_its_own():
+    both = ConcatDataset([Listed([GOOD, GOOD]), Listed([GOOD, {"tokens": []}])])
+    error = refusal(lambda: rows_of(both, name="first, second")[3])
+    assert error.value == "second"
+    assert "row 1 has no tokens" in str(error)
+
+
+def test_rows_without_a_label_are_counted(caplog, monkeypatch, tmp_path):
+    monkeypatch.setenv("ADAPTIVE_BATCH_CACHE", str(tmp_path))
+    rows = rows_of(Listed([GOOD, MASKED, MASKED]), tokenizer={"max_seq_len": 3})
+    with caplog.at_level("WARNING", logger="adaptive_batch"):
+        _ = rows.lengths
+    assert "2 of 3 rows have no label" in caplog.text
+    assert "tokenizer.max_seq_len=3" in caplog.text
+
+
+def test_a_broken_line_of_a_file_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": \n')
+    cause = ValueError("An error occurred while generating the dataset")
+    error = refusal(lambda: _check_lines("dataset.data_files", str(path), cause))
+    assert error.key == "dataset.data_files"
+    assert error.value == str(path)
+    assert "line 3" in str(error)
+    path.write_text('{"a": 1}\n')
+    _check_lines("dataset.data_files", [str(path), "https://elsewhere/rows.jsonl"], cause)
