@@ -1,29 +1,27 @@
-"""adaptive_batch: the batch size of a fine-tuning run, known instead of guessed.
+"""adaptive_batch: find, split and grow the batch of a fine-tuning run.
 
 With torchtune, `tune run` finds the recipes `adaptive_full_finetune`, `adaptive_lora_finetune`,
 `adaptive_dpo`, `adaptive_distill`, `adaptive_probe` and `adaptive_estimate`. For any other PyTorch
 loop there are four objects, each usable alone:
 
-    AdaptiveStep         splits a batch into parts that fit, and runs it again where memory runs out
+    AdaptiveStep         splits a batch into parts that fit, and repeats it after an OOM
     AdaptiveBatches      yields row numbers to a DataLoader, in batches that grow and resume exactly
     AdaptiveRate         sets the learning rate of each step, scaled with its batch
     find_max_batch_size  finds the largest batch whose whole training step fits
 
-`AdaptiveLoop` is the four put together. The packages below this one, lowest first:
+`AdaptiveLoop` combines all four. The packages, lowest first:
 
-    schedules     what training has consumed, how the batch size and the learning rate follow it
-    distributed   ranks: collectives, FSDP2, the watchdog, preemption
-    data          lengths and order of rows, batches that grow, micro-batches, balance across ranks
-    memory        device memory, live bytes, the curve of the peak, snapshots of the training state
-    probe         the search for the maximum batch size
-    estimate      a training step on fake tensors: what a device that is not here would hold
-    emulate       PyTorch's CUDA build on a device that is not here, for any program
-    checkpoint    resume points that are complete or absent
-    training      the step, retry after running out of memory, the search, the rate, evaluation
-    report        the run log, the audit, figures and the page
-    torchtune     what the recipes are made of
+    schedules     training progress, batch schedules and the learning rate distributed   ranks:
+    collectives, FSDP2, the watchdog, preemption data          lengths and order of rows, batches
+    that grow, micro-batches, balance across ranks memory        device memory, live bytes, the
+    curve of the peak, snapshots of the training state probe         the search for the maximum
+    batch size estimate      memory estimates for unavailable devices, by a training step on fake
+    tensors emulate       PyTorch's CUDA build on an emulated device, for any program checkpoint
+    resume points that are complete or absent training      the step, retry after an OOM, the
+    search, the learning rate, evaluation report        the run log, the audit, figures and the page
+    torchtune     the parts of the recipes
 
-Importing this package imports no torch: a name is imported when it is first used.
+Importing this package does not import torch: names are imported at their first use.
 """
 
 from typing import TYPE_CHECKING
@@ -32,8 +30,7 @@ from adaptive_batch._util import lazy_imports
 
 __version__ = "0.1.0"
 
-# The public names, written once: type checkers follow these imports, and at run time each is made
-# when its name is first used.
+# The public names. Type checkers follow these imports; at run time they are imported lazily.
 if TYPE_CHECKING:
     from .data import AdaptiveBatches as AdaptiveBatches, Sampling as Sampling
     from .errors import (

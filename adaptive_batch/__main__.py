@@ -1,5 +1,6 @@
-"""The command line of the package itself: ``adaptive-batch check | configs | keys | audit |
-report | emulate | run``, which is also ``python -m adaptive_batch``.
+"""The command line ``adaptive-batch check | configs | keys | audit | report | emulate | run``.
+
+``python -m adaptive_batch`` is the same.
 """
 
 from __future__ import annotations
@@ -26,24 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: what follows the program's name; None takes it from the command line.
+        arguments: arguments after the program's name; None for those of the command line.
 
-    Returns:
-        The exit status: 0, or 1 where ``check`` found something wrong or what ``audit`` is to prove
-        does not hold, or ``report`` has no matplotlib; that of the program which ``emulate`` runs.
-        A mistake in the arguments exits with 2.
+    Returns: The exit status: 0; 1 if ``check`` finds a problem, ``audit`` fails or ``report`` lacks
+    matplotlib; or that of the program of ``emulate`` and ``run``. Invalid arguments exit with 2.
     """
     parser = argparse.ArgumentParser(
-        prog="adaptive-batch", description="The batch size, known instead of guessed."
+        prog="adaptive-batch", description="Find, split and grow the batch of a fine-tuning run."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "check",
-        help="look at versions and devices; print what is wrong and the command that mends it",
+        help="check versions and devices, and print a command that fixes each problem",
     )
     configs = commands.add_parser(
-        "configs", help="list the shipped configurations, or copy one to edit it"
+        "configs", help="list the shipped configurations, or copy one for editing"
     )
     configs.add_argument("name", nargs="?", metavar="NAME", help="the configuration to copy")
     configs.add_argument(
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a folder, or the new file; never overwritten",
     )
     keys = commands.add_parser(
-        "keys", help="print the configuration keys as tables, or rewrite those of a page"
+        "keys", help="print tables of the configuration keys, or rewrite those of a page"
     )
     keys.add_argument(
         "page", nargs="?", metavar="PAGE", help="docs/configuration.md, whose tables are rewritten"
@@ -61,13 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     audit = commands.add_parser(
         "audit",
         help=(
-            "prove from a run's log that each row was used exactly once an epoch, across all"
+            "check from a run's log that each row was used exactly once per epoch, across all"
             " restarts"
         ),
     )
-    report = commands.add_parser(
-        "report", help="draw a run: one HTML page to look at, and the same as a PNG"
-    )
+    report = commands.add_parser("report", help="write the report of a run: an HTML page and a PNG")
     for command in (audit, report):
         command.add_argument("output_dir", metavar="OUTPUT_DIR", help="the output_dir of the run")
     report.add_argument(
@@ -76,18 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_emulate(
         commands.add_parser(
             "emulate",
-            help="run a training program on a GPU that you do not have; report its memory",
+            help="run a training program on an emulated GPU, and report its memory",
             usage="adaptive-batch emulate --device h100 [options] -- python train.py ...",
         )
     )
     run = commands.add_parser(
         "run",
-        help="run a program that trains with Transformers' Trainer, in parts that fit",
+        help="run a program with Transformers' Trainer, in micro-batches that fit",
         usage="adaptive-batch run [options] -- python train.py ...",
     )
     add_options(run)
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
-    # A folder's name may be anything, and a terminal may know ASCII alone.
+    # Folders can have arbitrary names, and a terminal may support only ASCII.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -107,9 +104,9 @@ def _add_emulate(emulate: argparse.ArgumentParser) -> None:
         "--architecture",
         metavar="SM",
         default="sm_80",
-        help="of a device that is given as a size: sm_80 (the default), sm_89, sm_90 ...",
+        help="architecture of a device given as a size: sm_80 (the default), sm_89, sm_90 ...",
     )
-    emulate.add_argument("--devices", metavar="N", type=int, default=1, help="how many; 1")
+    emulate.add_argument("--devices", metavar="N", type=int, default=1, help="number; default 1")
     emulate.add_argument("--steps", metavar="N", type=int, help="end after N optimizer steps")
     emulate.add_argument("--minutes", metavar="M", type=float, help="end after M minutes")
     emulate.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
@@ -117,13 +114,13 @@ def _add_emulate(emulate: argparse.ArgumentParser) -> None:
         "--output",
         metavar="DIR",
         type=Path,
-        help="run in this folder and keep what is written there; else it is deleted",
+        help="run in this folder and keep the files; by default they are deleted",
     )
     emulate.add_argument("--list", action="store_true", help="list the devices")
     emulate.add_argument(
         "--install",
         action="store_true",
-        help="put the CUDA build of an installed CPU build of torch into the cache folder, once",
+        help="install the CUDA build of an installed CPU build of torch into the cache folder",
     )
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
 
@@ -153,7 +150,7 @@ def _emulate(options: argparse.Namespace) -> int:
             return install_cuda_build()
         if options.device is None or not program:
             raise EmulationError("give --device NAME and, after --, the program")
-        # A shell starts jobs in the background so that they and their children ignore Ctrl-C.
+        # Background jobs of a shell ignore Ctrl-C, as do their children.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return emulate(
             program,
@@ -173,19 +170,19 @@ def emulated_device(name_or_size: str, architecture: str) -> Device:
     """Return the device to emulate.
 
     Args:
-        name_or_size: a device of ``--list``, or bytes of memory.
-        architecture: of a device that is given as a size, such as ``sm_89``.
+        name_or_size: a device of ``--list``, or a size.
+        architecture: architecture of a device given as a size, such as ``sm_89``.
 
     Raises:
-        SettingError: it is neither, of ROCm, or smaller than the CUDA context; or the architecture
-            is not known.
+        SettingError: the device is unknown, for ROCm or smaller than the CUDA context, or the
+            architecture is unknown.
     """
     from adaptive_batch.emulate import Device
     from adaptive_batch.estimate import DEVICES, find_device
 
     device = find_device(name_or_size, "--device")
     if device.architecture.startswith("gfx"):
-        raise SettingError("--device", name_or_size, "it has no CUDA; give one of --list")
+        raise SettingError("--device", name_or_size, "it does not run CUDA; give one of --list")
     if not device.architecture:
         known = {one.architecture: one for one in DEVICES if one.compute_capability}
         if architecture not in known:
@@ -194,7 +191,11 @@ def emulated_device(name_or_size: str, architecture: str) -> Device:
         like = known[architecture]
         device = replace(device, architecture=architecture, multiprocessors=like.multiprocessors)
     if device.total_bytes <= device.context_bytes:
-        raise SettingError("--device", name_or_size, "the CUDA context needs more; give 24GiB")
+        raise SettingError(
+            "--device",
+            name_or_size,
+            "the CUDA context needs more memory; give a larger size, such as 24GiB",
+        )
     return Device(
         device.name,
         int(device.architecture.removeprefix("sm_")),
@@ -237,7 +238,7 @@ def _run(options: argparse.Namespace) -> int:
         for name, description in configs:
             print(f"{name:<{width}}  {description}")
     elif options.destination is None:
-        raise SettingError("DEST", None, f"give where to copy it: configs {options.name} DEST")
+        raise SettingError("DEST", None, f"give a destination: configs {options.name} DEST")
     else:
         print(copy_config(options.name, options.destination))
     return 0
@@ -246,7 +247,7 @@ def _run(options: argparse.Namespace) -> int:
 def run_as_program() -> None:
     """Run one command, and exit with its status."""
     if hasattr(signal, "SIGPIPE"):
-        # As other tools end where nobody reads on, such as `| head`.
+        # End silently on a closed pipe, as with `| head`.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())
 

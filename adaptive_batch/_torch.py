@@ -1,6 +1,6 @@
-"""Private names of torch, each bound when a part of this package first uses it.
+"""Private names of torch, bound at their first use.
 
-A torch without a name stops only the part that uses the name.
+If a version of torch lacks a name, only the parts that use it fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from adaptive_batch.errors import TorchVersionError
 
-# The versions that `make test-versions` runs the tests on.
+# The range of versions that `make test-versions` tests.
 OLDEST = "2.11.0"
 NEWEST = "2.15.0"
 
@@ -40,14 +40,14 @@ NAMES = {
 class PrivateNames:
     """Private names of torch for one part of this package.
 
-    An attribute is a name of :data:`NAMES`, bound at its first use. A call checks the names of
+    Attributes are names of :data:`NAMES`, bound at their first use. A call checks the names of
     another module or object.
 
     Args:
-        part: part that cannot be used without the names, for errors.
+        part: part that needs the names, for errors.
 
     Raises:
-        TorchVersionError: torch has no such name.
+        TorchVersionError: torch lacks the name.
     """
 
     def __init__(self, part: str) -> None:
@@ -62,7 +62,7 @@ class PrivateNames:
         return value
 
     def __call__(self, owner: Any, *names: str) -> Any:
-        """Return `owner`, an object or the module of that name, which has all of `names`."""
+        """Return `owner`, an object or the module of this name, after checking its `names`."""
         path = owner if isinstance(owner, str) else type(owner).__name__
         if isinstance(owner, str):
             try:
@@ -76,7 +76,7 @@ class PrivateNames:
 
 
 if TYPE_CHECKING:
-    # The base class of ours, bound when a module that defines a subclass is imported.
+    # Bound when a module that defines a subclass is imported.
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
 
@@ -102,7 +102,7 @@ if torch.__version__ < OLDEST:
         "is too old: with 2.9 two ranks trained to NaN, and before it FSDPParamGroup has no"
         " _all_gather_comm"
     )
-# Once for a run, not for each rank and each worker of a DataLoader.
+# Log once per run, not in each rank and DataLoader worker.
 _is_first_process = os.environ.get("RANK", "0") == "0" and not multiprocessing.parent_process()
 if _minor(torch.__version__) > _minor(NEWEST) and _is_first_process:
     logging.getLogger(__name__).warning(

@@ -1,5 +1,5 @@
-"""Small tools that every package may use: checks of values, progress bars, atomic writes, the cache
-folder, fingerprints.
+"""Helpers for all packages: checks of values, progress bars, atomic writes, the cache folder,
+fingerprints.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from adaptive_batch.errors import SettingError
 log = logging.getLogger("adaptive_batch")
 T = TypeVar("T")
 
-# Seconds between two lines of progress, where no terminal shows a bar.
+# Seconds between two log lines of progress without a terminal.
 SECONDS_BETWEEN_LINES = 10.0
-# Hashing this much takes about 0.1 s.
+# Limit of hashed files; hashing 64 MiB takes about 0.1 s.
 HASHED_BYTES = 64 * 2**20
-# Rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are
-# multiplied.
+# Limit of rows, tokens and steps: beyond any training run, and products of two stay far from
+# overflow in double precision.
 LARGEST_NUMBER = 10**12
 
 
@@ -47,7 +47,7 @@ def check_whole(
     least: int = 1,
     most: int = LARGEST_NUMBER,
 ) -> int:
-    """Refuse what is not a whole number, `least` to `most`."""
+    """Return `value`; raise SettingError unless it is a whole number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SettingError(key, value, remedy)
     if value > most:
@@ -62,14 +62,14 @@ def auto_or_whole(key: str, value: object) -> None:
 
 
 def check_bool(key: str, value: object) -> bool:
-    """Refuse what is neither True nor False."""
+    """Return `value`; raise SettingError unless it is a bool."""
     if not isinstance(value, bool):
         raise SettingError(key, value, "give True or False")
     return value
 
 
 def instance_of(kind: type[T], key: str, value: T | None) -> T:
-    """Return a value of one kind, one of its defaults where it is None; refuse any other."""
+    """Return `value`, or `kind()` for None; raise SettingError for any other type."""
     if value is None:
         return kind()
     if not isinstance(value, kind):
@@ -78,22 +78,22 @@ def instance_of(kind: type[T], key: str, value: T | None) -> T:
 
 
 def check_state(state: object, names: Iterable[str], *, owner: str) -> None:
-    """Refuse what is no state of an object, which has these names."""
+    """Raise SettingError unless `state` has the given names."""
     if not isinstance(state, Mapping) or not state.keys() >= set(names):
-        remedy = f"give what state_dict() of {owner} returned"
+        remedy = f"give the result of state_dict() of {owner}"
         raise SettingError("state", type(state).__name__, remedy)
 
 
 def check_built_alike(
     own: Mapping[str, object], saved: Mapping[str, object], *, what: str, sets_batch: str
 ) -> None:
-    """Refuse a saved state of what was built with other arguments.
+    """Raise SettingError if an object resumes from a state with other constructor arguments.
 
     Args:
-        own: arguments that the object was built with which resumes.
-        saved: those of the saved one.
-        what: name of what is saved.
-        sets_batch: how another batch size is set after resuming.
+        own: arguments of the object.
+        saved: arguments in the saved state.
+        what: name of the object.
+        sets_batch: advice for changing the batch size after resuming.
     """
     for key, value in own.items():
         if saved[key] != value:
@@ -156,20 +156,20 @@ def check_options(options: Any) -> None:
 def check_share(
     key: str, value: object, *, remedy: str = "give a share of at least 0 and below 1, such as 0.05"
 ) -> None:
-    """Refuse what is not a share in [0, 1)."""
+    """Raise SettingError unless `value` is a share in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise SettingError(key, value, remedy)
 
 
 def check_headroom(key: str, value: object) -> None:
-    """Refuse what is neither ``auto`` nor a share in [0, 1)."""
+    """Raise SettingError unless `value` is ``auto`` or a share in [0, 1)."""
     if value != "auto":
         remedy = "give a share of at least 0 and below 1, such as 0.05, or auto"
         check_share(key, value, remedy=remedy)
 
 
 def without_nan(values: Mapping[str, object]) -> dict[str, object]:
-    """Return values with text, such as ``nan``, for the numbers that JSON does not have."""
+    """Return `values` with NaN and infinities as text, for JSON."""
     written = dict(values)
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -183,9 +183,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format an amount of memory in GiB from 16 MiB on, in MiB from 128 KiB on; below that in KiB
-    or bytes.
-    """
+    """Format an amount of memory in GiB (from 16 MiB), MiB (from 128 KiB), KiB or bytes."""
     units = (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10))
     for unit, size, smallest in units:
         if num_bytes >= smallest:
@@ -196,36 +194,31 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def count(number: int, what: str, form: str = "") -> str:
-    """Format so many things, such as ``1 row`` and ``2 rows``, the number in a form such as
-    ``","``.
-    """
+    """Format a count, such as ``1 row`` and ``2 rows``, with an optional format such as ``","``."""
     return f"{number:{form}} {what}{'s' * (number != 1)}"
 
 
 def rows_fit(rows: int) -> str:
-    """Say that so many rows fit: ``1 row fits``, ``2 rows fit``."""
+    """Return ``1 row fits``, ``2 rows fit`` and so on."""
     return f"{count(rows, 'row')} fit{'s' * (rows == 1)}"
 
 
 def format_bound(rows: int | None, maximum: int) -> str:
-    """Format the rows that fit, with a plus where as many fit as are tried at most, or any number
-    does (None).
-    """
+    """Format the rows that fit; `maximum` or any number (None) gets a plus."""
     if rows is None or rows >= maximum > 0:
         return f"{maximum}+"
     return str(rows)
 
 
 class ProgressBar:
-    """Shows how far long work has come: a bar on a terminal; elsewhere a line every ten seconds,
-    and one at the end.
+    """Shows progress: a bar on a terminal, else a log line every ten seconds and at the end.
 
     Args:
-        total: units of work in all.
-        unit: of the work, in the plural.
-        what: is done, as in "counting tokens".
-        done: units of it that were done before.
-        shown: False shows nothing.
+        total: total units of work.
+        unit: name of the units, in the plural.
+        what: description, such as "counting tokens".
+        done: units that are already done.
+        shown: whether to show anything.
     """
 
     def __init__(
@@ -242,12 +235,12 @@ class ProgressBar:
             try:
                 from tqdm import tqdm
             except ImportError:
-                # The core needs torch alone.
+                # tqdm is optional.
                 return
             self._bar = tqdm(total=total, desc=what, initial=done, unit=f" {unit}")
 
     def advance(self, what: str | None = None) -> None:
-        """Count one unit as done, under another description if one is given."""
+        """Count one unit as done and optionally change the description."""
         self._done = self._done + 1
         if what is not None:
             self._what = what
@@ -270,9 +263,7 @@ class ProgressBar:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object or a module that has a ``__dict__``; at the end they are as
-    before.
-    """
+    """Set attributes of an object or module in this context and restore them afterwards."""
     attributes = vars(owner)
     earlier = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -286,7 +277,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> Iterator[None]:
-    """Context manager: enter each ``torch.autocast`` inside of a context manager of its own."""
+    """Enter each ``torch.autocast`` inside the context manager `around(autocast)`."""
     import torch
 
     enter: Callable[[Any], Any] = torch.autocast.__enter__
@@ -303,7 +294,7 @@ def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> 
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return the end of a sentence that refuses a name: those near it, or all that there are."""
+    """Return a suggestion for an unknown name: similar names, or all names."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return f"near it: {', '.join(close)}"
@@ -311,16 +302,15 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Write a file so that a reader, after a kill too, finds the old content or the new one, never
-    a part.
+    """Write a file atomically: readers see the old or the new content, even after a kill.
 
     Args:
-        path: the file; its folder is made if absent.
-        content: all of the file; text is encoded as UTF-8.
-        sync: flush file and name to the disk, so that this holds after a power failure too.
+        path: the file; its folder is created if missing.
+        content: content; text is encoded as UTF-8.
+        sync: whether to flush file and name to disk, to survive a power failure.
 
     Raises:
-        OSError: it cannot be written; the old content is still there.
+        OSError: the file cannot be written; the old content is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -349,8 +339,9 @@ def sync_folder(folder: Path) -> None:
 def move_into_place(
     folder: Path, target: Path, *, then: Callable[[], object] = lambda: None
 ) -> None:
-    """Rename a folder to `target`, and call `then`; one that was there is ``.replaced-NAME`` until
-    that is done, and removed.
+    """Rename a folder to `target` and call `then`.
+
+    An existing `target` is kept as ``.replaced-NAME`` until then, and removed afterwards.
     """
     replaced = target.with_name(f".replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -368,8 +359,8 @@ def move_into_place(
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a distribution; None where it is not installed."""
-    # Slow to import, and not needed by who only imports `adaptive_batch`.
+    """Return the version of a distribution, or None if it is not installed."""
+    # Slow to import, and not needed for `import adaptive_batch`.
     from importlib import metadata
 
     try:
@@ -379,16 +370,14 @@ def installed_version(name: str) -> str | None:
 
 
 def is_emulated() -> bool:
-    """Return whether `adaptive-batch emulate` runs this program, so that neither values nor times
-    are real.
+    """Return whether the program runs under `adaptive-batch emulate`, without real values and
+    times.
     """
     return "ADAPTIVE_BATCH_EMULATED" in os.environ
 
 
 def cache_directory() -> Path:
-    """Return where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache
-    folder.
-    """
+    """Return the cache folder: ADAPTIVE_BATCH_CACHE, or a folder in the user's cache."""
     chosen = os.environ.get("ADAPTIVE_BATCH_CACHE")
     if chosen:
         return Path(chosen)
@@ -396,24 +385,23 @@ def cache_directory() -> Path:
 
 
 def fingerprint(*parts: object) -> str:
-    """Hash settings to 24 hexadecimal digits that are the same in every process and on every
-    machine.
+    """Hash settings to 24 hexadecimal digits, equally in every process and on every machine.
 
-    The order of a mapping's keys makes no difference; types do (``1``, ``"1"``, ``1.0`` and
-    ``True`` all differ). A path counts as its text and a tuple as a list.
+    The order of a mapping's keys is ignored. Types matter: ``1``, ``"1"``, ``1.0`` and ``True`` all
+    differ, but a path equals its text and a tuple a list.
 
     Args:
-        parts: None, bool, int, float, str, path, and lists of these and mappings of these.
+        parts: None, bool, int, float, str, path, and lists and mappings of these.
 
     Raises:
-        TypeError: a part is something else, a tensor for instance.
+        TypeError: a part has another type, such as a tensor.
     """
     text = json.dumps(_as_json(parts), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def file_signature(path: str | Path) -> list[str | int]:
-    """Describe a file, as a part for `fingerprint`: another signature means another content.
+    """Describe a file for `fingerprint`, so that changed content changes the signature.
 
     Returns:
         ``["file", bytes, sha256]`` of a file up to 64 MiB, ``["file", bytes, mtime_ns]`` of a
@@ -429,10 +417,9 @@ def file_signature(path: str | Path) -> list[str | int]:
 
 
 def described_with_files(value: object) -> object:
-    """Return settings in which each text that names a file is followed by the file's signature.
+    """Return settings with the signature of each file that a text names.
 
-    Folders are left as they are: what a run writes into one, a cache or its own output, would
-    change its signature.
+    Folders are not described: caches and outputs of a run would change their signature.
     """
     if isinstance(value, Mapping):
         return {str(key): described_with_files(item) for key, item in value.items()}
@@ -444,8 +431,8 @@ def described_with_files(value: object) -> object:
 
 
 def _as_json(part: object) -> object:
-    """Return a part with JSON texts for the keys of mappings, which tell 1 from "1", and for paths
-    their text.
+    """Return a part with keys of mappings as JSON, which distinguishes 1 from "1", and paths as
+    text.
     """
     if isinstance(part, Mapping):
         return {json.dumps(key): _as_json(value) for key, value in part.items()}
@@ -457,15 +444,15 @@ def _as_json(part: object) -> object:
 
 
 def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
-    """Build a value of an annotated type from what JSON has of it.
+    """Build a value of an annotated type from JSON.
 
     Args:
         kind: A dataclass, a tuple, a dict, ``X | None``, a number or a text.
-        value: What ``asdict`` has made of it, or JSON of that.
+        value: The result of ``asdict``, possibly after a round trip through JSON.
         optional: Fields of dataclasses that may be missing.
 
     Raises:
-        TypeError, ValueError: It is none of that type.
+        TypeError, ValueError: The value does not match the type.
     """
     if is_dataclass(kind):
         if not isinstance(value, Mapping):
@@ -475,7 +462,7 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
             if name in value:
                 arguments[name] = from_json(hint, value[name], optional=optional)
             elif name not in optional:
-                raise TypeError(f"there is no {name}")
+                raise TypeError(f"{name} is missing")
         return kind(**arguments)  # type: ignore[operator]
     if get_origin(kind) is UnionType:
         if value is None:
@@ -500,8 +487,8 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
 
 
 def lazy_imports(package: str, source: str) -> tuple[list[str], Callable[[str], object]]:
-    """Return the ``__all__`` of a package, and the ``__getattr__`` that imports its names on first
-    use (PEP 562).
+    """Return ``__all__`` of a package and a ``__getattr__`` that imports its names lazily (PEP
+    562).
 
     Args:
         package: Name of the package.

@@ -1,8 +1,7 @@
-"""What is installed here, what is wrong with it, and the command that fixes it:
-``adaptive-batch check``.
+"""Checks of the installation, with a command that fixes each problem: ``adaptive-batch check``.
 
-``tune`` ends with "torchao not installed" also where a torchao is there that cannot be imported,
-before any recipe is loaded. So this works where neither torch nor torchtune can be imported.
+``tune`` fails with "torchao not installed" before it loads a recipe, even if torchao is installed
+but cannot be imported. So this module works without importable torch and torchtune.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _PACKAGE = "adaptive-batch"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing, and the command that fixes it; none where nothing is wrong."""
+    """Result of one check, with the command that fixes a problem ("" if there is none)."""
 
     subject: str
     text: str
@@ -38,11 +37,11 @@ class Finding:
 
 
 def check(write: Callable[[str], None] = print) -> bool:
-    """Write a line for each thing that matters, and return whether nothing is wrong."""
+    """Write a line for each check and return whether all pass."""
     findings: list[Finding] = []
     for part in (check_versions, check_devices, check_torchtune):
         findings += part()
-        # What fails with a wrong version of torch says nothing of the devices.
+        # With a wrong version of torch, later checks are meaningless.
         if any(finding.fix for finding in findings):
             break
     width = max(len(finding.subject) for finding in findings)
@@ -54,19 +53,17 @@ def check(write: Callable[[str], None] = print) -> bool:
 def check_versions(
     version: Callable[[str], str | None] = installed_version,
 ) -> Iterator[Finding]:
-    """Yield the versions of this package and of Python, and of each distribution that the recipes
-    need.
-    """
+    """Yield the versions of this package, of Python and of the requirements of the recipes."""
     yield Finding(_PACKAGE, __version__)
     yield Finding("python", platform.python_version())
     try:
-        # The core does without it; torchtune's requirements bring it.
+        # The core does not need it; torchtune requires it.
         from packaging.requirements import Requirement
 
         requirements = [Requirement(text) for text in metadata.requires(_PACKAGE) or ()]
     except ImportError as error:
         fix = "pip install --editable '.[recipes]', in the checkout"
-        yield Finding("torchtune", f"not looked for, as it is not installed: {error}", fix)
+        yield Finding("torchtune", f"its requirements are not installed: {error}", fix)
         return
     for requirement in requirements:
         name = requirement.name
@@ -81,7 +78,7 @@ def check_versions(
 
 
 def check_devices() -> Iterator[Finding]:
-    """Yield the memory of the CPU and of each accelerator that torch sees."""
+    """Yield the memory of the CPU and of each accelerator visible to torch."""
     try:
         import torch
 
@@ -101,16 +98,16 @@ def check_devices() -> Iterator[Finding]:
 
 
 def check_torchtune() -> Iterator[Finding]:
-    """Yield which ``tune`` there is, and whether torchtune can be imported."""
+    """Yield the path of ``tune``, and whether torchtune can be imported."""
     tune = shutil.which("tune", path=sysconfig.get_path("scripts"))
     yield Finding("tune", f"{tune}; PATH has {shutil.which('tune')}")
     try:
-        # torchao warns of extensions that it does not load, which nothing here needs.
+        # torchao warns about optional extensions that it does not load.
         with redirect_stderr(io.StringIO()):
             import_module("torchtune")
         yield Finding("import torchtune", "works")
     except Exception as error:
-        # torchtune raises "torchao not installed" from any ImportError inside of torchao.
+        # torchtune raises "torchao not installed" for any ImportError inside torchao.
         cause = error.__cause__ or error
         is_torchao = "torchao" in "".join(traceback.format_exception(error))
         fix = _reinstall("torchao" if is_torchao else "torchtune")
@@ -118,5 +115,5 @@ def check_torchtune() -> Iterator[Finding]:
 
 
 def _reinstall(name: str) -> str:
-    """Return the command that installs again what is there and cannot be imported."""
+    """Return the command that reinstalls a distribution."""
     return f"pip install --force-reinstall --no-deps '{name}=={installed_version(name)}'"

@@ -1,17 +1,16 @@
-"""What can go wrong, as a tree:
+"""Errors of this package:
 
     AdaptiveBatchError
-      SettingError          ValueError    a key, the value it was given, and the suggested fix
-      GrowthFunctionError   ValueError    a growth function failed or returned no number of rows
-      DoesNotFitError       RuntimeError  one row does not fit; numbers and remedies
-      RankLostError         RuntimeError  one rank failed where the others cannot learn of it
-      NonfiniteLossError    RuntimeError  a step's loss or gradients are NaN or infinite
-      CheckpointError       RuntimeError  a file is missing, truncated, or of another run
-      TorchVersionError     ImportError   this torch lacks a name that is needed
+      SettingError          ValueError    a setting is invalid; names key, value and fix
+      GrowthFunctionError   ValueError    a growth function failed or returned an invalid value
+      DoesNotFitError       RuntimeError  one row does not fit; names sizes and remedies
+      RankLostError         RuntimeError  a rank failed while other ranks wait in a collective
+      NonfiniteLossError    RuntimeError  the loss or gradients of a step are NaN or infinite
+      CheckpointError       RuntimeError  a file is missing, truncated or from another run
+      TorchVersionError     ImportError   the installed torch lacks a required name
 
-Each is also the built-in error beside its name.
-
-A user's mistake is one of these. An assertion is ours.
+Each is also a subclass of the built-in error after its name. Mistakes of the user raise these
+errors; assertions indicate bugs of this package.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# The end of a sentence that something does not fit, in keys of the configuration.
+# Advice in terms of configuration keys, for errors about memory.
 MEMORY_REMEDIES = (
     "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or"
     " optimizer_in_bwd=True, use an 8-bit optimizer or a chunked loss, or allow more memory"
@@ -27,16 +26,20 @@ MEMORY_REMEDIES = (
 
 
 class AdaptiveBatchError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of the errors of this package."""
 
 
-# Characters of a value that are shown.
+# Limit of the characters of a value in messages.
 _LONGEST = 1000
 
 
 class SettingError(AdaptiveBatchError, ValueError):
-    """A setting cannot be used: its key, dotted where it is nested (``probe.headroom``), its value,
-    and the suggested fix.
+    """A setting is invalid.
+
+    Args:
+        key: key of the setting, dotted if nested (``probe.headroom``).
+        value: given value.
+        remedy: problem and suggested fix.
     """
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
@@ -49,29 +52,29 @@ class SettingError(AdaptiveBatchError, ValueError):
         super().__init__(f"{key}={shown}: {remedy}")
 
     def __reduce__(self) -> tuple[type[SettingError], tuple[str, object, str]]:
-        # It crosses processes.
+        # Errors are sent between processes.
         return type(self), (self.key, self.value, self.remedy)
 
 
 class GrowthFunctionError(AdaptiveBatchError, ValueError):
-    """A growth function raised, or its answer is not a number of rows. The message names the epoch
-    and the batch size.
+    """A growth function raised an error or returned an invalid value. The message names its
+    arguments.
     """
 
 
 class DoesNotFitError(AdaptiveBatchError, RuntimeError):
-    """Not even one row fits in memory, or a batch that does not fit cannot be split. The message
-    carries the numbers and the remedies.
+    """One row does not fit in memory, or a batch that does not fit cannot be split. The message
+    names sizes and remedies.
     """
 
 
 class RankLostError(AdaptiveBatchError, RuntimeError):
-    """This rank failed where the others wait for it in a collective, so all ranks must end.
+    """This rank failed while other ranks wait in a collective, so all ranks must end.
 
     Args:
-        message: what happened, with numbers.
-        facts: the same as plain values, for the record; ``limit`` and ``unit`` say what a
-            micro-batch may hold when training is started again.
+        message: description with figures.
+        facts: the figures as plain values for the log; ``limit`` and ``unit`` are the micro-batch
+            limit for a restart.
     """
 
     def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
@@ -83,8 +86,8 @@ class RankLostError(AdaptiveBatchError, RuntimeError):
 
 
 class NonfiniteLossError(AdaptiveBatchError, RuntimeError):
-    """The loss or the gradients of a step are NaN or infinite, and training is to stop there. The
-    message names what came before.
+    """The loss or the gradients of a step are NaN or infinite. The message describes earlier
+    events.
     """
 
 
@@ -93,6 +96,6 @@ class CheckpointError(AdaptiveBatchError, RuntimeError):
 
 
 class TorchVersionError(AdaptiveBatchError, ImportError):
-    """The installed torch lacks a name that is needed. The message says which, and which versions
-    have it.
+    """The installed torch lacks a required name. The message has the name and the supported
+    versions.
     """

@@ -1,8 +1,8 @@
-"""The emulated CUDA libraries: compiled from csrc/ on first use, and kept for each torch.
+"""The emulated CUDA libraries, compiled from csrc/ at first use and cached for each torch.
 
 libcudastub.so has every function that PyTorch imports from CUDA's libraries. A function that csrc/
-does not define returns 0 and counts its calls. Each of CUDA's libraries is an empty one that leads
-to libcudastub.so.
+does not define returns 0 and counts its calls. Each CUDA library is an empty one linked to
+libcudastub.so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 STUB = "libcudastub.so"
 PRELOADED = "scratch.c"
-# PyTorch opens these two by name. CUDA's runtime leads to both, which loads them.
+# PyTorch opens these two by name. The stub of CUDA's runtime is linked to both.
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 _FUNCTION = re.compile(
     r"(?:cuda|__cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|curand|cufft|nccl|nvml|nvrtc|nvtx"
@@ -35,11 +35,11 @@ _SONAME = re.compile(r"lib(?:cu(?!dastub)|nv|nccl)\w*\.so[.\d]*")
 
 
 class EmulationError(Exception):
-    """The emulation cannot run here; the message says what is missing."""
+    """The emulation cannot run; the message names the missing part."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of everything that the emulation keeps between runs."""
+    """Return the cache folder of the emulation."""
     launched = os.environ.get("EMULATE_CACHE")
     if launched:
         return Path(launched)
@@ -49,13 +49,13 @@ def cache_folder() -> Path:
 
 
 def cuda_build_folder(version: str) -> Path:
-    """Return where the CUDA build that replaces a CPU build of this version is installed."""
+    """Return the folder of the CUDA build that replaces a CPU build of this version."""
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     return cache_folder() / f"cuda-build-{version.partition('+')[0]}-{python}"
 
 
 def torch_version(package: Path) -> tuple[str, str | None]:
-    """Return the version of the torch in a folder and the CUDA that it was built for."""
+    """Return the version of the torch in a folder and its CUDA version (None for a CPU build)."""
     text = (package / "version.py").read_text()
     version = re.search(r"^__version__.*'(.+)'", text, re.MULTILINE)
     cuda = re.search(r"^cuda.*'(.+)'", text, re.MULTILINE)
@@ -64,13 +64,13 @@ def torch_version(package: Path) -> tuple[str, str | None]:
 
 
 def stub_folder(package: Path) -> Path:
-    """Return the folder with the libraries for a CUDA build of torch, which are built if needed.
+    """Return the folder of the emulated libraries for a CUDA build of torch; build them if needed.
 
     Args:
-        package: the folder of the torch that a process is about to import.
+        package: folder of the torch that a process is about to import.
 
     Raises:
-        EmulationError: torch is outside the tested versions or no compiler is installed.
+        EmulationError: torch is outside the tested versions, or gcc is not installed.
     """
     version, cuda = torch_version(package)
     release = tuple(int(part) for part in version.split(".")[:2])
@@ -91,10 +91,10 @@ def stub_folder(package: Path) -> Path:
 
 
 def preloaded_library() -> Path:
-    """Return the library that protects the program's own files, which is built if needed.
+    """Return the library that protects the program's own files; build it if needed.
 
     Raises:
-        EmulationError: no compiler is installed.
+        EmulationError: gcc is not installed.
     """
     digest = hashlib.sha256((SOURCES / PRELOADED).read_bytes()).hexdigest()[:16]
     folder = cache_folder() / f"scratch-{digest}"
@@ -106,9 +106,7 @@ def preloaded_library() -> Path:
 
 
 def extension_library(stubs: Path) -> Path | None:
-    """Return a library with the functions of CUDA that other installed packages import and torch
-    does not, such as bitsandbytes; None if there are none.
-    """
+    """Return a library of CUDA functions that other packages (bitsandbytes) import, or None."""
     folders = [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     listing = "".join(name for folder in folders for name in sorted(os.listdir(folder)))
     folder = stubs / f"extensions-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
@@ -155,7 +153,7 @@ def _build(package: Path, cuda: str, folder: Path) -> None:
         rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (package / "lib/libc10_cuda.so").read_bytes()
     )
     imported |= {name.decode() for name in looked_up}
-    # Triton compiles its driver where it runs.
+    # Triton compiles its driver at run time.
     for source in package.parent.glob("triton/backends/nvidia/driver.*"):
         imported |= set(re.findall(r"\b(cu[A-Z]\w+)\(", source.read_text()))
 
@@ -203,11 +201,11 @@ def _build(package: Path, cuda: str, folder: Path) -> None:
 
 
 def _required_version(library: str) -> int:
-    """Return the version of cuDNN or NCCL that torch's wheel asks for, as the library gives it."""
+    """Return the version of cuDNN or NCCL that torch's wheel requires, in the library's format."""
     wheels = " ".join(metadata.requires("torch") or ())
     found = re.search(rf"nvidia-{library}(?:-cu\d+)? ?\(?==(\d+)\.(\d+)(?:\.(\d+))?", wheels)
     if found is None:
-        raise EmulationError(f"torch's metadata does not name the {library} that it needs")
+        raise EmulationError(f"torch's metadata does not require {library}")
     major, minor, patch = (int(part or 0) for part in found.groups())
     return major * 10000 + minor * 100 + patch
 

@@ -1,4 +1,9 @@
-"""Start a program on an emulated device and report what it needed."""
+"""The launcher of a program on an emulated device.
+
+The program runs in a scratch folder that mirrors its own folders and links each file.
+csrc/scratch.c replaces a link before its file is written, so originals are never opened for
+writing.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,8 @@ from adaptive_batch.injection import environment_with
 
 from .build import EmulationError, cache_folder, cuda_build_folder, preloaded_library
 from .report import report_lines
-from .scratch import mirror, written_files
 
-# Trackers and hubs get no made-up values. The program's own environment goes first.
+# Keep made-up values from trackers and hubs. Variables of the program take precedence.
 OFFLINE = {
     "WANDB_MODE": "offline",
     "HF_HUB_OFFLINE": "1",
@@ -34,6 +38,8 @@ OFFLINE = {
     "SWANLAB_MODE": "offline",
 }
 SECONDS_TO_END = 20
+# Beyond this number of entries, folders are linked as a whole, such as data sets of small files.
+MAX_ENTRIES = 20_000
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,11 @@ class Device:
     """A CUDA device.
 
     Attributes:
+        name: name without the manufacturer.
         capability: major and minor compute capability as one number, such as 90.
-        total_bytes: memory as CUDA gives it.
-        context_bytes: memory of it that the CUDA context takes.
+        multiprocessors: number of multiprocessors.
+        total_bytes: total memory reported by CUDA.
+        context_bytes: memory of the CUDA context.
     """
 
     name: str
@@ -54,7 +62,7 @@ class Device:
 
     @property
     def setting(self) -> str:
-        """The device as the emulated CUDA reads it."""
+        """The device in the format of the emulated CUDA."""
         return f"NVIDIA {self.name},{self.capability},{self.multiprocessors},{self.total_bytes}"
 
 
@@ -68,21 +76,22 @@ def emulate(
     json_file: Path | None = None,
     output: Path | None = None,
 ) -> int:
-    """Run a program on an emulated device, and print a report to the error stream.
+    """Run a program on an emulated device and print a report to stderr.
 
     Args:
         command: the program with its arguments.
-        device: what each emulated device is.
-        max_steps: steps of an optimizer after which the program ends.
-        max_minutes: time after which the program is interrupted.
-        json_file: where the report is written as JSON too.
-        output: the folder that the program runs in and writes to; None for one that is deleted.
+        device: the emulated device.
+        num_devices: number of devices.
+        max_steps: limit of the optimizer steps.
+        max_minutes: time limit.
+        json_file: file for the report as JSON.
+        output: folder to run in; None for a temporary one.
 
     Returns:
         The exit status of the program; 0 if a limit ended it.
 
     Raises:
-        EmulationError: the system is not supported or the program cannot be started.
+        EmulationError: the system is not supported, or the program cannot be started.
     """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise EmulationError(
@@ -95,7 +104,7 @@ def emulate(
         records.mkdir()
         mirror(Path.cwd(), scratch)
         environment = _environment(device, num_devices, max_steps, records, scratch)
-        # A folder of the user's may have a space, which ends a path in LD_PRELOAD.
+        # Link it, since spaces in the cache path would break LD_PRELOAD.
         preloaded = Path(temporary, "scratch.so")
         preloaded.symlink_to(preloaded_library())
         environment["LD_PRELOAD"] = f"{preloaded} {os.environ.get('LD_PRELOAD', '')}".strip()
@@ -138,7 +147,7 @@ def _environment(
         "EMULATE_RECORDS": str(records),
         "EMULATE_SCRATCH": str(scratch),
         "EMULATE_STEPS": str(max_steps or 0),
-        # What is compiled or measured here is not for a real device.
+        # Compiled code and measurements are not valid for a real device.
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "ADAPTIVE_BATCH_CACHE": str(records / "adaptive_batch"),
@@ -151,7 +160,7 @@ def _environment(
 def _run(
     command: Sequence[str], folder: Path, environment: dict[str, str], max_minutes: float | None
 ) -> tuple[int, bool]:
-    """Return the exit status of a program, and whether the time limit ended it."""
+    """Run a program and return its exit status and whether the time limit ended it."""
     program = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
     seconds = max_minutes and max_minutes * 60
     was_ended = False
@@ -175,8 +184,8 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def install_cuda_build() -> int:
-    """Install the CUDA build of this environment's torch in the cache folder, with pip, which
-    prints the size of the download. Return pip's exit status.
+    """Install the CUDA build of this environment's torch in the cache folder; return pip's exit
+    status.
     """
     version = metadata.version("torch")
     folder = cuda_build_folder(version)
@@ -187,7 +196,7 @@ def install_cuda_build() -> int:
     new = folder.with_name(f".{folder.name}")
     shutil.rmtree(new, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(new)]
-    # Not ==, which a CPU build of an extra index would match: 2.13.0+cpu.
+    # == would also match a CPU build of an extra index, such as 2.13.0+cpu.
     status = subprocess.run([*pip, f"torch==={release}"]).returncode
     if not status:
         installed = next(new.glob("torch-*.dist-info/METADATA")).read_text()
@@ -196,5 +205,41 @@ def install_cuda_build() -> int:
             status = subprocess.run([*pip, *compilers]).returncode
     if not status:
         new.rename(folder)
-        print(f"installed in {folder}; the environment is as it was")
+        print(f"installed in {folder}; the environment was not changed")
     return status
+
+
+def mirror(folder: Path, scratch: Path) -> None:
+    """Create the folders of `folder` in `scratch`, with links to its files."""
+    left = MAX_ENTRIES
+    pending = [(folder, scratch)]
+    seen = set[str]()
+    while pending:
+        source, target = pending.pop(0)
+        target.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(source):
+            left -= 1
+            new = target / entry.name
+            is_own = Path(entry.path) == scratch or scratch.is_relative_to(entry.path)
+            if is_own or new.exists() or new.is_symlink():
+                continue
+            is_tool = entry.name.startswith(".") or Path(entry.path, "pyvenv.cfg").exists()
+            real = os.path.realpath(entry.path)
+            if entry.is_dir() and not is_tool and left > 0 and real not in seen:
+                seen.add(real)
+                pending.append((Path(entry.path), new))
+            else:
+                new.symlink_to(entry.path)
+
+
+def written_files(scratch: Path, since: float) -> list[tuple[str, int]]:
+    """Return the files that a program has written in its scratch folder, with their sizes."""
+    files = []
+    for folder, _, names in os.walk(scratch):
+        for name in names:
+            path = Path(folder, name)
+            if not path.is_symlink() and "__pycache__" not in folder:
+                status = path.stat()
+                if status.st_mtime >= since:
+                    files.append((str(path.relative_to(scratch)), status.st_size))
+    return sorted(files)

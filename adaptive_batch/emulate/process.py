@@ -1,7 +1,7 @@
 """Emulation in one process of a program: `import torch` loads the emulated CUDA first.
 
-The environment stays as it is. Libraries that torch needs are found by the sonames of those that
-are loaded already, so nothing is copied and no driver is opened.
+The environment is not changed. The loader resolves torch's libraries by the sonames of the loaded
+stubs, so nothing is copied and no driver is opened.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from .build import (
 
 
 def install() -> None:
-    """Prepare this process; torch is not imported."""
+    """Prepare this process without importing torch."""
     if any(type(finder).__name__ == TorchFinder.__name__ for finder in sys.meta_path):
-        return  # by a .pth file, under another name of this module
+        return  # a .pth file has imported this module under another name
     sys.meta_path.insert(0, TorchFinder())
     if os.environ.get("EMULATE_SCRATCH"):
         sys.addaudithook(_replace_link_to_database)
 
 
 def _replace_link_to_database(event: str, arguments: tuple[Any, ...]) -> None:
-    """Replace a link before SQLite, which opens the file that it leads to."""
+    """Replace a link before SQLite opens its target."""
     if event == "sqlite3.connect" and os.path.islink(arguments[0]):
         with suppress(OSError), open(arguments[0], "ab"):
             pass  # csrc/scratch.c replaces the link
 
 
 class TorchFinder(MetaPathFinder):
-    """Finds torch, once, and loads the emulated CUDA before it."""
+    """Finds torch once and loads the emulated CUDA before it."""
 
     def __init__(self) -> None:
         self.is_searching = False
@@ -89,7 +89,9 @@ class TorchFinder(MetaPathFinder):
 
 
 def find_cuda_build() -> ModuleSpec | None:
-    """Return where torch is: the environment's own, or the CUDA build that replaces a CPU build."""
+    """Return the spec of torch: that of the environment, or the CUDA build that replaces a CPU
+    build.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return spec
@@ -107,7 +109,7 @@ def find_cuda_build() -> ModuleSpec | None:
 
 
 def load_stubs(package: Path) -> Path:
-    """Load the emulated CUDA for the torch in a folder, and return where it is."""
+    """Load the emulated CUDA for the torch in a folder and return its folder."""
     stubs = stub_folder(package)
     sonames = [STUB, DRIVER, MANAGEMENT]
     sonames += [path.name for path in sorted(stubs.glob("lib*.so.*")) if path.name not in sonames]

@@ -1,7 +1,7 @@
-"""The record of one process: peaks, living bytes by line, where memory ran out.
+"""The record of one process: peaks, live bytes by line of code, OOM errors.
 
-It is written to a file after steps that raised the peak and at exit, so a process that is killed
-leaves one too. The program is not changed.
+It is written after steps that raise the peak and at exit, so that a killed process leaves one too.
+The program is not changed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.optim.optimizer import (
 
 from . import values
 
-# Events of the allocator that are kept: a step of a large model has about 20,000.
+# Length of the allocator's history; a step of a large model has about 20,000 events.
 MAX_EVENTS = 200_000
-# The peak of a loop comes early; later steps are read only if it grew by this factor.
+# The history is read again only if the peak has grown by this factor.
 GROWTH = 1.001
-# Functions of CUDA's libraries that return the sizes of what they need.
+# Functions of CUDA's libraries that return workspace sizes.
 _SIZES = re.compile(r"buffer_?size|(?<!Set)workspace|reservespace", re.IGNORECASE)
 
 
@@ -50,7 +50,7 @@ class _Recorder:
         self.num_out_of_memory = 0
 
     def start(self) -> None:
-        """Begin with CUDA: the history of allocations, the hooks and the last record."""
+        """Start the history of allocations and register the hooks once CUDA is initialized."""
         torch.cuda.memory._record_memory_history(
             context="alloc", stacks="python", max_entries=MAX_EVENTS
         )
@@ -68,7 +68,7 @@ class _Recorder:
         atexit.register(self.at_exit)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """End the program where a step begins that is too many."""
+        """End the program before a step beyond the limit."""
         if self.max_steps and self.steps[id(optimizer)] >= self.max_steps:
             raise SystemExit(0)
 
@@ -89,7 +89,7 @@ class _Recorder:
         return max((peaks["allocated"] for peaks in self.peaks.values()), default=0)
 
     def keep_peaks(self) -> None:
-        """Read the allocator's peaks, which the program may set back."""
+        """Read the allocator's peaks before the program resets them."""
         for device in range(torch.cuda.device_count()):
             counted = torch.cuda.memory_stats(device)
             peaks = self.peaks.setdefault(device, Counter())
@@ -113,7 +113,7 @@ class _Recorder:
             self.write()
 
     def read_history(self) -> None:
-        """Sum what lived at the highest peak in the allocator's history, by the line that asked."""
+        """Sum the live bytes at the highest peak of the allocator's history by line of code."""
         snapshot = torch.cuda.memory._snapshot()
         for device, events in enumerate(snapshot["device_traces"]):
             blocks = [
@@ -167,13 +167,13 @@ class _Recorder:
 
 
 def _change_backward(event: dict[str, Any]) -> int:
-    """Return how an event changes the living bytes, seen from its end."""
+    """Return the change of the live bytes by an event, backward in time."""
     action, size = event["action"], event["size"]
     return {"alloc": -int(size), "free_completed": int(size)}.get(action, 0)
 
 
 def _line_of(frames: Any) -> str:
-    """Return which line of the program a block belongs to, with the library's line that asked."""
+    """Return the line of the program that allocated a block, and the library's line it called."""
     lines = []
     is_of_optimizer = False
     for frame in frames:
@@ -187,7 +187,7 @@ def _line_of(frames: Any) -> str:
 
 
 def _functions_not_counted() -> list[str]:
-    """Return the functions of CUDA's libraries that were asked for sizes nobody knows."""
+    """Return the called functions of CUDA's libraries whose workspace sizes are unknown."""
     stub = ctypes.CDLL("libcudastub.so")
     functions = set[str]()
     for look_up in (stub.cudastub_default, stub.cudastub_unknown_workspace):

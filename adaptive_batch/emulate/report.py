@@ -10,16 +10,16 @@ GIB = 2**30
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a report: what each process needed, and what is not exact in it."""
+    """Yield the lines of a report: the memory of each process, and its inexact parts."""
     total, context = report["total_bytes"], report["context_bytes"]
     yield ""
     yield (
-        f"adaptive-batch emulate: {report['device']}, {_size(total)}, of which the CUDA context"
-        f" takes {_size(context)}; {report['seconds']} s"
+        f"adaptive-batch emulate: {report['device']}, {_size(total)} with {_size(context)} for the"
+        f" CUDA context; {report['seconds']} s"
     )
     yield (
         "Values and times are not real: do not use losses, metrics, speeds or checkpoints of this"
-        " run. `auto` of adaptive_batch takes as much at once as fits."
+        " run. `auto` of adaptive_batch takes the largest size that fits."
     )
     processes = report["processes"]
     if not processes:
@@ -35,7 +35,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         functions = sorted({name for one in processes for name in one["not_counted"]})
         if functions:
             yield (
-                "Not counted, as their sizes are not published: the workspaces of"
+                "Not counted, since their sizes are not published: workspaces of"
                 f" {', '.join(functions)}."
             )
     yield from _files(report)
@@ -69,7 +69,7 @@ def _table(processes: list[dict[str, Any]], usable: int) -> Iterator[str]:
 def _living(living: dict[str, Any]) -> Iterator[str]:
     if not living:
         return
-    yield f"Living at the peak of {_size(living['bytes'])} on device {living['device']}:"
+    yield f"Live at the peak of {_size(living['bytes'])} on device {living['device']}:"
     lines = living["lines"]
     for line, num_bytes in lines[:MAX_LINES]:
         yield f"  {_size(num_bytes):>11}  {line}"
@@ -83,7 +83,7 @@ def _out_of_memory(process: dict[str, Any]) -> Iterator[str]:
     times = process["times_out_of_memory"]
     yield (
         f"Out of memory {'once' if times == 1 else f'{times} times, the last'} at {last['line']}:"
-        f" {_size(last['asked'])} asked for, {_size(last['free'])} free."
+        f" {_size(last['asked'])} requested, {_size(last['free'])} free."
     )
     yield f"  {_suggestion(process)}"
 
@@ -93,25 +93,25 @@ def _suggestion(process: dict[str, Any]) -> str:
     unused = last["reserved"] - last["allocated"]
     if unused >= last["asked"]:
         return (
-            f"{_size(unused)} are reserved and not used: set"
+            f"{_size(unused)} are reserved but unused: set"
             " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
     of_optimizer = sum(size for line, size in lines if line.startswith("optimizer"))
     if of_optimizer > last["allocated"] / 3:
         return (
-            f"The optimizer holds {_size(of_optimizer)}: train adapters (LoRA), use an optimizer"
-            " with 8 bits, or divide the model over more devices (FSDP)."
+            f"The optimizer holds {_size(of_optimizer)}: train adapters (LoRA), use an 8-bit"
+            " optimizer, or shard the model over more devices (FSDP)."
         )
     return (
-        "Lower the batch size, or let adaptive_batch find what fits (AdaptiveTrainer,"
-        " find_max_batch_size); activation checkpointing holds less of the same batch."
+        "Lower the batch size, or let adaptive_batch find the largest one (AdaptiveTrainer,"
+        " find_max_batch_size); activation checkpointing needs less memory for the same batch."
     )
 
 
 def _made_up(processes: list[dict[str, Any]]) -> Iterator[str]:
     for kind, sentence in (
-        ("shape", "Shapes that depend on values which were not computed; their peak is a guess"),
-        ("value", "Values that were not computed and that the program read"),
+        ("shape", "Shapes that depend on values that were not computed; their peak is a guess"),
+        ("value", "Values that the program read although they were not computed"),
     ):
         places: dict[str, set[str]] = {}
         for process in processes:

@@ -1,11 +1,11 @@
 """Values of small tensors on a device whose kernels compute nothing.
 
-The emulated device's memory is memory of this process. Each operator of PyTorch with a CUDA kernel
-is registered again: the CUDA kernel runs and allocates as ever, then, if the tensors are small, the
-operator's CPU kernel computes the values on the same addresses. Values of large tensors are not
-kept. A small tensor that depends on them gets a default that does no harm: 1, indices that spread
-evenly, flags that raise no alarm. Where the program reads such a value, or a shape depends on it,
-:data:`made_up` counts the line.
+The memory of the emulated device is memory of this process. Each operator of PyTorch with a CUDA
+kernel is registered again: the CUDA kernel runs and allocates as usual; then, for small tensors,
+the operator's CPU kernel computes the values at the same addresses. Values of large tensors are not
+kept. A small tensor that depends on them gets harmless defaults: 1, evenly spread indices, flags
+without an alarm. If the program reads such a value, or a shape depends on it, :data:`made_up`
+counts the line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 MAX_FLOATS = int(os.environ.get("EMULATE_MAX_FLOATS", 2**14))
 MAX_INTEGER_BYTES = int(os.environ.get("EMULATE_MAX_INTEGER_BYTES", 2**23))
 
-# What the report tells: (kind, operator that could not be computed, line that depends on it).
+# Counts for the report by (kind, operator that was not computed, line that depends on it).
 made_up: Counter[tuple[str, str, str]] = Counter()
 
 # Operators that return positions in their first argument.
@@ -49,7 +49,7 @@ _OVERWRITING = {"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", 
 _ALARMS = {"any", "isnan", "isinf", "isposinf", "isneginf", "signbit", "eq"}
 _COMPARISONS = {"lt", "le", "gt", "ge"}
 _UNIQUE = {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
-# These allocate or move no values; or they are handled by a function of their own.
+# Operators that only allocate or create views, or that have their own function below.
 _LEFT_ALONE = {
     "set_",
     "record_stream",
@@ -159,10 +159,10 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _places_in_storage() -> tuple[int, int]:
-    """Return which words of a storage hold its address and its size.
+    """Return the indices of the words of a storage that hold its address and size.
 
-    Python's own object of a storage counts as a reference to it, for as long as the storage lives:
-    backward would no longer add to gradients in place, and memory would differ.
+    Python's object of a storage would be a lasting reference to it: backward would not accumulate
+    gradients in place, and memory would differ.
     """
     probe = torch.empty(123_457, dtype=torch.uint8, device="cpu")
     words = (ctypes.c_int64 * 16).from_address(_C._storage_address(probe))
@@ -226,7 +226,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | None = None) -> None:
-    """Write what does no harm into a small tensor that an operator could not compute."""
+    """Write harmless defaults into a small tensor that an operator could not compute."""
     if not tensor.numel() or not has_values(tensor):
         return
     host = on_host(tensor)
@@ -245,8 +245,8 @@ def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | No
 
 
 def _alternate(flag: torch.Tensor) -> None:
-    """Make a flag false at every second call of a line: both branches run, and a loop until no
-    element is out of bounds (`trunc_normal_`) ends.
+    """Make a flag false at every second call of a line, so that both branches run and loops until
+    no element is out of bounds (`trunc_normal_`) end.
     """
     if flag.numel() == 1 and on_host(flag).item():
         line = program_line()
@@ -276,7 +276,7 @@ class _Operator:
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        # A kernel may call other operators on what it changes, which then are computed already.
+        # A kernel may call other operators, which have computed the values already.
         self.changed = [
             argument.name
             for argument in schema.arguments
@@ -311,7 +311,7 @@ class _Operator:
         if can_compute:
             for tensor, content in before:
                 on_host(tensor).copy_(content)
-            # A CPU kernel may lack a dtype, or refuse values that nobody computed.
+            # A CPU kernel may lack a dtype, or refuse values that were not computed.
             with suppress(Exception):
                 values = self._compute(args, kwargs, seed)
                 if not written:
@@ -356,7 +356,7 @@ class _Operator:
         return args[place] if place < len(args) else kwargs.get(name, self.defaults[name])
 
     def _with_tensors(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with a tensor for each number that stands for one."""
+        """Return the arguments with wrapped numbers as tensors."""
         numbers = [
             name
             for name in self.tensor_places
@@ -402,7 +402,7 @@ def _number(value: Any, other: torch.Tensor | None) -> torch.Tensor:
 
 
 def _seed(args: Any, kwargs: Any) -> int:
-    """Return a seed that follows from the state of the generator which the operator uses."""
+    """Return a seed derived from the state of the operator's generator."""
     given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
     generators = given or [torch.cuda.default_generators[torch.cuda.current_device()]]
     try:
@@ -537,7 +537,7 @@ def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 
 
 def _fill_what_compiled_code_allocates() -> None:
-    """Give defaults to the results of Inductor's kernels, which are not operators."""
+    """Write defaults into the results of Inductor's kernels, which are not operators."""
     guards = _C._dynamo.guards
     allocate = guards._empty_strided_cuda
 

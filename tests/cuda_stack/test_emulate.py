@@ -177,7 +177,7 @@ def test_a_program_that_runs_out_of_memory_keeps_its_status_and_its_line_is_name
     done, report = emulate(tmp_path, program + "torch.empty_like(held)")
     assert done.returncode == report["exit_status"] == 1
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 60.00 GiB" in done.stderr
-    assert "Out of memory once at train.py:3: 60.000 GiB asked for, 18." in done.stderr
+    assert "Out of memory once at train.py:3: 60.000 GiB requested, 18." in done.stderr
 
 
 def test_a_limit_of_steps_ends_the_program(tmp_path):
@@ -268,7 +268,7 @@ def test_a_shape_that_depends_on_values_which_were_not_computed_is_named(tmp_pat
     assert ["shape", "addmm", "train.py:11"] in [
         one[:3] for one in report["processes"][0]["made_up"]
     ]
-    assert "Shapes that depend on values which were not computed" in done.stderr
+    assert "Shapes that depend on values that were not computed" in done.stderr
     everything = {"EMULATE_MAX_FLOATS": str(2**40), "EMULATE_COPIED_BYTES": str(2**40)}
     done, report = emulate(tmp_path, ROUTES, **everything)
     assert "[512, 512, 512, 512]" not in done.stdout

@@ -70,7 +70,7 @@ def test_a_copy_to_a_file_takes_that_name(tmp_path):
 def test_a_file_that_is_there_is_never_overwritten(tmp_path, destination):
     mine = tmp_path / "demo_cpu.yaml"
     mine.write_text("batch_size: 3\n")
-    with pytest.raises(SettingError, match="is there already, and is not overwritten"):
+    with pytest.raises(SettingError, match="the file exists already"):
         copy_config("demo_cpu", tmp_path / destination)
     assert mine.read_text() == "batch_size: 3\n"
 
@@ -78,13 +78,13 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path, destination):
 def test_a_link_that_points_nowhere_is_not_written_through(tmp_path):
     link = tmp_path / "demo_cpu.yaml"
     link.symlink_to(tmp_path / "elsewhere.yaml")
-    with pytest.raises(SettingError, match="is there already"):
+    with pytest.raises(SettingError, match="exists already"):
         copy_config("demo_cpu", link)
     assert not (tmp_path / "elsewhere.yaml").exists()
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(SettingError, match=f"there is no folder {tmp_path / 'no'}; make it first"):
+    with pytest.raises(SettingError, match=f"the folder {tmp_path / 'no'} does not exist"):
         copy_config("demo_cpu", tmp_path / "no" / "demo.yaml")
 
 
@@ -136,7 +136,7 @@ def test_the_command_copies_and_says_where(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["configs", "demo_cpu"], "give where to copy it: configs demo_cpu DEST"),
+        (["configs", "demo_cpu"], "give a destination: configs demo_cpu DEST"),
         (["configs", "demo_cpi", "."], "near it: demo_cpu"),
         ([], "required: command"),
     ],

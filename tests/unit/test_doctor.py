@@ -142,7 +142,7 @@ def test_tune_of_this_python_is_named_beside_the_one_on_path(tmp_path, monkeypat
             "packaging",
             "import nothing",
             "torchtune",
-            "not looked for, as it is not installed: No module named 'nothing'",
+            "its requirements are not installed: No module named 'nothing'",
             "pip install --editable '.[recipes]', in the checkout",
         ),
     ],

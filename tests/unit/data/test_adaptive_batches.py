@@ -477,7 +477,7 @@ def test_a_sampling_that_cannot_be_used_is_refused(key, value):
 
 @pytest.mark.parametrize("state", [None, {}, {"progress": {}}])
 def test_a_state_that_is_none_of_batches_is_refused(state):
-    with pytest.raises(SettingError, match=r"give what state_dict\(\) of batches returned"):
+    with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of batches"):
         AdaptiveBatches(Rows(), 3).load_state_dict(state)
 
 

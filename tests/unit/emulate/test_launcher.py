@@ -5,7 +5,7 @@ from adaptive_batch.__main__ import emulated_device, main
 
 
 @pytest.mark.parametrize("name", ["H100", "nvidia h100", "GeForce RTX 4090", "A100-SXM4-40GB"])
-def test_names_do_not_depend_on_case_and_maker(name):
+def test_case_and_manufacturer_are_ignored(name):
     assert emulated_device(name, "sm_80").total_bytes > 2**34
 
 
@@ -22,11 +22,11 @@ def test_a_size_has_the_kernels_of_its_architecture(text):
     [
         ("h1000", "sm_80", "--device='h1000': give a size .* H100"),
         ("400MiB", "sm_80", "--device='400MiB': the CUDA context needs more"),
-        ("MI300X", "sm_80", "--device='MI300X': it has no CUDA"),
+        ("MI300X", "sm_80", "--device='MI300X': it does not run CUDA"),
         ("24GiB", "sm_999", "--architecture='sm_999': give one of sm_100, sm_120"),
     ],
 )
-def test_what_is_no_device_is_refused_with_the_remedy(text, architecture, message):
+def test_an_unknown_device_is_refused(text, architecture, message):
     with pytest.raises(SettingError, match=message):
         emulated_device(text, architecture)
 

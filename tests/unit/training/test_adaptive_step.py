@@ -1335,7 +1335,7 @@ def test_arguments_that_cannot_be_used_are_refused(arguments, message):
 
 
 def test_a_state_that_is_none_of_a_step_is_refused():
-    with pytest.raises(SettingError, match=r"give what state_dict\(\) of a step returned"):
+    with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of a step"):
         AdaptiveStep(nn.Linear(2, 2), print).load_state_dict({})
 
 

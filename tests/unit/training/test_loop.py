@@ -209,7 +209,9 @@ def test_a_state_is_not_taken_while_gradients_wait_for_the_optimizer():
 
 @pytest.mark.parametrize("state", [None, {}, [], {"batches": {}}], ids=str)
 def test_what_is_no_state_of_a_loop_is_refused(state):
-    with pytest.raises(SettingError, match=r"^state='\w+': give what state_dict\(\) of a loop"):
+    with pytest.raises(
+        SettingError, match=r"^state='\w+': give the result of state_dict\(\) of a loop"
+    ):
         training().loop.load_state_dict(state)
 
 

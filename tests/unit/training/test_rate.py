@@ -124,5 +124,5 @@ def test_what_is_no_optimizer_is_refused(optimizer):
 
 @pytest.mark.parametrize("state", [None, {}, {"clock": {}}])
 def test_a_state_that_is_none_of_a_rate_is_refused(state):
-    with pytest.raises(SettingError, match=r"give what state_dict\(\) of a rate returned"):
+    with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of a rate"):
         rate_of().load_state_dict(state)
