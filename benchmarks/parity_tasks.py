@@ -182,21 +182,15 @@ def compare_on_ranks(setup: SmallSetup, chosen: Sequence[Case]) -> list[dict[str
 
 
 def compare_resumed(setup: SmallSetup, kind: str, features: Sequence[str]) -> list[dict[str, Any]]:
-    """The second epoch after a stop, from the first of either recipe, beside the stock recipe's
-    run in one go.
-    """
+    """Compare the second epoch after a stop with the stock recipe's run in one go."""
     own = (*overrides(setup, kind, features), *ALONE)
     recipe = KINDS[kind].ours
-    begun = {name: setup.run_in_process(name, *own) for name in (recipe, KINDS[kind].stock)}
-    rows = []
-    for name, run in begun.items():
-        folder = interrupted(run, setup)
-        resumed = setup.run_in_process(
-            recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
-        )
-        row = outcome(kind, features, resumed, begun[KINDS[kind].stock], epoch=1)
-        rows.append({**row, "resumed_from": "ours" if name == recipe else "stock"})
-    return rows
+    ours, stock = (setup.run_in_process(name, *own) for name in (recipe, KINDS[kind].stock))
+    folder = interrupted(ours, setup)
+    resumed = setup.run_in_process(
+        recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
+    return [{**outcome(kind, features, resumed, stock, epoch=1), "resumed": True}]
 
 
 def is_identical(row: dict[str, Any]) -> bool:

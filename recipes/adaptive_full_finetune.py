@@ -29,7 +29,6 @@ from adaptive_batch import distributed
 from adaptive_batch.data import Batches, PlannedRows
 from adaptive_batch.distributed import Preemption, Watchdog, raising_on_request
 from adaptive_batch.torchtune import (
-    Checkpoints,
     Data,
     FullModel,
     Job,
@@ -38,7 +37,8 @@ from adaptive_batch.torchtune import (
     NextTokens,
     ResumedRun,
     RunProfiler,
-    RunSaver,
+    RunStore,
+    Saver,
     Settings,
     StepTally,
     Task,
@@ -126,11 +126,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.data = data = Data.read(job)
         self.log = TrainingLog(job, data)
         self.closing.callback(self.log.close)
-        self.checkpoints = Checkpoints(
+        self.store = RunStore(
             self.cfg, settings, keeps_base=job.builder.keeps_base, on_failure=self.log.failed_save
         )
-        self._what_is_resumed_from = self.checkpoints.after_end
-        self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
+        self._what_is_resumed_from = self.store.after_end
+        self.resumed = ResumedRun(job, data, self.store.found, seed=self.seed)
         data.check_rows()
         self.sizers = data.sizers(self.log.limit_change)
         self.batches = Batches(
@@ -151,9 +151,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.loader: DataLoader[Any] = DataLoader(
             data.dataset, batch_sampler=self.batches, collate_fn=list
         )
-        self.saver = RunSaver(
-            job, self.checkpoints, self.resumed, self.batches, self.log, self.preemption
-        )
+        self.saver = Saver(job, self.store, self.resumed, self.batches, self.log, self.preemption)
         self.lost = None
         if not settings.preview:
             self.lost = LostRun.of(job, data, self.resumed)
@@ -168,9 +166,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.preview.check()
 
     def _setup_log(self) -> None:
-        self.checkpoints.begin_job(self.resumed.name)
+        self.store.begin(self.resumed.name)
         self.log.open()
-        self.log.starts(self.checkpoints, self.resumed)
+        self.log.starts(self.resumed, replaces=self.store.replaces)
         self.log.changes(self.resumed, without_effect=self.without_effect)
 
     def _setup_model(self) -> None:
@@ -186,16 +184,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     conditions=self.sizers.training.conditions,
                 )
             )
-        self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
-        self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
+        self.trainer = trainer = Trainer.load(job, data, self.store, self.sizers)
+        self.store.check(trainer, job.builder.num_bytes_saved(trainer.model, self.cfg))
         self.saver.keep("limits", self.sizers.training)
         if self.sizers.reference is not None:
             self.saver.keep("reference_limits", self.sizers.reference)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
-        if self.checkpoints.found.recipe_state is not None:
-            self.checkpoints.load_optimizer(trainer)
+        if self.resumed.saved:
+            self.store.load_optimizer(trainer)
             self.resumed.change_optimizer(trainer.optimizers)
+            self.saver.export_missing(trainer)
         self.limit_finder.begin(trainer, self.batches, self.resumed)
         self.validation = None
         if self.settings.validation.is_on:
@@ -204,9 +203,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
         self.batches.begin_epoch()
-        if not self.resumed.saved:
-            # A checkpoint of torchtune's own recipe counts epochs alone.
-            self.batches.number_steps()
         self.log.too_short()
         self.ahead = self.preview.look_ahead()
         self.tally = StepTally(
@@ -214,7 +210,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.trainer,
             self.log,
             self.saver,
-            remedy=self.checkpoints.after_end,
+            remedy=self.store.after_end,
             full_batch_rows=self.ahead.full_batch_rows,
         )
 
@@ -226,7 +222,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             saved=self.resumed.state_of("learning_rate"),
         )
         self.rate = self.saver.keep("learning_rate", rate)
-        if self.checkpoints.found.recipe_state is not None:
+        if self.resumed.saved:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
         self.log.rate_and_stages(self.rate, self.preview, self.ahead, self.resumed.saved)
@@ -261,7 +257,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.tally.end_epoch(self.batches)
                 self.batches.end_epoch()
                 self.save_checkpoint(epoch=epoch)
-        self.checkpoints.close()
+        self.store.close()
         if first_epoch < epochs:
             self.log.ends(self.batches.progress)
         self.profiler.stop()

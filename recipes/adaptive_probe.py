@@ -18,11 +18,11 @@ from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
-    Checkpoints,
     Data,
     FullModel,
     Job,
     LimitFinder,
+    RunStore,
     Settings,
     Trainer,
     all_ranks,
@@ -63,11 +63,11 @@ def probe(
     data = Data.read(job)
     data.check_rows()
     limit_finder = LimitFinder(job, data, watch=watch)
-    checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
+    store = RunStore(cfg, settings, keeps_base=job.builder.keeps_base)
     limit_finder.check()
-    trainer = Trainer.load(job, data, checkpoints, data.sizers())
+    trainer = Trainer.load(job, data, store, data.sizers())
     trainer.check_layout()
-    checkpoints.load_optimizer(trainer)
+    store.load_optimizer(trainer)
     results = []
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):

@@ -1,22 +1,11 @@
-"""Checkpoints of steps that are complete or absent, and what tells damage in any other folder that
-was saved.
-"""
+"""Checkpoints of steps, each complete or absent."""
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, SkippedCheckpoint, newest_complete
 from .failures import reason, saving
 from .manager import CheckpointManager, checkpoints_in, remove_folder
-from .manifest import (
-    SavedFile,
-    SkippedCheckpoint,
-    changed_content,
-    changed_size,
-    manifest_text,
-    newest_complete,
-    read_manifest,
-)
+from .manifest import SavedFile
 from .optimizer_state import (
     load_named_optimizer_state,
-    map_leaves,
     named_optimizer_state,
     parameter_name,
 )
@@ -26,16 +15,11 @@ __all__ = [
     "CheckpointManager",
     "SavedFile",
     "SkippedCheckpoint",
-    "changed_content",
-    "changed_size",
     "checkpoints_in",
     "load_named_optimizer_state",
-    "manifest_text",
-    "map_leaves",
     "named_optimizer_state",
     "newest_complete",
     "parameter_name",
-    "read_manifest",
     "reason",
     "remove_folder",
     "saving",

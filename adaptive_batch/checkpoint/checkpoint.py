@@ -27,14 +27,14 @@ from adaptive_batch.errors import CheckpointError
 from .content import Content, read_into, read_optimizer, read_whole
 from .dcp import METADATA, Ranks, write_tensors
 from .failures import reason
-from .manifest import SavedFile, SkippedCheckpoint, changed_size, manifest_text, read_manifest
+from .manifest import SavedFile, changed_content, changed_size, manifest_text, read_manifest
 
 Result = TypeVar("Result")
 
 MANIFEST = "resume.json"
 STATE = "state.pt"
 FORMAT = "adaptive_batch resume point"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Time within which a file that another node has written must be seen.
 _SEEN_SECONDS = 10.0
 
@@ -43,13 +43,20 @@ _SEEN_SECONDS = 10.0
 class Checkpoint:
     """A folder whose files are all there with the sizes that they were saved with.
 
-    The largest `order` is the newest of one output directory; `step` counts optimizer steps, and
-    `world_size` the ranks that wrote it.
+    Attributes:
+        path: the folder.
+        step: optimizer steps so far.
+        order: place among the checkpoints of an output directory; the largest is the newest.
+        run: name of the run that saved it; empty for a checkpoint without one.
+        package_version: version of this package that wrote it.
+        world_size: number of ranks that wrote it.
+        files: sizes and checksums of the files by name.
     """
 
     path: Path
     step: int
     order: int
+    run: str
     package_version: str
     world_size: int
     files: Mapping[str, SavedFile]
@@ -129,8 +136,55 @@ class Checkpoint:
         return results[0]
 
 
+@dataclass(frozen=True)
+class SkippedCheckpoint:
+    """A folder that is no complete checkpoint.
+
+    Attributes:
+        path: the folder.
+        reason: why it is none.
+        is_ours: whether it was written as a checkpoint in a format that this version knows.
+        order, run: as in :class:`Checkpoint`; None where they cannot be read.
+    """
+
+    path: Path
+    reason: str
+    is_ours: bool
+    order: int | None = None
+    run: str | None = None
+
+    def describe(self) -> str:
+        """Return folder and reason in one line."""
+        return f"{self.path} is skipped: {self.reason}"
+
+
+def newest_complete(
+    checkpoints: Iterable[Checkpoint], skipped: Iterable[SkippedCheckpoint]
+) -> tuple[Checkpoint | None, list[SkippedCheckpoint]]:
+    """Find the checkpoint that was saved last and is complete: each of its files is read and
+    compared with its checksum.
+
+    With several ranks one of them calls this and sends the result to the others: it can be pickled.
+
+    Returns:
+        The checkpoint, or None; and what was skipped before it was found: the folders that are
+        newer, or whose age is not known.
+    """
+    passed_over = list(skipped)
+    for checkpoint in sorted(
+        checkpoints, key=lambda candidate: (-candidate.order, -candidate.step)
+    ):
+        order = checkpoint.order
+        changed = changed_content(checkpoint.path, checkpoint.files)
+        if changed is None:
+            newer = [old for old in passed_over if old.order is None or old.order >= order]
+            return checkpoint, newer
+        passed_over.append(SkippedCheckpoint(checkpoint.path, changed, True, order, checkpoint.run))
+    return None, passed_over
+
+
 def write_checkpoint(
-    folder: Path, content: Content, *, step: int, order: int, ranks: Ranks
+    folder: Path, content: Content, *, step: int, order: int, run: str, ranks: Ranks
 ) -> None:
     """Write a checkpoint into an empty folder, of a file system that all ranks share, and flush it
     to the disk; a collective.
@@ -156,7 +210,9 @@ def write_checkpoint(
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"the state could not be read again: {reason(error)}") from error
         ours = {name: SavedFile.of(folder / name) for name in (METADATA, STATE)}
-        checkpoint = Checkpoint(folder, step, order, __version__, ranks.count, {**files, **ours})
+        checkpoint = Checkpoint(
+            folder, step, order, run, __version__, ranks.count, {**files, **ours}
+        )
         atomic_write(folder / MANIFEST, _manifest(checkpoint), sync=True)
         deadline = time.monotonic() + _SEEN_SECONDS
         while True:
@@ -190,27 +246,30 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
         content = json.loads(text)
         version = int(content["format_version"])
         order = int(content["order"])
-        if content["format"] == FORMAT and version > FORMAT_VERSION:
-            by = (
-                f"newer format {version}, written by adaptive_batch"
-                f" {content.get('package_version')}"
-            )
+        if content["format"] == FORMAT and version != FORMAT_VERSION:
+            by = f"format {version}, written by adaptive_batch {content.get('package_version')}"
             return SkippedCheckpoint(
                 folder,
-                f"{by}; this version reads up to {FORMAT_VERSION}: update it",
+                f"{by}; this version reads format {FORMAT_VERSION}: use that version",
                 is_ours=False,
                 order=order,
             )
         content, files = read_manifest(text)
         checkpoint = Checkpoint(
-            folder, content["step"], order, content["package_version"], content["world_size"], files
+            folder,
+            content["step"],
+            order,
+            content["run"],
+            content["package_version"],
+            content["world_size"],
+            files,
         )
     except (ValueError, KeyError, TypeError):
         problem = "truncated or changed" if is_ours else "unrecognized"
         return SkippedCheckpoint(folder, f"{MANIFEST} is {problem}", is_ours)
     changed = changed_size(folder, files)
     if changed is not None:
-        return SkippedCheckpoint(folder, changed, True, order)
+        return SkippedCheckpoint(folder, changed, True, order, checkpoint.run)
     return checkpoint
 
 
@@ -221,6 +280,7 @@ def _manifest(checkpoint: Checkpoint) -> str:
         "package_version": checkpoint.package_version,
         "step": checkpoint.step,
         "order": checkpoint.order,
+        "run": checkpoint.run,
         "world_size": checkpoint.world_size,
     }
     return manifest_text(content, checkpoint.files)

@@ -24,7 +24,7 @@ from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 
 from .dcp import Ranks, read_tensors
-from .optimizer_state import distributed_from_local, map_leaves, named_form, parameter_name
+from .optimizer_state import check_parameters, distributed_from_local, map_leaves, parameter_name
 
 # Keys of mappings and numbers in lists that lead to a value.
 _Path = tuple[Any, ...]
@@ -162,7 +162,8 @@ def read_optimizer(
         CheckpointError: the state belongs to other parameters, or cannot be divided among these
             ranks.
     """
-    form = named_form(_entry(state, "optimizer"), optimizers, names)
+    form = _entry(state, "optimizer")
+    check_parameters(form, optimizers, names)
     for parameter, name in names.items():
         entries = form["state"].get(parameter_name(name))
         if entries:

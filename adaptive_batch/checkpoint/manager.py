@@ -14,7 +14,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +28,10 @@ from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import host_available_bytes
 
-from .checkpoint import Checkpoint, inspect, write_checkpoint
+from .checkpoint import Checkpoint, SkippedCheckpoint, inspect, write_checkpoint
 from .content import Content, gather_content
 from .dcp import Ranks
 from .failures import saving
-from .manifest import SkippedCheckpoint
 
 log = logging.getLogger("adaptive_batch")
 
@@ -65,35 +64,31 @@ class CheckpointManager:
     order; they end alike on all.
 
     Args:
-        output_dir: of the run.
-        keep_last: complete checkpoints to keep; older ones, and older incomplete ones of ours, are
-            removed after each save. None keeps all.
+        output_dir: folder of the run.
+        run: name of the run, which each checkpoint carries.
+        keep_last: complete checkpoints of the run to keep; older ones, and its older incomplete
+            ones, are removed after each save. None keeps all.
         asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes.
             Where the host lacks memory for the copy, that checkpoint is saved synchronously, which
             is logged.
         process_group: whose ranks save together; None for one process. An asynchronous save needs
             one that nothing else uses.
-        others: the orders of what is saved beside these and counted with them.
-        resumable_beside: function that returns the order of the newest save beside these that a run
-            resumes from; 0 where there is none.
     """
 
     def __init__(
         self,
         output_dir: Path,
         *,
+        run: str = "",
         keep_last: int | None = None,
         asynchronous: bool = False,
         process_group: Any = None,
-        others: Callable[[], Iterable[int]] = tuple,
-        resumable_beside: Callable[[], int] = lambda: 0,
     ) -> None:
         assert keep_last is None or keep_last >= 1, keep_last
         self._output_dir = Path(output_dir)
+        self._run = run
         self._keep_last = keep_last
         self._ranks = Ranks(process_group)
-        self._others = others
-        self._resumable_beside = resumable_beside
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._copies: dict[str, torch.Tensor] = {}
@@ -203,26 +198,21 @@ class CheckpointManager:
         ranks = self._ranks
         with saving(target, temporary, num_bytes=content.num_bytes, removes=ranks.rank == 0):
             order = ranks.first(lambda: self._prepare(target, temporary, content.num_bytes))
-            write_checkpoint(temporary, content, step=step, order=order, ranks=ranks)
+            write_checkpoint(temporary, content, step=step, order=order, run=self._run, ranks=ranks)
             ranks.first(lambda: move_into_place(temporary, target))
         if ranks.rank == 0:
             self._remove_old(order)
 
     def make_room(self, num_bytes: int) -> None:
-        """Remove what the next save will supersede, where the disk has no room for both; what a run
-        resumes from now stays.
+        """Remove what the next save will supersede, where the disk has no room for both; the newest
+        checkpoint stays.
 
         Args:
             num_bytes: bytes of the next save.
         """
         if self._keep_last is None or shutil.disk_usage(self._output_dir).free > num_bytes:
             return
-        saved, _ = checkpoints_in(self._output_dir)
-        complete = _newest_first(saved)
-        kept = self._keep_last - 1
-        if complete and complete[0].order > self._resumable_beside():
-            kept = max(kept, 1)
-        for checkpoint in complete[kept:]:
+        for checkpoint in self._complete()[max(self._keep_last - 1, 1) :]:
             log.info("%s is removed to make room for the next save", checkpoint.path.name)
             remove_folder(checkpoint.path)
 
@@ -249,38 +239,31 @@ class CheckpointManager:
                 )
         self.make_room(num_bytes)
         temporary.mkdir()
-        return self.next_order()
-
-    def next_order(self) -> int:
-        """Return the order of what is saved next: one more than of all that is there, so that no
-        clock decides what is newest.
-        """
-        saved, skipped = checkpoints_in(self._output_dir)
-        orders = [checkpoint.order for checkpoint in saved]
-        orders += [checkpoint.order or 0 for checkpoint in skipped]
-        orders += self._others()
+        # One more than of all that is there, so that no clock decides which is the newest.
+        complete, skipped = checkpoints_in(self._output_dir)
+        orders = [checkpoint.order for checkpoint in complete]
+        orders += [damaged.order or 0 for damaged in skipped]
         return 1 + max(orders, default=0)
 
-    def _remove_old(self, newest: int) -> None:
-        """Keep the last few that are complete by name and size.
+    def _complete(self) -> list[Checkpoint]:
+        """Return the checkpoints of this run that are complete by name and size, newest first."""
+        complete, _ = checkpoints_in(self._output_dir)
+        own = [checkpoint for checkpoint in complete if checkpoint.run == self._run]
+        return sorted(own, key=lambda checkpoint: -checkpoint.order)
 
-        Folders of users and of newer versions stay.
+    def _remove_old(self, newest: int) -> None:
+        """Keep the last few checkpoints; folders of users, of other runs and of other versions
+        stay.
         """
         if self._keep_last is None:
             return
-        saved, skipped = checkpoints_in(self._output_dir)
-        complete = _newest_first(saved)
-        outdated = [checkpoint.path for checkpoint in complete[self._keep_last :]]
-        for checkpoint in skipped:
-            is_older = checkpoint.order is None or checkpoint.order < newest
-            if checkpoint.is_ours and is_older:
-                outdated.append(checkpoint.path)
-        for path in outdated:
-            remove_folder(path)
-
-
-def _newest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    return sorted(checkpoints, key=lambda checkpoint: -checkpoint.order)
+        for checkpoint in self._complete()[self._keep_last :]:
+            remove_folder(checkpoint.path)
+        _, skipped = checkpoints_in(self._output_dir)
+        for damaged in skipped:
+            is_older = damaged.order is None or damaged.order < newest
+            if damaged.is_ours and is_older and damaged.run in (None, self._run):
+                remove_folder(damaged.path)
 
 
 def remove_folder(path: Path) -> None:

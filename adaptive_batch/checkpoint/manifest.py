@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 # Large enough that reading, not Python, takes the time.
 _CHUNK_BYTES = 4 * 2**20
@@ -82,68 +82,6 @@ def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
                 f" ({saved.crc32:08x})"
             )
     return None
-
-
-@dataclass(frozen=True)
-class SkippedCheckpoint:
-    """A folder that is no complete checkpoint, and why; `is_ours` if it was written as one in a
-    format that this version knows.
-    """
-
-    path: Path
-    reason: str
-    is_ours: bool
-    order: int | None = None
-
-    def describe(self) -> str:
-        """Return folder and reason in one line."""
-        return f"{self.path} is skipped: {self.reason}"
-
-
-class Saved(Protocol):
-    """A checkpoint whose files are all there with the sizes that they were saved with.
-
-    The largest `order` is the newest; of two with the same, which were saved into different
-    folders, that of more steps.
-    """
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def order(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def files(self) -> Mapping[str, SavedFile]: ...
-
-
-OneSaved = TypeVar("OneSaved", bound=Saved)
-
-
-def newest_complete(
-    saved: Iterable[OneSaved], skipped: Iterable[SkippedCheckpoint]
-) -> tuple[OneSaved | None, list[SkippedCheckpoint]]:
-    """Find the checkpoint that was saved last and is complete, every file of it read and compared
-    with its checksum.
-
-    With several ranks one of them calls this and sends the result to the others: it can be pickled.
-
-    Returns:
-        The checkpoint, or None; and what was skipped before it was found: those that are newer, or
-        whose age cannot be known.
-    """
-    passed_over = list(skipped)
-    for checkpoint in sorted(saved, key=lambda candidate: (-candidate.order, -candidate.step)):
-        order = checkpoint.order
-        changed = changed_content(checkpoint.path, checkpoint.files)
-        if changed is None:
-            newer = [old for old in passed_over if old.order is None or old.order >= order]
-            return checkpoint, newer
-        passed_over.append(SkippedCheckpoint(checkpoint.path, changed, True, order))
-    return None, passed_over
 
 
 def _crc32(path: Path) -> int:

@@ -6,9 +6,7 @@ checkpointed or compiled.
 
 This is also the form of ``torch.distributed.checkpoint.state_dict``, whose functions are not used:
 they call ``step()`` of the live optimizer wherever it has no state (a new AdamW when it is loaded,
-plain SGD at each save), and refuse a parameter that was never stepped. torch's own form numbers the
-parameters, and torchtune has one such state for each parameter where the optimizer runs in
-backward; all of these are read.
+plain SGD at each save), and refuse a parameter that was never stepped.
 """
 
 from __future__ import annotations
@@ -47,11 +45,19 @@ def named_optimizer_state(
     Args:
         optimizers: one over all parameters, or one for each.
         names: of the parameters, as ``model.named_parameters()`` has them.
+
+    Raises:
+        CheckpointError: an optimizer keeps its state in a form of its own.
     """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         saved = optimizer.state_dict()
+        if "param_groups" not in saved:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} does not give its state by parameter, as a resume"
+                " point needs it; give another optimizer"
+            )
         by_number = [parameter_name(names[parameter]) for parameter in _parameters([optimizer])]
         state |= {by_number[number]: dict(entries) for number, entries in saved["state"].items()}
         for group in saved["param_groups"]:
@@ -63,94 +69,41 @@ def named_optimizer_state(
 def load_named_optimizer_state(
     state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Load what :func:`named_optimizer_state` gave; without communication.
+    """Load what :func:`named_optimizer_state` returned; without communication.
 
     Args:
-        state: in any form that :func:`named_form` takes. Where a parameter is a DTensor, a whole
-            tensor of its shape is sharded as it is: each rank takes its own part. A tensor of
-            another shape is replicated, one without dimensions (``step``) stays as it is.
+        state: the state, sharded as the parameters are. Where a parameter is a DTensor, a plain
+            tensor of another shape is replicated, and one without dimensions (``step``) stays as it
+            is.
         optimizers: one over all parameters, or one for each; not necessarily as it was saved.
         names: as in :func:`named_optimizer_state`.
 
     Raises:
-        CheckpointError: the state belongs to other parameters, or cannot be sharded as these are;
-            the parameter is named, and nothing is loaded.
+        CheckpointError: the state belongs to other parameters; the parameter is named, and nothing
+            is loaded.
     """
     optimizers = list(optimizers)
-    form = named_form(state, optimizers, names)
+    check_parameters(state, optimizers, names)
     group_of: dict[str, Any] = {}
-    for group in form["param_groups"]:
+    for group in state["param_groups"]:
         group_of |= dict.fromkeys(group["params"], group)
-    numbered = [_numbered(form["state"], group_of, optimizer, names) for optimizer in optimizers]
+    numbered = [_numbered(state["state"], group_of, optimizer, names) for optimizer in optimizers]
     for optimizer, own_state in zip(optimizers, numbered, strict=True):
         optimizer.load_state_dict(own_state)
 
 
-def named_form(
+def check_parameters(
     state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
-) -> dict[str, Any]:
-    """Return a saved state in the form of :func:`named_optimizer_state`; its tensors may be
-    anything, as they are not looked at.
-
-    Args:
-        state: one of three forms: what ``optimizer.state_dict()`` returns, whose parameters are
-            numbers; the named form; or, of the optimizer in backward, a mapping of parameters'
-            names to either.
-        optimizers: optimizers that it is to be loaded into.
-        names: names of their parameters.
-
-    Raises:
-        CheckpointError: it is none of these, or has a parameter that there is not.
-    """
-    trained_names = [parameter_name(names[parameter]) for parameter in _parameters(optimizers)]
-    if isinstance(state.get("param_groups"), list):
-        return _by_name(state, trained_names)
-    form: dict[str, Any] = {"state": {}, "param_groups": []}
-    for name, part in state.items():
-        if not isinstance(part, Mapping) or not isinstance(part.get("param_groups"), list):
-            raise CheckpointError(
-                f"the saved optimizer state has {name!r}, which is no state of an optimizer"
-            )
-        part_form = _by_name(part, [_known(name, trained_names)])
-        form["state"] |= part_form["state"]
-        form["param_groups"] += part_form["param_groups"]
-    return form
-
-
-def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    saved = [parameter for group in state["param_groups"] for parameter in group["params"]]
-    if all(isinstance(parameter, str) for parameter in saved):
-        name_of = {parameter: _known(parameter, known) for parameter in saved}
-    elif len(saved) != len(known):
-        raise CheckpointError(
-            f"the saved optimizer state has {len(saved)} parameters, numbered, and this model has"
-            f" {len(known)}; it belongs to another"
-        )
-    else:
-        name_of = dict(zip(saved, known, strict=True))
-    return {
-        "state": {
-            name_of[parameter]: dict(entries)
-            for parameter, entries in state.get("state", {}).items()
-        },
-        "param_groups": [
-            {
-                **{key: value for key, value in group.items() if key not in _OURS},
-                "params": [name_of[parameter] for parameter in group["params"]],
-            }
-            for group in state["param_groups"]
-        ],
-    }
-
-
-def _known(name: str, known: Sequence[str]) -> str:
-    cleaned = parameter_name(name)
-    if cleaned not in known:
-        raise CheckpointError(
-            f"the saved optimizer state has the parameter {name}, which is not trained here; it"
-            " belongs to another model"
-        )
-    return cleaned
+) -> None:
+    """Raise a CheckpointError if a state by name has a parameter that is not trained here."""
+    trained = {parameter_name(names[parameter]) for parameter in _parameters(optimizers)}
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            if name not in trained:
+                raise CheckpointError(
+                    f"the saved optimizer state has the parameter {name}, which is not trained"
+                    " here; it belongs to another model"
+                )
 
 
 def _numbered(
@@ -183,31 +136,17 @@ def _numbered(
         groups.append({**(group_of[named[0]] if named else {}), **kept, "params": numbers})
         for number, name, parameter in zip(numbers, named, group["params"], strict=True):
             if name in state:
-                place = partial(_placed, parameter=parameter, name=name)
+                place = partial(_placed, parameter=parameter)
                 entries_of[number] = map_leaves(place, state[name], torch.Tensor)
     return {"state": entries_of, "param_groups": groups}
 
 
-def _placed(_: object, value: Any, *, parameter: nn.Parameter, name: str) -> Any:
+def _placed(_: object, value: torch.Tensor, *, parameter: nn.Parameter) -> torch.Tensor:
+    """Replicate a plain tensor over the mesh of its parameter."""
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
         return value
-    mesh = parameter.device_mesh
-    if hasattr(value, "__tensor_flatten__"):
-        if mesh.size() > 1:
-            raise CheckpointError(
-                f"state of {name} is a {type(value).__name__}, which cannot be divided among"
-                f" {mesh.size()} ranks: resume with as many ranks as it was saved with, or begin"
-                " with a new optimizer state"
-            )
-        return distributed_from_local(value, parameter, parameter.placements)
-    if value.shape != parameter.shape:
-        return distributed_from_local(value, parameter, [Replicate()] * mesh.ndim)
-    part: Any = torch.empty_like(parameter.detach(), dtype=value.dtype)
-    # torch.distributed.checkpoint asks tensors of any kind for the same.
-    (own,) = part.__create_chunk_list__()
-    sliced = zip(own.offsets, own.sizes, strict=True)
-    part.to_local().copy_(value[tuple(slice(offset, offset + size) for offset, size in sliced)])
-    return part
+    assert value.shape != parameter.shape, "a whole tensor of a parameter that is divided"
+    return distributed_from_local(value, parameter, [Replicate()] * parameter.device_mesh.ndim)
 
 
 def map_leaves(

@@ -439,11 +439,6 @@ class Batches(Sampler[list[int]]):
                 raise SettingError("batch_size", self.batch_size, remedy)
         self._is_begun = True
 
-    def number_steps(self) -> None:
-        """Count the steps of epochs that were done elsewhere as those of constant ones."""
-        steps = self._progress.epoch * self.reference.steps
-        self._go_to(replace(self._progress, steps=steps))
-
     def take_batch(self, batch_size: int) -> None:
         """Set the batch size, as a search has found it or the user gives it."""
         self.batch_size = batch_size

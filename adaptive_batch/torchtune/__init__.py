@@ -1,7 +1,6 @@
 """The parts of the recipes; the only package that imports torchtune or omegaconf."""
 
 from .adapter_model import AdapterModel, builder_of
-from .checkpoints import Checkpoints
 from .checks import check_output_dir, not_read, without_effect
 from .data import Data, Sizers
 from .distillation import Distillation
@@ -18,23 +17,21 @@ from .launch import (
 )
 from .limit_finder import LimitFinder, left_by_rounding
 from .log import TrainingLog
-from .lost_run import LostRun
 from .model import FullModel
 from .preference_pairs import PreferencePairs
 from .preview import TrainingPreview
 from .rate import build_rate, check_scheduler, couple_batch
-from .resumed_run import ResumedRun
+from .resume import LostRun, ResumedRun
 from .run_profiler import RunProfiler
-from .run_saver import RunSaver
 from .settings import Settings, reference_tables, write_reference
 from .step_tally import StepTally
+from .store import RunStore, Saver
 from .task import NextTokens, Task
 from .trainer import Trainer
 from .validation import Validation
 
 __all__ = [
     "AdapterModel",
-    "Checkpoints",
     "Data",
     "Distillation",
     "FullModel",
@@ -45,7 +42,8 @@ __all__ = [
     "PreferencePairs",
     "ResumedRun",
     "RunProfiler",
-    "RunSaver",
+    "RunStore",
+    "Saver",
     "Settings",
     "Sizers",
     "StepTally",

@@ -225,7 +225,7 @@ class AdapterModel(FullModel):
         if weights.is_divided:
             weights.load_divided(state)
             return
-        adapters = weights.load_adapters() or _given_adapters(cfg) or {}
+        adapters = _given_adapters(cfg) or {}
         with torch.no_grad():
             for name, saved in adapters.items():
                 target = state[name]

@@ -28,9 +28,8 @@ from adaptive_batch.training import (
 
 from .data import Data
 from .job import Job
-from .lost_run import TRIALS, LostRun
 from .probe_cache import ProbeCache, settings_name
-from .resumed_run import ResumedRun
+from .resume import TRIALS, LostRun, ResumedRun
 from .trainer import Trainer
 
 

@@ -32,12 +32,11 @@ from adaptive_batch.training import (
     StepResult,
 )
 
-from .checkpoints import Checkpoints
 from .config_errors import instantiate
 from .data import Data
 from .job import Job
 from .preview import TrainingAhead, TrainingPreview
-from .resumed_run import ResumedRun
+from .resume import ResumedRun
 
 log = logging.getLogger("adaptive_batch")
 Item = TypeVar("Item")
@@ -187,17 +186,22 @@ class TrainingLog:
 
     # --- where a run begins
 
-    def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
-        """Log where training starts or resumes, and with which checkpoint."""
+    def starts(self, run: ResumedRun, *, replaces: str) -> None:
+        """Log where training starts or resumes, and with which checkpoint.
+
+        Args:
+            run: state that the run begins with.
+            replaces: saves of other runs that this one replaces, in words.
+        """
         event = self.event
         progress = run.progress
         rows = len(self._data.dataset)
         self._trained.resume(progress.steps)
-        for line in checkpoints.found.passed_over:
+        for line in run.found.passed_over:
             event("passed_over", line)
-        resumed = checkpoints.found.recipe_state is not None
+        point = run.found.point
         ranks = distributed.world_size()
-        begins = f"resuming from {checkpoints.found.source}" if resumed else "starting"
+        begins = f"resuming from {point.path}" if point else "starting"
         within = ""
         if progress.epoch_steps:
             within = f", row {progress.epoch_rows} of it (step {progress.steps})"
@@ -205,7 +209,7 @@ class TrainingLog:
         event(
             "start",
             f"{begins} with epoch {progress.epoch}{within}; {count(rows, 'row')}{of_ranks}",
-            resumed=resumed,
+            resumed=point is not None,
             run=run.name,
             rows=rows,
             ranks=ranks,
@@ -223,12 +227,8 @@ class TrainingLog:
                 " other rows"
             )
             event("epoch_restarted", message, epoch=progress.epoch)
-        if not resumed and checkpoints.found.holds_earlier_run:
-            message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces"
-            if self._settings.saving.overwrite_output_dir:
-                message += " once its first save is complete"
-            else:
-                message += " save by save"
+        if replaces:
+            message = f"{replaces} will be replaced once the first save of this run is complete"
             event("replaces", message)
 
     def changes(self, run: ResumedRun, *, without_effect: Mapping[str, str]) -> None:

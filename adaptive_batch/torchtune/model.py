@@ -45,10 +45,6 @@ class Weights(ABC):
         It is whole on rank zero, and empty on other ranks and if the saved model is divided.
         """
 
-    def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """Return an epoch's adapters by name, whole, on each rank; none for a new run."""
-        return {}
-
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the parts that :meth:`FullModel.state` returned; a collective."""
         raise AssertionError("no rank has saved its part")

@@ -23,7 +23,7 @@ from adaptive_batch.training import MicroBatchSizer, same_answers
 from .job import Job
 from .limit_finder import LimitFinder, left_by_rounding
 from .rate import build_rate, stand_in
-from .resumed_run import ResumedRun
+from .resume import ResumedRun
 
 # Stages that are shown from the beginning and from the end, if there are more.
 SHOWN = 10

@@ -265,12 +265,13 @@ class SavingSettings:
 
     Attributes:
         save_every_n_steps: optimizer steps between two resume points.
-        keep_last_n_checkpoints: resume points to keep; None: all. Epoch checkpoints stay.
+        keep_last_n_checkpoints: resume points to keep, those after epochs included; None: all, or
+            the newest if `save_every_n_steps` is not set. The weights of epochs stay.
         enable_async_checkpointing: whether a resume point is written while training continues.
-        keep_final_state: whether the last epoch is saved with the optimizer's state, so that a
-            larger `epochs` continues the run. `False`: weights alone, as torchtune.
-        overwrite_output_dir: whether a new run may replace an unfinished one in `output_dir`. The
-            saves of other runs there are deleted once its first save is complete.
+        keep_final_state: whether a resume point is saved after the last epoch too, so that a larger
+            `epochs` continues the run. `False`: weights alone, as torchtune.
+        overwrite_output_dir: whether a new run may begin in an `output_dir` with saves of other
+            runs, which are deleted once its first save is complete.
         resume_allow_changes: names of keys that may differ from the checkpoint's, as in
             `[dataset]`.
     """

@@ -14,8 +14,8 @@ from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, StepResult
 
 from .job import Job
 from .log import TrainingLog
-from .run_saver import RunSaver
 from .settings import Settings
+from .store import Saver
 from .trainer import Trainer
 
 _MUCH_PADDING = 0.3
@@ -76,7 +76,7 @@ class StepTally:
         job: Job,
         trainer: Trainer,
         log: TrainingLog,
-        saver: RunSaver,
+        saver: Saver,
         *,
         remedy: Callable[[], str],
         full_batch_rows: int,

@@ -348,11 +348,6 @@ def two_by_two(folder, group):
 
     of_one = load(newest_complete(*checkpoints_in(folder / "parallel one"))[0])
     facts = {"one, loaded": whole(state_of(*of_one))}
-    tree, _ = newest_complete(*checkpoints_in(folder / "parallel one"))[0].load()
-    load_named_optimizer_state(
-        tree["optimizer"], *(again := make(98))[1:]
-    )  # each rank takes its part of the whole
-    facts["one, taken"] = whole(named_optimizer_state(*again[1:]))
     train(*of_one[:2], steps=1)
     facts["saved"] = whole(state_of(*of_one))
     with CheckpointManager(folder / "two by two", process_group=group) as points:
@@ -442,7 +437,6 @@ def test_a_point_of_tensor_parallel_ranks_is_resumed_from_by_any(folder, one, fo
     for facts in four:
         found = facts["two by two"]
         assert_equal(found["one, loaded"], one["parallel"])
-        assert_equal(found["one, taken"], one["parallel"]["optimizer"])
         assert_equal(found["loaded"], found["saved"])
     assert_equal(
         whole(state_of(*loaded(folder / "two by two", None, Parallel, groups=1))),

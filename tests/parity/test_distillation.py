@@ -90,16 +90,15 @@ def test_the_stock_recipe_divides_a_mean_over_tokens_by_the_tokens_again(small, 
     assert ours.losses == stock.losses != []
 
 
-def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes(small, lora):
+def test_a_resumed_second_epoch_is_that_of_the_stock_recipe(small, lora):
     own = (*lora, "epochs=2", "max_steps_per_epoch=3", ALONE)
     ours, stock = (small.run_in_process(name, *own) for name in (OURS, CORRECTED))
-    for begun in (ours, stock):
-        folder = interrupted(begun, small)
-        resumed = small.run_in_process(
-            OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
-        )
-        assert resumed.losses == stock.losses[3:] != []
-        assert same_epoch(resumed, stock, 1)
+    folder = interrupted(ours, small)
+    resumed = small.run_in_process(
+        OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
+    assert resumed.losses == stock.losses[3:] != []
+    assert same_epoch(resumed, stock, 1)
 
 
 @pytest.mark.slow

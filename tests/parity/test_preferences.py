@@ -77,20 +77,16 @@ def test_a_quantized_base_is_trained_on_as_the_stock_recipe_does(tmp_path):
     assert same_epoch(ours, stock, 0)
 
 
-def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes(small, pairs):
+def test_a_resumed_second_epoch_is_that_of_the_stock_recipe(small, pairs):
     own = (*LORA, *pairs, "epochs=2", "max_steps_per_epoch=3", ALONE)
     ours, stock = (small.run_in_process(name, *own) for name in (OURS, STOCK))
 
-    def resume(recipe, begun):
-        folder = interrupted(begun, small)
-        return small.run_in_process(
-            recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
-        )
-
-    for begun in (ours, stock):
-        resumed = resume(OURS, begun)
-        assert resumed.losses == stock.losses[3:] != []
-        assert same_epoch(resumed, stock, 1)
+    folder = interrupted(ours, small)
+    resumed = small.run_in_process(
+        OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
+    assert resumed.losses == stock.losses[3:] != []
+    assert same_epoch(resumed, stock, 1)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
 from support.cli import MODEL, make_setup, same_weights
 from support.cli import OURS as FULL
-from support.cli import STOCK as STOCK_FULL
 from support.stops import stopped_after
 from torchtune.models.qwen2 import lora_qwen2
 
@@ -90,7 +89,7 @@ def test_a_folder_of_the_other_recipe_is_refused_with_its_name(small, begun):
         match=r"holds adapters, and weights are trained here; .*adaptive_lora_finetune",
     ):
         small.run_in_process(FULL, f"output_dir={folder}", "resume_from_checkpoint=True")
-    whole = small.run_in_process(STOCK_FULL, "max_steps_per_epoch=1")
+    whole = small.run_in_process(FULL, "max_steps_per_epoch=1")
     with pytest.raises(
         SettingError, match=r"holds weights without adapters, .*`tune run adaptive_full_finetune`"
     ):

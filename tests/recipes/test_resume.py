@@ -123,9 +123,10 @@ def test_a_run_that_is_done_goes_on_from_its_end_where_epochs_is_raised(small, k
     longer = small.run_in_process(OURS, *overrides, "epochs=3")
     done = small.run_in_process(OURS, *overrides, "epochs=1")
     resume_run(small, done.output_dir, *overrides, "epochs=2")
-    assert went_on_from(done.output_dir) == "epoch_0"
+    steps = last_start(done.output_dir)["progress"]["steps"]
+    assert went_on_from(done.output_dir) == f"step_{steps}"
     resume_run(small, done.output_dir, *overrides, "epochs=3")
-    assert went_on_from(done.output_dir) == "epoch_1"
+    assert went_on_from(done.output_dir) == f"step_{2 * steps}"
     assert_the_same(done.output_dir, longer)
     assert audit(done.output_dir).holds
 
@@ -137,14 +138,14 @@ def test_the_state_of_the_last_epoch_is_left_out_where_only_the_weights_fit(
     whole = small.run_in_process(OURS, *keys)
     weights_file, state_file = (
         whole.output_dir / name
-        for name in ("epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt")
+        for name in ("epoch_0/model-00001-of-00001.safetensors", "step_2/__0_0.distcp")
     )
     between = (weights_file.stat().st_size + state_file.stat().st_size) // 2
     done = small.run_in_process(OURS, *keys, *full_disk(2, 3, num_bytes=between))
     said = "".join(capfd.readouterr())
-    assert "the last epoch is saved again, as weights alone: saving" in said
+    assert "the last epoch is saved as weights alone: saving" in said
     assert same_weights(done.weights(0), whole.weights(0))
-    assert not (done.output_dir / "recipe_state").exists()
+    assert not list(done.output_dir.glob("step_*"))
 
 
 # --- asked to end
@@ -223,13 +224,9 @@ def test_without_resume_points_one_is_saved_where_a_signal_asks_it_to_end(small,
 
 @pytest.mark.usefixtures("in_a_terminal")
 @pytest.mark.parametrize(("at", "last"), [(2, None), (5, "step_3")])
-def test_interrupted_twice_it_says_what_is_resumed_from(small, whole, at, last):
+def test_interrupted_twice_it_says_what_is_resumed_from(small, at, last):
     folder = small.fresh_folder()
-    shutil.copytree(
-        whole.output_dir, folder, dirs_exist_ok=True
-    )  # of an earlier run, which is not resumed from
-    # Of two runs, True would not say which.
-    told = f"resume_from_checkpoint={folder / last} resumes from {folder / last}" if last else AGAIN
+    told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN
     asking = (*asking_to_end(at), f"metric_logger.by={int(signal.SIGINT)}", "seed=8")
     asking += ("metric_logger.times=2",)
     with pytest.raises(KeyboardInterrupt, match=f"^interrupted: {told}$"):
@@ -247,7 +244,7 @@ def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole, saves):
     folder = small.fresh_folder()
     assert ends_early(small, folder, *saves, *DROPOUT, *ASKING_IN_EPOCH_0) == 8
     resume_run(small, folder, *saves, *DROPOUT)
-    assert went_on_from(folder) == "epoch_0"
+    assert went_on_from(folder) == "step_8"
     assert_the_same(folder, whole)
 
 
@@ -276,19 +273,16 @@ def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
 def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_on_with(
     small, whole
 ):
-    folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-    other = ("seed=8", *DROPOUT)
-    at = ends_early(small, folder, *other, *asking_to_end(4))
+    folder, _, _ = two_runs(small, whole)
     # So that not even the name of its run is known.
-    (folder / f"step_{at}" / "resume.json").write_text("{")
+    (folder / "step_4" / "resume.json").write_text("{")
     told = (
         r"step_4 is skipped: resume.json is truncated or changed; \S+/step_15 is of an earlier run:"
         r" restore what was saved, remove it"
     )
     with pytest.raises(CheckpointError, match=told):
-        resume_run(small, folder, *other)
-    shutil.rmtree(folder / f"step_{at}")
+        resume_run(small, folder, "seed=8", *DROPOUT)
+    shutil.rmtree(folder / "step_4")
     resume_run(small, folder, *DROPOUT)
     assert went_on_from(folder) == "step_15"
 
@@ -297,83 +291,105 @@ def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_
 
 
 def two_runs(small, whole):
-    """A folder in which a run has ended, and another was ended after its fourth step."""
+    """Return a folder in which a run has ended, and another was killed before it removed that
+    run; and the names of both.
+    """
     folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
     ends_early(small, folder, "seed=8", *DROPOUT, *asking_to_end(4))
-    first, second = dict.fromkeys(start["run"] for start in records(folder, "start"))
+    for path in (*whole.output_dir.glob("step_*"), *whole.output_dir.glob("epoch_*")):
+        shutil.copytree(path, folder / path.name)
+    first, second = (last_start(path)["run"] for path in (whole.output_dir, folder))
     return folder, first, second
 
 
 def test_of_two_runs_in_a_folder_none_is_resumed_without_its_path(small, whole):
     folder, first, second = two_runs(small, whole)
-    saves = rf"run {first} \(.*step_15, epoch_1\), run {second} \(step_4\)"
+    saves = (rf"run {first} \(.*step_15, epoch_0, epoch_1\)", rf"run {second} \(step_4\)")
     for asked in (True, "auto"):
-        with pytest.raises(CheckpointError, match=f"holds saves of 2 runs: {saves}; name the"):
+        with pytest.raises(CheckpointError, match=r"holds saves of 2 runs: .*; name the") as error:
             resume_from(small, folder, asked, "seed=8", *DROPOUT)
-    named = rf"would resume from; resume it \(resume_from_checkpoint={folder}/step_4\)"
-    with pytest.raises(SettingError, match=named):
+        assert all(re.search(run, str(error.value)) for run in saves)
+    with pytest.raises(SettingError, match=r"output_dir=.*: it holds the saves of .*step_4"):
         resume_from(small, folder, False, "seed=9", *DROPOUT)
     resume_from(small, folder, folder / "step_4", "seed=8", *DROPOUT)
     assert went_on_from(folder) == "step_4"
     assert last_start(folder)["run"] == second
 
 
-def test_a_run_of_fewer_epochs_in_the_folder_of_another_is_not_taken_for_it(small, whole):
-    folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-    small.run_in_process(OURS, "seed=8", "epochs=1", *DROPOUT, f"output_dir={folder}")
-    with pytest.raises(CheckpointError, match=r"holds saves of 2 runs: .*, run \w+ \(epoch_0\);"):
-        resume_run(small, folder, "seed=8", *DROPOUT)
+def remove_resume_points(folder):
+    for path in folder.glob("step_*"):
+        shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("asked", [False, "auto"])
-def test_an_unfinished_run_is_not_replaced_unless_that_is_asked_for(small, whole, asked):
-    folder = stopped_after(whole, small, 9)
-    before = sorted(path.name for path in folder.iterdir())
-    if asked == "auto":
-        resume_from(small, folder, asked, SAVES, *DROPOUT)
-        assert went_on_from(folder) == "step_9"
-        assert_the_same(folder, whole)
-        return
-    refusal = r"^output_dir='.*': it holds what run \w+ \(.*step_9\) would resume from; resume it"
+def remove_exports(folder):
+    for path in folder.glob("epoch_*"):
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("steps", [9, 16])
+@pytest.mark.parametrize("remove", [lambda folder: None, remove_resume_points, remove_exports])
+def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps, remove):
+    """Finished or not, with its resume points, its exports or both."""
+    folder = stopped_after(whole, small, steps)
+    remove(folder)
+    before = saves_in(folder)
+    other = ("seed=8", "epochs=1", *DROPOUT, f"output_dir={folder}")
+    refusal = rf"^output_dir='.*': it holds the saves of run \w+ \(.*{before[-1]}.*\);"
     with pytest.raises(SettingError, match=refusal):
-        resume_from(small, folder, asked, SAVES, *DROPOUT)
-    assert sorted(path.name for path in folder.iterdir()) == before
+        small.run_in_process(OURS, *other)
+    assert saves_in(folder) == before
     assert len(records(folder, "start")) == 1
+    small.run_in_process(OURS, *other, "overwrite_output_dir=True")
+    assert saves_in(folder) == ["epoch_0"]
 
 
-def test_a_run_that_has_ended_is_replaced_also_where_another_has_replaced_its_last_epoch(
-    small, whole
-):
+def test_auto_resumes_an_unfinished_run(small, whole):
+    folder = stopped_after(whole, small, 9)
+    resume_from(small, folder, "auto", SAVES, *DROPOUT)
+    assert went_on_from(folder) == "step_9"
+    assert_the_same(folder, whole)
+
+
+@pytest.mark.parametrize("step", [8, 16])
+def test_an_export_that_a_kill_prevented_is_made_when_the_run_resumes(small, step):
+    keys = (SAVES, *DROPOUT, "keep_final_state=True")
+    whole = small.run_in_process(OURS, *keys)
+    folder = stopped_after(whole, small, step)
+    epoch = folder / f"epoch_{step // 8 - 1}"
+    # Killed in its export, which was replacing another.
+    epoch.rename(folder / f".replaced-{epoch.name}")
+    (folder / ".saving" / epoch.name).mkdir(parents=True)
+    if step == 8:
+        shutil.rmtree(folder / f".replaced-{epoch.name}")
+    resume_run(small, folder, *keys)
+    assert went_on_from(folder) == f"step_{step}"
+    assert_the_same(folder, whole)
+
+
+def test_torchtunes_own_recipe_state_is_refused_in_one_sentence(small):
     folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-    for seed in (8, 9):
-        small.run_in_process(OURS, f"seed={seed}", *DROPOUT, f"output_dir={folder}")
-    assert saves_in(folder)[-1] == "step_9"
-    assert len({start["run"] for start in records(folder, "start")}) == 3
-    # Resumed since, and not to its end, it is one to resume.
-    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
-        resume_from(small, folder, folder / "step_12", SAVES, *DROPOUT, *asking_to_end(13))
-    with pytest.raises(SettingError, match="would resume from; resume it"):
-        small.run_in_process(OURS, "seed=8", *DROPOUT, f"output_dir={folder}")
-
-
-def test_a_run_that_is_resumed_after_its_end_is_still_one_that_has_ended(small):
-    keys = ("keep_final_state=True", "epochs=1")
-    done = small.run_in_process(OURS, *keys, SAVES)
-    resume_run(small, done.output_dir, *keys, SAVES)
-    assert records(done.output_dir, "nothing_to_train")
-    for seed in (8, 9):
-        small.run_in_process(OURS, *keys, f"seed={seed}", f"output_dir={done.output_dir}")
-    assert len({start["run"] for start in records(done.output_dir, "start")}) == 3
+    (folder / "epoch_0").mkdir()
+    (folder / "recipe_state").mkdir()
+    (folder / "recipe_state" / "recipe_state.pt").write_bytes(b"of torchtune")
+    told = (
+        r"recipe_state.pt was saved by torchtune's own recipe, which alone can resume from it;"
+        r" begin from the weights of its last epoch"
+    )
+    for asked in (True, "auto"):
+        with pytest.raises(CheckpointError, match=told):
+            resume_from(small, folder, asked)
+    with pytest.raises(SettingError, match=r"holds the saves of an unknown run \(epoch_0\);"):
+        resume_from(small, folder, False)
+    key = "checkpointer.recipe_checkpoint"
+    with pytest.raises(SettingError, match=rf"^{key}='.*': torchtune's recipe_state is not read"):
+        resume_from(small, folder, True, f"{key}=recipe_state/recipe_state.pt")
 
 
 def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unlimited):
     folder = stopped_after(whole, small, 9)
     replaces = ("overwrite_output_dir=True", "seed=8", "save_every_n_steps=2", *DROPOUT)
     before = saves_in(folder)
-    assert before == ["epoch_0", "step_3", "step_6", "step_9"]
+    assert before == ["epoch_0", "step_3", "step_6", "step_8", "step_9"]
     asking = asking_to_end(1)
     # No file may grow, so that nothing is saved.
     with pytest.raises(CheckpointError):
@@ -382,17 +398,8 @@ def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unl
     assert saves_in(folder) == before
     ends_early(small, folder, *replaces, *asking)
     assert saves_in(folder) == ["step_1"]
-    assert not (folder / "recipe_state" / "recipe_state.pt").exists()
     resume_run(small, folder, "seed=8", "save_every_n_steps=2", *DROPOUT)
     assert went_on_from(folder) == "step_1"
-
-
-def test_the_first_epoch_replaces_an_earlier_run_and_its_recipe_state(small, whole):
-    folder = stopped_after(whole, small, 9)
-    replaces = ("overwrite_output_dir=True", "seed=8", "epochs=1", *DROPOUT)
-    small.run_in_process(OURS, *replaces, f"output_dir={folder}")
-    assert saves_in(folder) == ["epoch_0"]
-    assert not (folder / "recipe_state" / "recipe_state.pt").exists()
 
 
 def test_what_a_run_begins_with_is_not_removed_with_the_run_that_saved_it(small, whole):
@@ -405,7 +412,7 @@ def test_what_a_run_begins_with_is_not_removed_with_the_run_that_saved_it(small,
     )
     with pytest.raises(SettingError, match=r"^checkpointer.checkpoint_dir='.*epoch_0': overwrite_"):
         small.run_in_process(OURS, *DROPOUT, *base, "overwrite_output_dir=True")
-    assert saves_in(folder) == ["epoch_0", "step_3", "step_6", "step_9"]
+    assert saves_in(folder) == ["epoch_0", "step_3", "step_6", "step_8", "step_9"]
 
 
 def saves_in(folder):
@@ -426,7 +433,7 @@ def test_auto_begins_where_nothing_is_saved_and_ends_where_the_run_is_done(small
 def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole):
     origin = stopped_after(whole, small, 9)
     folder = small.fresh_folder()
-    for name, step in (("step_6", 6), ("epoch_0", 8)):
+    for name, step in (("step_6", 6), ("step_8", 8)):
         resumed = resume_from(small, folder / name, origin / name, SAVES, *DROPOUT)
         start = last_start(folder / name)
         assert start["progress"]["steps"] == step
@@ -438,7 +445,7 @@ def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole
     [
         ("ture", "give True, False, auto, or a checkpoint's folder"),
         ("{folder}/step_4", "give True, False, auto, or a checkpoint's folder"),
-        ("{folder}/adaptive_batch", r"it is no resume point, .*; there are \S+/step_3, \S+/step_6"),
+        ("{folder}/adaptive_batch", r"it is no resume point; .*; there are \S+/step_3, \S+/step_6"),
     ],
 )
 def test_a_path_that_is_no_checkpoint_is_refused_with_what_is_there(small, whole, asked, remedy):
@@ -456,16 +463,13 @@ def spoil(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "name", ["epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"]
-)
-def test_a_bit_that_flipped_in_an_epoch_is_seen_and_a_resume_point_gone_on_from(small, whole, name):
+def test_a_flipped_bit_is_seen_and_the_resume_point_before_is_resumed_from(small, whole):
     folder = stopped_after(whole, small, 8)
-    spoil(folder / name)
+    spoil(folder / "step_8" / "__0_0.distcp")
     resume_run(small, folder, SAVES, *DROPOUT)
     assert went_on_from(folder) == "step_6"
     (said,) = records(folder, "passed_over")
-    assert f"{Path(name).name} has another checksum" in said["message"]
+    assert "__0_0.distcp has another checksum" in said["message"]
     assert_the_same(folder, whole)
 
 
@@ -483,7 +487,7 @@ def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
 def test_where_nothing_was_saved_that_is_said_with_what_would_do(small):
     with pytest.raises(
         CheckpointError,
-        match=r"holds nothing to resume from: .*resume_from_checkpoint=False to begin",
+        match=r"holds no resume point \(step_N\): .*resume_from_checkpoint=False to begin",
     ):
         resume_run(small, small.fresh_folder())
 
@@ -521,11 +525,11 @@ def test_on_a_disk_with_room_for_one_a_superseded_point_goes_before_the_next_is_
 ):
     usage = SimpleNamespace(free=700_000)  # above an epoch's weights, below a resume point
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    done = small.run_in_process(OURS, SAVES, *DROPOUT, "keep_last_n_checkpoints=1")
+    done = small.run_in_process(OURS, SAVES, *DROPOUT, "keep_last_n_checkpoints=2")
     printed = "".join(capfd.readouterr())
-    # Before it the newest point is the only one to resume from, and stays.
-    assert "step_3 is removed to make room" not in printed
-    assert "step_6 is removed to make room" in printed
+    assert "step_3 is removed to make room" in printed
+    # The newest is the one to resume from, and stays.
+    assert "step_15 is removed" not in printed
     assert_the_same(done.output_dir, whole)
 
 
@@ -535,6 +539,7 @@ def test_where_a_resume_point_finds_no_room_training_goes_on_and_says_so(small, 
         "step_12",
         "step_15",
         "step_3",
+        "step_8",
         "step_9",
     ]
     (said,) = records(done.output_dir, "checkpoint_failed")
@@ -557,7 +562,7 @@ def test_a_resume_point_that_fails_in_the_background_costs_no_other_save(small, 
         f"training continues; this checkpoint was not saved: saving {folder}/step_{step} failed"
         in capfd.readouterr().err
     )
-    others = {3, 6, 9, 12, 15} - {step}
+    others = {3, 6, 8, 9, 12, 15} - {step}
     assert {
         int(path.parent.name.split("_")[1]) for path in folder.glob("step_*/resume.json")
     } == others
@@ -569,7 +574,7 @@ def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_who
 ):
     folder = small.fresh_folder()
     with pytest.raises(
-        CheckpointError, match=r"saving .*epoch_0 failed .* bytes were free; .* from .*step_3$"
+        CheckpointError, match=r"saving .*step_8 failed .* bytes were free; .* from .*step_3$"
     ):
         small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -824,28 +829,10 @@ def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole)
     assert_the_same(folder, whole)
 
 
-def test_a_recipe_state_that_is_not_there_is_refused_by_its_key_and_one_that_is_older_has_no_effect(
-    small, whole
-):
-    folder = stopped_after(whole, small, 9)
-    with pytest.raises(
-        SettingError, match=r"checkpointer.recipe_checkpoint='other.pt': there is no such file"
-    ):
-        resume_run(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=other.pt")
-    resume_run(
-        small,
-        folder,
-        SAVES,
-        *DROPOUT,
-        "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt",
-    )
-    assert went_on_from(folder) == "step_9"
-    (said,) = records(folder, "passed_over")
-    assert said["message"].endswith("recipe_state.pt has no effect: step_9 is newer")
-
-
-def test_an_earlier_run_is_said_also_where_its_epochs_have_a_folder_of_their_own(small):
-    epochs = f"checkpointer.output_dir={small.fresh_folder()}"
-    small.run_in_process(OURS, *DROPOUT, epochs)
-    again = small.run_in_process(OURS, *DROPOUT, epochs)
+def test_a_run_is_not_replaced_where_its_exports_have_a_folder_of_their_own(small):
+    exports = f"checkpointer.output_dir={small.fresh_folder()}"
+    small.run_in_process(OURS, *DROPOUT, exports)
+    with pytest.raises(SettingError, match=r"holds the saves of run \w+ \(epoch_0, epoch_1\);"):
+        small.run_in_process(OURS, *DROPOUT, exports)
+    again = small.run_in_process(OURS, *DROPOUT, exports, "overwrite_output_dir=True")
     assert len(records(again.output_dir, "replaces")) == 1

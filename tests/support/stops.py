@@ -117,6 +117,4 @@ def stopped_after(finished, setup, step, *, taken_back=0):
     for path in [*folder.glob("epoch_*"), *folder.glob("step_*")]:
         if path.name not in saved:
             shutil.rmtree(path)
-    if not any(name.startswith("epoch_") for name in saved):
-        shutil.rmtree(folder / "recipe_state", ignore_errors=True)
     return folder

@@ -15,7 +15,7 @@ from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.torchtune import Job, Settings
 from adaptive_batch.torchtune.checks import check_parallel
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
-from adaptive_batch.torchtune.resumed_run import check_fewer_ranks
+from adaptive_batch.torchtune.resume import check_fewer_ranks
 from adaptive_batch.training import differences, same_answers
 
 FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"

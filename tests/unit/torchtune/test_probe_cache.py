@@ -18,10 +18,10 @@ from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.torchtune import (
-    Checkpoints,
     Data,
     Job,
     LimitFinder,
+    RunStore,
     Settings,
     Trainer,
 )
@@ -70,7 +70,7 @@ def searched(
     data = Data.read(job)
     bounds = LimitFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), data.sizers())
+    trainer = Trainer.load(job, data, RunStore(cfg, settings), data.sizers())
     return bounds.of_training(trainer, length="longest")[-1]
 
 

@@ -1,14 +1,19 @@
-"""What a checkpoint brings to the run that resumes from it, and what it is compared with; each key
-has its policy in :mod:`.settings`.
+"""State of a run that resumes: from a checkpoint, which is compared with the configuration, and
+from ``lost.json``, which an attempt that ended on all ranks has left.
+
+Each key has its policy in :mod:`.settings`.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import random
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,30 +22,53 @@ from torch.utils.data import DataLoader
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, fingerprint
+from adaptive_batch._util import atomic_write, count, fingerprint
+from adaptive_batch.checkpoint import Checkpoint
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.distributed import End
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, Reference, write_rate
 
-from .checkpoints import Checkpoints
 from .config_errors import as_dict
 from .data import Data
-from .epoch_checkpoints import STATE_KEY
 from .job import Job
 from .keys import load_function, values_of
+from .probe_cache import settings_name
 from .settings import FILLS_STEPS, RESUME
 
+# Kinds of trials that ended all ranks, in words.
+TRIALS = {
+    "trial_rows": "",
+    "trial_rows_val": "of validation ",
+    "trial_rows_reference": "of the reference ",
+}
 # Settings that the optimizer's state in the checkpoint brings with it.
 _KEPT = "optimizer_settings"
-# What is not: the first two have messages of their own, the others say how this machine computes a
-# step.
-_OWN_WORDS = ("_component_", "lr", "fused", "foreach", "capturable")
-# What of the checkpoint's is kept unless `resume_allow_changes` names it.
+# Arguments of an optimizer that resuming ignores: the first two are reported separately, the others
+# only select an implementation.
+_IGNORED = ("_component_", "lr", "fused", "foreach", "capturable")
+# Keys whose value in the checkpoint is kept unless `resume_allow_changes` names them.
 _LR = "optimizer.lr"
 _WEIGHT_DECAY = "optimizer.weight_decay"
 _MAX_STEPS = "max_steps_per_epoch"
 _CHANGEABLE = (_LR, _WEIGHT_DECAY, _MAX_STEPS)
 _SAMPLED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where training begins.
+
+    Attributes:
+        point: resume point; None at the base checkpoint.
+        state: small state of the resume point; empty at the base checkpoint.
+        passed_over: lines, one for each newer checkpoint that was skipped.
+    """
+
+    point: Checkpoint | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
 
 
 class ResumedRun:
@@ -53,15 +81,14 @@ class ResumedRun:
     Args:
         job: job of the run.
         data: rows of the run.
-        checkpoints: checkpoints of the run.
+        found: where training begins.
         seed: seed of a new run.
 
     Attributes:
-        saved: the state of each part by name; empty for a new run, or for a checkpoint of
-            torchtune's own recipe.
-        progress: where training begins.
+        found: as given.
+        saved: the state of each part by name; empty for a new run.
+        progress: progress with which training begins.
         name, seed, max_steps_per_epoch: of the run, whatever is configured now.
-        epochs: of the checkpoint; None without one.
         begins_epoch_again: which rows are left of the epoch is not known, so that it begins again.
         keeps_batch: whether the batch size of the checkpoint is kept: with a schedule always, and
             one that was found or grown, unless it now is to be found for the first time.
@@ -70,11 +97,11 @@ class ResumedRun:
         SettingError: the configuration is of another run.
     """
 
-    def __init__(self, job: Job, data: Data, checkpoints: Checkpoints, *, seed: int) -> None:
-        state = checkpoints.found.recipe_state
+    def __init__(self, job: Job, data: Data, found: Found, *, seed: int) -> None:
         self._job = job
         self._settings = job.settings
-        self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
+        self.found = found
+        self.saved = found.state
         # Batches are counted as they were, whatever the number of ranks is now.
         if self.saved:
             job.count_batches_on(self.saved["steps"]["ranks"])
@@ -91,19 +118,11 @@ class ResumedRun:
         self._differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
         self._changed: dict[str, tuple[Any, Any]] = {}
-        self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
-        if state is not None:
-            self.epochs = state[training.TOTAL_EPOCHS_KEY]
-            self.progress = Progress(epoch=state[training.EPOCHS_KEY])
-            self.seed = self._kept("seed", seed, state[training.SEED_KEY])
-            self.max_steps_per_epoch = self._kept(
-                _MAX_STEPS, self.max_steps_per_epoch, state[training.MAX_STEPS_KEY]
-            )
-            if self.saved:
-                self._resume(self.saved)
+        if self.saved:
+            self._resume(self.saved)
             self._differs, self.begins_epoch_again = compare(
-                self.saved.get("conditions", {}),
+                self.saved["conditions"],
                 self._now["conditions"],
                 allowed=job.settings.saving.resume_allow_changes,
                 in_mid_epoch=self.progress.epoch_steps > 0,
@@ -122,8 +141,12 @@ class ResumedRun:
         return saved
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
-        """Take up the run of a checkpoint of ours."""
+        """Continue the run of a checkpoint."""
         settings = self._settings
+        self.seed = self._kept("seed", self.seed, saved["seed"])
+        self.max_steps_per_epoch = self._kept(
+            _MAX_STEPS, self.max_steps_per_epoch, saved["max_steps_per_epoch"]
+        )
         for key, value in self._now["optimizer"].items():
             saved_value = saved["optimizer"][key]
             if saved_value != value:
@@ -184,7 +207,7 @@ class ResumedRun:
 
     def _keep_optimizer_settings(self, saved: Mapping[str, Any], now: dict[str, Any]) -> None:
         cfg = self._job.cfg
-        kept = dict(saved.get(_KEPT, now[_KEPT]))
+        kept = dict(saved[_KEPT])
         decay = now[_KEPT].get("weight_decay")
         if self._may_change(_WEIGHT_DECAY) and decay is not None:
             if decay != kept.get("weight_decay"):
@@ -196,13 +219,18 @@ class ResumedRun:
             configured = _shown(_KEPT, now, saved)
             defaults = _defaults_of(str(cfg.optimizer._component_), configured)
             self._ignored["optimizer"] = (configured, defaults | _shown(_KEPT, saved, now))
-            own = {key: value for key, value in cfg.optimizer.items() if key in _OWN_WORDS}
+            own = {key: value for key, value in cfg.optimizer.items() if key in _IGNORED}
             cfg.optimizer = {**kept, **own}
             now[_KEPT] = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what identifies the run, and what its results depend on, as plain values."""
-        return {"run": self.name, **self._now}
+        """Return the name of the run, and what its results depend on, as plain values."""
+        return {
+            "run": self.name,
+            "seed": self.seed,
+            "max_steps_per_epoch": self.max_steps_per_epoch,
+            **self._now,
+        }
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the state that a part resumes from; None where it begins without one."""
@@ -260,12 +288,13 @@ class ResumedRun:
         batch than the checkpoint's.
         """
         settings = self._settings
-        if self.epochs not in (None, settings.epochs):
+        epochs = self.saved.get("epochs", settings.epochs)
+        if epochs != settings.epochs:
             message = (
-                f"epochs {self.epochs} -> {settings.epochs}: the learning rate's schedule spans the"
-                " new number"
+                f"epochs {epochs} -> {settings.epochs}: the learning rate's schedule spans the new"
+                " number"
             )
-            yield "epochs", message, {"before": self.epochs, "after": settings.epochs}
+            yield "epochs", message, {"before": epochs, "after": settings.epochs}
         configured = settings.batch_size
         ranks = distributed.data_parallel_size()
         began_on = self._job.ranks
@@ -359,7 +388,7 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
         "shuffle": bool(job.cfg.shuffle),
         "dataset": _name_of_rows(job, data),
         "rows": len(data.dataset),
-        _KEPT: {key: value for key, value in plain["optimizer"].items() if key not in _OWN_WORDS},
+        _KEPT: {key: value for key, value in plain["optimizer"].items() if key not in _IGNORED},
     }
 
 
@@ -439,3 +468,99 @@ def _name_of_rows(job: Job, data: Data) -> str:
 
 def _tokens(job: Job, row: Mapping[str, Any]) -> list[int]:
     return [int(token) for tokens, _ in job.task.sequences(row) for token in tokens]
+
+
+class LostRun:
+    """Why an earlier attempt of this run ended on all ranks: a limit that was too large, or a trial
+    without an answer.
+
+    Reading is a collective; what belongs to another run is deleted.
+
+    Args:
+        job: job of the run.
+        name: name of the run.
+        resumes: whether the run resumes from a checkpoint; one that torchrun has started again need
+            not.
+        trials_name: name of what the answer of a trial depends on; with another name it is another
+            question.
+    """
+
+    def __init__(self, job: Job, *, name: str, resumes: bool, trials_name: str) -> None:
+        self._settings = job.settings
+        self._path = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
+        self._name = name
+        self._trials_name = trials_name
+        self._facts: dict[str, Any] = distributed.from_rank_zero(
+            lambda: self._read(resumes=resumes)
+        )
+
+    @classmethod
+    def of(cls, job: Job, data: Data, resumed: ResumedRun) -> LostRun:
+        """Read what an attempt of this run has left."""
+        trials_name = settings_name(job, data)
+        return cls(job, name=resumed.name, resumes=bool(resumed.saved), trials_name=trials_name)
+
+    def trial_rows(self, key: str) -> int | None:
+        """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None where
+        none did.
+        """
+        rows: int | None = self._facts.get(key)
+        return rows
+
+    def limit(self, conditions: Mapping[str, Any]) -> MicroBatchLimit | None:
+        """Return the limit that would have been less, under the same conditions; None where memory
+        did not run out.
+        """
+        amount = self._facts.get("limit")
+        if not amount or any(self._facts[key] != value for key, value in conditions.items()):
+            return None
+        return MicroBatchLimit(amount, self._facts["unit"])
+
+    def write_down(
+        self,
+        end: End,
+        *,
+        event: Callable[..., object],
+        conditions: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Log why all ranks end, and keep what a restart should know.
+
+        Args:
+            end: why they end.
+            event: function that takes a kind, a message and facts.
+            conditions: function that returns what a limit of training depends on.
+        """
+        event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
+        shrinks = self._settings.on_out_of_memory == "shrink"
+        self.keep(end.facts, conditions() if shrinks else None)
+
+    def keep(self, facts: Mapping[str, Any], conditions: Mapping[str, Any] | None) -> None:
+        """Write down why the ranks end, beside what an earlier attempt has kept.
+
+        Args:
+            facts: facts of the rank that ended first.
+            conditions: what a limit depends on; None where no limit is to be kept.
+        """
+        kept = {key: facts[key] for key in TRIALS if key in facts}
+        if kept:
+            kept["trial_settings"] = self._trials_name
+        if "limit" in facts and conditions is not None:
+            kept |= {"limit": facts["limit"], "unit": facts["unit"], **conditions}
+        if kept:
+            self._facts |= {"run": self._name, "launch": distributed.launch_name(), **kept}
+            atomic_write(self._path, json.dumps(self._facts))
+
+    def _read(self, *, resumes: bool) -> dict[str, Any]:
+        try:
+            facts: dict[str, Any] = json.loads(self._path.read_text())
+            is_restart = (
+                facts["launch"] is not None and facts["launch"] == distributed.launch_name()
+            )
+            if not (is_restart or (resumes and facts["run"] == self._name)):
+                self._path.unlink()
+                return {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        if facts.get("trial_settings") != self._trials_name:
+            facts = {key: value for key, value in facts.items() if not key.startswith("trial_")}
+        return facts

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.torchtune.lost_run import LostRun
+from adaptive_batch.torchtune.resume import LostRun
 
 CONDITIONS = {"layout": "padded", "ranks": 2}
 

@@ -1,0 +1,247 @@
+"""Files of weights through torchtune's checkpointer: the base that a run begins with, and the
+exports of its epochs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torchtune import training
+
+from adaptive_batch._util import move_into_place, sync_folder
+from adaptive_batch.checkpoint import SavedFile, reason, saving
+from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.memory import is_out_of_memory
+
+from .checks import check_output_dir
+from .config_errors import instantiate, one_line
+
+# In the folder of an epoch: the run that exported it.
+_MANIFEST = "adaptive_batch.json"
+
+
+@dataclass(frozen=True)
+class Export:
+    """The weights of an epoch in the format of torchtune's checkpointer: the folder ``epoch_N``.
+
+    Attributes:
+        path: the folder.
+        run: name of the run that saved it; None where that is not known, as for torchtune's recipe.
+        step: optimizer steps of the run until then.
+        ends_run: True for the last epoch of the run.
+    """
+
+    path: Path
+    run: str | None = None
+    step: int | None = None
+    ends_run: bool = False
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch."""
+        return int(self.path.name.removeprefix("epoch_"))
+
+
+def exports_in(output_dir: Path) -> list[Export]:
+    """Return the exports in a folder, by epoch."""
+    exports = []
+    for folder in output_dir.glob("epoch_*"):
+        if folder.name.removeprefix("epoch_").isdigit():
+            export = Export(folder)
+            with suppress(OSError, ValueError, TypeError):
+                export = Export(folder, **json.loads((folder / _MANIFEST).read_text()))
+            exports.append(export)
+    return sorted(exports, key=lambda export: export.epoch)
+
+
+class ModelFiles:
+    """Loads the base model, and exports epochs; each export is complete or absent.
+
+    Args:
+        cfg: the `checkpointer` block of the configuration.
+
+    Raises:
+        SettingError: the base checkpoint is not there.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._output_dir = Path(cfg.output_dir)
+        self._model_type = cfg.get("model_type")
+        self._temporary = self._output_dir / ".saving"
+        check_output_dir(self._output_dir, key="checkpointer.output_dir")
+        self._base = Path(cfg.checkpoint_dir)
+        if not self._base.is_dir():
+            raise SettingError(
+                "checkpointer.checkpoint_dir",
+                str(self._base),
+                "there is no such folder; see `tune download`",
+            )
+        try:
+            self._checkpointer = instantiate(
+                "checkpointer", cfg, output_dir=str(self._temporary), should_load_recipe_state=False
+            )
+        except SettingError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError | ValueError):
+                raise
+            key = "checkpoint_files" if "No file with name" in str(cause) else "checkpoint_dir"
+            remedy = f"{reason(cause).rstrip('.')}; give what `tune download` wrote"
+            raise SettingError(f"checkpointer.{key}", cfg[key], remedy) from cause
+        with suppress(OSError):
+            # torchtune's checkpointer has made it.
+            self._temporary.rmdir()
+
+    def clean_up(self) -> None:
+        """Remove what a killed export has left, and put back an export that it was replacing."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        for replaced in self._output_dir.glob(".replaced-epoch_*"):
+            target = replaced.with_name(replaced.name.removeprefix(".replaced-"))
+            if target.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(target)
+
+    def load_weights(self) -> dict[str, Any]:
+        """Load the state dict of the base model, in torchtune's naming.
+
+        Raises:
+            CheckpointError: a file cannot be read; it is named.
+        """
+        try:
+            state: dict[str, Any] = self._checkpointer.load_checkpoint()[training.MODEL_KEY]
+        except Exception as error:
+            for path in self._checkpointer._checkpoint_paths:
+                damage = _unreadable(Path(path))
+                if damage:
+                    raise CheckpointError(
+                        f"checkpoint file {path} cannot be read ({damage}); copy or download it"
+                        " again, or take another checkpoint"
+                    ) from error
+            if is_out_of_memory(error):
+                raise
+            remedy = (
+                f"the weights of checkpoint_dir cannot be read as such ({one_line(error)}); give"
+                " the kind that they are of"
+            )
+            raise SettingError("checkpointer.model_type", str(self._model_type), remedy) from error
+        return state
+
+    def check_base(
+        self, saved: Mapping[str, Mapping[str, int]] | None
+    ) -> dict[str, dict[str, int]]:
+        """Return size and checksum of each file that the weights are read from, by name.
+
+        Raises:
+            CheckpointError: they differ from those that were saved; the file is named.
+        """
+        paths = [Path(path) for path in self._checkpointer._checkpoint_paths]
+        files = {path.name: asdict(SavedFile.of(path)) for path in paths}
+        if saved is not None and saved != files:
+            name = next(name for name in (*saved, *files) if saved.get(name) != files.get(name))
+            remedy = "give the checkpoint_dir and checkpoint_files that it began with"
+            verb = "is not" if name in files else "is not among checkpoint_files, but was"
+            raise CheckpointError(
+                f"{name} of {paths[0].parent} {verb} the base that the adapters were trained on;"
+                f" {remedy}"
+            )
+        return files
+
+    def export(
+        self,
+        content: Mapping[str, Any],
+        *,
+        num_bytes: int,
+        epoch: int,
+        run: str,
+        step: int,
+        ends_run: bool,
+    ) -> None:
+        """Save the weights of an epoch as ``epoch_{epoch}``.
+
+        Args:
+            content: what torchtune's checkpointer saves by its keys: weights, or adapters, or both.
+            num_bytes: bytes of its tensors.
+            epoch: number of the epoch.
+            run, step, ends_run: as in :class:`Export`.
+
+        Raises:
+            CheckpointError: saving failed; what was saved before is untouched.
+        """
+        target = self._output_dir / f"epoch_{epoch}"
+        saved = self._temporary / target.name
+        with saving(target, self._temporary, num_bytes=num_bytes):
+            alone = {} if training.MODEL_KEY in content else {"adapter_only": True}
+            self._checkpointer.save_checkpoint(dict(content), epoch=epoch, **alone)
+            if training.ADAPTER_CONFIG in content:
+                self._order_rows_for_peft(saved)
+            manifest = {"run": run, "step": step, "ends_run": ends_run}
+            (saved / _MANIFEST).write_text(json.dumps(manifest))
+            _flush_to_disk(saved)
+            move_into_place(saved, target)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _order_rows_for_peft(self, folder: Path) -> None:
+        """Reorder rows of queries and keys as transformers has them in the base.
+
+        torchtune reorders ``lora_B`` for Qwen2, whose queries and keys it has in transformers'
+        order, and never DoRA's magnitudes. Elsewhere it has the two halves of a head, which rotary
+        embeddings pair, in turns.
+        """
+        for path in folder.glob("adapter_model.*"):
+            if path.suffix == ".pt":
+                continue
+            in_safetensors = path.suffix == ".safetensors"
+            adapters = load_file(path) if in_safetensors else torch.load(path, weights_only=True)
+            config = json.loads((self._base / "config.json").read_text())
+            heads = {
+                "q_proj": config["num_attention_heads"],
+                "k_proj": config["num_key_value_heads"],
+            }
+            in_turns = self._checkpointer._model_type != training.ModelType.QWEN2
+            kind = "lora_B"
+            halves = (2, -1)
+            if in_turns:
+                kind = "lora_magnitude_vector"
+                halves = (-1, 2)
+            for name, rows in adapters.items():
+                module = next((part for part in name.split(".") if part in heads), None)
+                if module and kind in name:
+                    in_halves = rows.unflatten(0, (heads[module], *halves)).transpose(1, 2)
+                    adapters[name] = in_halves.reshape(rows.shape)
+            if in_safetensors:
+                save_file(adapters, path, metadata={"format": "pt"})
+            else:
+                torch.save(adapters, path)
+
+
+def _unreadable(path: Path) -> str | None:
+    """Return why a file of weights cannot be read; None where it can."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                list(file.keys())
+        else:
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        return reason(error)
+    return None
+
+
+def _flush_to_disk(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,139 @@
+"""An export is complete or absent: one that is killed anywhere leaves the export before it."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torchtune import training
+
+from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.torchtune.model_files import Export, ModelFiles, exports_in
+
+
+@pytest.fixture
+def block(small, tmp_path):
+    """The `checkpointer` block of a run in a folder of its own."""
+    cfg = OmegaConf.load(small.config)
+    cfg.output_dir = str(tmp_path / "out")
+    OmegaConf.resolve(cfg)
+    return cfg.checkpointer
+
+
+@pytest.fixture
+def out(block, tmp_path):
+    export(block, 4)
+    return tmp_path / "out"
+
+
+def export(block, value, **more):
+    """Export epoch 0 with weights that all have a value."""
+    files = ModelFiles(block)
+    weights = {
+        name: torch.full_like(tensor, float(value)) for name, tensor in files.load_weights().items()
+    }
+    content = {training.MODEL_KEY: weights, **more}
+    files.export(content, num_bytes=1_000_000, epoch=0, run="a", step=8, ends_run=False)
+
+
+def value_of(out):
+    (weights,) = (out / "epoch_0").glob("*.safetensors")
+    (value,) = {float(tensor.max()) for tensor in load_file(weights).values()}
+    return value
+
+
+def test_an_export_carries_its_run(block, out):
+    assert exports_in(out) == [Export(out / "epoch_0", "a", 8, False)]
+    assert value_of(out) == 4
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"other": 1}), None])
+def test_an_export_without_a_manifest_is_of_an_unknown_run(out, content):
+    manifest = out / "epoch_0" / "adaptive_batch.json"
+    manifest.unlink()
+    if content is not None:
+        manifest.write_text(content)
+    assert exports_in(out) == [Export(out / "epoch_0")]
+
+
+def test_only_folders_of_epochs_are_exports(out):
+    (out / "epoch_10").mkdir()
+    (out / "epoch_2").mkdir()
+    (out / "epoch_last").mkdir()
+    assert [export.epoch for export in exports_in(out)] == [0, 2, 10]
+
+
+class Killed(BaseException):
+    """A kill, after which nothing on the disk changes."""
+
+
+def test_an_export_that_is_killed_anywhere_leaves_one(block, out, tmp_path, monkeypatch):
+    """Kill it before each operation that renames or removes a folder."""
+    before, found = tmp_path / "before", set()
+    shutil.copytree(out, before)
+    for last in range(1000):
+        shutil.rmtree(out)
+        shutil.copytree(before, out)
+        left = [last]
+
+        def counted(operation, left=left):
+            def act(*args, **kwargs):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return operation(*args, **kwargs)
+
+            return act
+
+        with monkeypatch.context() as patched:
+            for name in ("rename", "replace", "rmdir"):
+                patched.setattr(os, name, counted(getattr(os, name)))
+            with contextlib.suppress(Killed):
+                export(block, 5)
+        ModelFiles(block).clean_up()
+        found.add(value_of(out))
+        assert not list(out.glob(".*"))
+        if left[0] >= 0:
+            break
+    assert found == {4, 5}
+    assert last >= 4
+
+
+def test_a_full_disk_says_what_is_needed_and_leaves_what_was_saved(block, out):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", out], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(CheckpointError, match=r"it needs 1,000,000 bytes and a little more"):
+            export(block, 5)
+        assert not list(out.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", out], check=True)  # the error holds torch's open file
+    assert value_of(out) == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("checkpoint_dir", "/nowhere", "there is no such folder; see `tune download`"),
+        ("checkpoint_dir", "/etc", "config.json"),
+        (
+            "checkpoint_files",
+            ["nothing.safetensors"],
+            "No file with name: nothing.safetensors found in ",
+        ),
+        ("output_dir", "/proc/nothing", "cannot be made"),
+    ],
+)
+def test_a_base_that_is_not_there_is_named_with_its_key(block, key, value, told):
+    block[key] = value
+    with pytest.raises(SettingError, match=told) as error:
+        ModelFiles(block)
+    assert error.value.key == f"checkpointer.{key}"
