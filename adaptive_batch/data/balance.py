@@ -18,9 +18,9 @@ import torch
 
 from .layouts import MicroBatchLayout, MicroBatchLimit, spread_by_tokens
 
-# What the groups of a wave are tried to hold, in percent of what they would hold if those of all
-# waves held alike. Measured on lognormal lengths it makes steps 2% to 7% shorter; twice as many
-# would add 0.2% at most, half of the range lose 0.2% to 0.8%.
+# Sizes of a wave's groups to try, in percent of the size if all waves were alike. Measured on
+# lognormal lengths, this range makes steps 2% to 7% shorter. A range of twice the size would add
+# 0.2% at most; half the range would lose 0.2% to 0.8%.
 TRIED_PERCENT = range(68, 133, 4)
 
 
@@ -156,7 +156,7 @@ class _SortedRows:
         last = len(self._lengths)
         later = num_waves - 1
         alike = self._least_tokens(start, last, ranks * num_waves, at_most=self._largest)
-        assert alike is not None, "so many groups that have as many rows as they may take all rows"
+        assert alike is not None, "this many full groups take all rows"
         if not later:
             return last, alike
         best = alike

@@ -223,7 +223,7 @@ class Batches(Sampler[list[int]]):
 
         Args:
             progress: that place.
-            steps: ``steps`` of the state that was saved there; None if there is none.
+            steps: ``steps`` of the state that was saved there; None without a state.
             keeps_batch: True keeps the saved batch size; False begins again from the configured
                 one.
 

@@ -60,7 +60,7 @@ class DatasetAdapter(Dataset[Any]):
             raise RuntimeError(f"row {number} of the dataset raised StopIteration") from error
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Have these rows read ahead, if the dataset is a :class:`ReadAhead`."""
+        """Read these rows ahead, if the dataset is a :class:`ReadAhead`."""
         if isinstance(self._dataset, ReadAhead):
             self._dataset.expect(numbers)
 

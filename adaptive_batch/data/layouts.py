@@ -110,11 +110,11 @@ class MicroBatchLayout:
 
     Attributes:
         kind: ``padded``: rows are padded to the longest, and there are as few micro-batches as can
-            be, of nearly equal size; ``grouped``: the same, rows sorted by length and cut where
-            they take least time; ``packed``: rows lie one after the other, without padding.
+            be, of nearly equal size; ``grouped``: also padded, but rows are sorted by length and
+            cut for the least time; ``packed``: rows lie one after the other, without padding.
         time: model of the time of a micro-batch.
-        uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one
-            length; ``both``; or None.
+        uniform: ``rows``: the same number of rows in all micro-batches of a step; ``lengths``:
+            padded to one length; ``both``; or None.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
         longest: most tokens of a row that the model takes, which rounding never exceeds; None for
             no limit.
@@ -130,7 +130,7 @@ class MicroBatchLayout:
 
     @property
     def pads(self) -> bool:
-        """Whether the rows of a micro-batch are padded to the longest."""
+        """True if the rows of a micro-batch are padded to the longest."""
         return LAYOUT_KINDS[self.kind].pads
 
     @property
@@ -140,7 +140,7 @@ class MicroBatchLayout:
 
     @property
     def is_usual(self) -> bool:
-        """Whether micro-batches are cut and padded as torchtune does."""
+        """True if micro-batches are cut and padded as in torchtune."""
         return LAYOUT_KINDS[self.kind].is_usual
 
     def keeps_order(self, limit: MicroBatchLimit) -> bool:
@@ -358,8 +358,8 @@ def _cut(order: Sequence[int], begin: Sequence[int]) -> list[list[int]]:
 def _grouped_by_time(
     lengths: Sequence[int], most: Sequence[int], time: MicroBatchTime
 ) -> list[list[int]]:
-    """Group rows so that the sum of the groups' times is least; `most` has for each row the rows of
-    a group that it is longest of.
+    """Group rows so that the sum of the groups' times is least; `most` has the most rows of a group
+    for each longest row.
 
     As in :func:`_grouped`, rows sorted by length are cut into neighbours.
     """
@@ -382,7 +382,7 @@ def _grouped_by_time(
 
 def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Put rows, the longest first, each into the first micro-batch that has room (first-fit
-    decreasing: Johnson, 1973); return as many of nearly equal size where that is possible.
+    decreasing: Johnson, 1973); return the same number of nearly equal size if possible.
     """
     pieces: list[list[int]] = []
     room: list[int] = []
@@ -404,7 +404,7 @@ def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 def spread_by_tokens(lengths: Sequence[int], groups: int) -> list[list[int]]:
     """Divide rows into groups of nearly equal tokens: each row, the longest first, goes to the
-    group with the fewest (Graham, 1969). No group is empty if there are as many rows.
+    group with the fewest (Graham, 1969). No group is empty unless there are fewer rows than groups.
     """
     loads = [(0, 0, group) for group in range(groups)]
     divided: list[list[int]] = [[] for _ in range(groups)]

@@ -6,8 +6,11 @@ from .bound_search import (
     SEARCHES,
     BoundSearch,
     Choices,
+    Evaluation,
+    LongestRows,
     ProbeOptions,
     SearchScope,
+    TriedStep,
     find_limit,
     find_max_batch_size,
     kinds_to_choose_from,
@@ -38,7 +41,6 @@ from .step_result import (
     StepResult,
     norm_to_clip,
 )
-from .trials import Evaluation, LongestRows, TriedStep
 
 __all__ = [
     "FORMS",

@@ -32,14 +32,13 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import ProbeOptions, SearchScope
+from .bound_search import LongestRows, ProbeOptions, SearchScope, TriedStep
 from .model_checks import check_parameters, gradients_must_come, is_compiled
 from .options import StepOptions
 from .part_step import LENGTHS_REMEDY, PartStep
 from .parts import Part, SplitBatch
 from .splitters import CustomSplit, RowSplitter, length_in_sample
 from .step import RankReport
-from .trials import LongestRows, TriedStep
 
 private = PrivateNames("memory estimates")
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""The search for the largest batch whose whole training step fits."""
+"""The search for the largest batch that fits in a whole training step, and for the fastest
+micro-batches within it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -33,13 +35,16 @@ from adaptive_batch.data import (
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
+    RowOrder,
+    largest_rows,
+    longest_rows,
     micro_batches,
 )
-from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
     HEADROOM_EXPANDABLE,
     MemoryCurve,
+    OptimizerInBackward,
     RandomState,
     auto_headroom,
     budget_bytes,
@@ -72,10 +77,10 @@ from .compilations import Compilation, Compilations, any_number_of_variants, des
 from .gradients import OtherLeaves, SavedGradients
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .options import REMEDIES
+from .parts import BatchSource
 from .sizing import MicroBatchSizer
-from .splitters import RowSplitter
+from .splitters import RowSplitter, counted_sample, length_in_sample
 from .step import Step
-from .trials import Evaluation, LongestRows, TriedStep
 
 log = logging.getLogger("adaptive_batch")
 
@@ -94,6 +99,167 @@ _WARM_ROWS = 8
 _WARM_PASSES = 6
 # Variants of one function in a layout: as many as torch allows by default.
 _MOST_VARIANTS = 8
+
+
+class MeasuredRows(Protocol):
+    """Rows by number, measured as :class:`.DatasetAdapter` does."""
+
+    @property
+    def lengths(self) -> torch.Tensor: ...
+    @property
+    def other_bytes(self) -> torch.Tensor: ...
+
+    def __getitem__(self, number: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class LongestRows:
+    """Rows of trials: the largest ones that training can have.
+
+    Attributes:
+        first: ``first(size)`` returns `size` rows, the largest first, in the form that trials take.
+        length: tokens of the longest row; 0 if unknown.
+        name: name of a single row in errors.
+        in_order: ``in_order(begin, size)`` returns rows in the order of training; None without an
+            order.
+        beside_longest: the same rows, padded to the row with most tokens, which comes first; None
+            if the largest row has the most tokens.
+    """
+
+    first: Callable[[int], Any]
+    length: int
+    name: str
+    in_order: Callable[[int, int], list[Any]] | None = None
+    beside_longest: LongestRows | None = None
+
+    @classmethod
+    def of_sample(
+        cls, sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
+    ) -> LongestRows:
+        """Build the rows of a sample function; each trial makes its own batch.
+
+        Args:
+            sample: ``sample(size)`` makes a batch of `size` rows.
+            split: function that makes a batch ready to be split.
+            device: device whose random numbers are restored.
+        """
+        length = length_in_sample(sample, split, device)
+        counted = counted_sample(sample, split)
+        return cls(lambda size: partial(counted, size), length, _name(length))
+
+    @classmethod
+    def of_dataset(
+        cls,
+        rows: MeasuredRows,
+        *,
+        length: int | None = None,
+        are_alike: bool = False,
+        source: str = "",
+        prepare: Callable[[Any], Any] = lambda row: row,
+        order: Callable[[], RowOrder | torch.Tensor] | None = None,
+    ) -> LongestRows:
+        """Build the rows of a dataset; the largest row is that with the most bytes in its tensors.
+
+        Args:
+            rows: the dataset.
+            length: tokens that `prepare` cuts or fills each row to; None if it keeps the length.
+            are_alike: whether all rows have one length, which errors do not name.
+            source: end of a row's name in errors.
+            prepare: function that prepares a row for trials.
+            order: function that returns the numbers of rows in the order of training; None if
+                trials need no order.
+        """
+        lengths = rows.lengths
+        numbers = largest_rows(lengths, rows.other_bytes)
+        read: list[Any] = []
+
+        def first(size: int) -> list[Any]:
+            for place in range(len(read), size):
+                read.append(prepare(rows[numbers[place % len(numbers)]]))
+            return read[:size]
+
+        def in_order(begin: int, size: int) -> list[Any]:
+            assert order is not None
+            in_turn = order()
+            if not len(in_turn):
+                return first(size)
+            places = torch.arange(begin, begin + size) % len(in_turn)
+            return [rows[number] for number in in_turn[places].tolist()]
+
+        largest_length = int(lengths[numbers[0]]) if length is None else length
+        name = "one row" if are_alike else _name(largest_length) + source
+        made = cls(first, largest_length, name, None if order is None else in_order)
+        (longest,) = longest_rows(lengths, 1)
+        longest_length = int(lengths[longest])
+        if length is not None or longest_length == largest_length:
+            return made
+
+        @cache
+        def longest_row() -> Any:
+            return prepare(rows[longest])
+
+        beside = replace(
+            made,
+            first=lambda size: [longest_row(), *first(size - 1)],
+            length=longest_length,
+            name=_name(longest_length) + source,
+        )
+        return replace(made, beside_longest=beside)
+
+
+def _name(length: int) -> str:
+    return f"one row of {count(length, 'token')}" if length else "one row"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Target of a search for the most rows that run without gradients.
+
+    Attributes:
+        run: function that runs rows without gradients.
+        trained: rows of training; one is stepped, so that the optimizer has its state.
+        name: phrase for logs, such as ``evaluating rows``.
+        kind: kind of micro-batch, see :meth:`Sharding.micro_batch`.
+        in_training_mode: whether the model stays in training mode.
+        lost_key: key under which the facts of a lost rank have the rows of its trial.
+    """
+
+    run: Callable[[Any], object]
+    trained: LongestRows
+    name: str = "evaluating rows"
+    kind: bool | str = True
+    in_training_mode: bool = False
+    lost_key: str = "trial_rows_val"
+
+
+@dataclass(frozen=True)
+class TriedStep:
+    """Step of training that trials run, by the same code as training.
+
+    Attributes:
+        engine: runs its micro-batches.
+        optimizer: optimizer of the model's parameters, or the optimizers in backward.
+        try_rows: function that runs forward and backward of rows of :class:`LongestRows` at once;
+            ``is_last=False`` does not reduce gradients.
+        clip: function that clips the gradients before the optimizer's step.
+        row_length: function that returns the tokens of a row.
+        keep_gradients: function that leaves the unsharded gradients of mid-step; None without any.
+        held: frozen modules that the step runs besides the model.
+    """
+
+    engine: Step
+    optimizer: Optimizer | OptimizerInBackward
+    try_rows: Callable[..., None]
+    clip: Callable[[], object] = lambda: None
+    row_length: Callable[[Any], int] = lambda row: 1
+    keep_gradients: Callable[[Any], object] | None = None
+    held: Sequence[nn.Module] = ()
+
+    def step(self) -> None:
+        """Clip the gradients, and step the optimizer."""
+        self.clip()
+        assert isinstance(self.optimizer, Optimizer)
+        self.optimizer.step()
 
 
 @dataclass(frozen=True)
@@ -312,6 +478,8 @@ class BoundSearch:
             DoesNotFitError: one row does not fit.
             RankLostError: a rank ran out of memory and cannot notify the others.
         """
+        engine = self._tried.engine
+        compiles = is_compiled(engine.model)
         budgets = distributed.all_gather(self._budget)
         log.info(
             "probing %s%s on %s, up to %s in %s, with %s",
@@ -322,7 +490,7 @@ class BoundSearch:
             format_bytes(self._budget),
             self.left_free,
         )
-        others = OtherLeaves(self._tried.engine.own_leaves, in_trials=True)
+        others = OtherLeaves(engine.own_leaves, in_trials=True)
         gradients = SavedGradients({}, lambda: None)
         try:
             # Reading a row of some datasets draws random numbers.
@@ -334,22 +502,19 @@ class BoundSearch:
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(min(budgets), resident_bytes)
                 # Counting sees eager operations.
-                is_counted = self._memory.granularity_bytes == 1
-                if is_counted and is_compiled(self._tried.engine.model):
+                if compiles and self._memory.granularity_bytes == 1:
                     result = replace(result, counts_eager=True)
                 choices = self._scope.choices
                 if choices and result.max_batch_size and result.throughput is None:
-                    compiles = is_compiled(self._tried.engine.model)
                     rows, most = self._scope.rows, result.max_batch_size
                     search = ThroughputSearch(self._tried, self._dry_run, choices, rows, most)
                     with any_number_of_variants() if compiles else nullcontext():
                         result = replace(result, throughput=search())
         finally:
-            if is_compiled(self._tried.engine.model):
+            if compiles:
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
-            self._tried.engine.compilations.forget()
-        engine = self._tried.engine
+            engine.compilations.forget()
         if self._leaves_cache:
             largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
             engine.largest_size = largest.size
@@ -733,7 +898,6 @@ def find_max_batch_size(
         if not callable(function):
             raise SettingError(key, function, "give a function")
     check_bool("accumulates", accumulates)
-    reshard(model)
     expand_segments_in_script(next(model.parameters()).device)
     engine = Step(model, MicroBatchSizer(), remedies=REMEDIES)
 

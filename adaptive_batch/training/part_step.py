@@ -22,7 +22,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import ProbeOptions, SearchScope, find_limit
+from .bound_search import ProbeOptions, SearchScope, TriedStep, find_limit
 from .model_checks import check_ranks, is_compiled, is_replicated
 from .oom_retry import OutOfMemoryElsewhereError
 from .options import REMEDIES, StepOptions, Terms
@@ -30,7 +30,6 @@ from .parts import BatchSource, LabelCounter, Part, copy_containers
 from .sizing import MicroBatchSizer, configured_size
 from .split_check import SplitCheck
 from .step import MicroBatchPlan, RankReport, Step, StepSnapshot, Weighting
-from .trials import TriedStep
 
 log = logging.getLogger("adaptive_batch")
 
@@ -357,7 +356,7 @@ class BatchStatistics:
 
     @property
     def are_needed(self) -> bool:
-        """Whether there is a function."""
+        """True if there is a function."""
         return self._function is not None
 
     def of_part(self, part: Part) -> Mapping[str, Any]:

@@ -118,7 +118,7 @@ def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
 
 
 class SmallBatch(NamedTuple):
-    """The first micro-batch of each rank, which the gradient's noise is sampled with."""
+    """The first micro-batch of each rank, as a sample of the gradient's noise."""
 
     rows: Any
     label_tokens: Any
@@ -128,7 +128,7 @@ class SmallBatch(NamedTuple):
 
 
 class SumThenDivide(Weighting[StepResult]):
-    """Sums what the micro-batches of a step leave, and divides the gradients.
+    """Sums the losses and gradients of the micro-batches of a step, and divides the gradients.
 
     Args:
         step: runs them.
@@ -188,8 +188,8 @@ class SumThenDivide(Weighting[StepResult]):
     # --- a micro-batch
 
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
-        """Run forward and backward of a micro-batch. On several ranks, run a dummy with weight 0 if
-        there is none or it has no labels.
+        """Run forward and backward of a micro-batch. On several ranks, a missing micro-batch or one
+        without labels is replaced by a dummy of weight 0.
         """
         loss = self._loss
         layout = self._step.sizer.layout
@@ -575,7 +575,7 @@ class RecipeStep(Step):
             undo: function that undoes the side effects of a failed attempt.
 
         Returns:
-            Each micro-batch with what the function returned.
+            Each micro-batch with the function's result.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -706,8 +706,7 @@ class Evaluator:
         return self._sizer.limit_of_step
 
     def run(self, rows: Iterable[Any]) -> float:
-        """Return the mean loss over the label tokens of all `rows` of all ranks; nan if
-        there are none.
+        """Return the mean loss over the label tokens of the `rows` of all ranks; NaN without any.
 
         Args:
             rows: of this rank.

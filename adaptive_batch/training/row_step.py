@@ -28,14 +28,20 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, needs_times
 
 from .batch_forms import FORMS
-from .bound_search import Choices, ProbeOptions, SearchScope, kinds_to_choose_from
+from .bound_search import (
+    Choices,
+    LongestRows,
+    ProbeOptions,
+    SearchScope,
+    TriedStep,
+    kinds_to_choose_from,
+)
 from .gradients import clip_gradients
 from .options import StepOptions, Terms
 from .part_step import PartStep
 from .parts import BatchSource, Part, RowsOfBatch
 from .step import RankReport
 from .step_result import StepResult, norm_to_clip
-from .trials import LongestRows, TriedStep
 
 private = PrivateNames("memory estimates")
 

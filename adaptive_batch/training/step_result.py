@@ -147,7 +147,7 @@ class FullBatchLoss:
         return mean
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """Return the state as plain numbers."""
         return {
             "rows": self.rows,
             "seen": self._seen,

@@ -31,8 +31,8 @@ from adaptive_batch.training import (
     find_limit,
     find_max_batch_size,
 )
+from adaptive_batch.training.bound_search import LongestRows, TriedStep
 from adaptive_batch.training.step import Step
-from adaptive_batch.training.trials import LongestRows, TriedStep
 
 ROW = collate(make_rows((17,)))
 MAXIMUM = 24
