@@ -36,13 +36,12 @@ from adaptive_batch.data import (
     Sampling,
     mean_rows,
 )
-from adaptive_batch.distributed import reshard
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesaw, rate_rule
 
 from .bound_search import ProbeOptions
-from .model_checks import check_gradients_are_clear, check_parameters
+from .model_checks import check_parameters
 from .options import StepOptions
 from .rate import AdaptiveRate
 from .row_step import RowStep
@@ -135,11 +134,10 @@ class AdaptiveLoop:
             micro_batch_tokens = "auto"
         clock = Clock.from_config(options.lr_clock)
         rows = DatasetAdapter(dataset, row_length)
-        self._model = model
-        self._optimizer = optimizer
         self._event = options.event
         self._step = RowStep(
             model,
+            optimizer,
             rows,
             collate=collate,
             mean_loss=mean_loss,
@@ -237,13 +235,11 @@ class AdaptiveLoop:
         )
         options = replace(options, maximum=min(maximum, max(1, batches.num_rows // ranks)))
         step_rows = timed_rows = batches.rows_on_largest_rank(self.batch_size)
-        reshard(self._model)
         # Reading a row of some datasets draws random numbers.
         with RandomState(self._step.memory.device):
             if batching.batch_tokens:
                 timed_rows = mean_rows(batching.batch_tokens, self._step.dataset.lengths)
             result = self._step.find_bound(
-                self._optimizer,
                 options,
                 order=batches.order,
                 # On fewer ranks than training began with, a batch that is cut to the bound has more
@@ -270,13 +266,7 @@ class AdaptiveLoop:
         The rows are collated as in training, on the host; `to_device` is not called. For the other
         arguments and errors see :func:`adaptive_batch.estimate_memory`.
         """
-        return self._step.estimate(
-            self._optimizer,
-            devices,
-            maximum=maximum,
-            context=context,
-            headroom=headroom,
-        )
+        return self._step.estimate(devices, maximum=maximum, context=context, headroom=headroom)
 
     # --- training
 
@@ -377,9 +367,6 @@ class AdaptiveLoop:
             num_rows=len(planned.numbers),
             requested=planned.progress.batch,
         )
-        reshard(self._model)
-        if step.has_gradients():
-            check_gradients_are_clear(self._model, self._optimizer)
         began = time.perf_counter()
         result = step.run(rows, report)
         batch = result.tokens if self._rate.counts_tokens else result.rows

@@ -24,6 +24,7 @@ from adaptive_batch.data import (
     check_loss,
     move_to_device,
 )
+from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, needs_times
 
@@ -37,6 +38,7 @@ from .bound_search import (
     kinds_to_choose_from,
 )
 from .gradients import clip_gradients
+from .model_checks import check_gradients_are_clear
 from .options import StepOptions, Terms
 from .part_step import PartStep
 from .parts import BatchSource, Part, RowsOfBatch
@@ -101,6 +103,7 @@ class RowStep(PartStep):
 
     Args:
         model: model on its device.
+        optimizer: optimizer of its parameters.
         dataset: rows, and their lengths.
         collate: function that makes one padded batch of a list of rows, on the host.
         mean_loss: function that returns the mean loss of a batch over its labels.
@@ -128,6 +131,7 @@ class RowStep(PartStep):
     def __init__(
         self,
         model: nn.Module,
+        optimizer: Optimizer,
         dataset: DatasetAdapter,
         *,
         collate: Callable[[list[Row]], Batch],
@@ -157,6 +161,7 @@ class RowStep(PartStep):
             name=getattr(mean_loss, "__name__", type(mean_loss).__name__),
         )
         self.dataset = dataset
+        self._optimizer = optimizer
         self._collate = collate
         self._mean_loss = mean_loss
         self._options = options
@@ -218,7 +223,11 @@ class RowStep(PartStep):
         Raises:
             SettingError: the bound was found for steps of one micro-batch, and this one has more
                 rows.
+            ValueError: gradients are there before the step.
         """
+        reshard(self.model)
+        if self.has_gradients():
+            check_gradients_are_clear(self.model, self._optimizer)
         bound = self.sizer.max_batch_size
         must_not_split = self.tried_one_part and not self.sizer.may_split
         if bound is not None and report.batch_size > bound and must_not_split:
@@ -281,7 +290,6 @@ class RowStep(PartStep):
 
     def estimate(
         self,
-        optimizer: Optimizer,
         devices: Any,
         *,
         maximum: int,
@@ -309,7 +317,7 @@ class RowStep(PartStep):
         try:
             return estimate_step(
                 self.model,
-                optimizer,
+                self._optimizer,
                 forward_backward,
                 self.clip,
                 devices,
@@ -338,7 +346,6 @@ class RowStep(PartStep):
 
     def find_bound(
         self,
-        optimizer: Optimizer,
         options: ProbeOptions,
         *,
         order: RowOrder,
@@ -349,13 +356,13 @@ class RowStep(PartStep):
         """Find how many rows fit, and run no more at once; see :meth:`PartStep.search`.
 
         Args:
-            optimizer: optimizer of the model's parameters.
             options: options of the search.
             order: numbers of the rows in the order of training.
             accumulates: whether some step has several micro-batches for another reason than memory.
             step_rows: rows of a step on one device; it is one micro-batch if they fit.
             timed_rows: rows of a step whose micro-batches are timed.
         """
+        reshard(self.model)
         choices = None
         # A saved state may have chosen.
         is_open = self._chooses_fastest and self.sizer.throughput is None
@@ -374,7 +381,7 @@ class RowStep(PartStep):
             self.record_collectives_of(RowsOfStep(self, self.dataset.longest(1)))
         tried = TriedStep(
             self,
-            optimizer,
+            self._optimizer,
             self._try_rows,
             self.clip,
             row_length=self.dataset.length,
