@@ -58,8 +58,8 @@ class AdaptiveStep(PartStep):
     A failed attempt is undone: gradients, random numbers and running statistics are restored. Other
     side effects of `forward_backward`, such as metrics, happen in each attempt.
 
-    On several ranks, whose model `fully_shard` or DDP must hold, all ranks call it alike and retry
-    together.
+    On several ranks the model must be divided by `fully_shard` or wrapped in DDP. All ranks call
+    the step alike, and retry together.
 
     Args:
         model: model on its device; its modules are those that it has in the first step.

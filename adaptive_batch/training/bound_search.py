@@ -868,8 +868,8 @@ def find_max_batch_size(
 
     Trials run forward and backward of the largest rows with the optimizer's state in memory; the
     returned size was tried. Weights, optimizer, gradients, buffers and random numbers are restored.
-    On several ranks, whose model `fully_shard` must divide, all ranks call it, and the smallest
-    bound counts.
+    On several ranks `fully_shard` must have divided the model; all ranks call this function, and
+    the smallest bound counts.
 
     Args:
         model: model on its device.
