@@ -71,33 +71,17 @@ def plans(draw, **fixed):
 
 
 @given(plans())
-def test_every_row_is_in_one_batch_or_listed_as_dropped_once(case):
+def test_each_row_is_in_one_batch_within_the_limits_in_order_or_is_dropped(case):
     lengths, max_tokens, arguments, plan = case
     too_long = [row for row, tokens in enumerate(lengths) if tokens > max_tokens]
-    assert sorted(plan.dropped.tolist()) == (too_long if arguments["long_rows"] == "drop" else [])
-    assert sorted([row for batch in plan for row in batch] + plan.dropped.tolist()) == list(
-        range(len(lengths))
-    )
-
-
-@given(plans())
-def test_rows_are_taken_in_their_order(case):
-    *_, arguments, plan = case
-    dropped = set(plan.dropped.tolist())
-    assert plan.rows.tolist() == [row for row in arguments["order"].tolist() if row not in dropped]
-
-
-@given(plans())
-def test_every_batch_but_the_last_has_min_rows_and_none_has_more_than_max_rows(case):
-    *_, arguments, plan = case
+    dropped = plan.dropped.tolist()
+    assert sorted(dropped) == (too_long if arguments["long_rows"] == "drop" else [])
+    assert sorted([*plan.rows.tolist(), *dropped]) == list(range(len(lengths)))
+    in_order = [row for row in arguments["order"].tolist() if row not in set(dropped)]
+    assert plan.rows.tolist() == in_order == [row for batch in plan for row in batch]
     sizes = plan.sizes.tolist()
     assert all(size >= arguments["min_rows"] for size in sizes[:-1])
     assert all(1 <= size <= (arguments["max_rows"] or math.inf) for size in sizes)
-
-
-@given(plans())
-def test_only_a_batch_of_min_rows_or_of_a_long_row_alone_has_more_than_max_tokens(case):
-    lengths, max_tokens, arguments, plan = case
     for batch in plan:
         is_alone = len(batch) == 1 and arguments["long_rows"] == "alone"
         is_least = len(batch) <= arguments["min_rows"] > 1
@@ -138,20 +122,15 @@ def test_the_last_batch_has_last_rows_where_the_one_before_can_spare_them(case, 
 
 
 @given(plans())
-def test_the_plan_is_a_sequence_of_its_batches(case):
-    *_, plan = case
+def test_a_plan_is_a_sequence_of_batches_and_the_same_for_the_same_arguments(case):
+    lengths, max_tokens, arguments, plan = case
     batches = plan.tolist()
     assert list(plan) == batches == [plan[index - len(batches)] for index in range(len(batches))]
     assert plan.sizes.tolist() == [len(batch) for batch in batches]
     with pytest.raises(IndexError):
         plan[len(plan)]
-
-
-@given(plans())
-def test_the_same_arguments_give_the_same_plan(case):
-    lengths, max_tokens, arguments, plan = case
     again = plan_batches(torch.tensor(lengths, dtype=torch.int32), max_tokens, **arguments)
-    assert again.tolist() == plan.tolist()
+    assert again.tolist() == batches
 
 
 # Facts.
