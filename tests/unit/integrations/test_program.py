@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+import adaptive_batch
 from adaptive_batch.__main__ import main
 
 PROGRAM = """
@@ -108,6 +110,18 @@ def test_what_cannot_be_used_is_said_before_the_program_starts(arguments, said, 
         main(["run", *arguments])
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hooks", [{}, {"ADAPTIVE_BATCH_HOOKS": "/gone/hook.py"}])
+def test_python_starts_in_silence_where_a_hook_is_gone(hooks):
+    inject = Path(adaptive_batch.__file__).with_name("inject")
+    done = subprocess.run(
+        [sys.executable, "-c", "print(1)"],
+        env={**os.environ, "PYTHONPATH": str(inject), **hooks},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 def test_a_program_that_cannot_be_started_is_named(capsys):

@@ -193,6 +193,47 @@ def test_rows_that_a_collator_flattens_are_split_between_them(tmp_path, keys):
         assert (own - weights).abs().max() < 1e-4
 
 
+class KeepsAnswers(Trainer):
+    """Cuts a batch to its longest answer as it is prepared, as ms-swift's trainers do."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        first = int((inputs["labels"] != -100).int().argmax(-1).min())
+        keep = inputs["labels"].shape[1] - first + 1
+        return {**inputs, "labels": inputs["labels"][:, -keep:], "logits_to_keep": keep}
+
+    _prepare_inputs.__module__ = "swift.trainers.seq2seq_trainer"
+
+
+class KeepsAnswersInParts(KeepsAnswers, AdaptiveTrainer):
+    pass
+
+
+def answers(features):
+    batch = collate(features)
+    for row, prompt in enumerate(range(1, len(features) + 1)):
+        batch["labels"][row, : prompt % 4 + 1] = -100
+    return batch
+
+
+def test_parts_are_cut_to_their_own_longest_answer(tmp_path):
+    given = {"collator": answers}
+    _, plain, weights = trained(KeepsAnswers, tmp_path, **given)
+    _, ours, own = trained(KeepsAnswersInParts, tmp_path, **given)
+    assert ours == plain
+    assert torch.equal(own, weights)
+    adaptive = AdaptiveArguments(micro_batch_size="auto", device_memory="1GiB")
+    for given["adaptive"] in (AdaptiveArguments(micro_batch_size=2), adaptive):
+        trainer, ours, own = trained(KeepsAnswersInParts, tmp_path, **given)
+        assert ours == pytest.approx(plain, rel=2e-6)
+        assert (own - weights).abs().max() < 1e-5
+    assert trainer.adaptive_step.max_batch_size > 6
+    given["adaptive"] = AdaptiveArguments()
+    trainer, ours, _ = trained(KeepsAnswersInParts, tmp_path, fails_above(2), **given)
+    assert trainer.adaptive_step.num_micro_batches == 6
+    assert ours == pytest.approx(plain, rel=2e-6)
+
+
 class ClassifiesRows(BertForSequenceClassification):
     """Takes the number of labels, as Transformers' models do, and leaves its loss a mean."""
 
