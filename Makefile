@@ -114,4 +114,5 @@ measure: $(INSTALLED) $(STACK)/.built  ## the long benchmarks, beside what they 
 	for name in search traceless parity faults throughput step_overhead kills parity_adapters parity_tasks parity_on_ranks faults_on_ranks resume_across_ranks published search_in_trainers split_check; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	for name in traceless faults; do $(BIN)/python benchmarks/$$name.py --adapters && $(BIN)/python benchmarks/$$name.py --tasks || exit 1; done
 	$(BIN)/python benchmarks/parity_adapters.py --ranks
-	$(STACK)/bin/python benchmarks/cuda_stack.py
+	$(STACK)/bin/python benchmarks/cuda_stack.py --only cases
+	$(STACK)/bin/python benchmarks/cuda_stack.py --only compiled

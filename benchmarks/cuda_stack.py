@@ -11,11 +11,8 @@ allocated and reserved, and every segment with its blocks. `compiled` is the sam
 `compile: True`, with LoRA and activation budgets among the cases: whether the rows that are
 estimated to fit run without a retry, and whether more rows do not.
 
-`--recount` estimates the rows of the newest records again, and compares them with the bytes that
+`--recount` estimates the rows of the newest record again, and compares them with the bytes that
 PyTorch counted then. It does not need PyTorch's CUDA build, and takes some seconds for each case.
-
-Each part has its own record. A finished case is kept in `.measure/`, and an interrupted part
-resumes with the next case.
 """
 
 from __future__ import annotations
@@ -29,14 +26,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import harness
 import torch
-from harness import Finished
 
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
@@ -147,9 +142,7 @@ def compiled_sample(number: int) -> list[Case]:
 
 
 class Estimated:
-    """The estimate of a combination on a device, and what it says that the allocator is
-    asked for.
-    """
+    """The estimate of a combination on a device, and its log of allocations."""
 
     def __init__(self, case: Case, *, context_bytes: int = CONTEXT_BYTES) -> None:
         self.device = case.found
@@ -166,23 +159,24 @@ class Estimated:
         """Inside, logs can be had."""
         settings = Settings.from_config(self._cfg)
         estimator = Estimator(self._cfg, settings, [self.device], builder_of(self._cfg))
-        with estimator._step(self._cfg, [self._length], 1, self.device) as step:
-            self._step = step
-            self._run = step.run.forward_backward(step._rows[self._length][0])
+        with estimator._run(self._cfg, [self._length], 1, self.device) as run:
+            plan = run.job.settings.search_plan
+            needs_search = run.job.settings.micro_batch.needs_search
+            rows, _ = run.rows_of(self._length)
+            self._step = run.step(rows, accumulates=plan.has_several or needs_search)
+            self._run = run.forward_backward(rows)
             yield self
 
     @property
     def margin(self) -> float:
         """Share that is added to the peak of a compiled step."""
-        margin: float = self._step._step.margin
-        return margin
+        return self._step.margin
 
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
-            step = self._step._step
             # As an estimate traces the rows that it says fit.
-            step.trace(rows, forward_backward=self._run)
-            self._logs[rows] = step.log(rows, forward_backward=self._run, num_steps=STEPS)
+            self._step.trace(rows, forward_backward=self._run)
+            self._logs[rows] = self._step.log(rows, forward_backward=self._run, num_steps=STEPS)
         return self._logs[rows]
 
     def replayed(
@@ -199,7 +193,7 @@ class Estimated:
     def bound(self, conf: str) -> int:
         """Return the estimate's most rows that run without a retry."""
         _, (fit,) = estimate_length(
-            self._step._step,
+            self._step,
             self._length,
             [self.device.target(context_bytes=self._context_bytes, headroom=0.0)],
             maximum=4096,
@@ -213,46 +207,75 @@ class Estimated:
 # --- cases
 
 
-def measure_cases(
-    cases: Sequence[Case], runs: StackRuns, finished: Finished
-) -> list[dict[str, Any]]:
-    """Peaks and segments of each case, estimated and counted."""
+def measure_case(case: Case, runs: StackRuns) -> dict[str, Any]:
+    """Return peaks and segments of a case, estimated and counted."""
+    entry = {}
+    with Estimated(case).opened() as estimated:
+        for name, conf in CONFS.items():
+            rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
+            rows = max(1, rows)
+            run = StackRun.fixed(case.combination, rows, steps=STEPS)
+            real = runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
+            entry[name] = {"rows": rows, **compared(peaks_of(estimated.replayed(rows, conf)), real)}
+    return row_of(case, entry)
 
-    def peaks(case: Case) -> dict[str, Any]:
-        entry = {}
-        with Estimated(case).opened() as estimated:
-            for name, conf in CONFS.items():
-                rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
-                rows = max(1, rows)
-                run = StackRun.fixed(case.combination, rows, steps=STEPS)
-                real = runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
-                entry[name] = compared(peaks_of(estimated.replayed(rows, conf)), real) | {
-                    "rows": rows
-                }
-        return entry
 
-    rows_of_table = []
-    table = harness.Table(
-        "case:<78 rows:>5 requested:>10.4% allocated:>10.4% reserved:>9.3% expandable:>10.3%"
-        " segments:>9 seconds:>8"
-    )
-    for case in cases:
-        entry = finished.entry(asdict(case), partial(peaks, case))
-        rows_of_table.append(entry)
-        if "failed" in entry:
-            print(f"{case!s:<78} {entry['failed']}", flush=True)
-            continue
-        default, expandable = entry["default"], entry["expandable"]
-        equal = "/".join("yes" if one["segments_equal"] else "no" for one in (default, expandable))
-        table.print(
-            {**default["errors"], "rows": default["rows"], "seconds": entry["seconds"]},
-            case=str(case),
-            expandable=expandable["errors"]["reserved"],
-            segments=equal,
+def measure_compiled(case: Case, runs: StackRuns) -> dict[str, Any]:
+    """Return peaks of compiled steps at the bound, with a warm cache of Inductor; and whether the
+    bound runs without a retry, also with a cold cache, and 3% and two rows more do not.
+    """
+    with Estimated(case).opened() as estimated:
+        rows = max(1, estimated.bound(""))
+        peaks = peaks_of(estimated.replayed(rows, ""), margin=estimated.margin)
+        # What the estimate compiled is not what the run does.
+        torch.compiler.reset()
+    # The first run fills Inductor's cache, and may tune kernels beside the step. It is cold.
+    cold, real, more = (
+        runs(
+            StackRun.fixed(case.combination, number, steps=STEPS_OF_COMPILED),
+            case.device,
+            conf="",
+            capacity=case.found.total_bytes,
         )
-    summary = summarised(rows_of_table)
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in summary.items()))
-    return rows_of_table
+        for number in (rows, rows, math.ceil(1.03 * rows) + 2)
+    )
+    states = {"cold": cold.is_clean, "at_bound": real.is_clean, "above": not more.is_clean}
+    return row_of(case, {"default": {"rows": rows, **compared(peaks, real)}}) | states
+
+
+def recounted(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Estimate the rows of a recorded case again, beside the bytes that PyTorch counted then."""
+    case = Case(Combination(**old["combination"]), old["device"], "bound")
+    entry = {}
+    with Estimated(case).opened() as estimated:
+        for name in CONFS.keys() & old.keys():
+            counted, rows = old[name]["counted"], old[name]["rows"]
+            estimated.log(rows)
+            # An upper bound can pass the memory of the device, where the run did not.
+            is_bound = estimated.margin and not counted["ooms"]
+            capacity = 2**50 if is_bound else estimated.budget_bytes
+            replayed = estimated.replayed(rows, CONFS[name], budget_bytes=capacity)
+            estimate = peaks_of(replayed, margin=estimated.margin)["estimate"]
+            errors = {kind: estimate[kind] / counted[kind] - 1 for kind in KINDS_OF_PEAKS}
+            entry[name] = {
+                "rows": rows,
+                "estimate": estimate,
+                "counted": counted,
+                "errors": errors,
+                "budget": estimated.budget_bytes,
+            }
+    torch.compiler.reset()
+    return row_of(case, entry)
+
+
+def row_of(case: Case, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a case with its entries, and the errors in columns."""
+    columns = {
+        f"{kind}_{name}": error
+        for name, found in entry.items()
+        for kind, error in found["errors"].items()
+    }
+    return {"case": str(case), **asdict(case), **entry, **columns}
 
 
 def peaks_of(allocator: CachingAllocator, *, margin: float = 0.0) -> dict[str, Any]:
@@ -309,176 +332,69 @@ def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
     ]
 
 
-def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst errors, and shares that are equal."""
-    done = [case for case in cases if "failed" not in case]
-    summary: dict[str, Any] = {"cases": len(cases), "failed": len(cases) - len(done)}
-    for name in CONFS if done else ():
-        for kind in ("requested", "allocated", "reserved"):
-            errors = [abs(case[name]["errors"][kind]) for case in done]
-            within = {"requested": 1e-4, "allocated": 1e-3, "reserved": 5e-3}[kind]
-            share = sum(error <= within for error in errors) / len(errors)
-            worst, middle = max(errors), median(errors)
-            summary[f"{kind}, {name}"] = (
-                f"within {within:.2%} in {share:.1%}, median {middle:.4%}, worst {worst:.3%}"
-            )
-        equal = sum(case[name]["segments_equal"] for case in done) / len(done)
-        blocks = sum(case[name]["blocks_equal"] for case in done) / len(done)
-        large = sum(case[name]["large_segments_equal"] for case in done) / len(done)
-        same = sum(case[name]["same_end"] for case in done) / len(done)
-        summary[f"segments, {name}"] = (
-            f"equal in {equal:.1%}, with every block in {blocks:.1%}, with every block above 1 MiB"
-            f" in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
-        )
-    return summary
-
-
-# --- compiled
-
-
-def measure_compiled(
-    cases: Sequence[Case], runs: StackRuns, finished: Finished
-) -> list[dict[str, Any]]:
-    """Peaks of compiled steps at the bound, estimated and counted with a warm cache of Inductor;
-    whether the bound runs without a retry, with a cold cache too, and 3% and two rows more do not.
-    """
-
-    def ran(case: Case, rows: int) -> Outcome:
-        run = StackRun.fixed(case.combination, rows, steps=STEPS_OF_COMPILED)
-        return runs(run, case.device, conf="", capacity=case.found.total_bytes)
-
-    def at_the_bound(case: Case) -> dict[str, Any]:
-        with Estimated(case).opened() as estimated:
-            rows = max(1, estimated.bound(""))
-            peaks = peaks_of(estimated.replayed(rows, ""), margin=estimated.margin)
-            # What the estimate compiled is not what the run does.
-            torch.compiler.reset()
-        # The first run fills Inductor's cache, and may tune kernels beside the step.
-        cold, real = (ran(case, rows) for _ in range(2))
-        more = ran(case, math.ceil(1.03 * rows) + 2)
-        states = {"cold": cold.is_clean, "at_bound": real.is_clean, "above": more.is_clean}
-        return compared(peaks, real) | {"rows": rows} | states
-
-    table = []
-    print(f"{'case':<88} {'rows':>5} {'requested':>10} {'reserved':>9}  at the bound, above it, s")
-    clean = {True: "clean", False: "not clean"}
-    for case in cases:
-        entry = finished.entry(asdict(case), partial(at_the_bound, case))
-        table.append(entry)
-        if "failed" in entry:
-            print(f"{case!s:<88} {entry['failed']}", flush=True)
-            continue
-        print(
-            f"{case!s:<88} {entry['rows']:>5} {entry['errors']['requested']:>10.3%}"
-            f" {entry['errors']['reserved']:>9.2%}  {clean[entry['at_bound']]},"
-            f" {clean[entry['above']]}, {entry['seconds']}",
-            flush=True,
-        )
-    done = [entry for entry in table if "failed" not in entry]
-    for kind in ("requested", "reserved") if done else ():
-        errors = [abs(entry["errors"][kind]) for entry in done]
-        print(f"{kind}: median {median(errors):.3%}, worst {max(errors):.2%}")
-    at_bound = sum(entry["at_bound"] for entry in done)
-    cold = sum(entry["cold"] for entry in done)
-    above = sum(not entry["above"] for entry in done)
-    print(
-        f"the bound runs without a retry in {at_bound} of {len(done)}, with a cold cache in {cold};"
-        f" more does not in {above}"
-    )
-    return table
-
-
-# --- earlier counts
-
-
-def recount(part: str, every: int) -> dict[str, Any]:
-    """Estimate the rows of the newest record of a part again, and compare the estimates with what
-    PyTorch counted then.
-    """
-    path = max(harness.RESULTS.glob(f"cuda_stack-{part}-*.json"))
-    earlier = json.loads(path.read_text())[part]["cases"][::every]
-    print(f"counted: {path.name}")
-    table = []
-    for old in earlier:
-        case = Case(Combination(**old["combination"]), old["device"], "bound")
-        entry = {key: old[key] for key in ("combination", "device")}
-        with Estimated(case).opened() as estimated:
-            for name, conf in CONFS.items():
-                if name not in old and (name != "default" or "counted" not in old):
-                    continue
-                one = old.get(name, old)
-                counted, rows = one["counted"], one["rows"]
-                estimated.log(rows)
-                # An upper bound can pass what the device has, where the run did not.
-                is_bound = estimated.margin and not counted["ooms"]
-                capacity = 2**50 if is_bound else estimated.budget_bytes
-                replayed = estimated.replayed(rows, conf, budget_bytes=capacity)
-                estimate = peaks_of(replayed, margin=estimated.margin)["estimate"]
-                errors = {kind: estimate[kind] / counted[kind] - 1 for kind in KINDS_OF_PEAKS}
-                entry[name] = {
-                    "rows": rows,
-                    "estimate": estimate,
-                    "counted": counted,
-                    "errors": errors,
-                    "budget": estimated.budget_bytes,
-                }
-                shown = " ".join(f"{error:>+9.3%}" for error in errors.values())
-                print(f"{case!s:<88} {name:<10} {rows:>4} {shown}", flush=True)
-        torch.compiler.reset()
-        table.append(entry)
-    summary = {}
-    for name, kind in product(CONFS, KINDS_OF_PEAKS):
-        errors = sorted(entry[name]["errors"][kind] for entry in table if name in entry)
-        if errors:
-            within = sorted(map(abs, errors))
-            summary[f"{kind}, {name}"] = (
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors of each kind of peak by settings, and shares that are equal."""
+    found: dict[str, Any] = {}
+    for name in CONFS:
+        done = [row[name] for row in rows if name in row]
+        for kind in KINDS_OF_PEAKS if done else ():
+            errors = sorted(one["errors"][kind] for one in done)
+            within = sorted(map(abs, errors))[math.ceil(0.95 * len(errors)) - 1]
+            found[f"{kind}, {name}"] = (
                 f"lowest {errors[0]:+.4%}, median {median(errors):+.4%}, highest {errors[-1]:+.4%},"
-                f" 95% within {within[math.ceil(0.95 * len(within)) - 1]:.4%}"
+                f" 95% within {within:.4%}"
             )
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in summary.items()))
-    return {"counted": path.name, "summary": summary, "cases": table}
-
-
-PARTS = ("cases", "compiled")
+        for key in ("segments_equal", "blocks_equal", "large_segments_equal", "same_end"):
+            equal = [one[key] for one in done if key in one]
+            if equal:
+                found[f"{key}, {name}"] = f"{sum(equal)} of {len(equal)}"
+    for key in ("cold", "at_bound", "above"):
+        states = [row[key] for row in rows if key in row]
+        if states:
+            found[key] = f"{sum(states)} of {len(states)}"
+    return found
 
 
 def main() -> None:
     parser = harness.parser(__doc__, quick="a tenth of the cases")
     add = parser.add_argument
-    add("--only", nargs=1, choices=PARTS, default=PARTS, help="one of the parts")
-    add("--cases", type=int, metavar="N", help="of each part")
-    add("--recount", action="store_true", help="compare with the newest records")
+    add("--only", choices=("cases", "compiled"), default="cases")
+    add("--cases", type=int, metavar="N")
+    add("--recount", action="store_true", help="compare with the newest record")
     arguments = parser.parse_args()
     if not (arguments.recount or torch.cuda.is_available()):
         parser.error("run it by the Python of `make cuda-stack`")
     set_up_process()
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     share = 10 if arguments.quick else 1
-    if arguments.recount:
-        for part in arguments.only:
-            harness.write(f"cuda_stack-{part}", arguments.output, **{part: recount(part, share)})
-        return
+    name = f"cuda_stack-{arguments.only}"
     runs = StackRuns()
+    cases: Sequence[Any]
+    if arguments.recount:
+        path = max(harness.RESULTS.glob(f"{name}-20*.json"))
+        print(f"counted: {path.name}")
+        cases, measure = json.loads(path.read_text())["cases"][::share], recounted
+    elif arguments.only == "cases":
+        drawn = sample(arguments.cases or 120 // share)
+        cases = sorted(drawn, key=lambda case: DEVICES.index(case.device))
+        measure = partial(measure_case, runs=runs)
+    else:
+        cases = compiled_sample(arguments.cases or 40 // share)
+        measure = partial(measure_compiled, runs=runs)
     try:
-        for part in arguments.only:
-            finished = Finished(f"cuda_stack-{part}")
-            measured: dict[str, Any]
-            if part == "cases":
-                drawn = by_device(sample(arguments.cases or 120 // share))
-                cases = measure_cases(drawn, runs, finished)
-                measured = {"summary": summarised(cases), "cases": cases}
-            else:
-                compiled = compiled_sample(arguments.cases or 40 // share)
-                measured = {"cases": measure_compiled(compiled, runs, finished)}
-            measured["seed"] = SEED
-            harness.write(f"cuda_stack-{part}", arguments.output, **{part: measured})
-            finished.forget()
+        harness.run(
+            name,
+            arguments.output,
+            cases,
+            measure,
+            columns="case:<88 requested_default:>17.4% allocated_default:>17.4%"
+            " reserved_default:>16.3% reserved_expandable:>19.3% cold:>4 at_bound:>8 above:>5"
+            " seconds:>7",
+            figures=summary,
+            resumes=not arguments.recount,
+        )
     finally:
         runs.close()
-
-
-def by_device(cases: Sequence[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: list(DEVICES).index(case.device))
 
 
 if __name__ == "__main__":

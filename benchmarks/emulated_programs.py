@@ -16,7 +16,6 @@ opencv-python-headless hydra-core boto3 sktime reformer-pytorch patool.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
@@ -28,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 from base64 import b64encode
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -355,9 +353,7 @@ def run(row: dict[str, str], sources: Path, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="programs of these names")
     parser.add_argument("--sources", type=Path, metavar="DIR", help="clones, as DIR/OWNER/NAME")
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep data and logs here")
@@ -370,25 +366,15 @@ def main() -> None:
         for make in (make_texts, make_images, make_others, make_models):
             make(data)
     sources = (arguments.sources or work / "sources").resolve()
-    finished = harness.Finished("emulated_programs")
-    rows = []
-    for row in programs():
-        if arguments.only and row["name"] not in arguments.only:
-            continue
-        one = finished.entry(row, partial(run, row, sources, work))
-        rows.append(one)
-        print(
-            one["name"],
-            one.get("failed")
-            or f"{one['allocated_bytes'] / GIB:.3f} {one['reserved_bytes'] / GIB:.3f} GiB,"
-            f" {one['steps']} steps, {one['seconds']} s",
-            flush=True,
-        )
-    ended = sum("failed" not in one for one in rows)
-    print(f"{ended} of {len(rows)} ended")
-    if not arguments.only:
-        harness.write("emulated_programs", harness.RESULTS, ended=ended, rows=rows)
-        finished.forget()
+    harness.run(
+        "emulated_programs",
+        arguments.output,
+        [row for row in programs() if row["name"] in (arguments.only or [row["name"]])],
+        lambda row: run(row, sources, work),
+        columns="name:<32 allocated_bytes:>15 reserved_bytes:>15 steps:>6 seconds:>7.1f",
+        figures=lambda rows: {"ended": sum("failed" not in row for row in rows)},
+        resumes=True,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -108,60 +110,6 @@ class Table:
         print(" ".join(cells).rstrip(), flush=True)
 
 
-def quietly(
-    tasks: Iterable[Callable[[], Iterable[dict[str, Any]]]],
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of each task, and hide what it prints."""
-    for task in tasks:
-        with printing_into():
-            rows = list(task())
-        yield from rows
-
-
-def run(
-    name: str,
-    output: Path,
-    cases: Iterable[Any],
-    measure: Callable[[Any], Mapping[str, Any]],
-    *,
-    columns: str,
-    errors: Callable[[dict[str, Any]], Iterable[object]] = lambda row: (),
-    figures: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda rows: {},
-) -> NoReturn:
-    """Measure cases one after the other, print a row for each, write the record, and exit: with 1
-    if a case has errors, or there is no case.
-
-    Args:
-        name: of the record.
-        output: folder of the record.
-        cases: what `measure` takes.
-        measure: returns the values of a case.
-        columns: of the table, see :class:`Table`; `seconds` is added to each row.
-        errors: returns what is wrong with a row.
-        figures: returns the sums over all rows that the record begins with.
-    """
-    begin = time.perf_counter()
-    table = Table(columns)
-    rows: list[dict[str, Any]] = []
-    num_errors = 0
-    start = begin
-    for case in cases:
-        row: dict[str, Any] = {**measure(case)}
-        row.setdefault("seconds", round(time.perf_counter() - start, 1))
-        start = time.perf_counter()
-        rows.append(row)
-        table.print(row)
-        for error in errors(row):
-            num_errors += 1
-            print(f"  WRONG {error}", flush=True)
-    totals = figures(rows)
-    said = ", ".join(f"{value:g} {key.replace('_', ' ')}" for key, value in totals.items())
-    print(f"\n{len(rows)} cases, {num_errors} errors{said and ', '}{said}")
-    seconds = round(time.perf_counter() - begin, 1)
-    write(name, output, **totals, errors=num_errors, seconds=seconds, cases=rows)
-    sys.exit(bool(num_errors or not rows))
-
-
 class Finished:
     """Entries of the finished cases of a measurement, each saved at once: an interrupted
     measurement resumes with the next case.
@@ -180,7 +128,7 @@ class Finished:
             print(f"{len(self._entries)} finished cases are read from {self._path}")
 
     def entry(
-        self, case: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
+        self, case: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Return a case with its measured values and seconds; or with its error, which is not
         saved.
@@ -204,6 +152,72 @@ class Finished:
     def forget(self) -> None:
         """Remove the file, once a record has all entries."""
         self._path.unlink(missing_ok=True)
+
+
+def quietly(
+    tasks: Iterable[Callable[[], Iterable[dict[str, Any]]]],
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of each task, and hide what it prints."""
+    for task in tasks:
+        with printing_into():
+            rows = list(task())
+        yield from rows
+
+
+def run(
+    name: str,
+    output: Path,
+    cases: Iterable[Any],
+    measure: Callable[[Any], Mapping[str, Any]],
+    *,
+    columns: str,
+    errors: Callable[[dict[str, Any]], Iterable[object]] = lambda row: (),
+    figures: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda rows: {},
+    resumes: bool = False,
+) -> NoReturn:
+    """Measure cases one after the other, print a row for each, write the record, and exit: with 1
+    if a case has errors, or there is no case.
+
+    Args:
+        name: of the record.
+        output: folder of the record.
+        cases: what `measure` takes.
+        measure: returns the values of a case.
+        columns: of the table, see :class:`Table`; `seconds` is added to each row.
+        errors: returns what is wrong with a row.
+        figures: returns the sums over all rows that the record begins with.
+        resumes: whether an interrupted run resumes, see :class:`Finished`; cases are then
+            dataclasses or dictionaries, and one that raises an error does not end the others.
+    """
+    begin = time.perf_counter()
+    finished = Finished(name) if resumes else None
+    table = Table(columns)
+    rows: list[dict[str, Any]] = []
+    num_errors = 0
+    start = begin
+    for case in cases:
+        row: dict[str, Any]
+        if finished is None:
+            row = {**measure(case)}
+        else:
+            key = case if isinstance(case, dict) else asdict(case)
+            row = finished.entry(key, partial(measure, case))
+        row.setdefault("seconds", round(time.perf_counter() - start, 1))
+        start = time.perf_counter()
+        rows.append(row)
+        table.print(row)
+        for error in [row["failed"]] if row.get("failed") else errors(row):
+            num_errors += 1
+            print(f"  WRONG {error}", flush=True)
+    totals = figures(rows)
+    print(f"\n{len(rows)} cases, {num_errors} errors")
+    for key, value in totals.items():
+        print(f"{key.replace('_', ' ')}: {value}")
+    seconds = round(time.perf_counter() - begin, 1)
+    write(name, output, **totals, errors=num_errors, seconds=seconds, cases=rows)
+    if finished is not None:
+        finished.forget()
+    sys.exit(bool(num_errors or not rows))
 
 
 def _arguments() -> list[str]:
@@ -240,8 +254,9 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
 def write(name: str, folder: Path, /, **measured: Any) -> None:
     """Write ``NAME-YYYY-MM-DD.json``, and print the counts that differ from the newest figures.
 
-    Among the results, an older record of the name is removed, the newest figures are updated, and
-    every value is kept only of a name in :data:`READ`.
+    Among the results, the newest figures are updated and an older record of the name is removed,
+    if it has the same command: a short form does not replace a full one. Every value is kept only
+    of a name in :data:`READ`.
     """
     today = date.today().isoformat()
     versions = {"python": platform.python_version()}
@@ -263,13 +278,16 @@ def write(name: str, folder: Path, /, **measured: Any) -> None:
     }
     newest = json.loads(NEWEST.read_text())
     figures = figures_of(measured)
-    before = newest.get(name, {})
-    for key, value in before.get("figures", {}).items():
-        is_count = isinstance(value, int) and key in figures
-        if before["command"] == about["command"] and is_count and figures[key] != value:
+    before = newest.get(name, about | {"figures": figures})
+    is_same = before["command"] == about["command"]
+    for key, value in before["figures"].items():
+        if is_same and isinstance(value, int) and figures.get(key, value) != value:
             print(f"{key}: {value} on {before['date']}, {figures[key]} now")
-    path = folder / f"{name}-{today}.json"
     if folder == RESULTS:
+        if not is_same:
+            print(f"\nnot written: {NEWEST.name} has the figures of `{before['command']}`")
+            print("give --output, or remove them")
+            return
         for older in folder.glob(f"{name}-20*.json"):
             older.unlink()
         newest[name] = about | {"figures": figures}
@@ -278,6 +296,7 @@ def write(name: str, folder: Path, /, **measured: Any) -> None:
         print(f"\nthe newest figures of {name} are in {NEWEST}")
         if name not in READ:
             return
+    path = folder / f"{name}-{today}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(about | measured, indent=1) + "\n")
     print(f"\nwritten to {path}")

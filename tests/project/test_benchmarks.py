@@ -58,3 +58,18 @@ def test_a_run_writes_its_rows_and_counts_and_fails_where_a_case_is_wrong(
     assert record["errors"] == 1
     assert "WRONG too large" in capsys.readouterr().out
     assert run([])[0] == 1
+
+
+def test_a_short_form_does_not_replace_the_newest_figures(harness, tmp_path, monkeypatch):
+    newest = tmp_path / "newest.json"
+    newest.write_text("{}")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "NEWEST", newest)
+    for arguments, places in (([], 9), (["--quick"], 1), ([], 8)):
+        monkeypatch.setattr("sys.argv", ["benchmarks/faults.py", *arguments])
+        harness.write("kills", tmp_path, places=places)
+        entry = json.loads(newest.read_text())["kills"]
+        assert entry["command"].endswith("benchmarks/faults.py")
+        assert entry["figures"] == {"places": 9 if places == 1 else places}
+    (record,) = tmp_path.glob("kills-20*.json")
+    assert json.loads(record.read_text())["places"] == 8
