@@ -84,20 +84,15 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
     """
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
-        if isinstance(block, str):
-            remedy = f"it is a block; give {key}._component_={block}, and its other keys likewise"
-            raise SettingError(key, block, remedy)
-        if not isinstance(block, dict):
-            raise SettingError(key, block, _BLOCK)
-        if block and "_component_" not in block:
-            raise SettingError(key, block, f"it lacks a component; give {key}._component_ too")
-        component = block.get("_component_", block)
-        if isinstance(component, dict) and "_component_" in component:
-            # The command line sets the component of a block of the file.
-            remedy = f"it is a block in the file; give {key}._component_={component['_component_']}"
-            raise SettingError(key, component, f"{remedy}, and its other keys likewise")
-        if not isinstance(component, str):
-            raise SettingError(key, component, _BLOCK)
+        component = component_of(block) if isinstance(block, dict) else block
+        if isinstance(block, dict) and isinstance(component, str):
+            continue
+        # The command line sets the component of a block of the file.
+        typed = component_of(component)
+        remedy = _BLOCK
+        if isinstance(typed, str):
+            remedy = f"it is a block; give {key}._component_={typed}, and its other keys likewise"
+        raise SettingError(key, block, remedy)
 
 
 @contextmanager

@@ -40,13 +40,13 @@ from .keys import (
     TORCHTUNE_KEYS,
     block,
     check_names,
+    check_removed,
     function,
     group,
     keys_of,
     read_keys,
     table,
 )
-from .removed_keys import check_removed
 
 
 def fraction(name: str, value: Any) -> None:

@@ -20,6 +20,7 @@ from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import (
     GIB,
     Room,
+    budget_bytes,
     device_memory,
     host_available_bytes,
     is_out_of_memory,
@@ -498,3 +499,23 @@ def test_recover_frees_the_graph_of_a_failed_backward():
     left = reference() is not None
     recover(device_memory(CPU))
     assert (left, reference()) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("device_memory", "available", "headroom", "budget"),
+    [
+        (None, 8 * GIB, 0.0, 8 * GIB),
+        (None, 8 * GIB, 0.25, 6 * GIB),
+        ("4GiB", 8 * GIB, 0.5, 2 * GIB),
+        # No more than is available.
+        ("9GiB", 8 * GIB, 0.0, 8 * GIB),
+        # A share of the device.
+        (0.5, 9 * GIB, 0.0, 8 * GIB),
+        (1024, 8 * GIB, 0.0, 1024),
+    ],
+)
+def test_the_budget_is_what_is_available_of_the_request_without_headroom(
+    device_memory, available, headroom, budget
+):
+    given = {"headroom": headroom, "total_bytes": 16 * GIB, "available_bytes": available}
+    assert budget_bytes(device_memory, **given) == budget
