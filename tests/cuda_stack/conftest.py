@@ -1,6 +1,4 @@
-"""Tests on PyTorch's CUDA build, on a CUDA without a device: see
-docs/without_a_gpu.md.
-"""
+"""Tests on PyTorch's CUDA build with an emulated device: see docs/without_a_gpu.md."""
 
 import gc
 
@@ -21,6 +19,6 @@ def _the_device_is_whole_again():
     yield
     library().cudastub_set_reserved(500 * MIB)
     gc.collect()
-    # A workspace of cuBLAS may lie in a large block that a test's tensors left.
+    # A workspace of cuBLAS may keep a large block alive.
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

@@ -1,8 +1,6 @@
-"""NCCL between processes: PyTorch's own process group, on a library that carries small messages
-through shared memory.
+"""NCCL between processes, with a library that sends small messages through shared memory.
 
-Proves that ranks call the same collectives, with the same sizes, in the same order, and what the
-small ones give; nothing of a network.
+It checks the order and sizes of collectives on all ranks, and the results of small ones.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ def run(what: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_small_messages_arrive_and_large_ones_keep_nobody_waiting(ranks):
+def test_small_messages_arrive_and_large_ones_do_not_block(ranks):
     done = run("right", ranks=ranks)
     assert done.returncode == 0, done.stderr[-6000:]
     assert not list(Path("/dev/shm").glob("cudastub-*"))
 
 
-def test_ranks_that_call_different_things_are_told_so():
+def test_different_collectives_of_ranks_are_an_error():
     done = run("different", ranks=2)
     assert done.returncode != 0
     assert "rank 0 of 2 calls AllReduce of 32 bytes" in done.stderr

@@ -1,6 +1,4 @@
-"""What a script's own compiled model is estimated to need, beside what Inductor's code asks of
-PyTorch's allocator.
-"""
+"""Estimates of compiled models in scripts, compared with the memory of Inductor's code."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def allocated(how: str) -> int:
-    """The peak of three steps on the device that is not there, in bytes."""
+    """Return the peak of three steps on the emulated device, in bytes."""
     model = made("cuda", how)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = {name: torch.ones(ROWS, LENGTH, dtype=torch.long) for name in ("tokens", "labels")}
@@ -67,7 +65,7 @@ def allocated(how: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["eager", "by layer", "wrapped layers"])
-def test_a_script_allocates_what_is_estimated_and_a_compiled_one_at_most_that(how):
+def test_an_eager_estimate_is_exact_and_a_compiled_one_an_upper_bound(how):
     model = made("meta", how)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = {name: torch.ones(ROWS, LENGTH, dtype=torch.long) for name in ("tokens", "labels")}
@@ -83,7 +81,7 @@ def test_a_script_allocates_what_is_estimated_and_a_compiled_one_at_most_that(ho
     (fit,) = estimate.devices[0].lengths
     assert fit.max_batch_size == ROWS
     gc.collect()
-    # What the estimate has tried leaves the compiler what it needs for training.
+    # The estimate does not use up the recompilation limit.
     peak = allocated(how)
     if how == "eager":
         assert fit.allocated_bytes == pytest.approx(peak, rel=0.002)

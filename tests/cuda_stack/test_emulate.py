@@ -1,4 +1,4 @@
-"""`adaptive-batch emulate`: programs that run unchanged on a device that does not exist."""
+"""`adaptive-batch emulate` runs programs unchanged on an emulated device."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ assert sorted(first[1].tolist()) == list(range(9)) and first[0].unique().numel()
 """
 
 
-def test_small_tensors_have_the_values_that_the_host_computes(tmp_path):
+def test_small_tensors_have_the_values_of_the_cpu(tmp_path):
     done, _ = emulate(tmp_path, SAME_AS_ON_THE_HOST)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -120,7 +120,7 @@ assert torch.randn(200, 200).gt(0).nonzero().shape == (40_000, 2)
 """
 
 
-def test_tensors_may_be_on_the_device_by_default(tmp_path):
+def test_cuda_may_be_the_default_device(tmp_path):
     done, _ = emulate(tmp_path, DEFAULT_ON_CUDA)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -140,12 +140,12 @@ for width, expected in ((3, 0.5), (300, None)):
 """
 
 
-def test_gradients_that_overflow_skip_a_step_if_they_were_computed(tmp_path):
+def test_computed_gradients_that_overflow_skip_a_step(tmp_path):
     done, _ = emulate(tmp_path, SCALES)
     assert done.stdout.split() == ["32768.0", "65536.0"], done.stderr[-3000:]
 
 
-# Backward adds to a gradient in place if nothing else refers to it.
+# Backward accumulates in place if it holds the only reference.
 ADDS_IN_PLACE = """
 x = torch.ones(1000, 1000, device="cuda", requires_grad=True).sin()
 ((x * 2).sum() + (x * 3).sum() + (x * 4).sum()).backward()
@@ -162,7 +162,7 @@ def test_peaks_are_the_same_to_the_byte_with_and_without_values(tmp_path):
     assert done.stdout.splitlines()[-1] == without.stdout.splitlines()[-1]
 
 
-def test_the_report_says_which_lines_hold_memory_at_the_peak(tmp_path):
+def test_the_report_lists_live_bytes_by_line(tmp_path):
     _, report = emulate(tmp_path, MODEL)
     (process,) = report["processes"]
     living = dict(process["living"]["lines"])
@@ -172,7 +172,7 @@ def test_the_report_says_which_lines_hold_memory_at_the_peak(tmp_path):
     assert living["optimizer: train.py:17"] == pytest.approx(moments, rel=0.01)
 
 
-def test_a_program_that_runs_out_of_memory_keeps_its_status_and_its_line_is_named(tmp_path):
+def test_the_report_names_the_line_of_an_oom(tmp_path):
     program = "import torch\nheld = torch.empty(60 * 2**30, dtype=torch.uint8, device='cuda')\n"
     done, report = emulate(tmp_path, program + "torch.empty_like(held)")
     assert done.returncode == report["exit_status"] == 1
@@ -186,7 +186,7 @@ def test_a_limit_of_steps_ends_the_program(tmp_path):
     assert report["processes"][0]["steps"] == 2
 
 
-def test_a_limit_of_time_ends_the_program_and_its_record_is_there(tmp_path):
+def test_a_time_limit_ends_the_program_with_a_report(tmp_path):
     program = MODEL.replace("range(4)", "range(10**9)")
     done, report = emulate(tmp_path, program, "--minutes", "0.3")
     assert done.returncode == 0
@@ -194,7 +194,7 @@ def test_a_limit_of_time_ends_the_program_and_its_record_is_there(tmp_path):
     assert report["processes"][0]["steps"] > 2
 
 
-def test_ctrl_c_ends_a_program_that_a_shell_started_in_the_background(tmp_path):
+def test_ctrl_c_ends_a_background_program(tmp_path):
     (tmp_path / "train.py").write_text("import time; print(1, flush=True); time.sleep(60)")
     command = [*EMULATE, "--device", "h100", "--", sys.executable, "train.py"]
     program = subprocess.Popen(
@@ -262,7 +262,7 @@ print([len(one) for one in kept])
 """
 
 
-def test_a_shape_that_depends_on_values_which_were_not_computed_is_named(tmp_path):
+def test_a_shape_that_depends_on_missing_values_is_reported(tmp_path):
     done, report = emulate(tmp_path, ROUTES)
     assert "[512, 512, 512, 512]" in done.stdout
     assert ["shape", "addmm", "train.py:11"] in [
@@ -275,8 +275,8 @@ def test_a_shape_that_depends_on_values_which_were_not_computed_is_named(tmp_pat
     assert report["processes"][0]["made_up"] == []
 
 
-# Both draw again until no element is out of bounds.
-DRAWS_AGAIN = """
+# trunc_normal_ draws until no element is out of bounds.
+DRAWS_REPEATEDLY = """
 import torch
 weight = torch.empty(256, 256, device="cuda")
 for bound in (2.0, 0.1):
@@ -285,8 +285,8 @@ print("drawn")
 """
 
 
-def test_a_loop_over_values_that_were_not_computed_ends(tmp_path):
-    done, _ = emulate(tmp_path, DRAWS_AGAIN, "--minutes", "2")
+def test_a_loop_that_depends_on_missing_values_ends(tmp_path):
+    done, _ = emulate(tmp_path, DRAWS_REPEATEDLY, "--minutes", "2")
     assert done.stdout == "drawn\n", done.stderr[-3000:]
 
 
@@ -304,7 +304,7 @@ for _ in range(3):
 """
 
 
-def test_a_peak_that_depends_on_labels_is_that_of_values_computed_in_full(tmp_path):
+def test_a_peak_that_depends_on_labels_is_exact(tmp_path):
     _, report = emulate(tmp_path, CHANGES_SHAPE)
     assert not [one for one in report["processes"][0]["made_up"] if one[0] == "shape"]
     everything = {"EMULATE_MAX_FLOATS": str(2**40), "EMULATE_COPIED_BYTES": str(2**40)}
@@ -357,14 +357,14 @@ assert torch.cuda.device_count() == 1, torch.cuda.device_count()
 """
 
 
-def test_libraries_answer_what_pytorch_asks_them(tmp_path):
+def test_other_cuda_libraries_work(tmp_path):
     program = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'" + LIBRARY
     done, report = emulate(tmp_path, program, "--devices", "2")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "cudnnGetRNNTempSpaceSizes" in report["processes"][0]["not_counted"]
 
 
-# torch.compile starts its workers like this.
+# torch.compile starts its workers in this way.
 STARTS_A_WORKER = """
 import os, subprocess, sys, torch
 print(torch.cuda.is_available(), flush=True)
@@ -374,7 +374,7 @@ subprocess.run(look, env={**os.environ, "PYTHONPATH": path}, check=True)
 """
 
 
-def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
+def test_a_sitecustomize_of_the_program_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
     (tmp_path / "train.py").write_text(STARTS_A_WORKER)
     device = ["--device", "24GiB", "--architecture", "sm_89"]

@@ -1,6 +1,4 @@
-"""What steps of varying lengths reserve on PyTorch's own caching allocator, beside what they
-allocate.
-"""
+"""Reserved and allocated memory of steps of varying lengths, on PyTorch's caching allocator."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Block(nn.Module):
 
 
 class Trained:
-    """A model, and what its steps reserve."""
+    """A model and its optimizer, with reset memory statistics."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -73,7 +71,7 @@ def reserved_over_peak() -> float:
 
 
 def as_sampled() -> float:
-    """Return what is reserved over the peak where micro-batches run in a random order."""
+    """Return reserved / allocated peak of micro-batches in a random order."""
     trained = Trained()
     draw = random.Random(1)
     for lengths in drawn_steps():
@@ -102,7 +100,7 @@ def by_adaptive_step() -> float:
 
 
 @pytest.fixture(autouse=True)
-def _the_environment_says_whether_segments_expand(monkeypatch):
+def _segments_do_not_expand_by_default(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
 
 
@@ -116,7 +114,7 @@ def _segments_expand():
 
 
 @pytest.mark.usefixtures("_segments_expand")
-def test_a_step_reserves_little_more_than_it_allocates_where_segments_expand():
+def test_expandable_segments_have_little_fragmentation():
     assert by_adaptive_step() < 1.1
 
 

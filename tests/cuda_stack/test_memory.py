@@ -1,4 +1,4 @@
-"""What the CUDA without a device accounts for, as PyTorch's caching allocator asks for it."""
+"""Memory accounting of the emulated CUDA, and expandable segments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def on_the_stack(program: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_what_is_free_falls_by_what_is_reserved_and_comes_back():
+def test_reserved_memory_is_taken_from_free_memory():
     free, total = torch.cuda.mem_get_info()
     assert total - free == 500 * MIB + torch.cuda.memory_reserved()
     held = torch.empty(300 * MIB, dtype=torch.uint8, device="cuda")
@@ -37,7 +37,7 @@ def test_what_is_free_falls_by_what_is_reserved_and_comes_back():
     assert torch.cuda.mem_get_info()[0] >= free
 
 
-def test_memory_that_others_took_is_refused_by_name_and_given_once_it_is_back():
+def test_memory_of_other_processes_is_not_available():
     torch.cuda.empty_cache()
     leave(torch.cuda.memory_reserved() + 100 * MIB)
     torch.cuda.reset_peak_memory_stats()
@@ -52,7 +52,7 @@ def test_memory_that_others_took_is_refused_by_name_and_given_once_it_is_back():
     torch.empty(102 * MIB, dtype=torch.uint8, device="cuda")
 
 
-def test_expandable_segments_are_accounted_for():
+def test_expandable_segments_are_counted():
     program = (
         "import ctypes\n"
         "held = [torch.empty(30 * 2**20, dtype=torch.uint8, device='cuda') for _ in range(3)]\n"
@@ -67,7 +67,7 @@ def test_expandable_segments_are_accounted_for():
     assert said == ["100 1", "refused", str(-500 * MIB)]
 
 
-def test_the_device_is_the_one_that_was_asked_for():
+def test_the_configured_device_is_emulated():
     program = (
         "print(torch.cuda.get_device_name(1), torch.cuda.get_device_capability(1),"
         " torch.cuda.mem_get_info(1))"
@@ -81,13 +81,13 @@ def test_the_device_is_the_one_that_was_asked_for():
     assert said == "NVIDIA L4 (8, 9) (23679007768, 23679008768)"
 
 
-def test_small_copies_carry_their_values_where_they_are_kept():
+def test_small_copies_keep_their_values_if_configured():
     program = "print(torch.tensor([1, 2]).cuda().tolist(), torch.arange(9).cuda().tolist())"
     assert on_the_stack(program) == "[0, 0] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
     assert on_the_stack(program, EMULATE_COPIED_BYTES="16") == "[1, 2] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
 
 
-ASKS_FOR_SEGMENTS = """
+EXPANDS_SEGMENTS = """
 import logging, sys
 from adaptive_batch.memory import check_segments, expand_segments, segments_expand
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -99,19 +99,19 @@ print(segments_expand(), {segment["is_expandable"] for segment in torch.cuda.mem
 """
 
 
-def test_segments_expand_where_the_driver_has_virtual_memory():
-    assert on_the_stack(ASKS_FOR_SEGMENTS) == "True {True}"
+def test_segments_expand_if_the_driver_supports_it():
+    assert on_the_stack(EXPANDS_SEGMENTS) == "True {True}"
 
 
-def test_a_driver_without_virtual_memory_is_done_without():
-    line, last = on_the_stack(ASKS_FOR_SEGMENTS, EMULATE_VIRTUAL_MEMORY="0").splitlines()
+def test_a_driver_without_virtual_memory_disables_them():
+    line, last = on_the_stack(EXPANDS_SEGMENTS, EMULATE_VIRTUAL_MEMORY="0").splitlines()
     assert "CUDA driver error" in line
     assert "expandable segments disabled" in line
     assert last == "False {False}"
 
 
-def test_an_allocator_that_is_in_use_changes_over():
-    program = "held = torch.empty(1, device='cuda')" + ASKS_FOR_SEGMENTS
+def test_an_initialized_allocator_is_changed():
+    program = "held = torch.empty(1, device='cuda')" + EXPANDS_SEGMENTS
     assert on_the_stack(program) == "True {False, True}"
 
 
@@ -138,7 +138,7 @@ def test_a_script_has_expandable_segments():
     assert segments == "{True}"
 
 
-def test_segments_expand_from_the_first_step_of_a_model_that_is_on_its_device():
+def test_segments_expand_after_the_model_is_loaded():
     program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
     line, segments = on_the_stack(program).splitlines()
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in line
@@ -146,21 +146,21 @@ def test_segments_expand_from_the_first_step_of_a_model_that_is_on_its_device():
     assert on_the_stack(program, PYTORCH_ALLOC_CONF="expandable_segments:False") == "{False}"
 
 
-def test_settings_that_a_program_gave_the_allocator_stay():
+def test_settings_of_the_program_are_kept():
     given = "torch.cuda.memory._set_allocator_settings('max_split_size_mb:128')"
     program = f"{given}\nimport sys; sys.argv.append('model first'){IN_SCRIPT}"
     program += "print(torch._C._accelerator_getAllocatorSettings())"
     assert on_the_stack(program).splitlines() == ["{False}", "max_split_size_mb:128"]
 
 
-def test_a_step_on_a_driver_without_virtual_memory_does_without_expandable_segments():
+def test_a_step_without_virtual_memory_uses_other_segments():
     program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
     *_, line, segments = on_the_stack(program, EMULATE_VIRTUAL_MEMORY="0").splitlines()
     assert "expandable segments disabled" in line
     assert segments == "{False}"
 
 
-def test_importing_leaves_cuda_and_its_allocator_alone():
+def test_importing_does_not_initialize_cuda():
     program = (
         "import os, adaptive_batch; print(torch.cuda.is_initialized(),"
         " [name for name in os.environ if 'ALLOC_CONF' in name])"

@@ -1,8 +1,5 @@
-"""Packed rows on PyTorch's CUDA build: the kernel they take, and a peak that depends on their
-tokens and their number alone.
-
-Proved here: which operators run and what they allocate, on autograd's own threads too. Not proved:
-values, and times.
+"""Packed rows on PyTorch's CUDA build: one attention kernel, and a peak that depends only on the
+numbers of tokens and rows.
 """
 
 from __future__ import annotations
@@ -26,9 +23,7 @@ CUDA, VOCABULARY, WIDTH, HEADS = torch.device("cuda", 0), 1000, 512, 8
 
 
 class Layer(nn.Module):
-    """Of a decoder, with four heads of queries for one of keys; no biases, as sums for their
-    gradients take other memory.
-    """
+    """A decoder layer with four query heads per key head, without biases."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +59,7 @@ class Decoder(nn.Module):
 
 
 def step(model, lengths, device=CUDA):
-    """Forward and backward of packed rows; return how many calls of attention there were."""
+    """Run forward and backward of packed rows; return the number of attention calls."""
     rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
     batch = {key: value.to(device) for key, value in pack_rows(rows, ignore_index=-100).items()}
     labels = batch.pop("labels")
@@ -75,9 +70,7 @@ def step(model, lengths, device=CUDA):
 
 
 def peak(model, lengths):
-    """Bytes that a step asks for at once, beside parameters; what blocks the allocator finds for
-    them depends on the steps before.
-    """
+    """Return the requested peak of a step without parameters, which earlier steps do not change."""
     step(model, lengths)
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
@@ -97,9 +90,7 @@ def operators(model, lengths):
 
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 3), (True, 6)])
-def test_attention_is_one_kernel_of_rows_of_several_lengths_in_backward_too(
-    checkpointing, forwards
-):
+def test_attention_of_rows_of_several_lengths_is_one_kernel(checkpointing, forwards):
     model = Decoder(checkpointing=checkpointing).to(CUDA, torch.bfloat16)
     calls, ran = operators(model, [100, 17, 300, 5])
     assert calls == forwards
@@ -111,8 +102,8 @@ def test_attention_is_one_kernel_of_rows_of_several_lengths_in_backward_too(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_kernel_does_not_take_is_attended_row_by_row(dtype):
-    query = torch.randn(1, 4, 10, 20, device=CUDA, dtype=dtype)  # heads of no multiple of 8
+def test_attention_without_a_kernel_runs_row_by_row(dtype):
+    query = torch.randn(1, 4, 10, 20, device=CUDA, dtype=dtype)  # head_dim is not a multiple of 8
     with profile(activities=[ProfilerActivity.CPU]) as profiled, isolated_rows([7, 3]):
         out = functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     ran = {event.key: event.count for event in profiled.key_averages()}
@@ -122,7 +113,7 @@ def test_what_the_kernel_does_not_take_is_attended_row_by_row(dtype):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_peak_is_linear_in_tokens_whatever_the_lengths_of_so_many_rows(checkpointing):
+def test_the_peak_depends_only_on_tokens_and_rows(checkpointing):
     model, peaks = Decoder(checkpointing=checkpointing).to(CUDA, torch.bfloat16), {}
     for tokens in (4096, 8192, 16384):
         rows = tokens // 128
@@ -138,7 +129,7 @@ def test_the_peak_is_linear_in_tokens_whatever_the_lengths_of_so_many_rows(check
     assert peaks[8192] == pytest.approx((2 * peaks[4096] + peaks[16384]) / 3, rel=0.01)
 
 
-def test_in_backward_a_row_takes_as_much_as_128_tokens_of_one_layers_float32_queries():
+def test_each_row_pads_the_query_gradient_by_128_tokens():
     def of_attention(rows):
         lengths = [4096 // rows] * rows
         heads = [
@@ -156,7 +147,7 @@ def test_in_backward_a_row_takes_as_much_as_128_tokens_of_one_layers_float32_que
     assert per_row == pytest.approx(128 * 8 * 64 * 4, rel=0.05)
 
 
-def test_ends_of_rows_are_on_the_device_of_each_layer():
+def test_cumulative_lengths_are_on_the_device_of_each_layer():
     program = """
 import torch
 from torch.nn import functional

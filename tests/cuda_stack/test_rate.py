@@ -10,12 +10,12 @@ pytestmark = pytest.mark.cuda_stack
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear"])
-def test_a_step_is_refused_in_a_cuda_graph_only_where_it_is_scaled(scaling):
+def test_only_a_scaled_step_is_refused_in_a_cuda_graph(scaling):
     weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.5, capturable=True)
     adaptive = AdaptiveRate(optimizer, lr_scaling=scaling, reference_batch_size=4)
     weight.grad = torch.ones_like(weight)
-    # With the batch of the reference, the factor is 1.
+    # The reference batch has a factor of 1.
     adaptive.set(rows=4)
     optimizer.step()
     capture = torch.cuda.graph(torch.cuda.CUDAGraph())

@@ -1,8 +1,7 @@
-"""The recipes, from probe to resumption, where PyTorch's own allocator says what fits.
+"""The recipes on PyTorch's caching allocator, from probe to resume.
 
-Proves what is run, in which order, in how many micro-batches, and what follows when the allocator
-refuses; losses and weights mean nothing here, so that the same runs are compared by their values on
-a CPU (tests/recipes) and on a GPU.
+These tests check the order of steps, the number of micro-batches and the handling of OOM errors.
+Values are not real here; tests/recipes checks them on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from adaptive_batch.report import audit, read_records
 pytestmark = pytest.mark.cuda_stack
 
 MIB = 2**20
-CONTEXT = 500 * MIB  # of the stub's process
+CONTEXT = 500 * MIB  # of the emulated CUDA context
 ROOM = 280 * MIB  # for about half of the rows
 ON_CUDA = ("device=cuda", "probe.round_to_power_of_two=False")
 MAXIMUM = "use_maximum_batch_size=True"
@@ -52,7 +51,7 @@ def bound(folder) -> int:
     return json.loads((folder / "adaptive_batch" / "probe.json").read_text())["max_batch_size"]
 
 
-def test_the_bound_is_trained_with_and_many_more_rows_do_not_fit(setup):
+def test_training_uses_the_bound_and_twice_the_rows_do_not_fit(setup):
     leave(ROOM)
     folder = setup.run_in_process(OURS, *ON_CUDA, MAXIMUM, "epochs=1").output_dir
     found = bound(folder)
@@ -68,7 +67,7 @@ def test_the_bound_is_trained_with_and_many_more_rows_do_not_fit(setup):
         )
 
 
-def test_the_bound_of_varying_lengths_runs_where_segments_cannot_expand(setup, monkeypatch):
+def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup, monkeypatch):
     lengths = (
         "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
         "dataset.number=4000",
@@ -86,14 +85,14 @@ def test_the_bound_of_varying_lengths_runs_where_segments_cannot_expand(setup, m
     folder = setup.run(
         OURS, *ON_CUDA, *lengths, MAXIMUM, "max_steps_per_epoch=60", "epochs=1"
     ).output_dir
-    # Expandable segments let about 30 fit.
+    # About 30 rows fit with expandable segments.
     assert bound(folder) >= 20
     assert records(folder, "limit") == []
     assert audit(folder).problems == ()
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
-def test_adapters_train_at_their_bound_and_go_on_where_memory_is_taken_away(setup, kind):
+def test_adapters_train_at_their_bound_and_continue_with_less_memory(setup, kind):
     leave(ROOM // 2)
     keys = (
         *LORA,
@@ -115,7 +114,7 @@ def test_adapters_train_at_their_bound_and_go_on_where_memory_is_taken_away(setu
     assert audit(folder).problems == ()
 
 
-def test_memory_that_is_taken_away_in_mid_run_costs_no_row(setup):
+def test_a_loss_of_memory_during_a_run_loses_no_row(setup):
     leave(ROOM)
     folder = setup.run_in_process(OURS, *ON_CUDA, MAXIMUM, *SQUEEZED).output_dir
     change, *_ = records(folder, "limit")
@@ -131,7 +130,7 @@ def test_memory_that_is_taken_away_in_mid_run_costs_no_row(setup):
 @pytest.mark.parametrize(
     "saves", ["enable_async_checkpointing=False", "enable_async_checkpointing=True"]
 )
-def test_a_run_that_was_asked_to_end_goes_on_in_mid_epoch(setup, saves):
+def test_a_preempted_run_resumes_within_its_epoch(setup, saves):
     folder = setup.fresh_folder()
     ends = (
         "metric_logger._component_=support.stops.AskingToEnd",
@@ -149,7 +148,7 @@ def test_a_run_that_was_asked_to_end_goes_on_in_mid_epoch(setup, saves):
     assert audit(folder).problems == ()
 
 
-def test_two_ranks_probe_survive_an_error_of_one_and_go_on(setup, monkeypatch):
+def test_two_ranks_probe_survive_an_oom_of_one_and_resume(setup, monkeypatch):
     monkeypatch.setenv("EMULATE_DEVICE_COUNT", "2")
     monkeypatch.setenv("EMULATE_COPIED_BYTES", "65536")
     monkeypatch.setenv("EMULATE_CAPACITY", str(500 * MIB + ROOM - 40 * MIB))
@@ -162,13 +161,13 @@ def test_two_ranks_probe_survive_an_error_of_one_and_go_on(setup, monkeypatch):
     assert change["message"].startswith("out of memory on rank 0 with")
     first, second = (step["micro_batches"] for step in records(folder, "step"))
     assert first == 1 < second
-    goes_on = (
+    resumed = (
         "save_every_n_steps=1",
         "epochs=2",
         "resume_from_checkpoint=True",
         f"output_dir={folder}",
     )
-    setup.run(OURS, *ON_CUDA, MAXIMUM, *goes_on, ranks=2)
+    setup.run(OURS, *ON_CUDA, MAXIMUM, *resumed, ranks=2)
     assert [start["resumed"] for start in records(folder, "start")] == [False, True]
     assert sum(step["batch_size"] for step in records(folder, "step")) == 2 * NUM_ROWS
     assert audit(folder).problems == ()

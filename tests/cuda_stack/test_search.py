@@ -1,9 +1,4 @@
-"""The search and the OOM policy on PyTorch's own caching allocator: what a bound promises, and how
-rows at once come back.
-
-Proved here: sizes, fragmentation, retries and errors of the real allocator. Not proved: times, and
-what other processes do.
-"""
+"""The search and the OOM policy on PyTorch's caching allocator."""
 
 from __future__ import annotations
 
@@ -74,7 +69,7 @@ class Run:
         )
 
     def steps(self, number: int) -> list[int]:
-        """Run so many steps; return the limit of a micro-batch in each."""
+        """Run `number` steps and return the micro-batch limit of each."""
         amounts: list[int] = []
         while True:
             for rows in self.loop:
@@ -93,7 +88,7 @@ def retries() -> int:
 @pytest.mark.parametrize(
     "tokens", [None, pytest.param("auto", marks=pytest.mark.slow)], ids=["by rows", "by tokens"]
 )
-def test_training_at_the_bound_never_makes_the_allocator_ask_again(tokens):
+def test_training_at_the_bound_causes_no_retries(tokens):
     run = Run(sampling=Sampling(grow_beyond_maximum=True), micro_batch_tokens=tokens)
     found = run.loop.find_bound(headroom=0.0)
     assert sum(trial.retried or not trial.fits for trial in found.trials) <= 2
@@ -108,7 +103,7 @@ def test_training_at_the_bound_never_makes_the_allocator_ask_again(tokens):
     "share",
     [pytest.param(0.1, marks=pytest.mark.slow), 0.35, pytest.param(0.6, marks=pytest.mark.slow)],
 )
-def test_rows_at_once_come_back_with_the_memory_that_was_taken_away(share):
+def test_the_limit_recovers_with_the_available_memory(share):
     run = Run(sampling=Sampling(grow_beyond_maximum=True))
     bound = run.loop.find_bound(headroom=0.0).max_batch_size
     run.loop.batch_size = 2 * bound
@@ -123,5 +118,5 @@ def test_rows_at_once_come_back_with_the_memory_that_was_taken_away(share):
     assert 0.5 * (1 - share) * bound < min(during[-10:]) <= max(during[-10:]) <= bound
     assert (
         share == 0.1 or max(during[-10:]) < bound
-    )  # with a tenth less, steps without the longest rows fit as they are
+    )  # with 10% less memory, steps without the longest rows still fit
     assert max(run.steps(50)) >= 0.9 * bound

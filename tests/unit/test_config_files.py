@@ -33,7 +33,7 @@ NAMES = {
 }
 
 
-def test_every_config_is_listed_with_one_line_that_says_what_it_is():
+def test_every_config_is_listed_with_a_description():
     listed = shipped_configs()
     assert {name for name, _ in listed} == NAMES
     assert [name for name, _ in listed] == sorted(NAMES)
@@ -42,32 +42,32 @@ def test_every_config_is_listed_with_one_line_that_says_what_it_is():
         assert not description.startswith("#")
 
 
-def test_commands_with_the_demos_config_leave_the_model_alone_that_make_demo_tunes():
+def test_the_demo_config_does_not_write_to_the_folders_of_the_demo():
     config = OmegaConf.load(config_path("demo_cpu"))
     folder = Path(config.demo_dir)
     assert Path(config.output_dir).parent == folder
     assert Path(config.output_dir).name not in ("base", "cache", "data", "tuned")
 
 
-def test_a_config_is_found_by_its_name_alone():
+def test_a_config_is_found_by_its_name():
     assert config_path("demo_cpu").name == "demo_cpu.yaml"
     for no_name in ("", "demo", "demo_cpu.yaml", "../configs/demo_cpu", "DEMO_CPU"):
         assert config_path(no_name) is None
 
 
-def test_a_copy_into_a_folder_keeps_its_name_and_its_bytes(tmp_path):
+def test_a_copy_into_a_folder_keeps_name_and_content(tmp_path):
     copy = copy_config("demo_cpu", tmp_path)
     assert copy == tmp_path / "demo_cpu.yaml"
     assert copy.read_bytes() == config_path("demo_cpu").read_bytes()
 
 
-def test_a_copy_to_a_file_takes_that_name(tmp_path):
+def test_a_copy_to_a_file_has_that_name(tmp_path):
     assert copy_config("llama3_2_1B", tmp_path / "mine.yaml") == tmp_path / "mine.yaml"
     assert (tmp_path / "mine.yaml").read_bytes() == config_path("llama3_2_1B").read_bytes()
 
 
 @pytest.mark.parametrize("destination", [".", "demo_cpu.yaml"])
-def test_a_file_that_is_there_is_never_overwritten(tmp_path, destination):
+def test_an_existing_file_is_not_overwritten(tmp_path, destination):
     mine = tmp_path / "demo_cpu.yaml"
     mine.write_text("batch_size: 3\n")
     with pytest.raises(SettingError, match="the file exists already"):
@@ -75,7 +75,7 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path, destination):
     assert mine.read_text() == "batch_size: 3\n"
 
 
-def test_a_link_that_points_nowhere_is_not_written_through(tmp_path):
+def test_a_dangling_link_is_not_overwritten(tmp_path):
     link = tmp_path / "demo_cpu.yaml"
     link.symlink_to(tmp_path / "elsewhere.yaml")
     with pytest.raises(SettingError, match="exists already"):
@@ -83,7 +83,7 @@ def test_a_link_that_points_nowhere_is_not_written_through(tmp_path):
     assert not (tmp_path / "elsewhere.yaml").exists()
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(SettingError, match=f"the folder {tmp_path / 'no'} does not exist"):
         copy_config("demo_cpu", tmp_path / "no" / "demo.yaml")
 
@@ -128,7 +128,7 @@ def test_the_command_needs_no_torch():
     assert "demo_cpu" in listed
 
 
-def test_the_command_copies_and_says_where(tmp_path, capsys):
+def test_the_command_copies_and_prints_the_path(tmp_path, capsys):
     assert main(["configs", "demo_cpu", str(tmp_path)]) == 0
     assert Path(capsys.readouterr().out.strip()) == tmp_path / "demo_cpu.yaml"
 
@@ -141,7 +141,7 @@ def test_the_command_copies_and_says_where(tmp_path, capsys):
         ([], "required: command"),
     ],
 )
-def test_the_command_refuses_mistakes_with_exit_status_2(arguments, message, capsys):
+def test_invalid_arguments_exit_with_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2

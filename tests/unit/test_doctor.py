@@ -33,7 +33,7 @@ def versions(**others):
     return (GOOD | others).get
 
 
-def test_the_tried_versions_are_all_right():
+def test_the_tested_versions_pass():
     assert wrong(check_versions(versions())) == {}
     tried = dict(
         re.findall(r"^(\S+)==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.MULTILINE)
@@ -54,7 +54,7 @@ def test_the_tried_versions_are_all_right():
         ("datasets", None, "pip install 'datasets>=3.0'"),
     ],
 )
-def test_a_version_that_will_not_do_is_wrong_and_alone_so(name, version, fix):
+def test_an_unsupported_version_is_the_only_problem(name, version, fix):
     assert wrong(check_versions(versions(**{name: version}))) == {name: fix}
 
 
@@ -75,7 +75,7 @@ def test_findings_are_one_aligned_line_each():
     )
 
 
-def test_what_is_installed_here_is_seen():
+def test_installed_versions_are_found():
     seen = [finding.subject for finding in check_versions()]
     assert seen == [finding.subject for finding in check_versions(versions())]
     assert seen[:2] == ["adaptive-batch", "python"]
@@ -97,7 +97,7 @@ def test_devices_are_printed_with_their_memory_in_gib():
     )
 
 
-def test_tune_of_this_python_is_named_beside_the_one_on_path(tmp_path, monkeypatch):
+def test_both_tune_commands_are_named(tmp_path, monkeypatch):
     other = tmp_path / "tune"
     other.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -147,7 +147,7 @@ def test_tune_of_this_python_is_named_beside_the_one_on_path(tmp_path, monkeypat
         ),
     ],
 )
-def test_the_command_ends_with_1_and_the_fix_where_a_distribution_is_broken(
+def test_a_broken_distribution_exits_with_1_and_the_fix(
     tmp_path, broken, cause, subject, text, fix
 ):
     (tmp_path / broken).mkdir()

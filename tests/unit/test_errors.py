@@ -1,4 +1,4 @@
-"""Amounts, counts and values in an error say something, however small or long they are."""
+"""Formats of amounts, counts and values in messages."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from adaptive_batch.errors import SettingError
         (0, "0 bytes"),
     ],
 )
-def test_memory_is_said_in_the_unit_that_shows_it(num_bytes: int, said: str) -> None:
+def test_memory_is_formatted_in_a_suitable_unit(num_bytes: int, said: str) -> None:
     assert format_bytes(num_bytes) == said
 
 
 @pytest.mark.parametrize(("number", "said"), [(0, "0 rows"), (1, "1 row"), (1234, "1,234 rows")])
-def test_things_are_counted(number: int, said: str) -> None:
+def test_counts_are_formatted(number: int, said: str) -> None:
     assert count(number, "row", ",") == said
 
 
-def test_a_long_value_is_cut_where_it_is_shown() -> None:
+def test_a_long_value_is_cut_in_the_message() -> None:
     error = SettingError("batch_size", 10**4000, "give 1 or less")
     assert error.value == 10**4000
     assert str(error) == f"batch_size=1{'0' * 999}...: give 1 or less"

@@ -1,4 +1,4 @@
-"""Progress: a bar for a person, lines for a log file."""
+"""Progress as a bar on a terminal, or as log lines."""
 
 import io
 import sys
@@ -22,20 +22,20 @@ def advance(times, **arguments):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass from one look at the clock to the next."""
+    """Advance the clock by 4 seconds at each call."""
     seconds = iter(range(0, 1000, 4))
     monkeypatch.setattr(_util.time, "monotonic", lambda: next(seconds))
 
 
 @pytest.mark.usefixtures("clock")
-def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_one_at_the_end(caplog, capsys):
+def test_without_a_terminal_lines_are_logged_every_ten_seconds_and_at_the_end(caplog, capsys):
     caplog.set_level("INFO")
     advance(4)
     assert caplog.messages == ["loss 2: 3 of 4 steps", "loss 3: 4 of 4 steps"]
     assert capsys.readouterr().err == ""
 
 
-def test_what_was_done_before_counts_and_no_line_is_given_twice(caplog):
+def test_units_that_are_already_done_count(caplog):
     caplog.set_level("INFO")
     advance(2, done=2)
     assert caplog.messages == ["loss 1: 4 of 4 steps"]
@@ -58,7 +58,7 @@ def test_on_a_terminal_without_tqdm_there_are_lines(caplog, monkeypatch):
     assert terminal.getvalue() == ""
 
 
-def test_what_is_not_shown_says_nothing(caplog, monkeypatch):
+def test_a_hidden_bar_is_silent(caplog, monkeypatch):
     caplog.set_level("INFO")
     advance(4, shown=False)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())

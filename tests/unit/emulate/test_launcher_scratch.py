@@ -1,4 +1,4 @@
-"""The library that is preloaded into emulated programs."""
+"""The preloaded library that keeps emulated programs from writing to their own files."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def preloaded(request, tmp_path):
     return scratch, {**os.environ, **variables}
 
 
-def test_processes_that_write_at_once_lose_nothing_and_the_own_file_stays(preloaded, tmp_path):
+def test_simultaneous_writes_are_kept_and_the_original_is_not_changed(preloaded, tmp_path):
     scratch, environment = preloaded
     own = tmp_path / "log.txt"
     own.write_text("own")
@@ -38,7 +38,7 @@ def test_processes_that_write_at_once_lose_nothing_and_the_own_file_stays(preloa
     assert (written[:3], sorted(written[3:])) == ("own", list("abcd"))
 
 
-def test_a_link_that_the_program_makes_stays_one(preloaded):
+def test_a_link_of_the_program_stays_a_link(preloaded):
     scratch, environment = preloaded
     script = "echo one > run.log; ln -s run.log latest.log; echo two >> latest.log; cat run.log"
     done = subprocess.run(

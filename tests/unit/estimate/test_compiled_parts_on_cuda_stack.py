@@ -1,6 +1,6 @@
-"""The estimate of a compiled step is at least what Inductor's code asks of the allocator.
+"""The estimate of a compiled step is an upper bound of the memory of Inductor's code.
 
-It runs on PyTorch's CUDA stack without a device: kernels are generated, and compute nothing.
+The tests run on an emulated device: kernels are generated, but compute nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-# What each of them covers is in other cases, too.
+# Cases that others cover too.
 COVERED = {
     "long",
     "chunked, recomputed",
@@ -86,9 +86,7 @@ def parametrized(cases):
 
 
 def forget_earlier_runs():
-    """Free what the compiler holds of them, and of the estimate: garbage that is collected within
-    a run would be taken off its peak, as a model's table of positions is, of 1 MiB.
-    """
+    """Free caches of the compiler and garbage, which would distort the peak of the next run."""
     torch.compiler.reset()
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
@@ -103,9 +101,7 @@ def peak_of_run(cfg, rows, tokens, micro_batches=1):
 
 
 def check(log, peak, case=""):
-    """The estimate with its margin is an upper bound, at most 10% above the peak; 20% above where
-    activations are recomputed in models as small as these.
-    """
+    """Assert an upper bound at most 10% above the peak (20% for small recomputed models)."""
     estimate = (1 + MARGIN) * peak_bytes(log)
     assert peak <= estimate <= (1.2 if "recomputed" in case else 1.1) * peak
 
@@ -166,7 +162,7 @@ def test_a_compiled_step_with_a_second_model_needs_at_most_the_estimate(task, lo
     )
     log = estimated(two_models.config(), rows, tokens)
     runs = StackRuns()
-    # The first run fills Inductor's cache, and tunes kernels beside the step.
+    # The first run fills Inductor's cache and tunes kernels.
     for _ in range(2):
         outcome = runs(StackRun.fixed(two_models, rows), "h100")
     runs.close()

@@ -1,4 +1,4 @@
-"""What operators of CUDA keep and take beside their results, on fake tensors."""
+"""Saved tensors and buffers of CUDA operators, on fake tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_kernel_of_attention_follows_from_device_dtype_mask_and_head_dim(
     assert CudaKernels(capability).kernel(*tensors, mask) == kernel
 
 
-def test_a_kernel_that_is_switched_off_is_not_taken():
+def test_a_disabled_kernel_is_not_used():
     tensors = [torch.empty(1, 8, 16, 64, dtype=torch.bfloat16, device="meta") for _ in range(3)]
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         assert CudaKernels((9, 0)).kernel(*tensors) == "math"
@@ -68,7 +68,7 @@ def names_of(output: torch.Tensor) -> set[str]:
     return names
 
 
-def test_attention_inside_of_multi_head_attention_is_replaced_and_left_as_it_was():
+def test_multi_head_attention_uses_the_replacement():
     real = functional.scaled_dot_product_attention
     with FakeTensorMode():
         module, rows = nn.MultiheadAttention(64, 4, batch_first=True), torch.empty(2, 16, 64)
@@ -79,13 +79,13 @@ def test_attention_inside_of_multi_head_attention_is_replaced_and_left_as_it_was
     assert functional.scaled_dot_product_attention is real
 
 
-def test_real_tensors_are_left_alone():
+def test_real_tensors_are_not_affected():
     rows = torch.ones(2, 16, 64)
     with CudaKernels().in_place():
         assert torch.equal(functional.rms_norm(rows, (64,)), rows)
 
 
-def test_dropout_keeps_a_byte_for_each_element():
+def test_dropout_saves_a_boolean_mask():
     with FakeTensorMode(), CudaKernels().in_place():
         tensor = torch.empty(4, 8, requires_grad=True)
         output = functional.dropout(tensor, 0.5)
@@ -93,7 +93,7 @@ def test_dropout_keeps_a_byte_for_each_element():
         assert functional.dropout(tensor, 0.5, training=False) is tensor
 
 
-def test_cublas_keeps_workspaces_of_a_size_that_the_architecture_says():
+def test_the_workspace_of_cublas_depends_on_the_architecture():
     assert workspace_bytes((8, 0)) == workspace_bytes((8, 9)) == 8_519_680
     assert workspace_bytes((9, 0)) == workspace_bytes((12, 0)) == 32 * MIB
 
@@ -107,7 +107,7 @@ def test_cublas_keeps_workspaces_of_a_size_that_the_architecture_says():
     ],
     ids=["flash", "efficient", "cudnn"],
 )
-def test_attention_keeps_sums_and_its_backward_takes_a_gradient_in_float32(
+def test_attention_saves_sums_and_its_backward_needs_a_float32_gradient(
     capability, dtype, kept, taken
 ):
     device = FakeDevice(CudaKernels(capability))
@@ -119,13 +119,13 @@ def test_attention_keeps_sums_and_its_backward_takes_a_gradient_in_float32(
         before = len(counter.log)
         output.backward(torch.empty_like(output))
         backward = [size for size in counter.log[before:] if size > 0]
-    # What is left is the seed of dropout.
+    # The rest is the seed of dropout.
     assert forward[:2] == [8 * 512 * 64 * dtype.itemsize, kept["sums"]]
     assert sum(forward[2:]) <= 24
     assert taken["gradient"] in backward
 
 
-def test_many_rows_of_an_embeddings_gradient_are_added_up_in_float32():
+def test_the_gradient_of_a_large_embedding_needs_a_float32_buffer():
     device = FakeDevice(CudaKernels((8, 0)))
     peaks = []
     for tokens in (3072, 4096):
@@ -138,7 +138,7 @@ def test_many_rows_of_an_embeddings_gradient_are_added_up_in_float32():
     assert peaks == [2 * 1000 * 64, 2 * 1000 * 64 + 4 * 64 * (409 + 1000)]
 
 
-def test_what_is_left_out_is_said_where_it_matters() -> None:
+def test_uncounted_memory_is_named() -> None:
     model = nn.Linear(2, 2)
     assert left_out(model, ["sm_80"]) == ()
     for words, module, architectures, ranks in (

@@ -1,8 +1,5 @@
-"""The log of a fake run is what PyTorch's CUDA allocator is asked for, from loading to the third
-step.
-
-It runs on PyTorch's CUDA stack without a device. What only a GPU could show: cuDNN's own workspace,
-and what streams delay.
+"""The log of a fake run equals the requests to PyTorch's CUDA allocator, from loading to the third
+step, on an emulated device.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ LONG = {"soft caps", "packed alike, accumulated", "fp32, accumulated", "QLoRA"}
 
 
 def assert_reserves_alike(expected, got, *, rel):
-    """The allocator reserves as much for either log, in segments of either kind."""
+    """Assert that the simulated allocator reserves equally for both logs and both settings."""
     for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
         reserved = []
         for log in (expected, got):
@@ -73,7 +70,7 @@ def assert_reserves_alike(expected, got, *, rel):
     "case",
     [pytest.param(case, marks=SLOW if case in LONG else []) for case in CASES],
 )
-def test_the_log_is_what_the_allocator_is_asked_for(case):
+def test_the_log_equals_the_requests_to_the_allocator(case):
     name, rows, tokens, micro_batches, overrides = CASES[case]
     cfg = read(name, *overrides)
     expected = estimated(cfg, rows, tokens, micro_batches=micro_batches)
@@ -92,7 +89,7 @@ def test_the_log_is_what_the_allocator_is_asked_for(case):
         pytest.param("qwen2_5_0_5B", 512, 1, ("compile=True",), id="compiled", marks=SLOW),
     ],
 )
-def test_offloaded_activations_are_counted_while_they_are_on_the_device(
+def test_offloaded_activations_count_while_they_are_on_the_device(
     name, tokens, micro_batches, overrides
 ):
     cfg = read(name, *OFFLOADED, *overrides)
@@ -100,13 +97,13 @@ def test_offloaded_activations_are_counted_while_they_are_on_the_device(
     got = on_cuda(cfg, 2, tokens, micro_batches=micro_batches)
     gc.collect()
     torch.cuda.empty_cache()
-    # A compiled step needs at most what is estimated.
+    # The estimate of a compiled step is an upper bound.
     rel = 0.1 if "compile=True" in overrides else 0.002
     assert peak_bytes(expected) == pytest.approx(peak_bytes(got), rel=rel)
     assert_reserves_alike(expected, got, rel=max(rel, 0.015))
 
 
-def test_the_log_of_a_rank_is_that_of_its_streams():
+def test_the_log_of_a_rank_has_its_streams():
     with distributed.fake_process_group(2):
         expected = estimated(read("qwen2_5_0_5B"), 2, 512)
     got, _ = on_ranks("qwen2_5_0_5B", 2, 512, ranks=2)

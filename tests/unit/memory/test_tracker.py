@@ -87,7 +87,7 @@ def test_gradients_are_bit_identical_to_those_without_a_tracker(function):
     for tracker in (None, MemoryTracker(2**40)):
         leaf = x.clone().requires_grad_()
         with tracker or torch.enable_grad():
-            for _ in range(2):  # the second adds to what is there
+            for _ in range(2):  # the second accumulates
                 function(leaf.clone()).sin().sum().backward()
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
