@@ -1,6 +1,6 @@
-"""Runs the notebooks of examples/notebooks and writes what they print into them: `make notebooks`.
+"""Runs the notebooks of examples/notebooks and writes their output into them: `make notebooks`.
 
-What a library warns of, and its bars of progress, are left out.
+Warnings and progress bars of libraries are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS_PER_CELL = 300
 
 
 def main() -> None:
-    """Run each notebook and write it with its outputs, or not at all where a cell fails."""
+    """Run each notebook and write it with its outputs, unless a cell fails."""
     for path in sorted(FOLDER.glob("*.ipynb")):
         nbformat.write(executed(path), path)
         print(path.relative_to(Path.cwd()))
@@ -35,7 +35,7 @@ def executed(path: Path) -> NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-        # IPython keeps a history, which is not the user's.
+        # Keep IPython's history out of the user's folder.
         environment = {**os.environ, "IPYTHONDIR": folder, "HF_HUB_OFFLINE": "1"}
         client = NotebookClient(
             notebook,

@@ -21,8 +21,8 @@ def main(output_dir: str = "adaptive_batch_demo/tuned", picture: str | Path = PI
     """Draw the last run of a folder.
 
     Args:
-        output_dir: of a run of the demo.
-        picture: the PNG that is written.
+        output_dir: output folder of a run of the demo.
+        picture: path of the PNG.
     """
     record = Path(output_dir) / "adaptive_batch"
     run, _ = last_run(read_records(record / "run.jsonl"))

@@ -1,8 +1,8 @@
-"""What the site has beside docs/: README.md is its first page, and files that pages link to lie
-where they do in the repository.
+"""Adds the pages outside docs/ to the site, and the files that pages link to.
 
-Links are written from a file's own place, so that they work where a repository is read. Here they
-are turned to where the files lie on the site, and so mkdocs checks every one of them.
+README.md comes first.
+Links in the sources work in the repository. Here they are rewritten for the site, so that mkdocs
+checks all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGES = {
 }
 # A role of Sphinx before a name, in docstrings that editors show as they are.
 ROLE = re.compile(r":(?:func|class|meth|attr|data|mod):(<code>)~?(?:adaptive_batch\.[a-z_.]+\.)?")
-# Of Markdown, to a file, inline or by a name: no scheme, not only an anchor.
+# A Markdown link to a file, inline or by a name, without a scheme.
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)#\s:]+)((?:#[^)\s]*)?(?:\)|$))", re.MULTILINE)
 
 
@@ -31,11 +31,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages, and the files outside docs/ that a page links to.
 
     Args:
-        files: of docs/.
-        config: of the site.
+        files: files of docs/.
+        config: configuration of the site.
 
     Returns:
-        The same and the added ones.
+        The same files and the added ones.
     """
     for path, name in PAGES.items():
         files.append(
@@ -50,43 +50,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the links of a page.
-
-    Args:
-        markdown: of the page.
-        page: whose place says where its links begin.
-        config: of the site.
-        files: of the site.
-    """
+    """Rewrite the links of a page."""
     return LINK.sub(
         lambda link: link[1] + place_on_site(folder_of(page.file), link[2]) + link[3], markdown
     )
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leave the name alone of what a docstring refers to.
-
-    Args:
-        html: of the page.
-        page: that is built.
-        config: of the site.
-        files: of the site.
-    """
+    """Reduce each Sphinx role in a docstring to the name that it refers to."""
     return ROLE.sub(r"\1", html)
 
 
 def folder_of(file: File) -> PurePosixPath:
-    """Where a page lies in the repository."""
+    """Return the folder of a page in the repository."""
     return PurePosixPath() if file.src_uri in PAGES.values() else PurePosixPath("docs")
 
 
 def place_on_site(folder: PurePosixPath, target: str) -> str:
-    """Where the target of a link lies on the site, seen from its upper folder, in which every
-    page lies.
+    """Return the place of a link's target on the site, relative to its root.
 
     Args:
-        folder: of the page, from the repository's root.
-        target: of the link, from there.
+        folder: folder of the page in the repository.
+        target: target of the link, relative to that folder.
     """
     parts: list[str] = []
     for part in (folder / target).parts:

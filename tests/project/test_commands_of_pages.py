@@ -16,8 +16,8 @@ from pathlib import Path
 import demo
 import pytest
 from omegaconf import OmegaConf
-from support.commands import run_command
 from support.pages import PAGES, ROOT, Block, blocks, is_read_only
+from support.processes import run_command
 
 from adaptive_batch.config_files import config_path
 

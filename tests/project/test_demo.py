@@ -1,5 +1,6 @@
-"""The demo makes the same files each time, its epochs load in transformers, and it refuses what it
-cannot do. `make demo` runs it whole.
+"""The demo makes the same files each time, and its epochs load in transformers.
+
+`make demo` runs all of it.
 """
 
 import os
@@ -16,7 +17,7 @@ from torchtune import config
 from adaptive_batch.config_files import config_path
 
 DEMO = Path(demo.__file__).parent
-NUM_ROWS = 400  # of about 4,300: what is made is the same, sooner
+NUM_ROWS = 400  # of about 4,300, to save time
 
 
 @pytest.fixture(scope="module")

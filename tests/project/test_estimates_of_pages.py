@@ -1,4 +1,4 @@
-"""Estimates print what the pages show. They need no weights, and take minutes."""
+"""Estimates print the output on the pages. They need no weights, and take minutes."""
 
 import os
 import shlex

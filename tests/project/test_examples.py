@@ -31,7 +31,7 @@ MOST_STATEMENTS = 10
 
 
 def run(*command: object) -> str:
-    """What a Python program prints."""
+    """Return the output of a Python program."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -91,7 +91,7 @@ def on_rank(example: Path, other_port: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_has_a_few_statements_that_are_about_adaptive_batch(path):
-    """And no other line of it names the package or its loop, but to print what was found."""
+    """No other line names the package or its loop, except to print results."""
     text = path.read_text()
     assert 4 < len(glue(text)) <= MOST_STATEMENTS
     code = re.sub(
@@ -113,7 +113,7 @@ def test_an_example_finds_its_bound_and_grows(outputs):
     assert sizes == sorted(set(sizes))
     assert len(sizes) == 3
     if outputs.example.stem == "lightning_module":
-        assert sizes[-1] == bound  # what was asked for is cut
+        assert sizes[-1] == bound  # the bound cuts the growth
     else:
         assert sizes[-1] > bound
         assert sizes == [float(size) for size in commanded_sizes(outputs.example)]

@@ -1,6 +1,4 @@
-"""Runs that stop in the midst of epoch 1 resume with the bits of one that does not stop, where
-reports say that other libraries read rows in another order.
-"""
+"""Runs under accelerate that stop within epoch 1 resume with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -87,8 +85,7 @@ def test_a_loop_that_stops_in_epoch_1_reads_the_rows_that_are_left_in_their_orde
         resumed.train()
         assert stopped.order + resumed.order == whole.order
         assert torch.equal(resumed.weights(), whole.weights())
-    # Each epoch has each row once, in an order of its own: neither is epoch 0's replayed, nor is
-    # the order of the resumed epoch that of the next.
+    # Each epoch has each row once, in a different order.
     orders = []
     for number in range(NUM_EPOCHS):
         rows = [row for epoch, batch in whole.order for row in batch if epoch == number]

@@ -1,4 +1,4 @@
-"""The notebooks run, and print what is committed."""
+"""The notebooks run, and print their committed output."""
 
 import runpy
 
@@ -10,7 +10,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def printed_by(notebook):
-    """What each cell of code has printed: its source, then its outputs."""
+    """Return source and outputs of each code cell."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [(cell.source, [output.text for output in cell.outputs]) for cell in cells]
 

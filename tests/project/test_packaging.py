@@ -1,6 +1,4 @@
-"""What is published: a wheel with what `tune run` finds, the configs by name and nothing that
-torchtune owns; and a source archive that makes it.
-"""
+"""The wheel has the recipes and the configs, and the source archive makes the same wheel."""
 
 import os
 import subprocess

@@ -49,7 +49,7 @@ def test_the_files_have_the_fields_that_are_stable(small):
     records = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     assert all({"kind", "time"} <= record.keys() for record in records)
     assert all("message" in record for record in records if record["kind"] != "step")
-    # What a search has set, and what a growth function has: not all of their fields are the same.
+    # Both a search and a growth function set sizes; their fields differ.
     sizes = [record for record in records if record["kind"] == "batch_size"]
     assert {"bound" in record for record in sizes} == {True, False}
     for kind, fields in rows_of("record of `run.jsonl`").items():

@@ -13,7 +13,7 @@ GITHUB = ROOT / ".github"
 
 
 def targets_of(text):
-    """The targets of all make commands in a text, but for files of make's own."""
+    """Return the targets of all make commands in a text."""
     commands = re.findall(r"\bmake ((?:[\w./-]+ ?)+)", re.sub(r" #.*| --[\w-]+( \d+)?", "", text))
     return {word for command in commands for word in command.split() if "/" not in word}
 
@@ -43,7 +43,7 @@ def test_the_citation_is_of_this_project_and_the_version_is_written_once():
 
 
 def calls_of(path):
-    """Each call of a file as (name of what is called, keyword arguments)."""
+    """Yield (function, keyword arguments) for each call in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -51,7 +51,7 @@ def calls_of(path):
 
 
 def test_no_file_is_read_as_something_to_run():
-    """SECURITY.md says which; that a payload is refused, unit/checkpoint/test_manager.py shows."""
+    """SECURITY.md lists these files; unit/checkpoint/test_manager.py tries a payload."""
     loads, unpickled = [], []
     for path in (*(ROOT / "adaptive_batch").rglob("*.py"), *(ROOT / "recipes").glob("*.py")):
         for name, given in calls_of(path):
@@ -61,7 +61,7 @@ def test_no_file_is_read_as_something_to_run():
                 unpickled.append((path.name, name))
     assert len(loads) >= 4
     assert set(loads) == {"True"}
-    # What ranks have sent each other.
+    # Messages between ranks.
     assert set(unpickled) == {("collectives.py", "pickle.loads")}
 
 

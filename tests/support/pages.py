@@ -1,4 +1,4 @@
-"""The pages that people read, and the blocks of code in them."""
+"""The pages of the documentation, and their blocks of code."""
 
 import re
 import shlex
@@ -19,11 +19,11 @@ class Block:
     """A fenced block.
 
     Attributes:
-        page: in which it is.
-        line: of the page, on which it begins.
-        language: what follows the fence; empty for nothing.
-        text: what is in it.
-        is_output: it follows a block of commands with nothing between, and so is what they print.
+        page: path of the page.
+        line: line of the opening fence.
+        language: word after the fence, or an empty string.
+        text: content of the block.
+        is_output: whether it follows a block of commands directly, and shows their output.
     """
 
     page: str
@@ -38,21 +38,19 @@ class Block:
 
     @property
     def file(self):
-        """The file that the block is to be saved as, which its first line says; None for none."""
+        """Name of the file in the block's first line, or None."""
         found = re.match(r"# ([\w/]+\.(?:py|yaml))\n", self.text)
         return found and found[1]
 
     @property
     def commands(self):
-        """The commands of a block of the shell, continued lines put together."""
+        """Commands of a shell block, with continued lines joined."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def blocks_of(page, text):
-    """The fenced blocks of a page, and the numbers of the lines outside them that Markdown takes
-    for code as well.
-    """
+    """Return the fenced blocks of a page, and the lines of indented code outside them."""
     blocks, indented = [], []
     begin, before, after_blank = None, "prose", True
     for number, line in enumerate(text.splitlines(), 1):
@@ -75,7 +73,7 @@ def blocks_of(page, text):
 
 
 def blocks():
-    """The fenced blocks of all pages, in their order."""
+    """Return the fenced blocks of all pages, in order."""
     return [
         block
         for page in PAGES
@@ -84,9 +82,7 @@ def blocks():
 
 
 def is_read_only(command):
-    """Whether a command is for a cluster, for more ranks than two, or for a model that is not here:
-    its words are checked, and it is not run.
-    """
+    """Return whether a command needs a cluster, more than two ranks, or downloaded weights."""
     words = shlex.split(command)
     if words[:2] == ["tune", "download"]:
         return True
