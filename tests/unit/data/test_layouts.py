@@ -110,24 +110,18 @@ def holds(capacity, piece):
 
 
 @given(LENGTHS, CAPACITIES, SHAPES)
-def test_every_row_of_a_step_is_in_one_micro_batch_that_is_long_enough_and_within_limit(
+def test_every_row_of_a_step_is_in_one_micro_batch_of_its_shape_within_limit(
     lengths, capacity, shapes
 ):
     pieces = micro_batches(lengths, capacity, shapes)
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
-    for piece in pieces:
-        assert holds(capacity, piece)
-        assert piece.rows == sorted(piece.rows)
-        assert piece.length >= max(lengths[row] for row in piece.rows)
-
-
-@given(LENGTHS, CAPACITIES, SHAPES)
-def test_micro_batches_keep_to_their_shapes(lengths, capacity, shapes):
-    pieces = micro_batches(lengths, capacity, shapes)
     rows, padded = {len(piece.rows) for piece in pieces}, {piece.length for piece in pieces}
     assert len(rows) == 1 or shapes.uniform not in ("rows", "both")
     assert len(padded) == 1 or shapes.uniform not in ("lengths", "both")
     for piece in pieces:
+        assert holds(capacity, piece)
+        assert piece.rows == sorted(piece.rows)
+        assert piece.length >= max(lengths[row] for row in piece.rows)
         whole = piece.length % shapes.pad_to_multiple_of == 0
         assert whole or (shapes.longest is not None and piece.length >= shapes.longest)
 
