@@ -2,7 +2,7 @@
 
 from .adaptive_batches import AdaptiveBatches
 from .balance import balance_by_rows, balance_by_tokens
-from .batches import Batches, Event, PlannedRows, StepAhead
+from .batches import Batches, PlannedRows, StepAhead
 from .batching import Batching, Sampling
 from .dataset import (
     IGNORE_INDEX,
@@ -36,12 +36,11 @@ from .lengths import (
 from .order import ORDERS, RowOrder, row_order
 from .planned_epoch import PlannedEpoch, RowLengths, plan_token_batches
 from .read_ahead import ReadAhead
-from .token_sampler import LONG_ROWS, plan_batches
+from .token_sampler import plan_batches
 
 __all__ = [
     "IGNORE_INDEX",
     "LAYOUT_KINDS",
-    "LONG_ROWS",
     "NO_LIMIT",
     "ORDERS",
     "UNIFORM",
@@ -49,7 +48,6 @@ __all__ = [
     "Batches",
     "Batching",
     "DatasetAdapter",
-    "Event",
     "LayoutKind",
     "MicroBatch",
     "MicroBatchLayout",

@@ -3,7 +3,6 @@
 from .adaptive_step import AdaptiveStep
 from .batch_forms import FORMS, BatchForm
 from .bound_search import (
-    SEARCHES,
     BoundSearch,
     Choices,
     Evaluation,
@@ -48,7 +47,6 @@ __all__ = [
     "PLACE_OF_STEP",
     "REFERENCE",
     "REFERENCE_VALUES",
-    "SEARCHES",
     "AdaptiveLoop",
     "AdaptiveRate",
     "AdaptiveStep",
