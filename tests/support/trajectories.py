@@ -33,7 +33,8 @@ from adaptive_batch.report import audit, read_records
 from adaptive_batch.schedules import at_epochs, steps
 
 EPOCHS, BATCH_SIZE, SAVES_EVERY = 2, 4, 3
-KILLED_AT = 8  # two steps after a save
+KILLED_AT = 8
+LAST_SAVE = KILLED_AT // SAVES_EVERY * SAVES_EVERY
 FEWER_ROWS = 2  # rows of a micro-batch that runs out of memory, or is split
 FIGURES_OF_TIME = ("time", "seconds", "tokens_per_second_per_gpu")
 # The figures of a step that a split or another number of ranks must not change.
@@ -88,6 +89,10 @@ class Trajectory:
             if not relative <= rounding[1] > 0:
                 found.append(f"weights: {relative:.1e} of their norm apart")
         return found
+
+    def most(self, name: str) -> int:
+        """Return the largest value of a figure in any step."""
+        return max(step.get(name, 0) for step in self.steps.values())
 
 
 def _are_close(one: Any, other: Any, rounding: float) -> bool:
@@ -256,8 +261,12 @@ class Program:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
 
+    def num_lines(self) -> int:
+        """Return the number of steps that were done, some of them again."""
+        return len((self.folder / "steps.jsonl").read_text().splitlines())
+
     def trajectory(self) -> Trajectory:
-        """Read what was recorded; a step that was done again must be the same again."""
+        """Read the record; a step that was done again must be the same again."""
         with (self.folder / "steps.jsonl").open() as file:
             lines = [json.loads(line) for line in file]
         found: dict[Any, dict[str, Any]] = {}
@@ -295,7 +304,8 @@ def _train_script(program: Program) -> dict[str, torch.Tensor]:
             batches.step()
             done = batches.progress.steps
             program.save(done, parts)
-            program.note(done, rows=numbers, loss=loss, lr=applied["lr"])
+            figures = {"rows": numbers, "loss": loss, "lr": applied["lr"]}
+            program.note(done, parts=step.num_micro_batches, **figures)
     return dict(model.state_dict())
 
 
@@ -321,7 +331,8 @@ def _train_loop(program: Program) -> dict[str, torch.Tensor]:
             done = one.loop.progress.steps
             program.save(done, parts)
             numbers = [row["row"] for row in rows]
-            program.note(done, rows=numbers, loss=result.loss, lr=one.loop.learning_rate)
+            figures = {"rows": numbers, "loss": result.loss, "lr": one.loop.learning_rate}
+            program.note(done, parts=result.micro_batches, **figures)
     return dict(model.state_dict())
 
 
@@ -335,7 +346,9 @@ def _train_with_trainer(program: Program) -> dict[str, torch.Tensor]:
     class Noting(TrainerCallback):
         def on_log(self, args, state, control, logs, **_):
             if "loss" in logs:
-                program.note(state.global_step, loss=logs["loss"], lr=logs["learning_rate"])
+                figures = {"loss": logs["loss"], "lr": logs["learning_rate"]}
+                parts = trainer.adaptive_step.num_micro_batches
+                program.note(state.global_step, parts=parts, **figures)
 
     shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -395,8 +408,13 @@ def _compare_programs(driver: str, case: str, disturbance: str, folder: Path) ->
         assert ended.exit_status == -signal.SIGKILL, ended.error
     disturbed.train()
     whole.train()
-    rounding = ROUNDING if disturbance == "split" else EXACT
-    return disturbed.trajectory().differences(whole.trajectory(), rounding=rounding)
+    found, expected = disturbed.trajectory(), whole.trajectory()
+    if disturbance == "kill":
+        assert disturbed.num_lines() == len(found.steps) + KILLED_AT - LAST_SAVE
+    if disturbance != "split":
+        return found.differences(expected)
+    assert found.most("parts") > expected.most("parts")
+    return found.differences(expected, rounding=ROUNDING, only=(*OF_DATA, "loss"))
 
 
 # --- recipes
@@ -426,25 +444,24 @@ def compare_recipes(
     whole = disturbed = keys
     folder, of_whole = setup.fresh_folder(), setup.fresh_folder()
     if disturbance in ("kill", "other ranks"):
-        kills = ("metric_logger._component_=support.stops.AskingToEnd", "metric_logger.by=9")
-        _run(
-            setup,
-            folder,
-            ranks,
-            *keys,
-            *kills,
-            f"metric_logger.at_step={KILLED_AT}",
-            is_killed=True,
-        )
+        _run(setup, folder, ranks, *keys, *KILLS, is_killed=True)
         disturbed = (*keys, "resume_from_checkpoint=True")
     elif disturbance == "OOM":
-        whole = (*keys, *WATCHED, f"micro_batch_size={FEWER_ROWS}")
-        disturbed = (*keys, *WATCHED, f"model.rows_fit={FEWER_ROWS}")
+        whole = (*keys, *WATCHED, f"micro_batch_size={FEWER_ROWS // ranks}")
+        disturbed = (*keys, *WATCHED, f"model.rows_fit={FEWER_ROWS // ranks}")
     elif disturbance == "split":
         disturbed = (*keys, f"micro_batch_size={FEWER_ROWS // ranks}")
     _run(setup, folder, 3 - ranks if disturbance == "other ranks" else ranks, *disturbed)
     _run(setup, of_whole, ranks, *whole)
     found, expected = read_run(folder), read_run(of_whole)
+    log = read_records(folder / "adaptive_batch" / "run.jsonl")
+    if disturbance in ("kill", "other ranks"):
+        (*_, start) = [record for record in log if record["kind"] == "start"]
+        assert start["progress"]["steps"] == LAST_SAVE, start
+    elif disturbance == "OOM":
+        assert found.most("oom_count") > 0
+    elif disturbance == "split":
+        assert found.most("micro_batches") > expected.most("micro_batches")
     if is_exact:
         for step in (*found.steps.values(), *expected.steps.values()):
             step.pop("oom_count", None)
