@@ -44,14 +44,14 @@ def assert_alike(ours, stock, epoch):
         ),
     ],
 )
-def test_losses_norms_and_adapters_are_those_of_the_stock_recipe(small, kind, features, overrides):
+def test_losses_norms_and_adapters_are_the_stock_recipes(small, kind, features, overrides):
     own = (*LORA, *KINDS[kind], *(one for name in features for one in FEATURES[name]), *overrides)
     ours, stock = (small.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
     assert_alike(ours, stock, 0 if "epochs=1" in overrides else 1)
 
 
 @pytest.mark.slow
-def test_a_quantized_base_is_trained_on_as_the_stock_recipe_does(wide):
+def test_a_quantized_base_trains_as_in_the_stock_recipe(wide):
     own = (*LORA, *KINDS["QLoRA"], "epochs=1", SHORT)
     ours, stock = (wide.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
     assert_alike(ours, stock, 0)
@@ -72,7 +72,7 @@ def test_a_resumed_second_epoch_is_that_of_the_stock_recipe(small):
 
 
 @pytest.mark.nightly
-def test_two_ranks_do_what_the_stock_recipe_does_on_them(wide):
+def test_two_ranks_equal_the_stock_recipe(wide):
     asked = [
         ("LoRA", "clip_grad_norm=0.5"),
         ("DoRA", "gradient_accumulation_steps=2"),

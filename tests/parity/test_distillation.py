@@ -102,7 +102,7 @@ def test_a_resumed_second_epoch_is_that_of_the_stock_recipe(small, lora):
 
 
 @pytest.mark.slow
-def test_two_ranks_do_what_the_corrected_stock_recipe_does_on_them(small: SmallSetup, lora):
+def test_two_ranks_equal_the_corrected_stock_recipe(small: SmallSetup, lora):
     cases = [
         ("epochs=1", "enable_activation_checkpointing=True"),
         ("epochs=1", "batch_size=2", "gradient_accumulation_steps=2", "dtype=bf16"),

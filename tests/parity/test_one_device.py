@@ -75,7 +75,7 @@ def gradients(small, recipe, *overrides):
     ],
     ids=lambda features: " + ".join(features) or "defaults",
 )
-def test_losses_and_final_weights_are_those_of_the_stock_recipe(small, features):
+def test_losses_and_final_weights_equal_those_of_the_stock_recipe(small, features):
     overrides = overrides_of(features)
     stock, ours = (small.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
     assert len(stock.losses) >= 4
@@ -149,7 +149,7 @@ def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
 # --- every stock configuration, by its name
 
 
-def test_a_stock_configuration_trains_by_its_name_as_the_stock_recipe_does(small):
+def test_a_stock_configuration_trains_by_its_name_as_in_the_stock_recipe(small):
     overrides = [
         "model=torchtune.models.qwen2.qwen2",
         *(f"model.{key}={value}" for key, value in MODEL.items()),
@@ -169,7 +169,7 @@ def test_a_stock_configuration_trains_by_its_name_as_the_stock_recipe_does(small
     assert_trains_as_stock(small, "qwen2_5/0.5B_full_single_device", overrides, steps=2)
 
 
-def test_the_stock_vision_configuration_trains_by_its_name_as_the_stock_recipe_does(small):
+def test_the_stock_vision_configuration_trains_by_its_name_as_in_the_stock_recipe(small):
     write_vision_base(small.folder / "vision")
     overrides = [
         "model=support.cli.vision_model",

@@ -69,7 +69,7 @@ def test_accumulated_losses_and_adapters_are_those_of_the_stock_recipe(small, pa
 
 
 @pytest.mark.slow
-def test_a_quantized_base_is_trained_on_as_the_stock_recipe_does(tmp_path):
+def test_a_quantized_base_trains_as_in_the_stock_recipe(tmp_path):
     wide = make_wide_setup(tmp_path)
     own = (*LORA, *write_pairs(wide), *KINDS["QLoRA"], "epochs=1")
     ours, stock = (wide.run_in_process(name, *own) for name in (OURS, STOCK))
@@ -90,7 +90,7 @@ def test_a_resumed_second_epoch_is_that_of_the_stock_recipe(small, pairs):
 
 
 @pytest.mark.slow
-def test_two_ranks_do_what_the_stock_recipes_do_on_them(small: SmallSetup, pairs):
+def test_two_ranks_equal_the_stock_recipes(small: SmallSetup, pairs):
     full = (*PAIRS, *reference_of(small), "optimizer.lr=1e-3", "epochs=1")
     cases = [
         (STOCK_ON_RANKS, (*LORA, "epochs=1")),

@@ -54,7 +54,7 @@ def test_losses_rates_norms_and_weights_are_those_of_the_stock_recipe(both, name
         assert same_weights(ours.weights(epoch), stock.weights(epoch))
 
 
-def test_the_cases_train_otherwise_than_each_other(both):
+def test_the_cases_train_different_weights(both):
     last = {
         name: ours.losses[-1] for name, (_, ours) in both.items() if name != "optimizer in backward"
     }

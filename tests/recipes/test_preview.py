@@ -62,7 +62,7 @@ def cells(lines):
     return rows[1:end]
 
 
-def test_the_table_is_what_comes_out_by_hand_and_nothing_is_loaded_or_written(small, plan):
+def test_the_preview_equals_a_table_by_hand_and_loads_and_writes_nothing(small, plan):
     output = small.fresh_folder()
     lines = plan(
         *EQUAL,
@@ -112,7 +112,7 @@ def test_the_table_is_what_comes_out_by_hand_and_nothing_is_loaded_or_written(sm
     assert not list(output.iterdir())
 
 
-def test_a_plan_is_what_the_run_then_writes_down(small, plan):
+def test_the_run_logs_the_stages_of_its_preview(small, plan):
     settings = (
         *RAMP,
         *COSINE,
@@ -138,7 +138,7 @@ def test_a_bound_that_is_assumed_cuts_and_makes_micro_batches(plan):
     assert [row[6] for row in cells(found)] == ["8"]
 
 
-def test_what_is_left_of_a_run_is_planned(small, plan):
+def test_the_preview_of_a_resumed_run_shows_the_remaining_steps(small, plan):
     settings = (
         *RAMP,
         *COSINE,

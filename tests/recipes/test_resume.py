@@ -6,14 +6,11 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from support.cli import FEATURES, OURS, TUNE, records, resume_run, same_weights
-from support.paths import subprocess_environment
+from support.cli import FEATURES, OURS, records, resume_run, same_weights
 from support.stops import stopped_after
 from support.trajectories import run_differences
 
@@ -63,14 +60,12 @@ WAYS = {
         "batch_size=1",
     ),
     "optimizer in backward": ("optimizer_in_bwd=True", *FEATURES["cosine"]),
-    "activation checkpointing, bf16": (*FEATURES["activation checkpointing"], *FEATURES["bf16"]),
     "accumulation, max_steps_per_epoch": (
         "batch_size=2",
         *FEATURES["accumulation"],
         "max_steps_per_epoch=5",
     ),
     "a last step that is dropped": ("batch_size=5", "drop_last=True"),
-    "a last step that is short": ("batch_size=5", "drop_last=False"),
     "growth": (
         "batch_size=2",
         "batch_increase_function=support.components.four_more",
@@ -88,7 +83,7 @@ FEW_WAYS = ("AdamW, cosine with warm-up, clipping", "optimizer in backward", "gr
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FEW_WAYS)) for way in WAYS]
 )
-def test_a_run_that_goes_on_in_mid_epoch_is_the_one_that_was_not_ended(small, way):
+def test_a_run_that_resumes_within_an_epoch_equals_the_uninterrupted_run(small, way):
     overrides = (SAVES, *DROPOUT, *WAYS[way])
     whole = small.run_in_process(OURS, *overrides)
     points = records(whole.output_dir, "resume_point")
@@ -100,13 +95,13 @@ def test_a_run_that_goes_on_in_mid_epoch_is_the_one_that_was_not_ended(small, wa
     assert_the_same(folder, whole)
 
 
-def test_saving_resume_points_changes_nothing_in_training(small, whole):
+def test_saving_resume_points_changes_no_bit_of_training(small, whole):
     plain = small.run_in_process(OURS, *DROPOUT)
     assert plain.losses == whole.losses
     assert same_weights(plain.weights(1), whole.weights(1))
 
 
-def test_a_run_goes_on_after_it_was_moved_with_its_data(small, whole):
+def test_a_run_resumes_after_it_was_moved_with_its_data(small, whole):
     moved = small.fresh_folder() / "elsewhere"
     shutil.move(stopped_after(whole, small, 9), moved)
     data = small.fresh_folder() / "rows.jsonl"
@@ -118,7 +113,7 @@ def test_a_run_goes_on_after_it_was_moved_with_its_data(small, whole):
 @pytest.mark.parametrize(
     "keys", [(), ("optimizer_in_bwd=True",), ("gradient_accumulation_steps=2", "batch_size=2")]
 )
-def test_a_run_that_is_done_goes_on_from_its_end_where_epochs_is_raised(small, keys):
+def test_a_finished_run_resumes_with_more_epochs(small, keys):
     overrides = ("keep_final_state=True", *keys)
     longer = small.run_in_process(OURS, *overrides, "epochs=3")
     done = small.run_in_process(OURS, *overrides, "epochs=1")
@@ -131,7 +126,7 @@ def test_a_run_that_is_done_goes_on_from_its_end_where_epochs_is_raised(small, k
     assert audit(done.output_dir).holds
 
 
-def test_the_state_of_the_last_epoch_is_left_out_where_only_the_weights_fit(
+def test_the_last_epoch_is_saved_as_weights_alone_if_the_disk_holds_no_more(
     small, unlimited, capfd
 ):
     keys = ("keep_final_state=True", "epochs=1", "max_steps_per_epoch=2")
@@ -161,40 +156,11 @@ def ends_early(small, folder, *overrides):
     return records(folder, "preempted")[-1]["step"]
 
 
-@pytest.mark.slow
-def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_its_status(
-    small, whole
-):
-    folder = small.fresh_folder()
-    command = [
-        str(TUNE),
-        "run",
-        OURS,
-        "--config",
-        str(small.config),
-        f"output_dir={folder}",
-        SAVES,
-        *DROPOUT,
-        *asking_to_end(2),
-    ]
-    variables = subprocess_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    ended = subprocess.run(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert ended.returncode == EXIT_STATUS
-    assert "Traceback" not in ended.stdout
-    (said,) = records(folder, "preempted")
-    assert said["exit_status"] == EXIT_STATUS
-    resume_run(small, folder, SAVES, *DROPOUT)
-    assert last_start(folder)["progress"]["steps"] == said["step"]
-    assert_the_same(folder, whole)
-
-
 LOADING = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=-1")
 AGAIN = "nothing of this run is saved yet, so there is nothing to resume from; start it again"
 
 
-def test_asked_before_the_first_save_it_says_that_there_is_nothing_to_resume_from(small, capfd):
+def test_a_run_stopped_before_its_first_save_reports_that_nothing_is_saved(small, capfd):
     with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
         small.run_in_process(OURS, *LOADING)
     assert f"asked to end: {AGAIN}" in capfd.readouterr().err
@@ -213,24 +179,13 @@ def in_a_terminal():
 
 @pytest.mark.usefixtures("in_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=str)
-def test_without_resume_points_one_is_saved_where_a_signal_asks_it_to_end(small, whole, number):
+def test_a_signal_saves_a_resume_point_and_ends_the_run(small, whole, number):
     folder = small.fresh_folder()
     asking = (*asking_to_end(5), f"metric_logger.by={int(number)}")
     assert ends_early(small, folder, *DROPOUT, *asking) == 5
     resume_run(small, folder, *DROPOUT)
     assert went_on_from(folder) == "step_5"
     assert_the_same(folder, whole)
-
-
-@pytest.mark.usefixtures("in_a_terminal")
-@pytest.mark.parametrize(("at", "last"), [(2, None), (5, "step_3")])
-def test_interrupted_twice_it_says_what_is_resumed_from(small, at, last):
-    folder = small.fresh_folder()
-    told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN
-    asking = (*asking_to_end(at), f"metric_logger.by={int(signal.SIGINT)}", "seed=8")
-    asking += ("metric_logger.times=2",)
-    with pytest.raises(KeyboardInterrupt, match=f"^interrupted: {told}$"):
-        small.run_in_process(OURS, SAVES, *DROPOUT, *asking, f"output_dir={folder}")
 
 
 ASKING_IN_EPOCH_0 = (
@@ -240,7 +195,7 @@ ASKING_IN_EPOCH_0 = (
 
 
 @pytest.mark.parametrize("saves", [(), (SAVES,)], ids=["epochs alone", "resume points"])
-def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole, saves):
+def test_a_signal_during_an_epochs_save_ends_the_run_after_it(small, whole, saves):
     folder = small.fresh_folder()
     assert ends_early(small, folder, *saves, *DROPOUT, *ASKING_IN_EPOCH_0) == 8
     resume_run(small, folder, *saves, *DROPOUT)
@@ -248,43 +203,7 @@ def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole, saves):
     assert_the_same(folder, whole)
 
 
-def test_asked_while_the_last_epoch_is_saved_it_is_done(small, whole):
-    asking = (ASKING_IN_EPOCH_0[0], "checkpointer.at_epoch=1")
-    done = small.run_in_process(OURS, SAVES, *DROPOUT, *asking)
-    assert_the_same(done.output_dir, whole)
-    assert not records(done.output_dir, "preempted")
-
-
-def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
-    overrides = ("save_every_n_steps=4", *DROPOUT)
-    whole = small.run_in_process(OURS, *overrides)
-    folder = stopped_after(whole, small, 16)
-    shutil.rmtree(folder / "epoch_1")
-    resume_run(small, folder, *overrides)
-    assert went_on_from(folder) == "step_16"
-    assert_the_same(folder, whole)
-    (end,) = records(folder, "end")[-1:]
-    assert re.match(r"16 steps, 64 samples trained, \d+\.\d s in all\nsaved in ", end["message"])
-
-
 # --- the newest that is whole
-
-
-def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_on_with(
-    small, whole
-):
-    folder, _, _ = two_runs(small, whole)
-    # So that not even the name of its run is known.
-    (folder / "step_4" / "resume.json").write_text("{")
-    told = (
-        r"step_4 is skipped: resume.json is truncated or changed; \S+/step_15 is of an earlier run:"
-        r" restore what was saved, remove it"
-    )
-    with pytest.raises(CheckpointError, match=told):
-        resume_run(small, folder, "seed=8", *DROPOUT)
-    shutil.rmtree(folder / "step_4")
-    resume_run(small, folder, *DROPOUT)
-    assert went_on_from(folder) == "step_15"
 
 
 # --- one folder, one run
@@ -302,7 +221,7 @@ def two_runs(small, whole):
     return folder, first, second
 
 
-def test_of_two_runs_in_a_folder_none_is_resumed_without_its_path(small, whole):
+def test_one_of_two_runs_in_a_folder_is_resumed_by_its_path_only(small, whole):
     folder, first, second = two_runs(small, whole)
     saves = (rf"run {first} \(.*step_15, epoch_0, epoch_1\)", rf"run {second} \(step_4\)")
     for asked in (True, "auto"):
@@ -385,7 +304,7 @@ def test_torchtunes_own_recipe_state_is_refused_in_one_sentence(small):
         resume_from(small, folder, True, f"{key}=recipe_state/recipe_state.pt")
 
 
-def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unlimited):
+def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, unlimited):
     folder = stopped_after(whole, small, 9)
     replaces = ("overwrite_output_dir=True", "seed=8", "save_every_n_steps=2", *DROPOUT)
     before = saves_in(folder)
@@ -402,7 +321,7 @@ def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unl
     assert went_on_from(folder) == "step_1"
 
 
-def test_what_a_run_begins_with_is_not_removed_with_the_run_that_saved_it(small, whole):
+def test_the_base_of_a_run_is_not_removed_with_the_run_that_saved_it(small, whole):
     folder = stopped_after(whole, small, 9)
     weights = [path.name for path in (folder / "epoch_0").glob("*.safetensors")]
     base = (
@@ -419,7 +338,7 @@ def saves_in(folder):
     return sorted(path.name for path in (*folder.glob("epoch_*"), *folder.glob("step_*")))
 
 
-def test_auto_begins_where_nothing_is_saved_and_ends_where_the_run_is_done(small, whole):
+def test_auto_starts_without_a_save_and_refuses_a_finished_run(small, whole):
     folder = small.fresh_folder()
     resume_from(small, folder, "auto", SAVES, *DROPOUT)
     assert not last_start(folder)["resumed"]
@@ -473,7 +392,7 @@ def test_a_flipped_bit_is_seen_and_the_resume_point_before_is_resumed_from(small
     assert_the_same(folder, whole)
 
 
-def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
+def test_an_error_names_the_damaged_saves_if_none_is_complete(small, whole):
     folder = stopped_after(whole, small, 6)
     for name in ("step_3", "step_6"):
         (folder / name / "resume.json").write_text("{")
@@ -484,7 +403,7 @@ def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
     assert "holds nothing complete to resume from" in str(error.value)
 
 
-def test_where_nothing_was_saved_that_is_said_with_what_would_do(small):
+def test_a_folder_without_saves_is_refused_with_the_fix(small):
     with pytest.raises(
         CheckpointError,
         match=r"holds no resume point \(step_N\): .*resume_from_checkpoint=False to begin",
@@ -492,7 +411,7 @@ def test_where_nothing_was_saved_that_is_said_with_what_would_do(small):
         resume_run(small, small.fresh_folder())
 
 
-def test_a_run_that_is_done_and_has_no_state_to_go_on_from_says_so(small):
+def test_a_finished_run_without_state_cannot_be_resumed(small):
     done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1")
     with pytest.raises(
         CheckpointError, match=r"holds the weights of a run that is done, .*another output_dir"
@@ -520,20 +439,7 @@ def full_disk(first, last, num_bytes=100_000):
     return tuple(f"metric_logger.{key}={value}" for key, value in logger.items())
 
 
-def test_on_a_disk_with_room_for_one_a_superseded_point_goes_before_the_next_is_written(
-    small, whole, monkeypatch, capfd
-):
-    usage = SimpleNamespace(free=700_000)  # above an epoch's weights, below a resume point
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    done = small.run_in_process(OURS, SAVES, *DROPOUT, "keep_last_n_checkpoints=2")
-    printed = "".join(capfd.readouterr())
-    assert "step_3 is removed to make room" in printed
-    # The newest is the one to resume from, and stays.
-    assert "step_15 is removed" not in printed
-    assert_the_same(done.output_dir, whole)
-
-
-def test_where_a_resume_point_finds_no_room_training_goes_on_and_says_so(small, whole, unlimited):
+def test_training_continues_after_a_resume_point_found_a_full_disk(small, whole, unlimited):
     done = small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(5, 7))
     assert sorted(path.name for path in done.output_dir.glob("step_*")) == [
         "step_12",
@@ -548,28 +454,7 @@ def test_where_a_resume_point_finds_no_room_training_goes_on_and_says_so(small, 
     assert_the_same(done.output_dir, whole)
 
 
-@pytest.mark.parametrize(
-    "step", [3, 6]
-)  # the next save is another resume point, or that of the epoch
-def test_a_resume_point_that_fails_in_the_background_costs_no_other_save(small, whole, capfd, step):
-    folder = small.fresh_folder()
-    (folder / f"step_{step}").mkdir()
-    (folder / f"step_{step}" / "notes.txt").write_text("not to be replaced")
-    done = small.run_in_process(
-        OURS, SAVES, *DROPOUT, "enable_async_checkpointing=True", f"output_dir={folder}"
-    )
-    assert (
-        f"training continues; this checkpoint was not saved: saving {folder}/step_{step} failed"
-        in capfd.readouterr().err
-    )
-    others = {3, 6, 8, 9, 12, 15} - {step}
-    assert {
-        int(path.parent.name.split("_")[1]) for path in folder.glob("step_*/resume.json")
-    } == others
-    assert_the_same(done.output_dir, whole)
-
-
-def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_whole_one(
+def test_a_run_ends_if_an_epoch_finds_a_full_disk_and_resumes_from_the_last_save(
     small, whole, unlimited
 ):
     folder = small.fresh_folder()
@@ -612,7 +497,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(small, whole, name):
+def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whole, name):
     overrides, shown = CHANGES[name]
     folder = stopped_after(whole, small, 6, taken_back=1)
     with pytest.raises(
@@ -634,7 +519,7 @@ def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(sm
 @pytest.mark.parametrize(
     "schedule", [(), FEATURES["cosine"]], ids=["constant rate", "cosine schedule"]
 )
-def test_rate_and_decay_are_changed_where_that_is_allowed_by_name(small, schedule):
+def test_rate_and_decay_change_if_allowed_by_name(small, schedule):
     overrides = (SAVES, *DROPOUT, *schedule)
     whole = small.run_in_process(OURS, *overrides)
     folder = stopped_after(whole, small, 9)
@@ -657,9 +542,7 @@ def test_rate_and_decay_are_changed_where_that_is_allowed_by_name(small, schedul
     assert whole.losses[10:] != resumed.losses[10:]
 
 
-def test_the_end_of_an_epoch_is_moved_where_that_is_allowed_but_not_before_the_checkpoint(
-    small, whole
-):
+def test_the_end_of_an_epoch_moves_if_allowed_but_not_before_the_checkpoint(small, whole):
     allowed = "resume_allow_changes=[max_steps_per_epoch]"
     folder = stopped_after(whole, small, 12)
     with pytest.raises(SettingError, match=r"=3: the checkpoint has done 4 steps .*; give 4 or"):
@@ -672,7 +555,7 @@ def test_the_end_of_an_epoch_is_moved_where_that_is_allowed_but_not_before_the_c
     assert_the_same(kept, whole)
 
 
-def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole):
+def test_other_changes_are_logged_and_known_to_the_audit(small, whole):
     folder = stopped_after(whole, small, 6, taken_back=1)
     resume_run(
         small,
@@ -702,14 +585,6 @@ def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole
     assert "dtype fp32 -> bf16" in changed
 
 
-def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
-    folder = stopped_after(whole, small, 8)
-    resume_run(small, folder, SAVES, *DROPOUT, "sample_order=random")
-    (said,) = records(folder, "sample_order")
-    assert (said["before"], said["after"]) == ("dataloader", "random")
-    assert audit(folder).holds
-
-
 # --- on another device, or with another batch
 
 
@@ -730,22 +605,7 @@ SMALLER = ("probe.maximum=8", "probe.search=halve")
 
 
 @pytest.mark.slow
-def test_with_the_optimizer_in_backward_a_schedule_does_not_go_on_where_its_steps_would_be_split(
-    small,
-):
-    overrides = (*FOUR_THEN_SIXTEEN, "optimizer_in_bwd=True")
-    whole = small.run_in_process(OURS, *overrides)
-    assert {step["micro_batches"] for step in records(whole.output_dir, "step")} == {1}
-    folder = stopped_after(whole, small, 3)
-    with pytest.raises(
-        SettingError, match=r"optimizer_in_bwd=True: .*of which 8 fit here.*more memory"
-    ):
-        resume_run(small, folder, *overrides, *SMALLER)
-    assert not resumed_steps(folder)
-
-
-@pytest.mark.slow
-def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(small):
+def test_a_schedule_is_kept_on_a_smaller_device_and_when_resumed_again(small):
     whole = small.run_in_process(OURS, *FOUR_THEN_SIXTEEN)
     sizes = [step["batch_size"] for step in records(whole.output_dir, "step")]
     assert max(sizes) == 16
@@ -781,7 +641,7 @@ def of_tokens(tokens):
         ("uniform_micro_batches", ("uniform_micro_batches=rows",), ()),
     ],
 )
-def test_where_steps_of_tokens_hold_other_rows_the_epoch_begins_anew(small, key, before, after):
+def test_the_epoch_starts_again_if_steps_of_tokens_would_hold_other_rows(small, key, before, after):
     whole = small.run_in_process(OURS, *BY_TOKENS, *before)
     folder = stopped_after(whole, small, 3)
     with pytest.raises(SettingError, match=rf"resume_allow_changes=\[{key}\]"):
@@ -800,24 +660,10 @@ def test_where_steps_of_tokens_hold_other_rows_the_epoch_begins_anew(small, key,
     assert found.holds, found.problems
 
 
-def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
-    overrides = ("save_every_n_steps=2", "epochs=1")
-    found = small.run_in_process(OURS, *overrides, "use_maximum_batch_size=True", "probe.maximum=8")
-    folder = stopped_after(found, small, 2)
-    assert {step["batch_size"] for step in records(folder, "step")} == {8}
-    resume_run(small, folder, *overrides)
-    assert {step["batch_size"] for step in resumed_steps(folder)} == {4}
-    said = records(folder, "start", "batch_size", "use_maximum_batch_size")
-    said = said[1 + said.index(last_start(folder)) :]
-    changes = {(record["kind"], record["before"], record["after"]) for record in said}
-    assert changes == {("batch_size", 8, 4), ("use_maximum_batch_size", True, False)}
-    assert audit(folder).holds
-
-
 # --- where things lie, and how they are written
 
 
-def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole):
+def test_a_model_with_reordered_keys_is_the_same_model(small, whole):
     config = OmegaConf.load(small.config)
     config.model = dict(reversed(list(config.model.items())))
     reordered = small.fresh_folder() / "reordered.yaml"

@@ -37,7 +37,7 @@ def assert_goes_on_as_alone(folder, whole, *, weights):
     assert found["weights"] < weights
 
 
-def test_in_mid_epoch_it_goes_on_as_on_one_device(small):
+def test_more_ranks_resume_within_an_epoch(small):
     way = replace(WAYS["3 ranks"], parts=(Part(1, 3), Part(3)))
     done = train_in_parts(small, way)
     assert_goes_on_as_alone(done[-1].output_dir, train_alone(small, way), weights=1e-8)
@@ -47,7 +47,7 @@ def test_in_mid_epoch_it_goes_on_as_on_one_device(small):
     )
 
 
-def test_a_schedule_goes_on_with_the_rows_of_the_checkpoint_dealt_to_other_ranks(small):
+def test_a_schedule_resumes_with_its_rows_divided_among_more_ranks(small):
     schedule = (
         "batch_size=4",
         "batch_size_schedule._component_=adaptive_batch.schedules.steps",
@@ -66,7 +66,7 @@ def test_a_schedule_goes_on_with_the_rows_of_the_checkpoint_dealt_to_other_ranks
     assert sizes[:4] == [2, 2, 6, 6]
 
 
-def test_an_epoch_that_was_saved_by_2_ranks_is_gone_on_from_by_1_and_by_4(small):
+def test_one_and_four_ranks_resume_from_an_epoch_of_two(small):
     way = WAYS["epoch of 2 on 1"]
     whole = train_alone(small, way)
     (first,) = train_in_parts(small, replace(way, parts=way.parts[:1]))
@@ -81,7 +81,7 @@ def test_an_epoch_that_was_saved_by_2_ranks_is_gone_on_from_by_1_and_by_4(small)
         assert_goes_on_as_alone(folder, whole, weights=1e-6)
 
 
-def test_fewer_ranks_are_refused_with_the_optimizer_in_backward_and_the_needed_are_named(
+def test_with_the_optimizer_in_backward_fewer_ranks_are_refused(
     small,
 ):
     overrides = (*SGD, "optimizer_in_bwd=True", "batch_size=2")
@@ -100,7 +100,7 @@ def test_fewer_ranks_are_refused_with_the_optimizer_in_backward_and_the_needed_a
 
 
 @pytest.mark.parametrize("in_background", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_two_ranks_replace_an_unfinished_run_only_if_that_is_asked_for(small, in_background):
+def test_two_ranks_replace_an_unfinished_run_only_with_overwrite_output_dir(small, in_background):
     overrides = (*SGD, "batch_size=2")
     (first,) = launch(small, 1, *overrides, *Part(1, 3).overrides())
     folder = first.output_dir
