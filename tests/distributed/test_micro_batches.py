@@ -1,11 +1,12 @@
 """A step over several ranks leaves the gradients that one device has of all rows, whichever rank
-has which rows.
+has which rows, and however micro-batches are laid out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from support.ranks import run_on_ranks
 from support.runners import HeldSizer
 from support.sharded_model import (
+    IGNORED,
+    WIDTH,
     Decoder,
     by_hand,
     divided,
@@ -24,14 +27,21 @@ from support.sharded_model import (
     whole_gradients,
     whole_parameters,
 )
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, MicroBatchTime
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.training import Evaluator
+from adaptive_batch.training import Evaluator, RecipeStep, pack_rows
 
 CLOSE = 1e-10
-CAPACITIES = {"rows": MicroBatchLimit(2), "tokens": MicroBatchLimit(18, "tokens")}
+KINDS = ("padded", "grouped", "packed")
+# Of each unit: one row or less, some, and all rows of a rank at once.
+LIMITS = {
+    "rows": tuple(map(MicroBatchLimit, (1, 2, 64))),
+    "tokens": tuple(MicroBatchLimit(amount, "tokens") for amount in (8, 18, 900)),
+}
 LENGTHS = (9, 7, 9, 4, 6, 9, 8, 2, 5, 3)
 
 # For two ranks and for four: the rows of each rank, and which of them have no label at all.
@@ -58,8 +68,9 @@ DEALS: dict[
 class Way:
     """One way of running a step."""
 
+    kind: str
+    limit: MicroBatchLimit
     syncs_every_micro_batch: bool
-    unit: str
     reshards: bool
     checkpointing: bool
 
@@ -68,20 +79,65 @@ class Way:
 
 
 def ways(number: int) -> list[Way]:
-    """Four of them, the same for every fourth number: each pair of values, and all ways for four
-    numbers in a row.
-    """
+    """Return four ways of running a deal; three deals in a row have all kinds and limits."""
     reshards, checkpoints = divmod(number % 4, 2)
     return [
         Way(
+            KINDS[(number + sync) % 3],
+            LIMITS[unit][(number + 2 * sync) % 3],
             sync,
-            unit,
             bool(reshards ^ sync ^ (unit == "rows")),
             bool(checkpoints ^ (unit == "rows")),
         )
         for sync in (True, False)
-        for unit in CAPACITIES
+        for unit in LIMITS
     ]
+
+
+class Positioned(Decoder):
+    """The small transformer with an embedding of positions, which packed rows give."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.positions = nn.Embedding(80, WIDTH, dtype=torch.float64)
+        self.given: torch.Tensor | None = None
+        self.add_positions()
+
+    def add_positions(self) -> None:
+        """Add positions to what is embedded, as a hook of this model and not of its twin."""
+        self.embed._forward_hooks.clear()
+        self.embed.register_forward_hook(self._add_positions)
+
+    def _add_positions(
+        self, _: nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor
+    ) -> torch.Tensor:
+        given = torch.arange(inputs[0].shape[1])[None] if self.given is None else self.given
+        return embedded + self.positions(given)
+
+
+def mean_loss(model: Positioned, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    model.given = batch.get("input_pos")
+    try:
+        logits = model(batch["tokens"])[:, :-1]
+    finally:
+        model.given = None
+    return cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED
+    )
+
+
+def packed(rows: Sequence[dict[str, Any]], form: object) -> tuple[dict[str, Any], list[int]]:
+    """Return rows laid end to end, and the tokens of each."""
+    return pack_rows(rows, ignore_index=IGNORED), [len(row["tokens"]) for row in rows]
+
+
+def runner(model: Positioned, way: Way, **options: Any) -> RecipeStep:
+    layout = MicroBatchLayout(kind=way.kind, time=MicroBatchTime(fixed=20.0))
+    syncs = {"syncs_every_micro_batch": way.syncs_every_micro_batch} if not options else {}
+    loss = partial(mean_loss, model)
+    run = runner_of(model, way.limit, mean_loss=loss, layout=layout, **syncs, **options)
+    run.loss = replace(run.loss, join=packed)
+    return run
 
 
 def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
@@ -98,24 +154,19 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
     """Return the relative errors of a step, clipped and stepped, and whether counts differ."""
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
-    model = Decoder(checkpointing=way.checkpointing)
+    model = Positioned(checkpointing=way.checkpointing)
     reference = twin(model)
+    reference.add_positions()
     divided(model, reshard_after_forward=way.reshards)
-    how: dict[str, Any] = {
-        "limit": CAPACITIES[way.unit],
-        "syncs_every_micro_batch": way.syncs_every_micro_batch,
-    }
-    free = runner_of(model, **how)
+    free = runner(model, way)
     most = max(1, *(len(free.divide(mine)) for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
     norm = norm_of(expected)
     found: dict[str, Any] = {}
     for name, limit in (("gradients", None), ("clipped", 0.3 * norm + 1e-9)):
-        run = (
-            free
-            if limit is None
-            else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
-        )
+        run = free
+        if limit is not None:
+            run = runner(model, way, max_grad_norm=limit, sharding=free.sharding)
         result = run.run(dealt[rank])
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         found[name] = relative_error(
@@ -134,6 +185,7 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
         found[f"{name}: micro-batches"] = world_size > 1 and result.micro_batches != (
             most if label_tokens else 0
         )
+        found[f"{name}: padding"] = way.kind == "packed" and result.padding_fraction > 0
         if name != "clipped":
             model.zero_grad(set_to_none=True)
     if label_tokens:
