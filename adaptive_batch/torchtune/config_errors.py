@@ -185,9 +185,15 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
                 path,
                 f"it has the key {key!r}; give each a name, and none the name config",
             )
-    for argument in arguments:
+    # An argument may replace a key that another removes.
+    removals = [argument for argument in arguments if argument.startswith("~")]
+    for argument in removals:
         with _reading("argument", argument):
             merged(cfg, [argument])
+    for argument in arguments:
+        if argument not in removals:
+            with _reading("argument", argument):
+                merged(cfg, [*removals, argument])
 
 
 def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:

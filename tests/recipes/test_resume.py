@@ -513,7 +513,7 @@ def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whol
     assert found.holds, found.problems
     anew = records(folder, "epoch_restarted")
     assert bool(anew) == (name in ("dataset", "sample_order"))
-    assert any("began again" in line for line in found.lines) == bool(anew)
+    assert any("restarted after step" in line for line in found.lines) == bool(anew)
 
 
 @pytest.mark.parametrize(
