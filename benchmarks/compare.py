@@ -2,7 +2,7 @@
 
     python benchmarks/compare.py [--only TABLE ...] [--draw] [--output DIR]
 
-Each table is a command of its own, compare_TABLE.py, which writes a dated record. A table is drawn
+Each table has its own command, compare_TABLE.py, which writes a dated record. A table is drawn
 from its newest record, which it links; ``--draw`` measures nothing.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 BENCHMARKS = Path(__file__).parent
 RESULTS = BENCHMARKS / "results"
 PAGE = BENCHMARKS.parent / "docs" / "comparison.md"
-# The end of what is drawn of a table, in a page.
+# Ends a table in the page.
 END = "<!-- end -->"
 
 Record = dict[str, Any]
@@ -161,7 +161,7 @@ def versions_of(table: str, record: Record) -> Iterable[tuple[str, str]]:
 
 
 def page_with_tables(page: str, folder: Path = RESULTS) -> str:
-    """Return the page with each table drawn anew between its two marks."""
+    """Return the page with each table drawn again between its two marks."""
     for table in CELLS:
         begin = page.index("-->", page.index(f"<!-- {table}: ")) + len("-->")
         end = page.index(END, begin)

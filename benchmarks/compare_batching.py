@@ -1,11 +1,11 @@
-"""Table 4 of docs/comparison.md: batches of at most so many tokens, by peers and by this project.
+"""Table 4 of docs/comparison.md: batches with a budget of tokens, by peers and by this project.
 
     python benchmarks/compare_batching.py [--output DIR]
 
 The rows are all docstrings of the standard library, cut to 512 tokens; a batch may have 4,096
 tokens with its padding. The peers' own functions make the batches: Hugging Face's, with the most
 rows that keep within the budget and with twice as many; DeepSpeed's in its three orders, and in the
-best of them with the largest budget of its own that keeps within ours. Ours are the micro-batches
+best of them with its largest budget that keeps within ours. Ours are the micro-batches
 of steps of 64 rows.
 """
 
@@ -117,7 +117,7 @@ def deepspeed(batch_by_seqlens: Callable[..., Any], order: str) -> Plan:
 
 
 def deepspeed_folder() -> Path:
-    """Return the folder that DeepSpeed is installed in.
+    """Return the folder of the installed DeepSpeed.
 
     Raises:
         SystemExit: it is not installed.
@@ -138,8 +138,8 @@ def deepspeed_version() -> str:
 
 
 def deepspeed_budget(batch_by_seqlens: Any, lengths: torch.Tensor, max_tokens: int) -> int:
-    """Return a budget of real tokens, as large as may be, with which no batch of sorted rows passes
-    our budget of padded ones.
+    """Return the largest budget of real tokens for which every batch of sorted rows keeps within
+    our budget of padded tokens.
     """
     plan = deepspeed(batch_by_seqlens, "seqlen")
 
@@ -159,7 +159,7 @@ def deepspeed_budget(batch_by_seqlens: Any, lengths: torch.Tensor, max_tokens: i
 
 
 def hugging_face_rows(lengths: torch.Tensor, max_tokens: int) -> int:
-    """Return the most rows of a batch with which no batch passes the budget."""
+    """Return the largest number of rows for which every batch keeps within the budget."""
     rows = 1
     while True:
         batches = hugging_face(rows + 1)(lengths, max_tokens)

@@ -1,4 +1,4 @@
-"""Table 2 of docs/comparison.md: what estimators say of GPUs' memory that others have published.
+"""Table 2 of docs/comparison.md: estimators beside published peaks of GPU memory.
 
     python benchmarks/compare_estimators.py [--output DIR]
 
@@ -40,7 +40,7 @@ TRACKED = (
     "fms-granite-PowerLM-3b-none-1x4-full",
     "fms-base-Mistral-7B-v0.1-none-1x4-full",
 )
-# What LLMem rounds each tensor up to.
+# LLMem rounds each tensor up to a multiple of this.
 LLMEM_BLOCK = 2 * 2**20
 
 
@@ -225,7 +225,7 @@ def ours(
     errors = [recorded[row.id]["error"] for row in with_bytes]
     said_fits = sum(recorded[row.id]["fits"] for row in ran_out)
     return row_of(f"ours, of {path.name}", errors, len(ran_out), said_fits) | {
-        # Of every row that published.py compares.
+        # The time of all rows of published.py.
         "seconds": record["seconds"],
         "bytes": {row.id: recorded[row.id]["estimated_bytes"] for row in with_bytes},
     }

@@ -5,7 +5,7 @@ project.
 
 Each way trains 32 rows for two epochs in batches of 4, in a random order and with dropout: once as
 a whole, once until it stops after step 11 of 16, and once from what that run saved. Each of the
-three runs in a process of its own, and again without dropout. Rows are counted where the model sees
+three has its own process, and is repeated without dropout. Rows are counted where the model sees
 them, and the weights after the last step are compared bit by bit.
 """
 
@@ -71,12 +71,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """Which of the three runs of a way it is.
+    """One of the three runs of a way.
 
     Attributes:
-        folder: what is saved lies there.
+        folder: folder of the checkpoint.
         stops: whether it stops after step `STOPS_AFTER`.
-        resumes: whether it begins with what a run has saved.
+        resumes: whether it starts from the checkpoint.
         dropout: of the model.
     """
 
@@ -262,7 +262,7 @@ def ours_in_a_loop(run: Run) -> Outcome:
 
 
 def recipe(run: Run, *, name: str, settings: tuple[str, ...] = ()) -> Outcome:
-    """A recipe on docstrings, whose rows are told apart by their tokens."""
+    """A recipe on docstrings, which identifies rows by their tokens."""
     rows: Rows = []
     forward = TransformerDecoder.forward
 
@@ -343,7 +343,7 @@ WAYS = (
 
 
 def quietly(train: Callable[[Run], Outcome], run: Run) -> Outcome:
-    """Run without what it prints, in a process that ends with it."""
+    """Train without output, in a process that ends afterwards."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
@@ -351,9 +351,7 @@ def quietly(train: Callable[[Run], Outcome], run: Run) -> Outcome:
 
 
 def in_a_child(train: Callable[[Run], Outcome], run: Run) -> Outcome:
-    """Run in a process that is forked off this one, which has imported everything and run
-    nothing.
-    """
+    """Train in a fork of this process, which has imported everything and run nothing."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(quietly, (train, run))
 
@@ -369,12 +367,12 @@ def weights_of_both(way: Way, dropout: float) -> tuple[Rows, Rows, float]:
     assert len(whole.rows) == NUM_EPOCHS * STEPS_OF_EPOCH
     assert stopped.rows == whole.rows[:STOPS_AFTER]
     difference = float((resumed.weights - whole.weights).abs().max())
-    # What was trained after the newest checkpoint is not in the weights.
+    # The weights lack the steps after the newest checkpoint.
     return whole.rows, stopped.rows[: way.saved_after] + resumed.rows, difference
 
 
 def measured(way: Way) -> dict[str, Any]:
-    """Return what the resumed run has lost, repeated and changed."""
+    """Return the rows that the resumed run lost and repeated, and the changes of its weights."""
     whole, trained, difference = weights_of_both(way, DROPOUT)
     _, _, difference_without_dropout = weights_of_both(way, 0.0)
     # Counted, as two docstrings can begin alike.
@@ -400,19 +398,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     results = []
+    table = harness.Table(
+        "way:<60 steps_done_again:>16 rows_lost:>9 rows_repeated:>13 same_order:>10 same_bits:>9"
+        " same_bits_without_dropout:>25"
+    )
     for way in WAYS:
         if arguments.only not in way.name:
             continue
         row = measured(way)
         results.append(row)
-        print(
-            f"{way.name:<50} {row['steps_done_again']} steps done again, {row['rows_lost']} rows"
-            f" lost, {row['rows_repeated']} repeated, order"
-            f" {'the same' if row['same_order'] else 'another'}, weights"
-            f" {'the same' if row['same_bits'] else 'differ'}, without dropout"
-            f" {'the same' if row['same_bits_without_dropout'] else 'differ'}",
-            flush=True,
-        )
+        table.print(row)
     harness.write(
         "compare_resume",
         arguments.output,

@@ -3,7 +3,7 @@
     python benchmarks/contract.py [--quick] [--only NAME ...] [--stack PYTHON] [--output DIR]
         [--against FILE]
 
-Each proof is a command of its own; its record goes into a temporary folder, and the figures at the
+Each proof is one command; its record goes into a temporary folder, and the figures at the
 top of that record into the file `contract-COMMIT.json`. A result is kept as soon as its proof has
 ended, and a proof whose result the file holds already is not run again, so an interrupted run
 resumes. ``--quick`` runs the short form of each proof that has one. The proofs on PyTorch's CUDA

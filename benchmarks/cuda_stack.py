@@ -1,4 +1,4 @@
-"""Estimates beside PyTorch's own CUDA allocator, which runs on an emulated device.
+"""Estimates compared with PyTorch's own CUDA allocator on an emulated device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py
     [--only {cases,compiled}] [--quick] [--cases N] [--recount] [--output DIR]
@@ -6,8 +6,8 @@
 Each run is the recipe's own step of a model of real size, in a process with a new CUDA context
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted (docs/without_a_gpu.md).
 `cases` are drawn with a fixed seed: the estimate for each number of rows, and its replay of the
-allocator with default and with expandable segments, beside the bytes that PyTorch requested,
-allocated and reserved, and every segment with its blocks. `compiled` is the same for
+allocator with default and with expandable segments, compared with the bytes that PyTorch
+requested, allocated and reserved. `compiled` is the same for
 `compile: True`, with LoRA and activation budgets among the cases: whether the rows that are
 estimated to fit run without a retry, and whether more rows do not.
 
@@ -45,7 +45,6 @@ from adaptive_batch.torchtune import Settings, builder_of, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.allocator_on_stack import described, segments_of
 from support.model_families import Combination
 from support.stack_runs import Outcome, StackRun, StackRuns
 
@@ -109,7 +108,7 @@ def compiled_sample(number: int) -> list[Case]:
     the smallest models, which take least time, come first.
     """
     models = [model for model in PARAMETERS if model != "phi4_14b"]
-    # What is computed again in backward: nothing, each layer, or what a budget says.
+    # Recomputed in backward: nothing, each layer, or the operations of a budget.
     recomputing = 2 * [("", 1.0), ("checkpointing", 1.0)] + [("", 0.5), ("", 0.2)]
     draw = random.Random(SEED)
     cases = dict[Case, None]()
@@ -156,7 +155,7 @@ class Estimated:
 
     @contextmanager
     def opened(self) -> Iterator[Estimated]:
-        """Inside, logs can be had."""
+        """Build the step whose allocations are logged."""
         settings = Settings.from_config(self._cfg)
         estimator = Estimator(self._cfg, settings, [self.device], builder_of(self._cfg))
         with estimator._run(self._cfg, [self._length], 1, self.device) as run:
@@ -174,7 +173,7 @@ class Estimated:
 
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
-            # As an estimate traces the rows that it says fit.
+            # As an estimate traces the rows that fit.
             self._step.trace(rows, forward_backward=self._run)
             self._logs[rows] = self._step.log(rows, forward_backward=self._run, num_steps=STEPS)
         return self._logs[rows]
@@ -227,9 +226,9 @@ def measure_compiled(case: Case, runs: StackRuns) -> dict[str, Any]:
     with Estimated(case).opened() as estimated:
         rows = max(1, estimated.bound(""))
         peaks = peaks_of(estimated.replayed(rows, ""), margin=estimated.margin)
-        # What the estimate compiled is not what the run does.
+        # The estimate compiles other code than the run.
         torch.compiler.reset()
-    # The first run fills Inductor's cache, and may tune kernels beside the step. It is cold.
+    # The first run fills Inductor's cache, and may tune kernels.
     cold, real, more = (
         runs(
             StackRun.fixed(case.combination, number, steps=STEPS_OF_COMPILED),
@@ -244,7 +243,7 @@ def measure_compiled(case: Case, runs: StackRuns) -> dict[str, Any]:
 
 
 def recounted(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Estimate the rows of a recorded case again, beside the bytes that PyTorch counted then."""
+    """Estimate the rows of a recorded case again, and compare with the recorded bytes."""
     case = Case(Combination(**old["combination"]), old["device"], "bound")
     entry = {}
     with Estimated(case).opened() as estimated:
@@ -255,7 +254,7 @@ def recounted(old: Mapping[str, Any]) -> dict[str, Any]:
             is_bound = estimated.margin and not counted["ooms"]
             capacity = 2**50 if is_bound else estimated.budget_bytes
             replayed = estimated.replayed(rows, CONFS[name], budget_bytes=capacity)
-            estimate = peaks_of(replayed, margin=estimated.margin)["estimate"]
+            estimate = peaks_of(replayed, margin=estimated.margin)
             errors = {kind: estimate[kind] / counted[kind] - 1 for kind in KINDS_OF_PEAKS}
             entry[name] = {
                 "rows": rows,
@@ -278,58 +277,29 @@ def row_of(case: Case, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"case": str(case), **asdict(case), **entry, **columns}
 
 
-def peaks_of(allocator: CachingAllocator, *, margin: float = 0.0) -> dict[str, Any]:
-    """What is estimated by the end of a replay, a margin included."""
+def peaks_of(allocator: CachingAllocator, *, margin: float = 0.0) -> dict[str, int]:
+    """Return the peaks at the end of a replay, with a margin."""
     return {
-        "estimate": {
-            "requested": int((1 + margin) * allocator.peak_requested_bytes),
-            "allocated": int((1 + margin) * allocator.peak_allocated_bytes),
-            "reserved": int((1 + margin) * allocator.peak_reserved_bytes),
-            "retries": allocator.num_retries,
-            "ooms": allocator.num_ooms,
-        },
-        "segments": described(segments_of(allocator)),
+        "requested": int((1 + margin) * allocator.peak_requested_bytes),
+        "allocated": int((1 + margin) * allocator.peak_allocated_bytes),
+        "reserved": int((1 + margin) * allocator.peak_reserved_bytes),
+        "retries": allocator.num_retries,
+        "ooms": allocator.num_ooms,
     }
 
 
-def compared(estimated: Mapping[str, Any], real: Outcome) -> dict[str, Any]:
-    """What was estimated, by :func:`peaks_of`, and what was counted, with errors above 0 where the
-    estimate is too high.
+def compared(estimate: Mapping[str, int], real: Outcome) -> dict[str, Any]:
+    """Compare the result of :func:`peaks_of` with a run; errors are above 0 if the estimate is too
+    high.
     """
-    estimate, own_segments = estimated["estimate"], estimated["segments"]
     counted = {name: getattr(real, name) for name in estimate}
-    real_end = (real.retries, bool(real.ooms))
-    estimated_end = (estimate["retries"], bool(estimate["ooms"]))
+    ends = [(peaks["retries"], bool(peaks["ooms"])) for peaks in (estimate, counted)]
     return {
         "estimate": estimate,
         "counted": counted,
-        "errors": {
-            name: estimate[name] / counted[name] - 1
-            for name in ("requested", "allocated", "reserved")
-        },
-        "segments_equal": (of_segments(own_segments) == of_segments(real.segments)),
-        "blocks_equal": of_blocks(own_segments) == of_blocks(real.segments),
-        "large_segments_equal": (
-            of_blocks(own_segments, "large") == of_blocks(real.segments, "large")
-        ),
-        "same_end": real_end == estimated_end,
+        "errors": {kind: estimate[kind] / counted[kind] - 1 for kind in KINDS_OF_PEAKS},
+        "same_end": ends[0] == ends[1],
     }
-
-
-def of_segments(segments: Sequence[Any]) -> list[Any]:
-    """Sizes and pools of segments, the newest last."""
-    return [[one[1], one[6]] for one in segments]
-
-
-def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
-    """Segments with their blocks, the newest last, without where they are; of one pool,
-    or of both.
-    """
-    return [
-        [one[1], one[6], [block[:2] for block in one[-1]]]
-        for one in segments
-        if pool in ("", one[6])
-    ]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -344,10 +314,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 f"lowest {errors[0]:+.4%}, median {median(errors):+.4%}, highest {errors[-1]:+.4%},"
                 f" 95% within {within:.4%}"
             )
-        for key in ("segments_equal", "blocks_equal", "large_segments_equal", "same_end"):
-            equal = [one[key] for one in done if key in one]
-            if equal:
-                found[f"{key}, {name}"] = f"{sum(equal)} of {len(equal)}"
+        same = [one["same_end"] for one in done if "same_end" in one]
+        if same:
+            found[f"same retries and end, {name}"] = f"{sum(same)} of {len(same)}"
     for key in ("cold", "at_bound", "above"):
         states = [row[key] for row in rows if key in row]
         if states:

@@ -35,7 +35,6 @@ import numpy as np
 from PIL import Image
 
 TABLE = Path(__file__).with_suffix(".csv")
-GIB = 2**30
 MINUTES = "10"  # a program that takes longer has not ended
 WORDS = [f"word{number}" for number in range(200)]
 SPLITS = ("train", "validation", "test")
@@ -271,7 +270,7 @@ def make_models(data: Path) -> None:
     bytes_of_tokens = [f"{b64encode(bytes([n])).decode()} {n}\n" for n in range(256)]
     write(data / "tune/tokenizer.model", "".join(bytes_of_tokens))
     torch.save(tune.state_dict(), data / "tune/model.pt")
-    # What programs load from PyTorch's hub, and a font.
+    # Files of PyTorch's hub, and a font.
     for make, weights in (
         (torchvision.models.vgg16, torchvision.models.VGG16_Weights),
         (torchvision.models.resnet50, torchvision.models.ResNet50_Weights),
@@ -295,7 +294,7 @@ def check_out(row: dict[str, str], sources: Path, folder: Path) -> None:
         subprocess.run([*clone_bare, address, clone], check=True)
     folder.mkdir(parents=True)
     git = ["git", f"--git-dir={clone}", f"--work-tree={folder}"]
-    # A clone may lack large files, without which the command fails at its end.
+    # A clone may lack large files. The command then fails at its end.
     subprocess.run(
         [*git, "checkout", "-qf", row["commit"], "--", row["folder"]],
         env={**os.environ, "GIT_INDEX_FILE": str(folder / ".index")},
@@ -304,7 +303,7 @@ def check_out(row: dict[str, str], sources: Path, folder: Path) -> None:
 
 
 def run(row: dict[str, str], sources: Path, work: Path) -> dict[str, Any]:
-    """Run a program, and return what the report says of it.
+    """Run a program, and return the figures of its report.
 
     Raises:
         RuntimeError: it failed, was stopped, or did not use the device.

@@ -22,7 +22,7 @@ import harness
 import torch
 from support.fault_injection import PHASES, Way, sweep
 
-# Every so many-th operation.
+# Every N-th operation.
 QUICK = 29
 FLAGS = (False, True)
 WAYS = [Way(*combination) for combination in itertools.product(("rows", "tokens"), FLAGS, FLAGS)]
@@ -40,7 +40,7 @@ WITH_TASKS = [
 
 
 def measure(way: Way, *, every: int) -> dict[str, Any]:
-    """Run out of memory at every so many-th operation of a way to train."""
+    """Run out of memory at every N-th operation of a way to train."""
     swept = list(sweep(way, every=every))
     phases = Counter(phase for phase, _ in swept)
     return {

@@ -72,7 +72,7 @@ def measure(way: Way, *, every: int, lost_of_each_phase: int) -> dict[str, Any]:
 def main() -> None:
     parser = harness.parser(__doc__)
     add = parser.add_argument
-    add("--every", type=int, default=1, help="so many-th operation of those that can be repeated")
+    add("--every", type=int, default=1, help="every N-th operation that can be repeated")
     add("--lost", type=int, default=5, help="places of each phase that end a pair of processes")
     add("--ways", type=int, nargs="*", default=range(len(WAYS)), help="numbers from 0 of six")
     arguments = parser.parse_args()

@@ -29,7 +29,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NEWEST = RESULTS / "newest.json"
-# Names of records of which every value is kept, as something reads them.
+# Records that something reads, so that every value is kept.
 READ = {
     *("compare_batching", "compare_estimators", "compare_resume", "compare_searches"),
     *("cuda_stack-cases", "cuda_stack-compiled", "emulated_programs", "kills", "on_gpu"),
@@ -50,7 +50,7 @@ PACKAGES = (
     "datasets",
 )
 UNFINISHED = ROOT / ".measure"
-# Benchmarks use what tests and examples are made of.
+# Benchmarks use modules of the tests and examples.
 sys.path += [str(ROOT / "tests"), str(ROOT / "examples")]
 
 
@@ -157,7 +157,7 @@ class Finished:
 def quietly(
     tasks: Iterable[Callable[[], Iterable[dict[str, Any]]]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of each task, and hide what it prints."""
+    """Yield the rows of each task, and hide its output."""
     for task in tasks:
         with printing_into():
             rows = list(task())
@@ -184,8 +184,8 @@ def run(
         cases: what `measure` takes.
         measure: returns the values of a case.
         columns: of the table, see :class:`Table`; `seconds` is added to each row.
-        errors: returns what is wrong with a row.
-        figures: returns the sums over all rows that the record begins with.
+        errors: returns the errors of a row.
+        figures: returns sums over all rows, for the top of the record.
         resumes: whether an interrupted run resumes, see :class:`Finished`; cases are then
             dataclasses or dictionaries, and one that raises an error does not end the others.
     """

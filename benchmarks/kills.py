@@ -24,7 +24,7 @@ from support.killed_runs import MOMENTS, WAYS
 
 
 def measure(way: str, *, kills: int, seed: int) -> dict[str, Any]:
-    """Kill runs of a way, in a folder of its own."""
+    """Kill and resume runs of a way."""
     found: dict[str, Any] = {"way": way, "by_moment": {}, "kills": 0, "runs": 0, "steps": 0}
     with tempfile.TemporaryDirectory() as folder:
         try:

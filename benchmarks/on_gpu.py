@@ -1,4 +1,4 @@
-"""Estimated peaks of the recipe's steps on a GPU, beside those on the GPU itself.
+"""Estimated peaks of the recipe's steps, compared with the peaks on a GPU.
 
     python benchmarks/on_gpu.py [--cases N] [--compiled N] [--only REGEX] [--at-once N]
         [--output DIR]
@@ -50,7 +50,7 @@ from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune import set_up_process
 
-# Cases of cuda_stack.py, of which those of one device are taken.
+# Cases of cuda_stack.py for all devices.
 DRAWN, DRAWN_COMPILED = 120, 40
 ROWS_OF_COMPILED = 2
 # GiB that a process takes for its CUDA context.
@@ -63,7 +63,7 @@ def estimate(case: Case) -> dict[str, Any]:
     with Estimated(case).opened() as estimated:
         for name, conf in CONFS.items():
             rows = max(1, estimated.bound(conf)) if case.rows == "bound" else int(case.rows)
-            peaks[name] = {"rows": rows, **peaks_of(estimated.replayed(rows, conf))}
+            peaks[name] = {"rows": rows, "estimate": peaks_of(estimated.replayed(rows, conf))}
             if case.combination.compiled:
                 break
     return peaks
@@ -88,7 +88,7 @@ class Room:
     def of(self, reserved_bytes: int) -> Iterator[None]:
         """Wait for that much memory."""
         asked = min(self._whole, math.ceil(reserved_bytes / GIB) + CONTEXT_GIB)
-        # One waits at a time, so that two cannot wait for what the other has.
+        # One waits at a time, so that two cannot wait for each other.
         with self._queue:
             for _ in range(asked):
                 self._free.acquire()
@@ -129,7 +129,7 @@ def measure(case: Case, estimated: dict[str, Any], room: Room) -> dict[str, Any]
                 *cold, counted = (count(case, peaks["rows"], CONFS[name]) for _ in range(runs))
         except RuntimeError as error:
             return row | {"failed": str(error), "rows": peaks["rows"]}
-        result = compared(peaks, counted)
+        result = compared(peaks["estimate"], counted)
         row[name] = {"outside": counted.outside, "cold": [asdict(one) for one in cold], **result}
         row["rows"] = peaks["rows"]
         row |= {f"{kind}_{name}": error for kind, error in result["errors"].items()}
@@ -138,7 +138,7 @@ def measure(case: Case, estimated: dict[str, Any], room: Room) -> dict[str, Any]
 
 def context() -> dict[str, Any]:
     """Return the name and size of the device, and the bytes of a context that has multiplied
-    matrices, from a process of its own.
+    matrices, from another process.
     """
     program = (
         "import json, torch; x = torch.ones(4096, 4096, device='cuda', dtype=torch.bfloat16);"

@@ -40,7 +40,7 @@ Features = tuple[str, ...]
 
 
 def whole() -> list[Features]:
-    """The features of each whole run, what it saves last."""
+    """Return the features of each whole run; the last one is the form of its weights."""
     switches = product(
         ("LoRA", "DoRA"), ("", "bf16"), ("", "activation checkpointing"), ("", *EXTRAS)
     )

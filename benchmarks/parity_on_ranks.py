@@ -26,7 +26,7 @@ Overrides = tuple[str, ...]
 
 # Cases of one kind that share processes.
 IN_ONE_START = 6
-# Every so many-th case.
+# Every N-th case.
 QUICK = 6
 
 IN_BACKWARD = ("optimizer_in_bwd=True",)
@@ -52,7 +52,7 @@ CHECKPOINTING, CLIPPING, ACCUMULATION = (
 
 @dataclass(frozen=True)
 class Case:
-    """What both recipes run.
+    """A configuration for both recipes.
 
     Attributes:
         name: in the table.
@@ -193,8 +193,8 @@ def outcome(kind: str, case: Case, stock: Finished, ours: Finished) -> dict[str,
 
 
 def same_rates(stock: Finished, ours: Finished, *, logs_ahead: bool) -> bool:
-    """Whether both logs have the same rates; with a schedule the stock recipe logs that of the step
-    to come.
+    """Return whether both logs have the same rates; with a schedule, the stock recipe logs the rate
+    of the next step.
     """
     logged, used = (list(map(float, run.figures("lr"))) for run in (stock, ours))
     return logged[:-1] == used[1:] and len(logged) == len(used) if logs_ahead else logged == used

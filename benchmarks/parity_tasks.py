@@ -46,7 +46,7 @@ MARGINS = "the stock recipe logs the difference of two rounded means"
 
 @dataclass(frozen=True)
 class Kind:
-    """One of our recipes beside one of torchtune's.
+    """One of our recipes and one of torchtune's.
 
     Attributes:
         ours, stock: recipes.
@@ -100,7 +100,7 @@ def cases() -> list[Case]:
 
 
 def not_compared(kind: str, features: Sequence[str]) -> dict[str, str]:
-    """Return the figures in which a stock recipe is wrong, or rounds, by the reason."""
+    """Return the names of figures that a stock recipe gets wrong or rounds, with the reason."""
     names: dict[str, str] = {}
     if not kind.startswith("DPO"):
         return names

@@ -1,4 +1,4 @@
-"""Published peaks of the memory of training on GPUs, beside estimates of the same steps.
+"""Published peaks of GPU memory, compared with estimates of the same steps.
 
     python benchmarks/published.py [--only TEXT] [--output DIR]
     adaptive-batch emulate --device a100-80gb -- python benchmarks/published.py --emulated
@@ -87,8 +87,8 @@ class Published(SimpleNamespace):
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether logits are held in bfloat16 too; one version is enough for what is far too
-        large.
+        """Whether logits are held in bfloat16 too; rows that ran out of memory need one version
+        only.
         """
         return "transformers 4.48" in self.framework and not self.ran_out
 
@@ -253,8 +253,8 @@ def mean_loss(model: PreTrainedModel, batch: dict[str, Any], *, keeps_logits: bo
 
 @contextmanager
 def keeping_presents(model: GPTBigCodeForCausalLM) -> Iterator[None]:
-    """Keep keys and values of all layers until the loss is there, and with them the projections
-    that they are views of.
+    """Keep keys and values of all layers, which are views of the projections, until the loss is
+    computed.
 
     ``use_cache`` was on in that model, whose layers are checkpointed in the way that runs forward
     without gradients.
@@ -285,7 +285,7 @@ def shifted_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TrainerStep:
-    """What a step of Hugging Face's Trainer is made of.
+    """The parts of a step of Hugging Face's Trainer.
 
     Attributes:
         model: each layer of it is checkpointed.
@@ -368,8 +368,8 @@ def trainer_step(
 
 
 def run_trainer_step(row: Published, steps: int = 3) -> int | None:
-    """Run a step of Hugging Face's Trainer on the CUDA device, which an A100 has to be, and return
-    the peak of allocated bytes; None where it runs out of memory.
+    """Run a step of Hugging Face's Trainer on the CUDA device, an A100, and return the peak of
+    allocated bytes, or None if it runs out of memory.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -464,18 +464,18 @@ NO_ESTIMATE = (
         "lengths of the rows are not known",
     ),
     (r"^tt-ladder", "compiled, or with activations offloaded"),
-    (r"^ao-llama2-1B", "compiled as a whole from a script of its own"),
+    (r"^ao-llama2-1B", "compiled as a whole by an unpublished script"),
     (r"^ao-titan|compile", "float8, or a script whose optimizer is not known"),
     (r"^tt-readme", "compiled, and the keys are not known"),
     (
         r"^tt-2024-05|^tt-pr961|^tt-pr1530",
-        "which figure and unit is not said; maintainers differ by 20% on one command",
+        "figure and unit are not known; maintainers differ by 20% on one command",
     ),
     (r"^titan", "on several ranks; eight of FSDP2 are estimated at 588735d9"),
     (r"^peft", "only reserved memory is published, and the lengths of the rows are not known"),
-    (r"^automodel", "what the loss keeps is not known, which is worth 45 to 61 GiB on one GPU"),
+    (r"^automodel", "the loss may keep 45 to 61 GiB more on one GPU"),
     (r"^cookbook|^liger-medusa|^thunder", "code, rows or lengths are not known"),
-    (r"^qwen|^swift", "code of the model and what is measured are not known"),
+    (r"^qwen|^swift", "the code of the model and the measurement are not known"),
 )
 
 
@@ -486,7 +486,7 @@ def rows_of_table() -> list[Published]:
 
 
 def compare(row: Published) -> dict[str, Any]:
-    """Return a row beside its estimate; errors are above 0 if the estimate is too high.
+    """Return a row with its estimate; errors are above 0 if the estimate is too high.
 
     `reserved_bytes` follows this version of PyTorch; `nvidia_smi_bytes` is published, from the
     version of then, and includes the context.
@@ -543,7 +543,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def run_known_step(row: Published) -> dict[str, Any]:
-    """Run a step of Trainer, and return its peak beside the published one."""
+    """Run a step of Trainer, and compare its peak with the published one."""
     peak = run_trainer_step(row)
     error = peak / row.peak_bytes - 1 if peak and not row.ran_out else None
     return {

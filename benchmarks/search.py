@@ -54,7 +54,7 @@ def curves(true_maximum: int) -> dict[str, Peak]:
 
 
 def run(make: Callable[[], Search], peak: Peak, *, noise: float, seed: int) -> tuple[int, Any]:
-    """Return what a search found, and its trials."""
+    """Return the best size of a search, and its trials."""
     draw = random.Random(seed)
     search = make()
     trials = []

@@ -7,9 +7,9 @@ Lightning's searches and `AdaptiveCallback` in Lightning; and the rule of Compos
 A model of 0.2 million parameters trains in float32 on rows of one length and of lengths that vary;
 the bytes of live tensors are counted, and one byte more than a budget is out of memory. The true
 maximum is that of the same trainer on the longest rows, by bisection; where ours searches for the
-rows of a part, with the gradients of another part there. "ours" knows the budget, as
-from an accelerator that says what it has; "ours, blind" only meets it. What training begins with
-after a search (weights, random numbers, first batch) is compared with a run without one.
+rows of a part, with the gradients of another part there. "ours" knows the budget, as if an
+accelerator reported it; "ours, blind" does not. The state at the start of training (weights, random
+numbers, first batch) is compared with a run without a search.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ BUDGETS_MIB = (24, 48, 96)
 NUM_ROWS = 512
 VOCABULARY = 512
 FEW_BYTES = 4096
-# What accelerate's decorator starts from by default, and what Trainer's search is given to start
-# from: it shrinks what is configured.
+# accelerate's decorator starts from it by default. Trainer's search shrinks this configured size.
 FIRST_TRIED = 128
 COMPOSER = "Composer's rule"
 
@@ -87,12 +86,12 @@ def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 class Began(Exception):
-    """The first step of training is there, which is all that is asked for."""
+    """Raised at the first step of training, to end the run."""
 
 
 @dataclass
 class Search:
-    """What a search did, and what training begins with after it.
+    """The trials of a search, and the state at the start of training after it.
 
     Attributes:
         found: rows of a batch.
@@ -121,7 +120,7 @@ class Search:
         optimizer: Callable[[], Any],
         is_trial: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Take the checksums as the first step of training runs the model."""
+        """Compute the checksums when the first step of training runs the model."""
 
         def look(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
             if self.beginning or is_trial():
@@ -159,7 +158,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 class Budget(MemoryTracker):
-    """Live bytes; one more than the budget raises what the peers take for out of memory."""
+    """Counts live bytes; one above the budget raises an error that peers recognize as an OOM."""
 
     def __init__(self, budget_bytes: int, run_out: Callable[[], None]) -> None:
         super().__init__(budget_bytes)
@@ -212,14 +211,14 @@ class Job:
     """What is trained.
 
     Attributes:
-        search: what is found is written here.
+        search: receives the result.
         rows: of the dataset.
         batch_size: of a run without a search, and of ours, which leave it as it is.
         shuffles: whether rows come in a random order.
         accumulation: batches of a step.
-        device_memory: what our searches are told that there is; None for what the machine has.
+        device_memory: memory budget of our searches; None for the memory of the machine.
         dropout: of attention.
-        first_tried: rows that a search which shrinks what is configured starts from.
+        first_tried: first rows of a search that shrinks a configured size.
     """
 
     search: Search
@@ -311,7 +310,7 @@ def train_by_composers_rule(job: Job) -> int:
     job.search.watch(model, lambda: optimizer)
 
     def accumulates(batch: dict[str, torch.Tensor], at_once: int) -> bool:
-        """Whether the micro-batches of a batch fit, whose gradients then are there."""
+        """Return whether the micro-batches of a batch fit; then their gradients are present."""
         num_rows = len(batch["input_ids"])
         try:
             for start in range(0, num_rows, at_once):
@@ -519,7 +518,7 @@ def true_maximum(
 def measured(
     program: str, method: str, lengths: str, budget_mib: int, *, dropout: float = 0.0
 ) -> dict[str, Any]:
-    """Return what one search did under one budget, and what training then begins with."""
+    """Run one search under one budget, and compare the start of training after it."""
     rows = rows_of(lengths)
     is_ours = method.startswith("ours")
     search = Search()
@@ -539,7 +538,7 @@ def measured(
     finally:
         log.removeHandler(handler)
         gc.collect()
-    # A part runs beside the gradients of the parts before it; a script's whole batch does not.
+    # A part runs with the gradients of earlier parts in memory; a script's whole batch does not.
     runs_parts = method == COMPOSER or (is_ours and program != "script")
     plain = Search(stops_there=True)
     with contextlib.suppress(Began):
@@ -570,7 +569,7 @@ def measured(
 
 
 def be_quiet() -> None:
-    """Keep what the libraries log out of the table, and our trials in the log that is read."""
+    """Silence the libraries, and log our trials without printing them."""
     logging.getLogger("adaptive_batch").setLevel(logging.INFO)
     logging.getLogger("adaptive_batch").propagate = False
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):

@@ -1,4 +1,4 @@
-"""Whether the check of AdaptiveStep refuses splits that change the gradient, and keeps the others.
+"""AdaptiveStep refuses splits that change the gradient, and accepts the others.
 
     python benchmarks/split_check.py [--quick] [--seeds N] [--only NAME ...] [--output DIR]
 
@@ -33,7 +33,7 @@ import torch
 from split_setups import CORRECT, ROWS, WRONG, Setup
 from torch import nn
 
-from adaptive_batch import AdaptiveStep, SettingError
+from adaptive_batch import AdaptiveStep, SettingError, SplitBatch
 from adaptive_batch.training import Part
 
 STATES = ("fresh", "zero head", "trained")
@@ -49,13 +49,11 @@ NOT_COMPARED = re.compile(r"cannot (be )?compare|not (be )?compared|is not known
 # --- gradients without the library
 
 
-def to_dtype(value: Any, dtype: torch.dtype) -> Any:
+def to_dtype(batch: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return a batch with its floating-point tensors in a dtype."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: to_dtype(item, dtype) for key, item in value.items()}
-    return [to_dtype(item, dtype) for item in value]
+    return {
+        key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
+    }
 
 
 def add_gradients(
@@ -70,9 +68,7 @@ def add_gradients(
     batch = to_dtype(batch, next(model.parameters()).dtype)
     more = (sums,) if "statistics" in setup.arguments else ()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        losses = setup.loss(
-            model, SimpleNamespace(**batch) if isinstance(batch, dict) else batch, *more
-        )
+        losses = setup.loss(model, SimpleNamespace(**batch), *more)
     if not isinstance(losses, tuple):
         losses = (losses,)
     for number, loss in enumerate(losses, start=1):
@@ -100,26 +96,21 @@ def off_by(got: torch.Tensor, due: torch.Tensor) -> float:
     return difference / max(float(due.norm()), 1e-12)
 
 
-def rows_of(batch: Any, rows: list[int]) -> Any:
-    if isinstance(batch, dict):
-        return {key: value[rows] for key, value in batch.items()}
-    return [batch[row] for row in rows]
-
-
 def parts_of(setup: Setup, batch: Any) -> list[Any]:
     """Return the parts of a batch, all columns kept."""
-    num_rows, part = ROWS, partial(rows_of, batch)
-    if "split" in setup.arguments:
-        num_rows, part, *_ = vars(setup.arguments["split"](batch)).values()
-    starts = range(0, num_rows, PART_ROWS)
-    return [part(list(range(start, min(start + PART_ROWS, num_rows)))) for start in starts]
+    by_rows = SplitBatch(ROWS, lambda rows: {key: value[rows] for key, value in batch.items()})
+    split = setup.arguments["split"](batch) if "split" in setup.arguments else by_rows
+    starts = range(0, split.num_rows, PART_ROWS)
+    return [
+        split.part(list(range(start, min(start + PART_ROWS, split.num_rows)))) for start in starts
+    ]
 
 
 def counts_of_labels(setup: Setup, parts: list[Any]) -> list[list[float]]:
-    """Return the labels of each part, in each way in which they may be counted."""
+    """Return the labels of each part, for each way to count them."""
     if "num_labels" in setup.arguments:
         return [[float(setup.arguments["num_labels"](part)) for part in parts]]
-    labels = [part.get("labels") if isinstance(part, dict) else None for part in parts]
+    labels = [part.get("labels") for part in parts]
     if any(each is None or each.is_floating_point() for each in labels):
         return [[1.0 / len(parts)] * len(parts)]
     counts = [[float((each != -100).sum()) for each in labels]]
@@ -146,7 +137,7 @@ def harm_of(setup: Setup, model: nn.Module, batch: Any, due: torch.Tensor) -> fl
 
 
 class Messages(logging.Handler):
-    """Keeps what the library logs."""
+    """Keeps the log lines of the library."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -177,7 +168,7 @@ def models_of(setup: Setup, batches: list[Any], sums: list[Any]) -> Iterable[nn.
 
 
 def observe(run: Callable[[], None]) -> dict[str, Any]:
-    """Run what the library may refuse; return what it said."""
+    """Run a function that the library may refuse; return the refusal and the log lines."""
     messages, refusal = Messages(), ""
     logger = logging.getLogger("adaptive_batch")
     logger.addHandler(messages)

@@ -3,7 +3,7 @@
     python benchmarks/step_overhead.py [--pairs N] [--quick] [--output DIR]
 
 On one thread: the CPU time of a step of AdaptiveStep and of AdaptiveLoop over that of a plain loop,
-for a short and a long step. The ratio is the median over pairs that take turns, each built anew.
+for a short and a long step. The ratio is the median over pairs of new objects that take turns.
 And the wall time of an epoch of AdaptiveBatches with two workers over that of a plain DataLoader,
 where reading a row takes 10 ms.
 """
@@ -25,17 +25,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from adaptive_batch import AdaptiveBatches, AdaptiveLoop, AdaptiveStep
 
-# Largest ratio of a step that takes so many milliseconds or more.
+# Largest ratio, by the least milliseconds of a step.
 TARGETS = {50.0: 1.02, 0.0: 1.05}
 WALL_TARGET = 1.05
-# In each pair the sides take so many turns, each of about so long.
+# Turns of each side in a pair, and seconds of a turn.
 TURNS = 12
 TURN_SECONDS = 0.1
 WARM_UP_STEPS = 3
 # Width of the model and tokens of a row: steps of about 3 and 90 ms.
 SIZES = ((32, 16), (256, 192))
 NUM_ROWS = 10**5
-# Of an epoch with workers.
+# Rows of an epoch with workers, and seconds to read one.
 EPOCH_ROWS, ROW_SECONDS = 240, 0.01
 
 VOCABULARY = 256
@@ -116,7 +116,7 @@ def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class Side:
-    """A loop that is compared, with a model of its own.
+    """A compared loop, with its model.
 
     Args:
         width: of the model.
@@ -132,7 +132,7 @@ class Side:
         self._steps = self.steps()
 
     def train(self, num_steps: int) -> float:
-        """Train so many steps more; return the CPU time of one, in seconds."""
+        """Train more steps; return the CPU time of one, in seconds."""
         begin = time.process_time()
         for _ in range(num_steps):
             next(self._steps)

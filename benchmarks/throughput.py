@@ -21,6 +21,7 @@ import json
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -47,12 +48,12 @@ from adaptive_batch.torchtune import NextTokens, builder_of
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
 
-# Of the logarithm of a row's tokens.
+# Standard deviation of the logarithm of a row's tokens.
 SIGMAS = {"lognormal-0.5": 0.5, "lognormal-1.0": 1.0, "alike": 0.0}
 FIXED = (1, 2, 4, 8, 16, 32)
-# Packs with about the tokens of so many rows.
+# Packs that hold about this many rows.
 PACKED = (8, 32)
-# Of a step of ours.
+# Rows of our step.
 ROWS = 32
 TURN_ROWS = 64
 # Turns.
@@ -83,10 +84,6 @@ class Way:
     batch_size: int
     overrides: tuple[str, ...] = ()
 
-    @property
-    def is_ours(self) -> bool:
-        return self.kind == "auto"
-
 
 def ways(budgets: Iterable[str]) -> Iterator[Way]:
     for rows in FIXED:
@@ -104,7 +101,7 @@ def ways(budgets: Iterable[str]) -> Iterator[Way]:
 def drawn_lengths(
     sigma: float, num_rows: int, *, mean: float, shortest: int, longest: int
 ) -> list[int]:
-    """Draw lognormal lengths that have the mean after they are cut to what is allowed."""
+    """Draw lognormal lengths that have this mean after clamping."""
     normal = torch.randn(
         num_rows, generator=torch.Generator().manual_seed(demo.SEED), dtype=torch.float64
     )
@@ -122,12 +119,12 @@ def drawn_lengths(
 def answers_of(
     lengths: list[int], text: str, num_tokens: Callable[[str], int], *, around: int
 ) -> Iterator[str]:
-    """Yield an answer of so many tokens for each length: words of a text in their order, but those
+    """Yield an answer for each length in tokens: words of a text in their order, but those
     that no longer fit.
 
     Args:
         lengths: tokens of each row, everything around the answer included.
-        text: is repeated where it ends.
+        text: repeated as often as needed.
         num_tokens: of a word with the space before it; tokens do not reach across words.
         around: tokens of a row whose answer is ":".
     """
@@ -157,10 +154,6 @@ class Setting:
     name: str
     lengths: list[int]
     overrides: tuple[str, ...]
-
-    @property
-    def mean(self) -> float:
-        return sum(self.lengths) / len(self.lengths)
 
     def configuration(self, name: str, *overrides: str) -> DictConfig:
         """Return the configuration of a way, with its own caches, so that no search reads the
@@ -266,7 +259,7 @@ class Relay:
             raise self._errors[0]
 
     def step_done(self, name: str) -> None:
-        """End a step; where it ends a turn, let the next recipe run and wait for the next turn."""
+        """End a step; at the end of a turn, let the next recipe run and wait for the next turn."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
         self.seconds[name].append(time.perf_counter() - self._start)
@@ -344,7 +337,7 @@ class TurnLogger(DiskLogger):
 
 
 def stock_recipe(cfg: DictConfig) -> Any:
-    """torchtune's recipe, which lies in a file beside its package."""
+    """Build torchtune's recipe, from a file outside of its package."""
     path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
     spec = importlib.util.spec_from_file_location("stock_full_finetune", path)
     assert spec is not None
@@ -362,27 +355,13 @@ def our_recipe(cfg: DictConfig) -> AdaptiveFullFinetuneRecipe:
     return recipe
 
 
-def resampled_interval(
-    statistic: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor
-) -> tuple[float, float, float]:
-    """A statistic of paired values, and the bounds of its 95% bootstrap confidence interval.
-
-    Rounds are drawn, and pairs of each round that was drawn.
-
-    Args:
-        statistic: of values `[..., rounds x pairs, columns]`, for each of the leading dimensions.
-        values: float64, `[rounds, pairs, columns]`.
-    """
-    num_rounds, num_pairs, _ = values.shape
+def resampled_interval(values: torch.Tensor) -> tuple[float, float, float]:
+    """Return the median of float64 values `[turns]`, and its 95% bootstrap interval."""
     generator = torch.Generator().manual_seed(0)
-    rounds = torch.randint(num_rounds, (NUM_RESAMPLES, num_rounds, 1), generator=generator)
-    pairs = torch.randint(num_pairs, (NUM_RESAMPLES, num_rounds, num_pairs), generator=generator)
-    low, high = (
-        statistic(values[rounds, pairs].flatten(1, 2))
-        .quantile(torch.tensor([0.025, 0.975]).double())
-        .tolist()
-    )
-    return float(statistic(values.flatten(0, 1))), low, high
+    turns = torch.randint(len(values), (NUM_RESAMPLES, len(values)), generator=generator)
+    bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = median(values[turns]).quantile(bounds).tolist()
+    return float(median(values)), low, high
 
 
 # --- measuring
@@ -395,7 +374,7 @@ class Run:
     Attributes:
         tokens, padded: of each step, without padding, and with it where a step is run at once.
         steps_per_turn: whole steps of about as many tokens as the rows of a turn have.
-        context: holds what the recipe sets of torch's compiler, which is of a thread's context.
+        context: context of the thread, which has the recipe's settings of torch's compiler.
     """
 
     name: str
@@ -413,7 +392,7 @@ class Run:
         name = f"{setting.name}: {way.way}"
         cfg = setting.configuration(name, f"batch_size={way.batch_size}", *way.overrides)
         start = time.perf_counter()
-        build = our_recipe if way.is_ours else stock_recipe
+        build = our_recipe if way.kind == "auto" else stock_recipe
         context = copy_context()
         recipe = context.run(build, cfg)
         seconds = time.perf_counter() - start
@@ -426,7 +405,7 @@ class Run:
         steps = [units[start : start + size] for start in range(0, len(units) - size + 1, size)]
         tokens = [sum(step) for step in steps]
         padded = [size * (longest or max(step)) for step in steps]
-        per_turn = round(TURN_ROWS * setting.mean * len(tokens) / sum(tokens))
+        per_turn = round(TURN_ROWS * statistics.mean(setting.lengths) * len(tokens) / sum(tokens))
         return cls(name, way, recipe, seconds, tokens, padded, max(1, per_turn), context)
 
     def train(self) -> None:
@@ -434,26 +413,19 @@ class Run:
         try:
             self.context.run(self.recipe.train)
         except torch.OutOfMemoryError:
-            if self.way.is_ours:
+            if self.way.kind == "auto":
                 raise
             self.out_of_memory = True
 
-    def search(self) -> dict[str, Any]:
-        """What ours logged of its search: the events that count trials, and their sums."""
+    def search(self) -> dict[str, float]:
+        """Return the trials and seconds of our search, and the seconds of the setup."""
         events = [record for record in read_log(self) if "trials" in record]
-        trials, seconds = (
-            sum(event.get(key, 0) for event in events) for key in ("trials", "seconds")
-        )
-        return {
-            "trials": trials,
-            "seconds": seconds,
-            "setup_seconds": self.setup_seconds,
-            "events": events,
-        }
+        sums = {key: sum(event.get(key, 0) for event in events) for key in ("trials", "seconds")}
+        return {**sums, "setup_seconds": self.setup_seconds}
 
 
 def tokens_of_pack(pack: dict[str, torch.Tensor], padding_id: int) -> int:
-    """Count the tokens of a pack; no row ends with the token that packs are filled up with."""
+    """Count the tokens of a pack without its padding; no row ends with the padding token."""
     return int((pack["tokens"] != padding_id).nonzero()[-1]) + 1
 
 
@@ -479,7 +451,7 @@ def measure(
 
 
 def summary(run: Run, relay: Relay) -> dict[str, Any]:
-    """Return what a way came to; its turns are tokens, seconds and CPU seconds."""
+    """Return the figures of a way; its turns are tokens, seconds and CPU seconds."""
     found = {**asdict(run.way), "setup_seconds": run.setup_seconds, "turns": []}
     if run.out_of_memory:
         return found
@@ -488,19 +460,16 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
     of_steps, padded = run.tokens[:num_steps], float(sum(run.padded[:num_steps]))
     micro_batches = num_steps
     tokens = sum(of_steps)
-    if run.way.is_ours:
+    if run.way.kind == "auto":
         steps = [record for record in read_log(run) if record["kind"] == "step"]
         assert steps[-1]["tokens_seen"] == tokens
         micro_batches = sum(step["micro_batches"] for step in steps)
         padded = sum(
             n / (1 - step["padding_fraction"]) for n, step in zip(of_steps, steps, strict=True)
         )
-        recompiled = [record for record in read_log(run) if record["kind"] == "recompiled"]
         found |= {
             "limit": str(run.recipe.batches.limit),
             "search": run.search(),
-            # In its turns; of code that other ways run too, whoever ran it first.
-            "recompiled": [f"{record['function']}: {record['reason']}" for record in recompiled],
         }
     columns = torch.tensor([of_steps, seconds, cpu_seconds], dtype=torch.float64)
     found["turns"] = columns.view(3, -1, run.steps_per_turn).sum(-1).T[WARM_UP:].tolist()
@@ -515,7 +484,7 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
     }
 
 
-# --- what it came to
+# --- results
 
 
 def rates(way: dict[str, Any], measure: str) -> torch.Tensor:
@@ -535,8 +504,7 @@ def compare(way: dict[str, Any], ways: list[dict[str, Any]]) -> list[dict[str, A
         others = [other for other in ways if other["kind"] == kind and other["turns"]]
         if others:
             best = max(others, key=lambda other: other[f"tokens_per_{measure}_second"])
-            values = (rates(way, measure) / rates(best, measure)).view(1, -1, 1)
-            ratio, low, high = resampled_interval(lambda drawn: median(drawn[..., 0]), values)
+            ratio, low, high = resampled_interval(rates(way, measure) / rates(best, measure))
             interval = {"ratio": ratio, "interval_95": [low, high]}
             ratios.append({"kind": kind, "measure": measure, "over": best["way"], **interval})
     return ratios
@@ -602,7 +570,7 @@ def main() -> None:
             result = {
                 "lengths": name,
                 "rows": len(setting.lengths),
-                "mean": setting.mean,
+                "mean": statistics.mean(setting.lengths),
                 "shortest": min(setting.lengths),
                 "longest": max(setting.lengths),
                 "seconds": time.perf_counter() - start,

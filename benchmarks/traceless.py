@@ -4,7 +4,7 @@
         [--output DIR]
 
 For every combination of optimizer, optimizer in backward, dtype, checkpointing and resumed
-optimizer, one training is searched again after each way in which a search can end
+optimizer, a search is repeated in one training, for each way that it can end
 (tests/support/training_cases.py), and everything is compared bit by bit each time. Then training
 continues and is compared with one without a search. With `--adapters`, LoRA, DoRA and QLoRA on a
 frozen base take turns in the combinations; with `--tasks`, preference pairs and distillation, whose
