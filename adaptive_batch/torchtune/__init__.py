@@ -3,7 +3,6 @@
 from .adapter_model import AdapterModel, builder_of
 from .checks import check_output_dir, not_read, without_effect
 from .data import Data, Sizers
-from .distillation import Distillation
 from .estimates import estimate_devices
 from .job import Job
 from .launch import (
@@ -18,7 +17,6 @@ from .launch import (
 from .limit_finder import LimitFinder, left_by_rounding
 from .log import TrainingLog
 from .model import FullModel
-from .preference_pairs import PreferencePairs
 from .preview import TrainingPreview
 from .rate import build_rate, check_scheduler, couple_batch
 from .resume import LostRun, ResumedRun
@@ -26,7 +24,7 @@ from .run_profiler import RunProfiler
 from .settings import Settings, reference_tables, write_reference
 from .step_tally import StepTally
 from .store import RunStore, Saver
-from .task import NextTokens, Task
+from .task import Distillation, NextTokens, PreferencePairs, Task
 from .trainer import Trainer
 from .validation import Validation
 

@@ -23,11 +23,9 @@ from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, de
 
 from .checks import TO_TRAIN, complete
 from .config_errors import component_of, computing, instantiate, one_line
-from .distillation import Distillation
 from .model import FullModel, SecondModel, num_token_embeddings
-from .preference_pairs import PreferencePairs, takes_pairs
 from .settings import Settings
-from .task import NextTokens, Task
+from .task import Distillation, NextTokens, PreferencePairs, Task, takes_pairs
 
 private = PrivateNames("compiled steps")
 

@@ -1,7 +1,7 @@
 """Distillation through the real command line: runs resume, both models are estimated, and mistakes
 are refused.
 
-Steps are proved in tests/unit/torchtune/test_distillation.py, their bits in tests/parity/.
+Steps are proved in tests/unit/torchtune/test_task_distillation.py, their bits in tests/parity/.
 """
 
 from __future__ import annotations

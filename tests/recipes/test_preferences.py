@@ -1,7 +1,7 @@
 """Preference pairs through the real command line: runs resume, both models are searched and
 estimated, and mistakes are refused.
 
-Steps are proved in tests/unit/torchtune/test_preference_pairs.py, their bits in tests/parity/.
+Steps are proved in tests/unit/torchtune/test_task_preference_pairs.py, their bits in tests/parity/.
 """
 
 from __future__ import annotations
