@@ -204,7 +204,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Plan the epoch, and look ahead at what comes after it."""
         self.batches.begin_epoch()
         self.log.too_short()
-        self.ahead = self.preview.look_ahead()
+        self.ahead = self.preview.plan_remaining()
         self.tally = StepTally(
             self.job,
             self.trainer,

@@ -72,7 +72,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = limit_finder.of_training(trainer, length=length)
+            *_, result = limit_finder.search_training(trainer, length=length)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -88,8 +88,8 @@ def probe(
         say(summary(results))
     if trainer.engine.reference is not None:
         step_rows = results[-1].batch_size * settings.gradient_accumulation_steps
-        of_reference = limit_finder.of_reference(trainer, step_rows=step_rows)
-        say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
+        search_reference = limit_finder.search_reference(trainer, step_rows=step_rows)
+        say(f"\nthe reference alone, without gradients:\n{search_reference.table()}")
     return results
 
 

@@ -285,12 +285,12 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
     (
         "log_gradient_noise_scale",
         lambda s, c: s.log_gradient_noise_scale,
-        "there is no gradient left to measure; remove it",
+        "no gradient is left to measure; remove it",
     ),
     (
         "batch_size_schedule",
         lambda s, c: s.measures_noise,
-        "there is no gradient left to measure; remove it",
+        "no gradient is left to measure; remove it",
     ),
     ("batch_tokens", lambda s, c: s.batch_tokens, _STEPPED),
     ("micro_batch_tokens", lambda s, c: s.micro_batch.micro_batch_tokens, _STEPPED),
@@ -398,9 +398,9 @@ def _refuse(
 
 
 def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
-    """Return why the rows of a micro-batch cannot be packed as configured; empty where they can."""
+    """Return the reason why rows cannot be packed as configured, or an empty string."""
     if config.get("collate_fn"):
-        return "collate_fn makes batches of its own"
+        return "collate_fn makes the batches"
     if has_tensor_parallelism(config):
         return "tensor_parallel_dim divides attention among ranks"
     if any(values_at(config, "dataset.packed")):
@@ -493,7 +493,7 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
             " torch.optim.AdamW with fused=True",
         ),
         (
-            # Fused kernels take no tensors of tensor parallelism, and that of SGD none of FSDP.
+            # Fused kernels reject tensors of tensor parallelism; SGD's rejects those of FSDP, too.
             optimizer.get("fused", False)
             and (dim > 1 or (several and component == "torch.optim.SGD")),
             "optimizer.fused",
@@ -596,7 +596,7 @@ def _ignored(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[st
         pairs = [need.partition("=") for need in needs]
         if not any(values[key] == value if value else config.get(key) for key, _, value in pairs):
             yield name, f"it needs {' or '.join(needs)}"
-    # Without a reference of its own, the rate's rule still reads how often is accumulated.
+    # The rate's reference is computed from it, unless one is configured.
     is_read_by_rate = settings.rate.lr_scaling != "none" and not settings.rate.reference_batch_size
     accumulates = settings.gradient_accumulation_steps > 1
     if settings.batch_tokens and accumulates and not is_read_by_rate:

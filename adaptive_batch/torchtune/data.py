@@ -45,11 +45,10 @@ from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
 from .job import Job
 from .keys import values_of
-from .rows import Rows
+from .rows import DatasetRows
 from .task import COLLATE_REMEDY
 
-# What a row may have beside its sequences for its tokens to tell what it takes: images, for
-# example, take memory of their own.
+# Columns whose memory follows the tokens of a row; images, for example, do not.
 _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
 
 # Rows that are collated before weights load, to see that they can be.
@@ -104,16 +103,18 @@ class Collator:
         self.packed = packed
         self._job = job
         self._pad_id = pad_id
-        # A function that cannot be used is refused even where it is not.
+        # Check the configured function even if rows are packed.
         padded = job.task.collate_function(pad_id)
         self.collate = job.with_values(padded_collate_packed if packed else padded)
 
     def to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows to at least that many tokens each."""
         lengthened = self._job.task.lengthened(rows, length, pad_id=self._pad_id)
-        return self._of_all(rows, self.collate(lengthened))
+        return self._check_complete(rows, self.collate(lengthened))
 
-    def _of_all(self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
+    def _check_complete(
+        self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the batch; raise if the function has left out rows, which would count as trained.
         A function may put all rows into one.
         """
@@ -136,7 +137,7 @@ class Collator:
             problem = f"it fails on the dataset's rows ({type(error).__name__}: {one_line(error)})"
             remedy = f"{problem}; {COLLATE_REMEDY}"
             raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy) from error
-        self._of_all(rows, batch)
+        self._check_complete(rows, batch)
 
 
 class Data:
@@ -173,7 +174,7 @@ class Data:
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
         self.collator = Collator(job, pad_id=pad_id, packed=packed)
         self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
-        self.dataset = Rows(
+        self.dataset = DatasetRows(
             job,
             "dataset",
             dataset,
@@ -182,7 +183,9 @@ class Data:
         )
         self._rows_val = None
         if dataset_val is not None:
-            self._rows_val = Rows(job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val))
+            self._rows_val = DatasetRows(
+                job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val)
+            )
         self.configured_layout = _layout_of(job, job.settings.uniform_micro_batches, packed=packed)
         self.layout_val = _layout_of(job, None, packed=packed_val)
         self._trial_rows: dict[int | str, LongestRows] = {}
@@ -254,7 +257,7 @@ class Data:
         return self._task.labelled(self.read_row(0))
 
     @property
-    def dataset_val(self) -> Rows:
+    def dataset_val(self) -> DatasetRows:
         """Rows of validation; only if there are any."""
         assert self._rows_val is not None
         return self._rows_val
@@ -474,7 +477,7 @@ class Data:
             reason += f", and tokenizer.max_seq_len={max_seq_len}, to which rows are cut"
         raise SettingError("dataset", _names(self._job.cfg.dataset), reason)
 
-    def _have_labels(self, rows: Rows, num_rows: int) -> bool:
+    def _have_labels(self, rows: DatasetRows, num_rows: int) -> bool:
         """Return whether any of the first rows has a label after its first token."""
         with RandomState(self._job.device):
             return any(self._has_label(rows[number]) for number in range(num_rows))

@@ -153,8 +153,8 @@ class Estimator:
             )
         if self._on_accelerator and any(device.reference_rows for device in devices):
             not_counted.append(
-                "what the reference's own micro-batches leave in the allocator's cache, and what it"
-                " holds of them beside what they allocate"
+                "memory that the reference's micro-batches leave in the allocator's cache, and"
+                " blocks that are larger than their tensors"
             )
         architectures = [device.architecture for device in self._devices if self._on_accelerator]
         not_counted += left_out(

@@ -49,7 +49,7 @@ from .trainer import Trainer
 
 private = PrivateNames("memory estimates")
 
-Rows = Callable[[int], list[dict[str, Any]]]
+MakeRows = Callable[[int], list[dict[str, Any]]]
 
 _BITSANDBYTES = "bitsandbytes."
 
@@ -107,7 +107,9 @@ class FakeRun:
         else:
             self.job.check_model()
             packed = any(values_at(cfg, "dataset.packed"))
-            self.data = Data(self.job, [self.job.task.made_up_row(8, packed=packed)], packed=packed)
+            self.data = Data(
+                self.job, [self.job.task.synthetic_row(8, packed=packed)], packed=packed
+            )
         if self.data.packed and self._on_accelerator:
             self._leave_out(
                 "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
@@ -182,7 +184,7 @@ class FakeRun:
 
     # --- model and optimizer
 
-    def rows_of(self, length: int | str) -> tuple[Rows, int]:
+    def rows_of(self, length: int | str) -> tuple[MakeRows, int]:
         """Return a function that makes rows of a length, and their tokens.
 
         Raises:
@@ -200,7 +202,7 @@ class FakeRun:
         else:
             tokens = int(length)
             # It is on the host, and not counted.
-            row = self.job.task.made_up_row(tokens, packed=self.data.packed)
+            row = self.job.task.synthetic_row(tokens, packed=self.data.packed)
 
             def rows(count: int) -> list[dict[str, Any]]:
                 return [row] * count
@@ -232,7 +234,7 @@ class FakeRun:
             allocator=allocator,
         )
 
-    def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
+    def step(self, rows: MakeRows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
         """Build model and optimizer, and return the step that training would run; for the arguments
         see :class:`FakeStep`.
         """
@@ -252,7 +254,7 @@ class FakeRun:
                 self._compiled_parts.take_over_attributes(loss_fn)
         return self._fake_step(rows, accumulates=accumulates, keeps_gradients=keeps_gradients)
 
-    def reference_curve(self, rows: Rows) -> MemoryCurve:
+    def reference_curve(self, rows: MakeRows) -> MemoryCurve:
         """Return the curve of peaks of a reference that runs before the step. Call :meth:`step`
         first.
         """
@@ -262,7 +264,7 @@ class FakeRun:
         few, more = traces_alike(step, lambda size: reference.try_rows(rows(size)))
         return MemoryCurve.from_traces(few, more)
 
-    def _fake_step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool) -> FakeStep:
+    def _fake_step(self, rows: MakeRows, *, accumulates: bool, keeps_gradients: bool) -> FakeStep:
         trainer = self.trainer
         tried = trainer.tried()
         return FakeStep(
@@ -278,7 +280,7 @@ class FakeRun:
             ),
         )
 
-    def forward_backward(self, rows: Rows) -> Callable[[int], object]:
+    def forward_backward(self, rows: MakeRows) -> Callable[[int], object]:
         """Return forward and backward of that many rows, as training runs them."""
         return lambda size: self.trainer.engine.try_rows(rows(size))
 
@@ -333,7 +335,7 @@ class FakeRun:
 def expected_curve(
     cfg: DictConfig,
     settings: Settings,
-    rows: Rows,
+    rows: MakeRows,
     *,
     accumulates: bool,
     builder: FullModel | None = None,

@@ -70,7 +70,7 @@ def use_shipped_config(arguments: list[str]) -> None:
         raise SettingError(
             "--config",
             name,
-            f"there is no such file and no such shipped config; shipped are {names}",
+            f"it is neither a file nor a shipped config; shipped are {names}",
         )
     check_file(str(path), [override for override in overrides if not override.startswith("-")])
     arguments[index] = str(path)

@@ -144,7 +144,7 @@ class LimitFinder:
         if plan.chooses_fastest and saved:
             sizer.load_throughput(saved, kinds=trainer.layout_kinds)
         if plan.is_needed:
-            results = self.of_training(
+            results = self.search_training(
                 trainer,
                 length=self._settings.probe.sequence_length,
                 kept_step_rows=batches.step_rows if resumed.keeps_batch else None,
@@ -190,7 +190,7 @@ class LimitFinder:
             )
         self._begin_reference(trainer, batches, resumed.state_of("reference_limits"))
 
-    def of_training(
+    def search_training(
         self,
         trainer: Trainer,
         *,
@@ -285,7 +285,7 @@ class LimitFinder:
             budget_gib=round(result.budget_bytes / GIB, 3),
             from_cache=result.from_cache,
             search=result.record(),
-            **facts_of(result),
+            **search_facts(result),
         )
 
     def _take_batch(self, batches: Batches, result: ProbeResult, *, keeps_batch: bool) -> None:
@@ -349,7 +349,7 @@ class LimitFinder:
             and sizer.max_batch_size
             and limit.unit == "rows"
         ):
-            # The batch may grow to so many.
+            # The batch may grow to this size.
             tried_rows = max(tried_rows, sizer.max_batch_size)
         can_split = not settings.optimizer_in_bwd
         row = self._job.task.filled(dict(row))
@@ -393,7 +393,7 @@ class LimitFinder:
             return
         sizer = reference.sizer
         if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
-            result = self.of_reference(trainer, step_rows=batches.step_rows, sizer=sizer)
+            result = self.search_reference(trainer, step_rows=batches.step_rows, sizer=sizer)
             engine.sizer.count_out_of_memory(result.num_out_of_memory)
             peak = result.peak_bytes()
             of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
@@ -406,12 +406,12 @@ class LimitFinder:
                 peak_bytes=peak,
                 from_cache=result.from_cache,
                 search=result.record(),
-                **facts_of(result),
+                **search_facts(result),
             )
         if saved is not None:
             sizer.load_state_dict(saved)
 
-    def of_reference(
+    def search_reference(
         self, trainer: Trainer, *, step_rows: int, sizer: MicroBatchSizer | None = None
     ) -> ProbeResult:
         """Find the most rows that fit in a reference that runs before the step.
@@ -539,7 +539,7 @@ class LimitFinder:
         return ProbeResult(rows, batch_size, (), (), sequence_length=length), source
 
 
-def facts_of(result: ProbeResult) -> dict[str, Any]:
+def search_facts(result: ProbeResult) -> dict[str, Any]:
     """Return the facts that each event of a search has."""
     return {
         "max_batch_size": result.max_batch_size,

@@ -35,7 +35,7 @@ from adaptive_batch.training import (
 from .config_errors import instantiate
 from .data import Data
 from .job import Job
-from .preview import TrainingAhead, TrainingPreview
+from .preview import TrainingPlan, TrainingPreview
 from .resume import ResumedRun
 
 log = logging.getLogger("adaptive_batch")
@@ -274,7 +274,7 @@ class TrainingLog:
         self,
         rate: AdaptiveRate,
         preview: TrainingPreview,
-        ahead: TrainingAhead,
+        ahead: TrainingPlan,
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""

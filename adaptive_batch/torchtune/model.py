@@ -426,7 +426,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
-        """Return the reference's logits of a batch; a list where it returns chunks."""
+        """Return the reference's logits of a batch; a list if it returns chunks."""
         logits: torch.Tensor | list[torch.Tensor]
         if self.second is None:
             with disable_adapter(self._policy):

@@ -47,7 +47,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class TrainingAhead:
+class TrainingPlan:
     """Plan of the rest of training.
 
     Attributes:
@@ -118,7 +118,7 @@ class TrainingPreview:
             first, *_ = [*sizes, batches.batch_size]
             same_answers({"batch_increase_function": first})
 
-    def look_ahead(self) -> TrainingAhead:
+    def plan_remaining(self) -> TrainingPlan:
         """Plan the rest of training, after the search.
 
         Raises:
@@ -147,7 +147,7 @@ class TrainingPreview:
             )
             largest = at_most(largest, batches.maximum())
             full_batch_rows = min(largest * batches.ranks, batches.num_rows)
-        return TrainingAhead(progress, stages, full_batch_rows, schedule_steps)
+        return TrainingPlan(progress, stages, full_batch_rows, schedule_steps)
 
     def _walk(self, *, plans: bool) -> list[Stage]:
         """Return the remaining steps by epoch, batch and stage of a schedule.
@@ -181,8 +181,8 @@ class TrainingPreview:
         same_answers(answers)
         return stages
 
-    def table(self, ahead: TrainingAhead, *, base_rate: float) -> tuple[str, list[dict[str, Any]]]:
-        """Return the stages of what is left of training, as text and as a record."""
+    def table(self, ahead: TrainingPlan, *, base_rate: float) -> tuple[str, list[dict[str, Any]]]:
+        """Return the stages of the rest of training, as text and as a record."""
         settings = self._settings
         batches = self._batches
         rate = build_rate(
@@ -275,7 +275,7 @@ class TrainingPreview:
             configured = resumed.saved.get("base_rate", configured)
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
-        text, _ = self.table(self.look_ahead(), base_rate=float(configured or 1.0))
+        text, _ = self.table(self.plan_remaining(), base_rate=float(configured or 1.0))
         return "\n".join([*lines, text])
 
 

@@ -137,7 +137,7 @@ class ProbeCache:
         """Return the curve of earlier trials, or else the estimate of it."""
         if not self._reads:
             return None
-        # A record that cannot be used is no reason to stop.
+        # An invalid record only makes the search longer.
         with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
             record = self._curves.get(self._curve_name) or {}
             return MemoryCurve(

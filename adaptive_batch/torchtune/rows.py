@@ -1,4 +1,4 @@
-"""The rows of a configured dataset: checked as they are read, measured once."""
+"""Rows of a configured dataset: checked when they are read, measured once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OTHER_BYTES = 3
 _LABELS = 4
 
 
-class Rows(Dataset[Any]):
+class DatasetRows(Dataset[Any]):
     """The rows of ``dataset`` or ``dataset_val``, each as its dataset gives it.
 
     Args:
@@ -76,7 +76,7 @@ class Rows(Dataset[Any]):
         self._key = key
         self._dataset = dataset
         self._name = name
-        # Each row is checked where it is used, not where it is read.
+        # Rows are checked in the thread that uses them.
         # A thread that reads keeps this one from launching kernels.
         self._ahead = ReadAhead(dataset, at_once=False)
         self.num_real_tokens = real_tokens or job.task.num_real_tokens
@@ -240,7 +240,7 @@ class Rows(Dataset[Any]):
         extremes = []
         length = 0
         num_labels = 0
-        # What is no mapping has no tokens, and is refused for that.
+        # Other types than mappings are refused as rows without tokens.
         given = row if isinstance(row, Mapping) else {}
         for tokens_key, labels_key in self._task.fields:
             tokens = given.get(tokens_key)
@@ -285,7 +285,7 @@ class Rows(Dataset[Any]):
             raise SettingError(
                 "loss.ignore_index",
                 ignored,
-                f"{self._name} marks what is not trained by {CROSS_ENTROPY_IGNORE_IDX}; give that",
+                f"{self._name} marks ignored labels by {CROSS_ENTROPY_IGNORE_IDX}; give this value",
             )
         return targets
 

@@ -216,7 +216,7 @@ class ValidationSettings:
     Attributes:
         dataset_val: dataset block to validate on, or a list of them.
         run_val_every_n_steps: optimizer steps between validations, which log `val_loss`.
-        batch_size_val: rows at once in validation: a number; `auto`: found by a search of its own;
+        batch_size_val: rows at once in validation: a number; `auto`: found by a separate search;
             default: `batch_size`.
         max_validation_batches: number of batches to validate on; None or -1: all.
     """
@@ -233,12 +233,12 @@ class ValidationSettings:
 
     @property
     def is_on(self) -> bool:
-        """Whether training validates."""
+        """Return whether training validates."""
         return self.run_val_every_n_steps is not None
 
     @property
     def fits_itself(self) -> bool:
-        """Whether validation runs as many rows at once as fit."""
+        """Return whether validation runs as many rows at once as fit."""
         return self.is_on and self.batch_size_val == "auto"
 
     def rows_at_once(self, of_training: int) -> int:
@@ -402,29 +402,27 @@ class Settings(Batching):
 
     @property
     def batch_changes(self) -> bool:
-        """Whether `batch_size` is found or grown, rather than configured."""
+        """Return whether `batch_size` is found or grown, rather than configured."""
         return self.use_maximum_batch_size or self.batch_increase_function is not None
 
     @property
     def grows(self) -> bool:
-        """Whether a rule changes the batch during training."""
+        """Return whether a rule changes the batch during training."""
         return self.batch_increase_function is not None or self.batch_size_schedule is not None
 
     @property
     def step_varies(self) -> bool:
-        """Whether a step may have other rows than are configured."""
+        """Return whether a step may have other rows than are configured."""
         return self.batch_changes or self.grows or self.batch_tokens is not None
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the gradient noise scale is measured."""
+        """Return whether the gradient noise scale is measured."""
         return self.log_gradient_noise_scale or needs_noise_scale(self.batch_size_schedule)
 
     @property
     def restores_random_state(self) -> bool:
-        """Whether a resumed run continues with the random numbers of the saved one; torchtune's
-        recipe seeds again.
-        """
+        """Return whether resuming restores the random state; torchtune's recipe seeds again."""
         return self.adaptive or self.saving.save_every_n_steps is not None
 
     @property
@@ -456,7 +454,7 @@ class Settings(Batching):
 
     @property
     def searches(self) -> bool:
-        """Whether training, validation or a reference needs a search for what fits."""
+        """Return whether training, validation or a reference needs a search for what fits."""
         return (
             self.search_plan.is_needed
             or self.validation.fits_itself
@@ -465,9 +463,7 @@ class Settings(Batching):
 
     @property
     def adaptive(self) -> bool:
-        """Whether any key is on that changes batches or how they are run; off means torchtune's own
-        behaviour.
-        """
+        """Return whether a key changes batches or how they run; torchtune's recipe has none."""
         return (
             self.use_maximum_batch_size
             or self.grows
@@ -494,7 +490,7 @@ class Settings(Batching):
             raise SettingError("batch_size_schedule", schedule, remedy)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values["micro_batch"].is_given:
-            # The tokens of a step do not tell what fits at once.
+            # The tokens of a step do not imply the size of a micro-batch.
             values["micro_batch"] = ConfiguredSize(micro_batch_tokens="auto")
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")

@@ -132,7 +132,7 @@ class Task(ABC):
         sequences = {key: row[key] for pair in self.fields for key in pair}
         return {**row, **self.resized(sequences, self.length(row))}
 
-    def made_up_row(self, length: int, *, packed: bool = False) -> Row:
+    def synthetic_row(self, length: int, *, packed: bool = False) -> Row:
         """Return a row of `length` tokens, each with a label."""
         assert not packed, "rows of this task are not packed"
         length = self.sequence_length(length)
@@ -255,10 +255,10 @@ class NextTokens(Task):
             raise SettingError("collate_fn", self.cfg.get("collate_fn"), remedy)
         return super().lengthened(rows, length, pad_id=pad_id)
 
-    def made_up_row(self, length: int, *, packed: bool = False) -> Row:
+    def synthetic_row(self, length: int, *, packed: bool = False) -> Row:
         """Return a row of `length` tokens; a packed one as torchtune's packed datasets."""
         if not packed:
-            return super().made_up_row(length)
+            return super().synthetic_row(length)
         tokens = torch.zeros(length, dtype=torch.int64)
         return {
             "tokens": tokens,
@@ -400,7 +400,7 @@ class PreferencePairs(Task):
         ("rejected_input_ids", "rejected_labels"),
     )
     keys = ("ref_checkpointer", "reference_micro_batch_size")
-    without_it = "there are no preferences to train on here, which `tune run adaptive_dpo` does"
+    without_it = "only `tune run adaptive_dpo` trains on preferences"
     counts_rows = True
     metrics = (
         "rewards/chosen",
@@ -452,7 +452,7 @@ class PreferencePairs(Task):
         key = "ref_checkpointer"
         given = self.cfg.get(key)
         if not keeps_base and given is None:
-            problem = "every weight is trained here, and the reference is a model of its own"
+            problem = "every weight is trained, so the reference is a separate model"
             remedy = "give the block of checkpointer, with the files of the reference"
             raise SettingError(key, None, f"{problem}; {remedy}")
         if keeps_base and given is not None:
@@ -517,13 +517,13 @@ class PreferencePairs(Task):
     def token_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the negative log probability of all labels of single answers."""
         labels = batch.pop("labels")
-        return -self._of_tokens(models.logits(**batch), labels).sum()
+        return -self._token_log_probs(models.logits(**batch), labels).sum()
 
     @torch.no_grad()
     def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the log probabilities of the chosen and the rejected answer of each pair."""
         logits = models.reference_logits(tokens=batch["tokens"])
-        log_probs = self._of_tokens(logits, batch["labels"]).sum(-1)
+        log_probs = self._token_log_probs(logits, batch["labels"]).sum(-1)
         return log_probs.view(len(self.fields), -1).T
 
     def _log_probs(
@@ -540,9 +540,9 @@ class PreferencePairs(Task):
             log_probs: torch.Tensor = get_batch_log_probs(logits, labels)
             return log_probs
         # The last token predicts nothing.
-        return _sums_of_answers(pad(self._of_tokens(logits, labels)[0], (0, 1)), lengths)
+        return _answer_sums(pad(self._token_log_probs(logits, labels)[0], (0, 1)), lengths)
 
-    def _of_tokens(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _token_log_probs(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the log probability of each label after the first `[answers, length - 1]`; 0
         without a label.
 
@@ -564,7 +564,7 @@ class PreferencePairs(Task):
         return of_tokens
 
 
-def _sums_of_answers(of_tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _answer_sums(of_tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the sum over the tokens of each packed answer, in the dtype of `of_tokens`.
 
     Nothing here has a size of answers x longest answer, so that memory follows the tokens alone.
@@ -585,7 +585,7 @@ def _mean_logits(
         # Padding is part of these means, as in torchtune's recipes.
         chosen, rejected = logits.chunk(2)
         return chosen.mean(), rejected.mean()
-    chosen, rejected = (_sums_of_answers(logits.mean(-1)[0], lengths) / lengths).chunk(2)
+    chosen, rejected = (_answer_sums(logits.mean(-1)[0], lengths) / lengths).chunk(2)
     return chosen.mean(), rejected.mean()
 
 
@@ -695,7 +695,7 @@ class Distillation(NextTokens):
         class_loss = metrics["class_loss"]
         return (1 - self.kd_ratio) * class_loss + self.kd_ratio * metrics["kd_loss"]
 
-    # --- what is refused
+    # --- checks
 
     def _check_chunks(self) -> None:
         """Raise SettingError if the two losses take different numbers of chunks."""

@@ -23,7 +23,7 @@ from adaptive_batch.training import (
 
 from .data import Data, counted_by
 from .job import Job
-from .limit_finder import LimitFinder, facts_of
+from .limit_finder import LimitFinder, search_facts
 from .log import TrainingLog
 from .trainer import Trainer
 
@@ -81,7 +81,7 @@ class Validation:
                 f"validation: {count(result.max_batch_size, 'row')} of"
                 f" {count(result.sequence_length, 'token')} fit at once",
                 sequence_length=result.sequence_length,
-                **facts_of(result),
+                **search_facts(result),
             )
         loss = replace(data.loss_val(self._engine.loss), dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._engine, loss, sizer)

@@ -122,12 +122,12 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     run = FakeRun(
         cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False
     )
-    rows = [run.job.task.made_up_row(24, packed=True)] * 3
+    rows = [run.job.task.synthetic_row(24, packed=True)] * 3
     ours, theirs = run.data.collator.collate(rows), padded_collate_packed(rows)
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in ours.items()} == {
         key: (tensor.shape, tensor.dtype) for key, tensor in theirs.items()
     }
-    huge = run.data.collator.collate([run.job.task.made_up_row(2**17, packed=True)] * 5)[
+    huge = run.data.collator.collate([run.job.task.synthetic_row(2**17, packed=True)] * 5)[
         "mask"
     ]  # 80 GiB
     assert isinstance(huge, FakeTensor)

@@ -255,7 +255,7 @@ class RealRun:
             positions = torch.cat([torch.arange(int(span)) for span in spans])
             row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
         elif combination.task == "DPO":
-            row = job.task.made_up_row(length)
+            row = job.task.synthetic_row(length)
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
         self.data.dataset._measured = torch.tensor([[length, length, 400, 0]]).expand(
             len(self.data.dataset), 4
@@ -354,7 +354,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = LimitFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        *_, result = finder.of_training(run.trainer, length="longest")
+        *_, result = finder.search_training(run.trainer, length="longest")
     return result
 
 

@@ -110,7 +110,7 @@ def train(run: StackRun) -> Outcome:
     cfg.on_out_of_memory = "raise"
     cfg.probe.cache = True
     job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
-    row_of = job.task.made_up_row
+    row_of = job.task.synthetic_row
     lengths = (run.combination.length,) * 4096
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = torch.tensor([[length, length, 1, 0] for length in lengths])

@@ -72,7 +72,7 @@ def peak_bytes(log: Sequence[int]) -> int:
 def made_up_rows(job: Job, rows: int, tokens: int | Sequence[int]) -> list[dict[str, Any]]:
     """Return rows of that many tokens each; of several numbers, each row has the next."""
     lengths = [tokens] if isinstance(tokens, int) else tokens
-    return [job.task.made_up_row(lengths[number % len(lengths)]) for number in range(rows)]
+    return [job.task.synthetic_row(lengths[number % len(lengths)]) for number in range(rows)]
 
 
 def estimated(

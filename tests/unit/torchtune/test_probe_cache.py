@@ -71,7 +71,7 @@ def searched(
     bounds = LimitFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, RunStore(cfg, settings), data.sizers())
-    return bounds.of_training(trainer, length="longest")[-1]
+    return bounds.search_training(trainer, length="longest")[-1]
 
 
 @pytest.fixture(autouse=True)

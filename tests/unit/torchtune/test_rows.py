@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune.data import _check_lines
-from adaptive_batch.torchtune.rows import Rows
+from adaptive_batch.torchtune.rows import DatasetRows
 from adaptive_batch.torchtune.task import NextTokens
 
 
@@ -44,7 +44,7 @@ def rows_of(dataset, name="mine", **cfg):
         cfg=cfg,
         task=NextTokens(cfg, SimpleNamespace(ignore_index=-100)),
     )
-    return Rows(job, "dataset", dataset, name=name)
+    return DatasetRows(job, "dataset", dataset, name=name)
 
 
 def refusal(read):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from adaptive_batch.torchtune.rows import Rows
+from adaptive_batch.torchtune.rows import DatasetRows
 from adaptive_batch.torchtune.task import NextTokens
 
 
@@ -39,7 +39,7 @@ def test_rows_are_read_ahead_on_an_accelerator_alone(device: str) -> None:
         settings=None,
     )
     watched = Watched()
-    rows = Rows(job, "dataset", watched, name="rows")
+    rows = DatasetRows(job, "dataset", watched, name="rows")
     # The first are watched for random numbers that they draw.
     first = [rows[number] for number in range(40)]
     rows.expect(range(40, 60))

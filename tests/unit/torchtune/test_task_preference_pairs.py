@@ -202,7 +202,7 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
     assert longer["tokens"].shape == longer["labels"].shape == (2 * len(rows), 45)
     assert (longer["labels"][:, 30:] == -100).all()
     assert task.length(task.resized(rows[0], 24)) == 24
-    assert task.length(task.made_up_row(24)) == 24
+    assert task.length(task.synthetic_row(24)) == 24
 
 
 # --- the reference in micro-batches of its own
@@ -389,10 +389,10 @@ def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
             runner.try_rows(rows[:2])
 
     of_training = peak(two_micro_batches)
-    of_reference = peak(lambda: runner.reference.try_rows(rows[:4]))
+    search_reference = peak(lambda: runner.reference.try_rows(rows[:4]))
     of_step = peak(lambda: runner.run(rows, report_of(rows)))
     # What is kept of each pair are two numbers, and a few of the whole step.
-    assert of_step <= max(of_training, of_reference) + 1024
+    assert of_step <= max(of_training, search_reference) + 1024
     within = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))
     within.model.zero_grad(set_to_none=True)
     with memory.measure(
