@@ -22,12 +22,12 @@ from adaptive_batch.schedules import (
     Pace,
     Progress,
     Seesaw,
-    copy_of,
-    decay_of,
+    copy_rule,
+    elapsed_steps,
     next_batch_size,
+    relative_decay,
     request_batch,
-    schedule_of,
-    time_by,
+    schedule_factor,
 )
 
 from .balance import balance_by_rows, balance_by_tokens
@@ -540,11 +540,11 @@ class Batches(Sampler[list[int]]):
             SettingError: a scheduler or a clock that it cannot follow.
         """
         clock = lr_clock if isinstance(lr_clock, Clock) else Clock.from_config(lr_clock)
-        rate_left_at = decay_of(schedule_of(lr_scheduler))
+        rate_left_at = relative_decay(schedule_factor(lr_scheduler))
 
         def decay(progress: Progress) -> float:
             of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
-            return rate_left_at(time_by(clock.decay, of_constant_batch))
+            return rate_left_at(elapsed_steps(clock.decay, of_constant_batch))
 
         self.batching = self.batching.coupled(decay, clock)
         self._go_to(self._progress)
@@ -562,7 +562,7 @@ class Batches(Sampler[list[int]]):
             counts_tokens: whether progress counts the tokens of the steps.
             plans: whether epochs get their paces as the walk leaves them.
         """
-        function = copy_of(self.batching.batch_increase_function)
+        function = copy_rule(self.batching.batch_increase_function)
         batch_size = self.batch_size
         progress = replace(self._progress, rows_per_epoch=self.num_rows)
         while progress.epoch < epochs:
@@ -590,7 +590,7 @@ class Batches(Sampler[list[int]]):
         sees_tokens = sees_tokens or bool(self.batching.batch_tokens)
         if self.batching.batch_size_schedule is not None:
             return sum(1 for _ in self.ahead(epochs, counts_tokens=sees_tokens))
-        function = copy_of(self.batching.batch_increase_function)
+        function = copy_rule(self.batching.batch_increase_function)
         batch_size = self.batch_size
         progress = replace(self._progress, rows_per_epoch=self.num_rows)
         num_steps = 0

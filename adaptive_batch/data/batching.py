@@ -11,7 +11,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Clock,
     Progress,
-    Reference,
+    ReferenceBatch,
     Schedule,
     Seesaw,
     check_increment,
@@ -146,9 +146,9 @@ class Batching(Sampling):
         """Arguments of :class:`EpochPlan` for the end of an epoch."""
         return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}
 
-    def global_batch(self, ranks: int) -> Reference:
+    def global_batch(self, ranks: int) -> ReferenceBatch:
         """Return the configured batch of a number of ranks, which the rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
-            return Reference(self.batch_tokens * ranks, "tokens")
+            return ReferenceBatch(self.batch_tokens * ranks, "tokens")
         rows = self.batch_size * self.gradient_accumulation_steps
-        return Reference(rows * ranks, "rows")
+        return ReferenceBatch(rows * ranks, "rows")

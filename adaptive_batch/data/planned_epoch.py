@@ -157,7 +157,7 @@ class PlannedEpoch:
                 ranks=self.ranks,
                 **_row_limits(batching, self.ranks, self.divisible),
             )
-        plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
+        plan = EpochPlan.from_sizes(batches.sizes.tolist(), **batching.ends)
         return TokenSteps(batches, budgets, plan)
 
     def num_tokens(self, numbers: Sequence[int]) -> int:
@@ -195,7 +195,7 @@ class PlannedEpoch:
         most_steps = self.batching.max_steps_per_epoch
         if most_steps is not None:
             most_steps = max(0, most_steps - progress.epoch_steps)
-        rest = EpochPlan.of(
+        rest = EpochPlan.from_rows(
             self.num_rows - progress.epoch_rows,
             global_rows=global_rows,
             drop_last=self.batching.drop_last,
@@ -257,14 +257,14 @@ class PlannedEpoch:
         if batching.batch_tokens:
             plan = self.token_steps.plan
         elif batching.batch_size_schedule is None:
-            plan = EpochPlan.of(
+            plan = EpochPlan.from_rows(
                 self.num_rows, global_rows=rule(progress) * self.ranks, **batching.ends
             )
             # It was another batch before a restart.
             if progress.epoch_rows != progress.epoch_steps * plan.global_rows:
                 plan = self._divide_rest(progress, rule)
         elif sizes is not None:
-            plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
+            plan = EpochPlan.from_sizes(sizes, max_steps=batching.max_steps_per_epoch)
             plan = replace(plan, rows=self.num_rows)
         elif needs_noise_scale(batching.batch_size_schedule):
             plan = replace(self._divide_rest(progress, rule), is_estimate=True)
@@ -274,7 +274,7 @@ class PlannedEpoch:
                 [size for _, size, _ in self.walk(self.begin, rule, counts_tokens=True)]
                 for _ in range(2)
             )
-            plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
+            plan = EpochPlan.from_sizes(sizes, max_steps=batching.max_steps_per_epoch)
             plan = replace(plan, rows=self.num_rows, is_estimate=sizes != again)
         return self._with_tokens(plan) if counts_tokens else plan
 
@@ -287,7 +287,7 @@ class PlannedEpoch:
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
         is_rule = self.batching.batch_size_schedule is not None
         left = [size for _, size, _ in self.walk(progress, rule, counts_tokens=is_rule)]
-        plan = EpochPlan.of_sizes(done + left)
+        plan = EpochPlan.from_sizes(done + left)
         return replace(plan, rows=self.num_rows, most_steps=self.batching.max_steps_per_epoch)
 
     def _with_tokens(self, plan: EpochPlan) -> EpochPlan:

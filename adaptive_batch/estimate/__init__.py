@@ -1,10 +1,17 @@
 """Memory estimates of training steps on fake tensors, for devices that are not available."""
 
 from .allocator import AllocatorSettings, CachingAllocator
-from .bounds import counted_fit, estimate_length, explained, traces_alike
+from .bounds import counted_fit, estimate_length, trace_pair, with_composition
 from .compiled_parts import CompiledParts, check_compiler
 from .cuda_operators import CudaKernels, left_out
-from .devices import CONTEXT_BYTES, DEVICES, EstimatedDevice, alike, find_device, parse_devices
+from .devices import (
+    CONTEXT_BYTES,
+    DEVICES,
+    EstimatedDevice,
+    find_device,
+    group_by_kernels,
+    parse_devices,
+)
 from .fake_step import (
     DevicesAsHost,
     FakeDevice,
@@ -13,7 +20,7 @@ from .fake_step import (
     needs_values,
     runs_in_optimizer,
 )
-from .of_model import estimate_memory, estimate_step
+from .model_estimate import estimate_memory, estimate_step
 from .result import (
     Change,
     CurveCheck,
@@ -21,7 +28,7 @@ from .result import (
     LengthEstimate,
     MemoryEstimate,
     Target,
-    ranked,
+    rank_changes,
     read_estimate,
 )
 
@@ -43,19 +50,19 @@ __all__ = [
     "MemoryEstimate",
     "Resident",
     "Target",
-    "alike",
     "check_compiler",
     "counted_fit",
     "estimate_length",
     "estimate_memory",
     "estimate_step",
-    "explained",
     "find_device",
+    "group_by_kernels",
     "left_out",
     "needs_values",
     "parse_devices",
-    "ranked",
+    "rank_changes",
     "read_estimate",
     "runs_in_optimizer",
-    "traces_alike",
+    "trace_pair",
+    "with_composition",
 ]

@@ -55,7 +55,7 @@ def estimate_length(
         SettingError: no two sizes run the same operations.
     """
     run = forward_backward or step.forward_backward
-    few, more = traces_alike(step, run)
+    few, more = trace_pair(step, run)
     curve = MemoryCurve.from_traces(few, more)
     length = LengthEstimate(
         tokens,
@@ -95,7 +95,8 @@ def estimate_length(
             checked_fits.append(checked_fit)
         fits = tuple(checked_fits)
     return length, tuple(
-        explained(length, fit, step.composition(max(1, fit.max_batch_size), run)) for fit in fits
+        with_composition(length, fit, step.composition(max(1, fit.max_batch_size), run))
+        for fit in fits
     )
 
 
@@ -107,7 +108,7 @@ def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequen
     return max(step.trace(1, forward_backward=run).live_bytes)
 
 
-def traces_alike(
+def trace_pair(
     step: FakeStep, run: Run | None = None
 ) -> tuple[tuple[int, Trace], tuple[int, Trace]]:
     """Trace two sizes that run the same operations, the smaller first.
@@ -141,7 +142,7 @@ def counted_fit(length: LengthEstimate, budget_bytes: int, *, maximum: int) -> F
     return Fit(length.sequence_length, rows, rows, peak, peak, too_large)
 
 
-def explained(length: LengthEstimate, fit: Fit, composition: dict[str, int]) -> Fit:
+def with_composition(length: LengthEstimate, fit: Fit, composition: dict[str, int]) -> Fit:
     """Return a fit with the composition of its peak."""
     return replace(
         fit,

@@ -112,7 +112,7 @@ class CudaKernels:
         }
 
     @classmethod
-    def of_this_device(cls) -> CudaKernels:
+    def for_current_device(cls) -> CudaKernels:
         """Return the kernels of the current CUDA device."""
         return cls(torch.cuda.get_device_capability())
 

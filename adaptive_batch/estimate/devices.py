@@ -169,7 +169,7 @@ def find_device(name_or_size: Any, key: str = _KEY) -> EstimatedDevice:
     return EstimatedDevice(format_bytes(total_bytes), total_bytes)
 
 
-def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
+def group_by_kernels(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
     """Group the indices of devices that run the same kernels."""
     kinds = [device.architecture for device in devices]
     return [

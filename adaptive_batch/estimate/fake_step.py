@@ -26,13 +26,13 @@ from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import (
     OptimizerInBackward,
     Trace,
+    optimizer_list,
     optimizer_state_tensors,
-    optimizers_of,
     storage_bytes,
 )
 
 from .cuda_operators import CudaKernels, Workspaces
-from .step_log import LoggingTracker, Phase, joined
+from .step_log import LoggingTracker, Phase, join_phases
 
 private = PrivateNames("memory estimates")
 
@@ -299,7 +299,7 @@ class FakeStep:
     ) -> None:
         self.model = model
         self._in_backward = isinstance(optimizer, OptimizerInBackward)
-        self._optimizers = optimizers_of(optimizer)
+        self._optimizers = optimizer_list(optimizer)
         self._more_states = more_states
         self.forward_backward = forward_backward
         self.accumulates = accumulates
@@ -396,7 +396,7 @@ class FakeStep:
             # Empty if the optimizer runs in backward.
             if self._steps:
                 phases.append((self._steps[min(number, len(self._steps) - 1)], False))
-        return joined(phases)
+        return join_phases(phases)
 
     def composition(self, rows: int, forward_backward: Run) -> dict[str, int]:
         """Return the bytes by kind at the peak of a micro-batch."""

@@ -163,7 +163,7 @@ class Fit:
             f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total
         )
         rows = count(max(1, self.max_batch_size), "row")
-        of_length = _of_length(self.sequence_length)
+        of_length = _format_length(self.sequence_length)
         lines = [f"peak of {rows}{of_length}: {format_bytes(total)}: {shares}"]
         if self.optimizer_bytes > total:
             size = format_bytes(self.optimizer_bytes)
@@ -290,11 +290,11 @@ class MemoryEstimate:
             lines.append(f"{device.name}: {budget} may be used{on_ranks} of {total}{taken}")
             for fit in device.lengths:
                 if too_large := fit.describe_too_large():
-                    lines.append(f"  a row{_of_length(fit.sequence_length)}: {too_large}")
+                    lines.append(f"  a row{_format_length(fit.sequence_length)}: {too_large}")
                 lines.append(f"  {fit.explain()}")
             for fit, reference_rows in zip(device.lengths, device.reference_rows, strict=False):
                 rows = self.format_rows(reference_rows)
-                of_length = _of_length(fit.sequence_length)
+                of_length = _format_length(fit.sequence_length)
                 lines.append(f"  the reference alone: {rows} rows{of_length} at once")
         checks = [length.check for length in self.lengths if length.check and length.check.is_off]
         lines += [f"warning: {check.warning}" for check in checks]
@@ -340,7 +340,7 @@ class MemoryEstimate:
             for row, bound in zip(rows, bounds, strict=True):
                 row[device.name] = self.format_rows(bound)
         costs = ["cost", "", *(change.cost for change in self.changes)]
-        of_length = _of_length(self.devices[0].lengths[0].sequence_length)
+        of_length = _format_length(self.devices[0].lengths[0].sequence_length)
         lines = [f"effect of one change, in rows{of_length}:"]
         for line, cost in zip(_table(rows), costs, strict=True):
             lines.append(f"{line}  {cost}".rstrip())
@@ -365,7 +365,7 @@ def read_estimate(path: Path) -> MemoryEstimate | None:
     return estimate
 
 
-def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
+def rank_changes(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
     """Return the changes with more rows on some device, the greatest gain first.
 
     Among equal gains, the change with the fewest keys comes first.
@@ -383,7 +383,7 @@ def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
     return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
 
 
-def _of_length(tokens: int) -> str:
+def _format_length(tokens: int) -> str:
     """Format the length of a row; "" if rows are not token sequences."""
     return f" of {tokens} tokens" if tokens > 1 else ""
 

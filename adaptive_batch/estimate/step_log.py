@@ -101,7 +101,7 @@ class Phase:
         return held
 
 
-def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
+def join_phases(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     """Join the logs of successive phases.
 
     Args:

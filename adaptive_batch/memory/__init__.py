@@ -39,8 +39,8 @@ from .snapshot import (
     RandomState,
     TensorSnapshot,
     TrainingSnapshot,
+    optimizer_list,
     optimizer_state_tensors,
-    optimizers_of,
 )
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ __all__ = [
     "expand_segments_in_script",
     "host_available_bytes",
     "is_out_of_memory",
+    "optimizer_list",
     "optimizer_state_tensors",
-    "optimizers_of",
     "packed_attention",
     "parse_size",
     "plain_tensors",

@@ -298,7 +298,7 @@ class OptimizerInBackward:
                 snapshot.restore()
 
 
-def optimizers_of(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
+def optimizer_list(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
     """Return the optimizers as a list."""
     if isinstance(optimizer, OptimizerInBackward):
         return list(optimizer.optimizers.values())

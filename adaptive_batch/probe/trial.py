@@ -31,8 +31,8 @@ from adaptive_batch.memory import (
     TrainingSnapshot,
     Usage,
     is_out_of_memory,
+    optimizer_list,
     optimizer_state_tensors,
-    optimizers_of,
     recover,
 )
 
@@ -419,7 +419,7 @@ class DryRun:
         for module in self._held:
             yield from (*module.parameters(), *module.buffers())
         yield from self._sharding.kept_gradients()
-        yield from optimizer_state_tensors(optimizers_of(self._optimizer))
+        yield from optimizer_state_tensors(optimizer_list(self._optimizer))
 
     def _prepare_gradients(self) -> None:
         """Create the gradients that exist before a forward."""

@@ -21,10 +21,10 @@ from .auditing import audit_records
 from .picture import (
     RunData,
     as_number,
-    bound_of,
+    describe_bound,
     draw_picture,
     estimate_panels,
-    mark_of,
+    event_mark,
     mean_window,
     probe_panels,
     run_panels,
@@ -75,7 +75,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     records = read_records(folder / "run.jsonl") if has_log else []
     run, num_other_runs = last_run(records)
-    data = RunData.of(run.entries)
+    data = RunData.from_entries(run.entries)
     for entry in run.entries:
         # A later `adaptive_probe` in the folder may have written another search.
         probe = entry.record.get("search", probe)
@@ -100,7 +100,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     text = template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         version=__version__,
-        facts=facts_of(run, data, probe),
+        facts=run_facts(run, data, probe),
         notes=notes,
         picture=base64.b64encode(picture).decode(),
         estimate=estimate,
@@ -133,7 +133,7 @@ def read_probe(path: Path) -> dict[str, Any] | None:
     return probe if isinstance(probe, dict) else None
 
 
-def facts_of(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
+def run_facts(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the recorded facts of a run by name."""
     counting = [entry for entry in run.entries if entry.counts]
     steps = [entry.record for entry in counting if entry.kind == "step"]
@@ -147,7 +147,7 @@ def facts_of(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[s
         facts["samples"] = as_number(steps[-1].get("samples_seen"))
         facts["tokens"] = as_number(steps[-1].get("tokens_seen"))
     if probe:
-        facts["bound"] = bound_of(probe)
+        facts["bound"] = describe_bound(probe)
     for entry in run.entries:
         if entry.kind == "reference_bound":
             facts["bound of the reference"] = as_number(entry.record.get("max_batch_size"))
@@ -166,7 +166,7 @@ def facts_of(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[s
             facts["final val_loss"] = f"{as_number(entry.record['val_loss']):.4g}"
     if run.entries:
         facts["time"] = _duration(data.seconds[-1])
-        facts["restarts"] = str(sum(mark_of(entry) == "restarted" for entry in run.entries))
+        facts["restarts"] = str(sum(event_mark(entry) == "restarted" for entry in run.entries))
     if steps:
         facts["out of memory"] = as_number(steps[-1].get("oom_count"))
     if starts:
@@ -184,7 +184,7 @@ def _notes_of(run: Run, num_other_runs: int) -> Iterator[str]:
         yield "No optimizer step is recorded."
     if num_other_runs:
         yield f"Only the last run of the file is shown; it has {num_other_runs} others."
-    lost = [entry.steps for entry in run.entries if mark_of(entry) == "loss not finite"]
+    lost = [entry.steps for entry in run.entries if event_mark(entry) == "loss not finite"]
     if lost:
         yield f"The loss is not finite from step {lost[0]:,} on, in {len(lost):,} steps."
     rolled_back = [entry for entry in run.entries if entry.kind == "step" and not entry.counts]

@@ -112,7 +112,7 @@ class RunData:
     seconds: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, entries: Sequence[Entry]) -> RunData:
+    def from_entries(cls, entries: Sequence[Entry]) -> RunData:
         """Read the entries of a run, in order."""
         data = cls()
         # Samples by step: a restart returns to an earlier step.
@@ -149,12 +149,12 @@ class RunData:
     def marks(self, *, over_time: bool = False) -> Iterator[tuple[str, float]]:
         """Yield the marked events and their places in samples or minutes."""
         for entry, samples, seconds in zip(self.entries, self.samples, self.seconds, strict=True):
-            mark = mark_of(entry)
+            mark = event_mark(entry)
             if mark is not None:
                 yield mark, seconds / 60 if over_time else samples
 
 
-def mark_of(entry: Entry) -> str | None:
+def event_mark(entry: Entry) -> str | None:
     """Return the mark of an entry in the picture: restart, OOM or nonfinite loss; else None."""
     if entry.record.get("out_of_memory") is True:
         return "out of memory"
@@ -255,10 +255,13 @@ def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
         axes.set_ylabel("peak memory (GiB)")
         axes.legend()
 
-    return [Panel(f"Trials of the search: {bound_of(probe)} rows fit", draw), *_speed_panels(probe)]
+    return [
+        Panel(f"Trials of the search: {describe_bound(probe)} rows fit", draw),
+        *_speed_panels(probe),
+    ]
 
 
-def bound_of(probe: Mapping[str, Any]) -> str:
+def describe_bound(probe: Mapping[str, Any]) -> str:
     """Format the result of a search; a plus means that it stopped at the configured maximum."""
     bound = as_number(probe.get("max_batch_size"))
     is_at_maximum = bound >= as_number(probe.get("maximum")) > 0

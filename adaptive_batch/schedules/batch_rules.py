@@ -105,7 +105,7 @@ def check_increments(
     Raises:
         GrowthFunctionError: a result is invalid; the message names its epoch and batch size.
     """
-    increment = copy_of(increment)
+    increment = copy_rule(increment)
     sizes = [batch_size]
     for epoch in range(first_epoch, epochs):
         try:
@@ -117,7 +117,7 @@ def check_increments(
     return sizes[1:]
 
 
-def copy_of(rule: Rule) -> Rule:
+def copy_rule(rule: Rule) -> Rule:
     """Return a deep copy if possible, so that trial calls do not change the rule's state."""
     # A rule that holds a file or a lock cannot be copied.
     with suppress(Exception):

@@ -99,10 +99,10 @@ class TrainingClock:
 
         It is the warm-up's clock first; the decay's clock then covers the remaining schedule steps.
         """
-        decay = time_by(self._clock.decay, progress)
+        decay = elapsed_steps(self._clock.decay, progress)
         if self._clock.warmup == self._clock.decay:
             return decay
-        warmup = time_by(self._clock.warmup, progress)
+        warmup = elapsed_steps(self._clock.warmup, progress)
         if warmup < self._warmup_steps:
             return warmup
         if self._warmup_ended_at is None:
@@ -124,7 +124,7 @@ class TrainingClock:
         self._warmup_ended_at = state["warmup_ended_at"]
 
 
-def time_by(unit: str, progress: Progress) -> float:
+def elapsed_steps(unit: str, progress: Progress) -> float:
     """Return the progress of training in steps of a constant batch.
 
     Args:
@@ -152,7 +152,7 @@ def time_by(unit: str, progress: Progress) -> float:
     return epochs_done + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
 
 
-def decay_of(schedule: Callable[[float], float]) -> Callable[[float], float]:
+def relative_decay(schedule: Callable[[float], float]) -> Callable[[float], float]:
     """Return the schedule divided by its running maximum (1 during a warm-up)."""
     # Running maximum at each whole time.
     peaks = [0.0]
@@ -168,7 +168,7 @@ def decay_of(schedule: Callable[[float], float]) -> Callable[[float], float]:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceBatch:
     """The global batch that a learning rate was chosen for; `amount` is above 0."""
 
     amount: float
@@ -181,19 +181,19 @@ class Reference:
         return f"{amount} {unit}"
 
 
-def parse_reference(key: str, value: object) -> Reference:
+def parse_reference(key: str, value: object) -> ReferenceBatch:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens.
 
     Raises:
         SettingError: the value of `key` has another form.
     """
     if type(value) is int and 1 <= value <= LARGEST_NUMBER:
-        return Reference(float(value), "rows")
+        return ReferenceBatch(float(value), "rows")
     if isinstance(value, str) and value.endswith("tok"):
         with suppress(ValueError):
             amount = float(value.removesuffix("tok"))
             if 0 < amount <= LARGEST_NUMBER:
-                return Reference(amount, "tokens")
+                return ReferenceBatch(amount, "tokens")
     remedy = "give a whole number of rows, 1 or more, or tokens as in 8192tok"
     raise SettingError(key, value, remedy)
 
@@ -447,7 +447,7 @@ def follows_clock(scheduler: Any) -> bool:
     )
 
 
-def schedule_of(scheduler: LRScheduler | None) -> Callable[[float], float]:
+def schedule_factor(scheduler: LRScheduler | None) -> Callable[[float], float]:
     """Return a schedule as a function of the clock: the factor of the first group's base rate.
 
     Raises:

@@ -41,7 +41,7 @@ class EpochPlan:
     is_estimate: bool = False
 
     @classmethod
-    def of(
+    def from_rows(
         cls, rows: int, *, global_rows: int, drop_last: bool, max_steps: int | None = None
     ) -> EpochPlan:
         """Divide `rows` into equal steps and drop or train the short last one.
@@ -56,7 +56,7 @@ class EpochPlan:
         return cls(rows, global_rows, steps, most_steps=max_steps)
 
     @classmethod
-    def of_sizes(
+    def from_sizes(
         cls, sizes: Sequence[int], *, drop_last: bool = False, max_steps: int | None = None
     ) -> EpochPlan:
         """Plan steps of the given numbers of rows and drop or train the short last one."""

@@ -32,12 +32,12 @@ from adaptive_batch.estimate import (
     LengthEstimate,
     MemoryEstimate,
     Target,
-    alike,
     check_compiler,
+    group_by_kernels,
     left_out,
     needs_values,
     parse_devices,
-    ranked,
+    rank_changes,
     runs_in_optimizer,
 )
 from adaptive_batch.memory import auto_headroom
@@ -99,7 +99,7 @@ def estimate_devices(
         tried = list(estimator.changes(estimate.lengths[0], fits=all(now)))
         estimate = replace(
             estimate,
-            changes=ranked(tried, now),
+            changes=rank_changes(tried, now),
             refused=tuple(change for change in tried if change.refused),
             seconds=round(time.perf_counter() - start, 2),
         )
@@ -128,7 +128,9 @@ class Estimator:
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
         self._devices = devices
-        self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
+        self._alike = (
+            group_by_kernels(devices) if self._on_accelerator else [list(range(len(devices)))]
+        )
         self._skeleton: torch.nn.Module | None = None
         self._paged: list[str] = []
 

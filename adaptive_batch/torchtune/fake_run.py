@@ -36,7 +36,7 @@ from adaptive_batch.estimate import (
     Target,
     check_compiler,
     estimate_length,
-    traces_alike,
+    trace_pair,
 )
 from adaptive_batch.memory import MemoryCurve
 
@@ -261,7 +261,7 @@ class FakeRun:
         reference = self.trainer.engine.reference
         assert reference is not None, "the reference runs within training's micro-batches"
         step = self._fake_step(rows, accumulates=False, keeps_gradients=False)
-        few, more = traces_alike(step, lambda size: reference.try_rows(rows(size)))
+        few, more = trace_pair(step, lambda size: reference.try_rows(rows(size)))
         return MemoryCurve.from_traces(few, more)
 
     def _fake_step(self, rows: MakeRows, *, accumulates: bool, keeps_gradients: bool) -> FakeStep:
@@ -342,7 +342,7 @@ def expected_curve(
 ) -> MemoryCurve:
     """Return the estimated curve of peaks of trials on the configured device."""
     device = FakeDevice(
-        CudaKernels.of_this_device() if str(cfg.device).startswith("cuda") else None
+        CudaKernels.for_current_device() if str(cfg.device).startswith("cuda") else None
     )
     with own_compiler(cfg):
         run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
@@ -353,7 +353,7 @@ def expected_curve(
                 "flex attention, which packed rows have here, cannot run on fake tensors",
             )
         try:
-            few, more = traces_alike(run.step(rows, accumulates=accumulates))
+            few, more = trace_pair(run.step(rows, accumulates=accumulates))
         finally:
             if run.job.cfg.compile:
                 # Variants of fake rows must not use up the compiler's limit for those of real ones.

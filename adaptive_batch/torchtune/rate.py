@@ -17,11 +17,11 @@ from adaptive_batch.data import Batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Clock,
-    Reference,
+    ReferenceBatch,
     Seesaw,
     follows_clock,
     prepare_scaled,
-    schedule_of,
+    schedule_factor,
     write_rate,
 )
 from adaptive_batch.training import AdaptiveRate
@@ -51,7 +51,7 @@ def build_rate(
     reference = settings.rate.reference_batch_size
     if reference is None and saved is not None and saved.get("reference"):
         # The batch may be another one now; the one that the rate was chosen for is the same.
-        reference = Reference(**saved["reference"])
+        reference = ReferenceBatch(**saved["reference"])
     block = job.cfg.get("lr_scheduler", None)
     scheduler = None
     if block:
@@ -132,7 +132,7 @@ def check_scheduler(cfg: DictConfig) -> None:
         )
         raise SettingError("lr_scheduler", type(built).__name__, remedy)
     if follows_clock(built):
-        schedule = schedule_of(built)
+        schedule = schedule_factor(built)
         # A warm-up may hide at first that there is no rate.
         with computing("lr_scheduler", block, "it gives no rate"):
             factors = [float(schedule(clock)) for clock in (0, steps // 2, steps - 1)]

@@ -28,7 +28,7 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import End
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.schedules import Progress, Reference, write_rate
+from adaptive_batch.schedules import Progress, ReferenceBatch, write_rate
 
 from .config_errors import as_dict
 from .data import Data
@@ -383,7 +383,8 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
     return conditions | {
         "lr_clock": str(settings.rate.lr_clock),
         "reference_batch_size": str(
-            settings.rate.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
+            settings.rate.reference_batch_size
+            or ReferenceBatch(settings.step_rows * job.ranks, "rows")
         ),
         "shuffle": bool(job.cfg.shuffle),
         "dataset": _name_of_rows(job, data),

@@ -23,7 +23,7 @@ from adaptive_batch.probe import needs_times
 from adaptive_batch.schedules import (
     RULES,
     Clock,
-    Reference,
+    ReferenceBatch,
     Schedule,
     check_increment,
     check_scaled,
@@ -192,7 +192,7 @@ class RateSettings:
     """
 
     lr_scaling: str = option("none", one_of(*RULES))
-    reference_batch_size: Reference | None = option(
+    reference_batch_size: ReferenceBatch | None = option(
         None,
         parse_reference,
         shown="configured",

@@ -50,8 +50,8 @@ from adaptive_batch.memory import (
     budget_bytes,
     check_device_memory,
     expand_segments_in_script,
+    optimizer_list,
     optimizer_state_tensors,
-    optimizers_of,
     segments_can_expand,
     segments_expand,
     storage_bytes,
@@ -416,7 +416,7 @@ class BoundSearch:
             SettingError: more is asked for than the device has.
         """
         model = self._tried.engine.model
-        states = optimizer_state_tensors(optimizers_of(self._tried.optimizer))
+        states = optimizer_state_tensors(optimizer_list(self._tried.optimizer))
         changing = [*model.parameters(), *model.buffers(), *states]
         held = [
             tensor

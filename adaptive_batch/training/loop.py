@@ -38,7 +38,7 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesaw, rate_rule
+from adaptive_batch.schedules import Clock, Progress, ReferenceBatch, Schedule, Seesaw, rate_rule
 
 from .bound_search import ProbeOptions
 from .model_checks import check_parameters
@@ -167,7 +167,7 @@ class AdaptiveLoop:
         self._waiting: deque[list[Any]] = deque()
         self._has_begun = False
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
-        reference: Reference | int | str | None = reference_batch_size
+        reference: ReferenceBatch | int | str | None = reference_batch_size
         if reference is None and batch_size != "max":
             ranks = distributed.data_parallel_size()
             reference = self._batches.batching.global_batch(ranks)
@@ -483,7 +483,7 @@ class AdaptiveLoop:
         self._rate.load_state_dict(state["rate"])
         if state["rate"]["reference"]:
             # The ranks that training began with may have been more.
-            self._rate.refer_to(Reference(**state["rate"]["reference"]))
+            self._rate.refer_to(ReferenceBatch(**state["rate"]["reference"]))
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -19,7 +19,7 @@ from adaptive_batch.schedules import (
     RULES,
     Clock,
     Progress,
-    Reference,
+    ReferenceBatch,
     TrainingClock,
     check_scaled,
     factors_at,
@@ -75,7 +75,7 @@ class AdaptiveRate:
         lr_scheduler: LRScheduler | None = None,
         *,
         lr_scaling: str = "none",
-        reference_batch_size: Reference | int | str | None = None,
+        reference_batch_size: ReferenceBatch | int | str | None = None,
         lr_clock: Clock | str = "steps",
         scale_with_batch: Mapping[str, str] | None = None,
         warmup_steps: int = 0,
@@ -92,7 +92,7 @@ class AdaptiveRate:
                 " chosen for"
             )
             raise SettingError("reference_batch_size", None, remedy)
-        if not isinstance(reference_batch_size, Reference | None):
+        if not isinstance(reference_batch_size, ReferenceBatch | None):
             reference_batch_size = parse_reference("reference_batch_size", reference_batch_size)
         self._rule = lr_scaling
         self.reference = reference_batch_size
@@ -159,7 +159,7 @@ class AdaptiveRate:
         """True if the rate is scaled by the tokens of a step, and not by its rows."""
         return self.reference is not None and self.reference.unit == "tokens"
 
-    def refer_to(self, reference: Reference) -> None:
+    def refer_to(self, reference: ReferenceBatch) -> None:
         """Set the global batch that the rates belong to, as a resumed run does."""
         self.reference = reference
 

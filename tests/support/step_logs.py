@@ -86,7 +86,7 @@ def estimated(
     run = FakeRun(
         cfg,
         Settings.from_config(cfg),
-        FakeDevice(CudaKernels.of_this_device()),
+        FakeDevice(CudaKernels.for_current_device()),
         reads_data=False,
         builder=builder_of(cfg),
     )

@@ -188,7 +188,7 @@ def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
 def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, drop_last, max_steps):
     ends = {"drop_last": drop_last, "max_steps_per_epoch": max_steps}
     batches = batches_of([1] * rows, ranks=ranks, batch_size=batch_size, **ends)
-    plan = EpochPlan.of(
+    plan = EpochPlan.from_rows(
         rows, global_rows=batch_size * ranks, drop_last=drop_last, max_steps=max_steps
     )
     batches.resume(Progress())
@@ -196,7 +196,7 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
     sizes = [step.rows for step in walked]
     assert sizes == [plan.rows_of_step(step) for step in range(plan.steps)]
     assert [step.progress.steps for step in walked] == list(range(plan.steps))
-    again = EpochPlan.of_sizes(sizes, max_steps=max_steps)
+    again = EpochPlan.from_sizes(sizes, max_steps=max_steps)
     if plan.steps > 1:
         assert again.slots == plan.slots
 

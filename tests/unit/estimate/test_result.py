@@ -1,4 +1,4 @@
-"""Results of estimates: rows that fit, tables, files, and ranked changes."""
+"""Results of estimates: rows that fit, tables, files, and rank_changes changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adaptive_batch.estimate import (
     MemoryEstimate,
     Resident,
     Target,
-    ranked,
+    rank_changes,
     read_estimate,
 )
 from adaptive_batch.estimate.devices import find_device
@@ -291,7 +291,9 @@ def test_changes_are_ranked_by_gain_and_useless_ones_dropped():
     longer = Change(("two=1", "keys=2"), "", (20, 8))
     nothing, worse = Change(("nothing=1",), "", (10, 4)), Change(("worse=1",), "", (9, 3))
     refused = Change(("refused=1",), "", refused="it cannot be")
-    found = ranked([nothing, longer, some, refused, one_only, unlimited, worse, most], [10, 4])
+    found = rank_changes(
+        [nothing, longer, some, refused, one_only, unlimited, worse, most], [10, 4]
+    )
     assert [change.overrides[0] for change in found] == [
         "unlimited=1",
         "most=1",

@@ -14,7 +14,7 @@ from support.fake_steps import Decoder, fake_step
 from support.step_logs import peak_bytes
 
 from adaptive_batch.estimate import CudaKernels, FakeDevice
-from adaptive_batch.estimate.step_log import Phase, joined
+from adaptive_batch.estimate.step_log import Phase, join_phases
 
 
 def alive(log):
@@ -58,7 +58,7 @@ def test_later_micro_batches_free_their_gradients():
 
 def test_allocations_of_the_first_run_are_joined_once():
     product = Phase(array("q", [512, ~0]), (), {}, once=((1, 32), (1, 8)))
-    assert list(joined([(product, True), (product, False)])) == [512, 32, 8, ~0, 512, ~3]
+    assert list(join_phases([(product, True), (product, False)])) == [512, 32, 8, ~0, 512, ~3]
 
 
 def test_cublas_has_one_workspace_each_for_forward_and_backward():
@@ -75,7 +75,7 @@ def test_extrapolated_sizes_stay_positive():
     long, short = (Phase(array("q", [size, size**2, ~0, ~1]), (), {}) for size in (100, 75))
     far = short.between(long, Fraction(-2))
     assert list(far.log) == [25, 1, ~0, ~1]
-    assert peak_bytes(joined([(far, True)])) == 26
+    assert peak_bytes(join_phases([(far, True)])) == 26
 
 
 @given(

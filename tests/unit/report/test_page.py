@@ -22,7 +22,7 @@ from support.run_records import NASTY, PROBE, Records, full_records
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
-from adaptive_batch.report.page import facts_of
+from adaptive_batch.report.page import run_facts
 from adaptive_batch.report.picture import RunData, probe_panels, run_panels, running_mean
 from adaptive_batch.report.run_log import last_run
 
@@ -45,11 +45,11 @@ def run_of(records: Records):
 
 def facts(records: Records, probe=None):
     run = run_of(records)
-    return facts_of(run, RunData.of(run.entries), probe)
+    return run_facts(run, RunData.from_entries(run.entries), probe)
 
 
 def panels_of(records: Records):
-    panels, constants, missing = run_panels(RunData.of(run_of(records).entries))
+    panels, constants, missing = run_panels(RunData.from_entries(run_of(records).entries))
     return {panel.title: panel for panel in panels}, constants, missing
 
 
@@ -259,7 +259,7 @@ def test_rolled_back_steps_are_not_drawn_but_events_are_marked(tmp_path):
     records.add("limit", message="out", before=16, after=8, out_of_memory=True)
     records.start(after=5, resumed=True)
     records.step(6, rows=32)
-    data = RunData.of(run_of(records).entries)
+    data = RunData.from_entries(run_of(records).entries)
     assert data.points("batch_size") == ([16, 32, 48, 64, 80, 112], [16, 16, 16, 16, 16, 32])
     assert list(data.marks()) == [("out of memory", 160), ("restarted", 80)]
     page = write_report(records.write(tmp_path))[0].read_text()
@@ -283,7 +283,11 @@ def test_a_nonfinite_loss_is_noted_and_marked(tmp_path):
     records.start()
     for number in range(1, 31):
         records.step(number, loss={7: "nan", 8: "nan", 9: "-inf"}.get(number, 2.0))
-    assert [place for _, place in RunData.of(run_of(records).entries).marks()] == [112, 128, 144]
+    assert [place for _, place in RunData.from_entries(run_of(records).entries).marks()] == [
+        112,
+        128,
+        144,
+    ]
     page = write_report(records.write(tmp_path))[0].read_text()
     assert "The loss is not finite from step 7 on, in 3 steps." in page
 
@@ -297,7 +301,7 @@ def test_a_log_cut_at_any_byte_is_drawn(tmp_path):
     for size in range(0, len(content), 97):
         whole.write_bytes(content[:size] + b"\n" + content[size : size + 20])
         run, _ = last_run(read_records(whole))
-        assert sum(map(len, run_panels(RunData.of(run.entries)))) == len(EVERY_PANEL)
+        assert sum(map(len, run_panels(RunData.from_entries(run.entries)))) == len(EVERY_PANEL)
 
 
 def test_invalid_records_are_skipped(tmp_path):

@@ -21,7 +21,7 @@ from adaptive_batch.schedules import (
     ramp_by_doubling,
     rate_rule,
     scale_learning_rate,
-    schedule_of,
+    schedule_factor,
     seesaw,
     steps,
 )
@@ -41,8 +41,8 @@ class Wrapper:
 
 def refused(key, function, *calls):
     """One case for each call, written as its arguments: a tuple, or a dict of keywords."""
-    for call in calls:
-        yield pytest.param(key, function, call, id=f"{function.__name__}-{key}-{call!r:.40}")
+    for number, call in enumerate(calls):
+        yield pytest.param(key, function, call, id=f"{function.__name__}-{key}-{number}")
 
 
 REFUSED = [
@@ -131,7 +131,9 @@ REFUSED = [
         Clock.from_config,
         *((value,) for value in ("epochs", 3, ["steps"], {"warmup": "rows"}, {"warm": "steps"})),
     ),
-    *refused("lr_scheduler", schedule_of, (None,), (StepLR(SGD, 2),), (Wrapper(StepLR(SGD, 2)),)),
+    *refused(
+        "lr_scheduler", schedule_factor, (None,), (StepLR(SGD, 2),), (Wrapper(StepLR(SGD, 2)),)
+    ),
     # Durations.
     *refused(
         "over",

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from adaptive_batch import AdaptiveLoop, Sampling, StepOptions
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import decay_of, seesaw
+from adaptive_batch.schedules import relative_decay, seesaw
 
 ROWS, BATCH = 8192, 8
 TOTAL = ROWS // BATCH  # steps of the constant batch
@@ -251,7 +251,7 @@ def test_a_resumed_loop_takes_the_remaining_steps():
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.data())
 def test_the_decay_is_relative_to_the_running_maximum(values, data):
-    decay = decay_of(lambda time: values[min(int(time), len(values) - 1)])
+    decay = relative_decay(lambda time: values[min(int(time), len(values) - 1)])
     for time in data.draw(st.lists(st.floats(0, len(values) - 0.01), min_size=1)):
         peak = max(values[: int(time) + 1])
         assert decay(time) == (values[int(time)] / peak if peak else 1.0)

@@ -15,11 +15,11 @@ from adaptive_batch.schedules import (
     EpochPlan,
     Pace,
     Progress,
-    Reference,
+    ReferenceBatch,
     TrainingClock,
     parse_reference,
     scale_learning_rate,
-    schedule_of,
+    schedule_factor,
 )
 
 
@@ -46,11 +46,11 @@ def test_scaling_follows_the_batch():
 @pytest.mark.parametrize(
     ("value", "reference", "text"),
     [
-        (64, Reference(64, "rows"), "64 rows"),
-        (1, Reference(1, "rows"), "1 row"),
-        ("8192tok", Reference(8192, "tokens"), "8192 tokens"),
-        ("1.5e6tok", Reference(1.5e6, "tokens"), "1500000 tokens"),
-        ("0.5tok", Reference(0.5, "tokens"), "0.5 tokens"),
+        (64, ReferenceBatch(64, "rows"), "64 rows"),
+        (1, ReferenceBatch(1, "rows"), "1 row"),
+        ("8192tok", ReferenceBatch(8192, "tokens"), "8192 tokens"),
+        ("1.5e6tok", ReferenceBatch(1.5e6, "tokens"), "1500000 tokens"),
+        ("0.5tok", ReferenceBatch(0.5, "tokens"), "0.5 tokens"),
     ],
 )
 def test_a_reference_is_rows_or_tokens(value, reference, text):
@@ -60,9 +60,9 @@ def test_a_reference_is_rows_or_tokens(value, reference, text):
 
 def test_a_schedule_is_the_factor_of_the_first_base_rate():
     one = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    factor = schedule_of(LambdaLR(one, cosine))
+    factor = schedule_factor(LambdaLR(one, cosine))
     assert [factor(clock) for clock in (2.5, 3.0)] == [cosine(2.5), cosine(3)]
-    assert schedule_of(Wrapped(LambdaLR(one, cosine)))(4) == cosine(4)
+    assert schedule_factor(Wrapped(LambdaLR(one, cosine)))(4) == cosine(4)
 
 
 # The clock of a schedule.
@@ -82,7 +82,7 @@ def schedule_clock(progress, *, plan, reference, unit="samples"):
 def test_with_a_constant_batch_the_clock_is_the_step_count_exactly(
     rows, global_rows, drop_last, epochs
 ):
-    plan = EpochPlan.of(rows, global_rows=global_rows, drop_last=drop_last, max_steps=40)
+    plan = EpochPlan.from_rows(rows, global_rows=global_rows, drop_last=drop_last, max_steps=40)
     progress = Progress()
     for _ in range(epochs):
         for step in range(plan.steps):
@@ -93,10 +93,10 @@ def test_with_a_constant_batch_the_clock_is_the_step_count_exactly(
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=6), st.integers(64, 2000))
 def test_growth_neither_stretches_nor_cuts_an_epoch_of_the_clock(batches, rows):
-    reference = EpochPlan.of(rows, global_rows=batches[0], drop_last=False)
+    reference = EpochPlan.from_rows(rows, global_rows=batches[0], drop_last=False)
     progress, before = Progress(), -1.0
     for epoch, batch in enumerate(batches):
-        plan = EpochPlan.of(rows, global_rows=batch, drop_last=False)
+        plan = EpochPlan.from_rows(rows, global_rows=batch, drop_last=False)
         assert schedule_clock(progress, plan=plan, reference=reference) == epoch * reference.steps
         for step in range(plan.steps):
             clock = schedule_clock(progress, plan=plan, reference=reference)
@@ -130,7 +130,7 @@ def test_the_clock_of_tokens_is_the_part_of_the_tokens():
 
 
 def test_an_estimated_plan_counts_steps_or_rows_whichever_ends_first():
-    reference = EpochPlan.of(100, global_rows=4, drop_last=False)
+    reference = EpochPlan.from_rows(100, global_rows=4, drop_last=False)
     plan = EpochPlan(100, 4, 25, most_steps=10, is_estimate=True)
     by_steps = Progress(epoch_rows=20, epoch_steps=5)
     assert schedule_clock(by_steps, plan=plan, reference=reference) == 12.5
@@ -140,7 +140,7 @@ def test_an_estimated_plan_counts_steps_or_rows_whichever_ends_first():
 
 def after_warmup(clock, *, ended_at, warmup, total):
     """Time after a warm-up in steps that ended at the time `ended_at` of the decay in samples."""
-    plan = EpochPlan.of(2 * 10**6, global_rows=1, drop_last=False)
+    plan = EpochPlan.from_rows(2 * 10**6, global_rows=1, drop_last=False)
     training = TrainingClock(Clock("steps", "samples"), warmup_steps=warmup, total_steps=total)
     training.load_state_dict({"warmup_ended_at": ended_at})
     return training.at(Progress(epoch_rows=clock, steps=warmup, pace=Pace(plan, plan)))
@@ -169,7 +169,9 @@ def test_a_clock_is_one_unit_or_two():
 
 
 def test_a_short_last_step_does_not_slow_the_clock():
-    reference, plan = (EpochPlan.of(112, global_rows=rows, drop_last=False) for rows in (16, 32))
+    reference, plan = (
+        EpochPlan.from_rows(112, global_rows=rows, drop_last=False) for rows in (16, 32)
+    )
     clocks = [
         schedule_clock(Progress(epoch_rows=rows), plan=plan, reference=reference)
         for rows in (0, 32, 64, 96)
@@ -178,7 +180,9 @@ def test_a_short_last_step_does_not_slow_the_clock():
 
 
 def test_the_clock_ends_with_the_epoch_if_other_rows_are_dropped():
-    reference, plan = (EpochPlan.of(100, global_rows=rows, drop_last=True) for rows in (16, 32))
+    reference, plan = (
+        EpochPlan.from_rows(100, global_rows=rows, drop_last=True) for rows in (16, 32)
+    )
     assert (
         schedule_clock(Progress(epoch_rows=96), plan=plan, reference=reference)
         == reference.steps

@@ -57,7 +57,9 @@ def test_progress_knows_the_start_of_its_epoch():
     max_steps=st.none() | st.integers(1, 50),
 )
 def test_the_steps_of_an_epoch_hold_each_row_once(rows, global_rows, drop_last, max_steps):
-    plan = EpochPlan.of(rows, global_rows=global_rows, drop_last=drop_last, max_steps=max_steps)
+    plan = EpochPlan.from_rows(
+        rows, global_rows=global_rows, drop_last=drop_last, max_steps=max_steps
+    )
     sizes = [plan.rows_of_step(step) for step in range(plan.steps)]
     assert all(0 < size <= global_rows for size in sizes)
     assert all(size == global_rows for size in sizes[:-1])
@@ -68,10 +70,10 @@ def test_the_steps_of_an_epoch_hold_each_row_once(rows, global_rows, drop_last, 
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (EpochPlan.of(10, global_rows=4, drop_last=False), "3 steps of 4 rows"),
-        (EpochPlan.of_sizes([1]), "1 step of 1 row"),
-        (replace(EpochPlan.of_sizes([2, 6]), is_estimate=True), "about 2 steps of 2 to 6 rows"),
-        (EpochPlan.of_sizes([]), "0 steps of 0 rows"),
+        (EpochPlan.from_rows(10, global_rows=4, drop_last=False), "3 steps of 4 rows"),
+        (EpochPlan.from_sizes([1]), "1 step of 1 row"),
+        (replace(EpochPlan.from_sizes([2, 6]), is_estimate=True), "about 2 steps of 2 to 6 rows"),
+        (EpochPlan.from_sizes([]), "0 steps of 0 rows"),
     ],
 )
 def test_a_plan_describes_its_steps(plan, text):

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 from adaptive_batch.errors import (
     SettingError,
 )
-from adaptive_batch.schedules import Reference, at_epochs, steps
+from adaptive_batch.schedules import ReferenceBatch, at_epochs, steps
 from adaptive_batch.training import AdaptiveRate
 
 # --- the rate
@@ -89,7 +89,9 @@ def rate_of(**arguments):
     return AdaptiveRate(optimizer, **arguments)
 
 
-@pytest.mark.parametrize("reference", [None, Reference(32, "rows"), Reference(100, "tokens")])
+@pytest.mark.parametrize(
+    "reference", [None, ReferenceBatch(32, "rows"), ReferenceBatch(100, "tokens")]
+)
 def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_the_configured_one(
     reference,
 ):

@@ -26,7 +26,7 @@ from .allocator import AllocatorSettings, CachingAllocator
 from .bounds import estimate_length
 from .compiled_parts import CompiledParts
 from .cuda_operators import left_out
-from .devices import alike, parse_devices
+from .devices import group_by_kernels, parse_devices
 from .fake_step import FakeDevice, FakeStep, needs_values, own_tensors, runs_in_optimizer
 from .result import Fit, MemoryEstimate
 
@@ -156,7 +156,7 @@ def estimate_step(
 
     try:
         # Reversed: the length of the first kind remains.
-        for members in reversed(alike(parsed)):
+        for members in reversed(group_by_kernels(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             compiled = CompiledParts(fake)
             with (
