@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -43,6 +44,7 @@ class DocumentsOfBatch(BatchSource):
 
     Attributes:
         num_rows: documents of the batch.
+        num_packed_rows: rows that they are packed into.
         lengths: tokens of each.
         width: tokens of all rows.
     """
@@ -57,7 +59,8 @@ class DocumentsOfBatch(BatchSource):
         self._batch = batch
         self._spans = spans
         self._tokens = _tokens_of(batch)
-        self._shape = (num_rows, self._tokens.numel() // num_rows)
+        self.num_packed_rows = num_rows
+        self._shape = (num_rows, self._tokens.shape[-1])
         self.num_rows = len(spans)
         self._lengths = [end - begin for begin, end in spans]
         self._problem = problem
@@ -111,7 +114,7 @@ class DocumentsOfBatch(BatchSource):
             most = int(torch.stack(counts).argmax())
         return self.part([most])
 
-    @property
+    @cached_property
     def _shifted_labels(self) -> torch.Tensor | None:
         """Labels that are tokens, which the model shifts; None of others."""
         labels = self._batch.get("labels")
@@ -220,6 +223,8 @@ class DocumentsOfBatch(BatchSource):
 
 class TokensWithoutEnds(RowsOfBatch):
     """Tokens and labels of one dimension, which may be one row whose documents nothing shows."""
+
+    num_packed_rows = 1
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch as it is.

@@ -98,7 +98,7 @@ class EvaluationParts:
         self._must_check = must_check
         self._has_others = distributed.world_size() > 1
         self._split: RowSplitter | CustomSplit = (
-            RowSplitter(trims=False) if split is None else CustomSplit(split)
+            RowSplitter(trims=False, keeps_rows=True) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
         self._parameter = next(model.parameters())

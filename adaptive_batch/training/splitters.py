@@ -75,10 +75,12 @@ class RowSplitter:
 
     Args:
         trims: whether unused columns are cut.
+        keeps_rows: whether several packed rows are divided by rows too, and not by documents.
     """
 
-    def __init__(self, *, trims: bool) -> None:
+    def __init__(self, *, trims: bool, keeps_rows: bool = False) -> None:
         self._trims = trims
+        self._keeps_rows = keeps_rows
         self._is_divided: dict[str, bool] = {}
 
     def __call__(self, batch: Any) -> RowsOfBatch | DocumentsOfBatch:
@@ -100,7 +102,7 @@ class RowSplitter:
         divided as it is.
         """
         documents = documents_of(batch)
-        if documents is not None:
+        if documents is not None and not (self._keeps_rows and documents.num_packed_rows > 1):
             return documents
         return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
 
