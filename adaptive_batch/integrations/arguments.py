@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from adaptive_batch._util import check_choice, check_headroom, count, instance_of
+from adaptive_batch._util import check_options, count, instance_of, one_of, option
 from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import check_device_memory, is_out_of_memory
@@ -47,6 +47,11 @@ _MOST_ROWS = 4096
 
 def _one(batch: Any) -> int:
     return 1
+
+
+def _function(key: str, value: object) -> None:
+    if not callable(value):
+        raise SettingError(key, value, "give a function")
 
 
 @contextmanager
@@ -95,24 +100,18 @@ class AdaptiveArguments(PlainArguments):
     split: Callable[[Any], SplitBatch] | None = None
     num_labels: Callable[[Any], Any] | None = None
     options: StepOptions = field(default_factory=StepOptions)
-    batch_increase_function: Callable[[int, int], int] | None = None
-    lr_scaling: str = "none"
+    batch_increase_function: Callable[[int, int], int] | None = option(None, _function)
+    lr_scaling: str = option("none", one_of(*RULES))
 
     def __post_init__(self) -> None:
-        # What it raises is said here, before a step is made.
+        check_options(self)
         configured_size(self.micro_batch_size, self.micro_batch_tokens)
         check_device_memory("device_memory", self.device_memory)
-        check_headroom("headroom", self.headroom)
         instance_of(StepOptions, "options", self.options)
         if self.options.max_grad_norm is not None:
             remedy = "the trainer clips; set its own max_grad_norm or gradient_clip_val"
             raise SettingError("max_grad_norm", self.options.max_grad_norm, remedy)
-        check_choice("loss_reduction", self.loss_reduction, ("auto", "mean", "sum"))
-        function = self.batch_increase_function
-        if function is not None and not callable(function):
-            raise SettingError("batch_increase_function", function, "give a function")
-        check_choice("lr_scaling", self.lr_scaling, RULES)
-        if self.lr_scaling != "none" and function is None:
+        if self.lr_scaling != "none" and self.batch_increase_function is None:
             remedy = "batches do not grow; give batch_increase_function too"
             raise SettingError("lr_scaling", self.lr_scaling, remedy)
 

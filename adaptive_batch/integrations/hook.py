@@ -26,16 +26,13 @@ def install() -> None:
 
 
 class TrainerFinder(MetaPathFinder):
-    """Finds the module of Trainer, once, and changes Trainer when it has been imported."""
-
-    def __init__(self) -> None:
-        self._has_found = False
+    """Finds the module of Trainer once, and changes Trainer when it has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module as others find it; None of another one."""
-        if name != _TRAINER or self._has_found:
+        """Return the module as others find it; None of another module."""
+        if name != _TRAINER:
             return None
-        self._has_found = True
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             exec_module = spec.loader.exec_module

@@ -7,8 +7,8 @@ Clipping, precision, accumulation, loggers and checkpoints stay Lightning's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -134,9 +134,7 @@ class AdaptiveCallback(Callback):
             self._batch = None
         _log_results(trainer.lightning_module, results)
         losses = [result.loss for result in results if result.loss is not None]
-        loss = None
-        if losses:
-            loss = torch.stack(losses).sum()
+        loss = torch.stack(losses).sum() if losses else None
         return ClosureResult(loss, _joined(results))
 
     def _find_bound(self, trainer: Trainer, step: AdaptiveStep) -> None:
@@ -220,22 +218,19 @@ class _Batch:
         self._module: LightningModule = trainer.lightning_module
         self.clear_gradients = self._loop._make_zero_grad_fn(batch_idx, optimizer)
         self._backward = self._loop._make_backward_fn(optimizer)
-        self._metrics = _MetricStates(self._module)
+        self._restore_metrics = _metric_states(self._module)
 
     def run(self, part: Part) -> _Result | None:
         """Run a part; None of a trial or a dummy, which leave no metrics."""
-        metrics = self._metrics
-        is_counted = not part.is_trial and part.share > 0.0
-        if not is_counted:
-            metrics = _MetricStates(self._module)
-        elif part.is_first:
-            # An earlier attempt may have counted rows.
-            metrics.restore()
-        result = self._run(part)
-        if not is_counted:
-            metrics.restore()
+        if part.is_trial or not part.share:
+            restore_metrics = _metric_states(self._module)
+            self._run(part)
+            restore_metrics()
             return None
-        return result
+        if part.is_first:
+            # An earlier attempt may have counted rows.
+            self._restore_metrics()
+        return self._run(part)
 
     def _run(self, part: Part) -> _Result:
         logged: dict[str, _Logged] = {}
@@ -245,27 +240,25 @@ class _Batch:
             loss: torch.Tensor | None = result.closure_loss
             # Without the graph, which would keep the part's memory.
             outputs = recursive_detach(result.extra)
-            if loss is None:
-                return _Result(part.num_rows, weight, None, outputs, logged)
-            # One part has Lightning's own bits.
-            if part.share != 1.0 and not self._is_sum:
-                loss = loss * part.share
-            if part.is_trial:
-                # Hooks of Lightning's backward would find no gradients in the check of a split.
-                loss.backward()  # type: ignore[no-untyped-call]
-            elif self._backward is not None:
-                with self._without_after_backward(part):
-                    self._backward(loss)
-        return _Result(part.num_rows, weight, loss.detach(), outputs, logged)
+            if loss is not None:
+                # One part has Lightning's own bits.
+                if part.share != 1.0 and not self._is_sum:
+                    loss = loss * part.share
+                self._run_backward(loss, part)
+                loss = loss.detach()
+        return _Result(part.num_rows, weight, loss, outputs, logged)
 
-    def _without_after_backward(self, part: Part) -> AbstractContextManager[object]:
-        """Leave out the hooks after backward until the gradients of the batch are whole."""
-        if part.is_last:
-            return nullcontext()
-        return replaced(
-            self._module.trainer.precision_plugin,
-            post_backward=lambda loss, module: loss.detach(),
-        )
+    def _run_backward(self, loss: torch.Tensor, part: Part) -> None:
+        hooks: dict[str, Any] = {}
+        if not part.is_last:
+            # The gradients of the batch are not whole yet.
+            hooks["post_backward"] = lambda loss, module: loss.detach()
+        if part.is_trial:
+            # Hooks of Lightning's backward would find no gradients in the check of a split.
+            loss.backward()  # type: ignore[no-untyped-call]
+        elif self._backward is not None:
+            with replaced(self._module.trainer.precision_plugin, **hooks):
+                self._backward(loss)
 
 
 def _loop(trainer: Trainer) -> Any:
@@ -284,26 +277,28 @@ def _loop(trainer: Trainer) -> Any:
     return loop
 
 
-class _MetricStates:
-    """What metrics of torchmetrics in a module have counted, as it was when this was made."""
+def _metric_states(module: LightningModule) -> Callable[[], None]:
+    """Return the function that restores what the metrics of torchmetrics in a module have counted
+    so far.
+    """
 
-    def __init__(self, module: LightningModule) -> None:
-        self._states = [
-            (metric, _copied(metric.metric_state), {**vars(metric)})
-            for metric in module.modules()
-            if isinstance(metric, Metric)
-        ]
+    def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.clone() if isinstance(value, torch.Tensor) else [*value]
+            for name, value in state.items()
+        }
 
-    def restore(self) -> None:
-        for metric, state, attributes in self._states:
-            vars(metric).update(attributes | _copied(state))
+    states = [
+        (metric, copied(metric.metric_state), {**vars(metric)})
+        for metric in module.modules()
+        if isinstance(metric, Metric)
+    ]
 
+    def restore() -> None:
+        for metric, state, attributes in states:
+            vars(metric).update(attributes | copied(state))
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else [*value]
-        for name, value in state.items()
-    }
+    return restore
 
 
 @contextmanager

@@ -8,27 +8,34 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from adaptive_batch._util import Option, check_headroom, one_of
 
-def _option(default: Any, metavar: str, meaning: str) -> Any:
-    return field(default=default, metadata={"metavar": metavar, "help": meaning})
+
+def _plain(default: Any, metavar: str, meaning: str, **checked: Option) -> Any:
+    return field(default=default, metadata={"metavar": metavar, "help": meaning, **checked})
 
 
 @dataclass(frozen=True)
 class PlainArguments:
     """Arguments that are numbers or text; :class:`.AdaptiveArguments` describes them."""
 
-    micro_batch_size: int | str | None = _option(
+    micro_batch_size: int | str | None = _plain(
         None, "N", "the most rows of a part: a number, or auto for what a search finds"
     )
-    micro_batch_tokens: int | str | None = _option(
+    micro_batch_tokens: int | str | None = _plain(
         None, "N", "the most tokens of a part, padding included: a number or auto"
     )
-    device_memory: int | float | str | None = _option(
+    device_memory: int | float | str | None = _plain(
         None, "SIZE", "memory that the search may use, such as 12GiB"
     )
-    headroom: float | str = _option("auto", "SHARE", "share of it that is left free; 0.05")
-    loss_reduction: str = _option(
-        "auto", "NAME", "mean, sum, or auto: whether losses of parts are weighted or added up"
+    headroom: float | str = _plain(
+        "auto", "SHARE", "share of it that is left free; 0.05", option=Option(check_headroom)
+    )
+    loss_reduction: str = _plain(
+        "auto",
+        "NAME",
+        "mean, sum, or auto: whether losses of parts are weighted or added up",
+        option=Option(one_of("auto", "mean", "sum")),
     )
 
 
@@ -36,7 +43,8 @@ def add_options(parser: ArgumentParser) -> None:
     """Add an option for each plain argument."""
     for each in fields(PlainArguments):
         option = "--" + each.name.replace("_", "-")
-        parser.add_argument(option, type=_number_or_text, **each.metadata)
+        shown = {key: each.metadata[key] for key in ("metavar", "help")}
+        parser.add_argument(option, type=_number_or_text, **shown)
 
 
 def given_options(options: Namespace) -> dict[str, Any]:
