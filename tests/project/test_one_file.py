@@ -117,6 +117,7 @@ def test_losses_and_weights_equal_those_of_the_package_bit_for_bit(new_model, me
         assert torch.equal(weight, other), name
 
 
+@pytest.mark.slow
 def test_the_example_grows_its_batch_and_lowers_its_micro_batch_where_memory_is_taken(capsys):
     one_file.main()
     printed = capsys.readouterr().out
