@@ -100,36 +100,6 @@ def test_a_rank_that_fails_ends_the_others_where_they_hang(tmp_path, capfd):
     assert written(tmp_path) == End(1, "out_of_memory", message, {"rows": 1, "length": 4096})
 
 
-def rank_zero_fails_before_there_is_a_group(folder: Path) -> None:
-    watch = started(folder)
-    if os.environ["RANK"] == "1":
-        time.sleep(100)
-    note_failure(folder)
-    try:
-        raise ValueError("cuda:7 is not there")
-    except ValueError as error:
-        failing = [threading.Thread(target=watch.fail, args=(error,)) for _ in range(2)]
-        for thread in failing:
-            thread.start()
-        watch.fail(error)
-
-
-@pytest.mark.nightly
-def test_rank_zero_that_fails_before_there_is_a_process_group_ends_the_others(tmp_path, capfd):
-    ended = end_of_ranks(
-        rank_zero_fails_before_there_is_a_group, 2, tmp_path, timeout=60, begins_group=False
-    )
-    assert how(ended) == [(1, None)] * 2
-    assert seconds_since(tmp_path) < PROMPT_SECONDS
-    said = (
-        capfd.readouterr().err
-    )  # three threads failed; an error that is not ours has its traceback
-    assert said.startswith("\nrank 0:\nTraceback (most recent call last):\n")
-    assert said.endswith("\nValueError: cuda:7 is not there\n")
-    assert said.count("ValueError: cuda:7 is not there") == said.count("Traceback") == 1
-    assert written(tmp_path) == End(0, "error", "ValueError: cuda:7 is not there")
-
-
 def one_is_killed(folder: Path) -> None:
     watch = started(folder)
     dist.barrier()

@@ -154,7 +154,7 @@ REFUSED = {
     "lr_clock": [
         *(
             f"lr_scheduler._component_={scheduler} lr_clock={clock}"
-            for scheduler in ("support.schedulers.step_lr", "support.batch_rules.one_cycle")
+            for scheduler in ("support.batch_rules.step_lr", "support.batch_rules.one_cycle")
             for clock in ("samples", "tokens")
         ),
         f"{SEESAW} lr_clock=steps",
@@ -176,7 +176,7 @@ REFUSED = {
         "lr_scheduler=mine.schedule",
         "lr_scheduler.num_cycles=2",
         "lr_scheduler._component_=torch.optim.lr_scheduler.StepLR lr_scheduler.step_size=2",
-        "lr_scheduler._component_=support.schedulers.plateau",
+        "lr_scheduler._component_=support.batch_rules.plateau",
         f"{COSINE} lr_scheduler.num_cycles=1e308",
         f"{COSINE} lr_scheduler.num_cycles=abc",
     ],

@@ -4,7 +4,7 @@ paths.
 
 import itertools
 
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 CALLS = itertools.count()
 
@@ -62,3 +62,11 @@ def one_cycle(optimizer, num_training_steps, last_epoch=-1):
     return OneCycleLR(
         optimizer, max_lr=0.1, total_steps=num_training_steps + 1, last_epoch=last_epoch
     )
+
+
+def step_lr(optimizer, num_training_steps, last_epoch):
+    return StepLR(optimizer, step_size=2, last_epoch=last_epoch)
+
+
+def plateau(optimizer, num_training_steps, last_epoch):
+    return ReduceLROnPlateau(optimizer)
