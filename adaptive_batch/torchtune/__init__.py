@@ -7,9 +7,9 @@ from .estimates import estimate_devices
 from .job import Job
 from .launch import (
     all_ranks,
-    interruptible,
     no_component_exits,
     run_recipe,
+    run_training,
     set_up_process,
     show_details,
     use_shipped_config,
@@ -18,12 +18,9 @@ from .limit_finder import LimitFinder, left_by_rounding
 from .log import TrainingLog
 from .model import FullModel
 from .preview import TrainingPreview
-from .rate import build_rate, check_scheduler, couple_batch
-from .resume import LostRun, ResumedRun
-from .run_profiler import RunProfiler
+from .rate import build_rate
 from .settings import Settings, reference_tables, write_reference
-from .step_tally import StepTally
-from .store import RunStore, Saver
+from .store import RunStore
 from .task import Distillation, NextTokens, PreferencePairs, Task
 from .trainer import Trainer
 from .validation import Validation
@@ -35,16 +32,11 @@ __all__ = [
     "FullModel",
     "Job",
     "LimitFinder",
-    "LostRun",
     "NextTokens",
     "PreferencePairs",
-    "ResumedRun",
-    "RunProfiler",
     "RunStore",
-    "Saver",
     "Settings",
     "Sizers",
-    "StepTally",
     "Task",
     "Trainer",
     "TrainingLog",
@@ -54,15 +46,13 @@ __all__ = [
     "build_rate",
     "builder_of",
     "check_output_dir",
-    "check_scheduler",
-    "couple_batch",
     "estimate_devices",
-    "interruptible",
     "left_by_rounding",
     "no_component_exits",
     "not_read",
     "reference_tables",
     "run_recipe",
+    "run_training",
     "set_up_process",
     "show_details",
     "use_shipped_config",

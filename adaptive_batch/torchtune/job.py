@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
@@ -21,7 +21,7 @@ from adaptive_batch.data import Batching
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
-from .checks import TO_TRAIN, complete
+from .checks import TO_TRAIN, check_output_dir, complete, without_effect
 from .config_errors import component_of, computing, instantiate, one_line
 from .model import FullModel, SecondModel, num_token_embeddings
 from .settings import Settings
@@ -46,6 +46,7 @@ class Job:
 
     Attributes:
         ranks: data-parallel size at the start of the run; batches are counted on it.
+        without_effect: messages by key for keys that are set and ignored, for a run that trains.
 
     Raises:
         SettingError: a key is missing or another recipe's, or the device or dtype cannot be used.
@@ -67,6 +68,7 @@ class Job:
         self.builder = builder or FullModel()
         self.with_values = with_values
         self.ranks = distributed.data_parallel_size()
+        self.without_effect: Mapping[str, str] = {}
         asked = str(cfg.device).partition(":")[0]
         # torchtune would use the CPU instead.
         if asked == "cuda" and not torch.cuda.is_available():
@@ -88,6 +90,20 @@ class Job:
             self._set_up_compiler()
         self.loss_fn = instantiate("loss", cfg.loss)
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
+
+    @classmethod
+    def to_train(cls, cfg: DictConfig, builder: FullModel | None, *, task: type[Task]) -> Job:
+        """Check the configuration of a run that trains, and its output folder.
+
+        Raises:
+            SettingError: a key is missing or another recipe's, or a setting cannot be used.
+        """
+        settings = Settings.from_config(cfg)
+        ignored = without_effect(settings, cfg)
+        job = cls(cfg, settings, builder, task=task)
+        job.without_effect = ignored
+        check_output_dir(cfg.output_dir)
+        return job
 
     def _set_up_compiler(self) -> None:
         """Set the compiler's options, which torch keeps for each thread: train in this one."""

@@ -22,7 +22,7 @@ from torchtune import config, training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch.config_files import config_path, shipped_configs
-from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog
+from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog, raising_on_request
 from adaptive_batch.errors import AdaptiveBatchError, RankLostError, SettingError
 from adaptive_batch.memory import expand_segments
 from adaptive_batch.training import differences
@@ -208,6 +208,27 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
         watch.fail(plainly(error) or error)
     watch.stop()
     distributed.destroy_process_group()
+
+
+def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any]) -> None:
+    """Set up, train and clean up a recipe on the launched ranks.
+
+    Args:
+        cfg: the configuration: YAML and key=value.
+        make_recipe: function that makes the recipe, given the watchdog of this rank, if any.
+    """
+    recipe = None
+    try:
+        with all_ranks(cfg) as watch:
+            show_details(cfg, recipe_name=Path(sys.argv[0]).stem)
+            recipe = make_recipe(watch)
+            with interruptible(recipe.after_end):
+                with raising_on_request():
+                    recipe.setup()
+                recipe.train()
+    finally:
+        if recipe:
+            recipe.cleanup()
 
 
 def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run logs and writes down: where it starts, what differs, each epoch, each step."""
+"""Log, metric logger, counts of the steps and profiler of a run."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import __version__, distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count
-from adaptive_batch.data import Batches
-from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.data import Batches, PlannedRows
+from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
 from adaptive_batch.report import RunLog
-from adaptive_batch.schedules import Progress
+from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.training import (
     PLACE_OF_STEP,
     AdaptiveRate,
     FullBatchLoss,
     LimitChange,
+    NonfiniteSteps,
     StepResult,
 )
 
@@ -38,44 +40,17 @@ from .job import Job
 from .preview import TrainingPlan, TrainingPreview
 from .resume import ResumedRun
 
+if TYPE_CHECKING:
+    from .settings import Settings
+    from .store import Saver
+    from .trainer import Trainer
+
 log = logging.getLogger("adaptive_batch")
 Item = TypeVar("Item")
 
-
-class _Trained:
-    """What the steps of this process came to."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._step_seconds = 0.0
-        self._tokens = 0
-        self.last_loss = math.nan
-        self.last_step = 0
-
-    def add(self, result: StepResult, *, step: int, seconds: float) -> None:
-        """Add a step."""
-        self.last_step = step
-        self.last_loss = result.loss
-        self._step_seconds += seconds
-        self._tokens += result.tokens
-
-    def resume(self, step: int) -> None:
-        """Take it that so many steps were trained before."""
-        self.last_step = step
-
-    @property
-    def seconds(self) -> float:
-        """Time since the process began to train."""
-        return time.monotonic() - self._began
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of a second in steps; None without a step, as of a run that was ended in its last
-        save.
-        """
-        if not self._step_seconds:
-            return None
-        return self._tokens / self._step_seconds
+# Share of padding from which the log names a key that removes it.
+_MUCH_PADDING = 0.3
+_PROFILER = "torchtune.training.setup_torch_profiler"
 
 
 class _MetricLogger:
@@ -139,7 +114,13 @@ class TrainingLog:
         self._config_path = self._folder / "adaptive_batch" / "config.yaml"
         self._record = RunLog(self._folder, enabled=False)
         self._metrics = _MetricLogger(job)
-        self._trained = _Trained()
+        self.profiler = RunProfiler(job.cfg.get(training.PROFILER_KEY, None), job.device)
+        self._began = time.monotonic()
+        self._step_seconds = 0.0
+        self._tokens = 0
+        # Of the last step that had a label.
+        self._last_loss = math.nan
+        self._last_step = 0
         self._bar = ProgressBar(0, "steps", shown=False)
         self._step_began = 0.0
         # What an epoch has logged, which the next one need not repeat.
@@ -153,6 +134,10 @@ class TrainingLog:
         self._record = record
         atomic_write(self._config_path, OmegaConf.to_yaml(self._cfg, resolve=True, sort_keys=True))
         self._metrics.open()
+
+    def monitor(self, trainer: Trainer, saver: Saver, **options: Any) -> StepMonitor:
+        """Return what counts the steps of the run for this log, see :class:`StepMonitor`."""
+        return StepMonitor(self._job, trainer, self, saver, **options)
 
     def close(self) -> None:
         """Close both, if they were opened."""
@@ -171,10 +156,13 @@ class TrainingLog:
         """Log at once what a micro-batch holds from now on."""
         self.event(kind, change.describe(), **change.facts())
 
-    def progress_bar(self, steps: Iterable[Item], *, total: int, done: int) -> Iterator[Item]:
-        """Yield the steps that are left of an epoch, and show how far it has come, as tqdm does; a
-        line that is logged meanwhile stands above the bar. A step's time begins as it is asked for.
+    def progress_bar(self, steps: Iterable[Item], batches: Batches) -> Iterator[Item]:
+        """Yield the steps that are left of an epoch, and show the progress in it, as tqdm does; a
+        line that is logged meanwhile stands above the bar. The time of a step begins when it is
+        requested.
         """
+        total = batches.plan.steps
+        done = batches.progress.epoch_steps
         with (
             logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
             ProgressBar(total, "steps", done=done, shown=distributed.is_rank_zero()) as self._bar,
@@ -196,7 +184,7 @@ class TrainingLog:
         event = self.event
         progress = run.progress
         rows = len(self._data.dataset)
-        self._trained.resume(progress.steps)
+        self._last_step = progress.steps
         for line in run.found.passed_over:
             event("passed_over", line)
         point = run.found.point
@@ -359,7 +347,12 @@ class TrainingLog:
         and log its metrics; its time ends here.
         """
         seconds = time.perf_counter() - self._step_began
-        self._trained.add(result, step=progress.steps, seconds=seconds)
+        self._step_seconds += seconds
+        self._tokens += result.tokens
+        self._last_step = progress.steps
+        has_labels = result.micro_batches > 0
+        if has_labels:
+            self._last_loss = result.loss
         label_tokens = float(result.label_tokens)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
         record = result.record(
@@ -381,18 +374,21 @@ class TrainingLog:
         self._record.step(**record)
         if progress.steps % self._metrics.every_n_steps == 0:
             metrics = {key: record[key] for key in record if key not in PLACE_OF_STEP}
+            if not has_labels:
+                del metrics["loss"]
             self._metrics.log(metrics, step=progress.steps)
-        self._bar.advance(f"{progress.epoch + 1}|{progress.steps}|Loss: {result.loss:.4f}")
+        self._bar.advance(f"{progress.epoch + 1}|{progress.steps}|Loss: {self._last_loss:.4f}")
 
     def ends(self, progress: Progress) -> None:
         """Log what training came to, where it is saved, and what to run next."""
         trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
-        seconds = self._trained.seconds
-        speed = self._trained.tokens_per_second
+        seconds = time.monotonic() - self._began
         figures = ""
         facts: dict[str, Any] = {}
-        if speed is not None:
-            loss = f"loss {self._trained.last_loss:.4f} in the last step"
+        # A run that was ended in its last save has no step.
+        if self._step_seconds:
+            speed = self._tokens / self._step_seconds
+            loss = f"loss {self._last_loss:.4f} in the last step"
             figures = f": {loss}, {speed:,.0f} tokens/s in steps"
             facts = {"tokens_per_second": round(speed, 1)}
         epoch = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
@@ -403,7 +399,7 @@ class TrainingLog:
     def failed_save(self, error: CheckpointError) -> None:
         """Log that a resume point could not be written."""
         message = f"training continues; this checkpoint was not saved: {error}"
-        self.event("checkpoint_failed", message, step=self._trained.last_step)
+        self.event("checkpoint_failed", message, step=self._last_step)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log a validation, and its metric."""
@@ -426,3 +422,226 @@ def _what_is_run(job: Job) -> dict[str, str]:
         "device": f"{job.device}, {cfg.dtype}, {count(distributed.world_size(), 'rank')}",
         "versions": f"adaptive_batch {__version__}, torch {torch.__version__}",
     }
+
+
+def keys_against_padding(settings: Settings) -> str:
+    """Return which key would remove padding; empty where none would."""
+    if settings.uniform_micro_batches in ("lengths", "both"):
+        return (
+            f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one"
+            " length"
+        )
+    # A step that must run whole cannot be divided by length.
+    can_split = settings.uniform_micro_batches is None and not settings.optimizer_in_bwd
+    if can_split and settings.micro_batch.micro_batch_tokens is None:
+        instead = ", without micro_batch_size," if settings.micro_batch.is_given else ""
+        return (
+            f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
+            " where they can be"
+        )
+    if settings.sample_order != "seqlen":
+        return "sample_order=seqlen with a sample_window brings rows of like length into a step"
+    if settings.pad_to_multiple_of > 1:
+        return "a lower pad_to_multiple_of leaves less"
+    return ""
+
+
+@dataclass
+class _EpochCounts:
+    """Steps of an epoch without a label, and the tokens of its steps with and without padding."""
+
+    unlabelled: int = 0
+    tokens: int = 0
+    padded_tokens: float = 0.0
+
+
+class StepMonitor:
+    """Counts steps without a label or a finite loss, padding and the noise of the gradients, and
+    drops gradients that are not finite.
+
+    Args:
+        job: job of the run.
+        trainer: trainer whose gradients are dropped where they are not finite.
+        log: log of the run, which is given each epoch's counts.
+        saver: saver of the run, which loads what a checkpoint holds of its parts.
+        remedy: function that returns what can be done after a run is stopped.
+        full_batch_rows: rows that `full_batch_loss` averages over.
+
+    Attributes:
+        full_batch_loss: loss over a fixed number of rows, however many a step has.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        trainer: Trainer,
+        log: TrainingLog,
+        saver: Saver,
+        *,
+        remedy: Callable[[], str],
+        full_batch_rows: int,
+    ) -> None:
+        settings = job.settings
+        self._job = job
+        self._settings = settings
+        self._log = log
+        nonfinite = NonfiniteSteps(
+            settings.on_nonfinite_loss,
+            trainer.engine,
+            event=log.event,
+            is_taken=settings.optimizer_in_bwd,
+            remedy=remedy,
+        )
+        self._nonfinite = saver.add("nonfinite", nonfinite)
+        self.full_batch_loss = saver.add("full_batch_loss", FullBatchLoss(full_batch_rows))
+        self._noise_scale = saver.add("noise_scale", NoiseScale())
+        self._epoch = _EpochCounts()
+        saver.add("epoch", self)
+
+    def measures_noise(self, step: PlannedRows) -> bool:
+        """Return whether the noise of the gradients is sampled in a step."""
+        return self._settings.measures_noise and self._noise_scale.is_due(step.progress.steps)
+
+    def drops(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
+        """Return whether the gradients of a step are dropped, as they are not finite."""
+        return self._nonfinite.drops(result, step.progress, lr=lr)
+
+    def add(self, step: PlannedRows, result: StepResult) -> dict[str, float | None]:
+        """Count a step; return what progress keeps of it, by name."""
+        num_rows = len(step.numbers)
+        assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
+        self._epoch.unlabelled += not result.micro_batches
+        self._epoch.tokens += result.tokens
+        if result.padding_fraction < 1:
+            self._epoch.padded_tokens += result.tokens / (1 - result.padding_fraction)
+        if not self._settings.measures_noise:
+            return {}
+        if result.noise is not None:
+            self._noise_scale.update(result.noise)
+        elif result.micro_batches == 1 and self._log.is_new("one micro-batch"):
+            message = (
+                f"step {step.progress.steps + 1} is one micro-batch, which shows no gradient noise:"
+                " such steps do not count; a smaller micro_batch_size divides them"
+            )
+            self._log.event("noise_not_measured", message, step=step.progress.steps + 1)
+        return {"noise_scale": self._noise_scale.value}
+
+    def end_epoch(self, batches: Batches) -> None:
+        """Log the counts of the epoch, and begin to count the next one.
+
+        Raises:
+            NonfiniteLossError: no step of the epoch was finite, and all were skipped.
+            SettingError: no step of the epoch had a label.
+        """
+        progress = batches.progress
+        num_steps = progress.epoch_steps
+        if num_steps and self._epoch.unlabelled == num_steps:
+            remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
+            raise SettingError("dataset", str(self._job.cfg.dataset), remedy)
+        num_nonfinite = self._nonfinite.count()
+        self._log_epoch(batches, num_nonfinite)
+        self._epoch = _EpochCounts()
+        skips = self._settings.on_nonfinite_loss == "skip"
+        if skips and num_nonfinite == num_steps > 0:
+            raise NonfiniteLossError(
+                f"epoch {progress.epoch}: the loss or the gradients of all {num_nonfinite} steps"
+                " are not finite, so nothing was trained; check the weights that it began with,"
+                " the data and dtype"
+            )
+
+    def _log_epoch(self, batches: Batches, num_nonfinite: int) -> None:
+        """Log the rows of an epoch that were trained and left out, and how many steps had no label
+        or no finite loss.
+        """
+        event = self._log.event
+        of_steps = f"of {count(batches.progress.epoch_steps, 'step')}"
+        if self._epoch.unlabelled:
+            message = (
+                f"{self._epoch.unlabelled} {of_steps} had no label at all, and changed nothing"
+            )
+            event("no_labels", message, steps=self._epoch.unlabelled)
+        if num_nonfinite:
+            end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
+            message = f"{num_nonfinite} {of_steps} had a loss or gradients that are not finite{end}"
+            event("nonfinite_steps", message, steps=num_nonfinite)
+        message, facts = batches.describe_epoch()
+        event("epoch", f"{message}{self._padding_of_epoch()}", **facts)
+
+    def _padding_of_epoch(self) -> str:
+        """Return what part of the tokens that ran were padding, with the key that would remove it,
+        where that is much.
+        """
+        share = 0.0
+        if self._epoch.padded_tokens:
+            share = 1 - self._epoch.tokens / self._epoch.padded_tokens
+        key = keys_against_padding(self._settings)
+        if share <= _MUCH_PADDING or not key:
+            return ""
+        padding = f"; {share:.0%} of the tokens that ran were padding"
+        if not self._log.is_new(key):
+            return padding
+        return f"{padding}: {key}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as plain numbers."""
+        return asdict(self._epoch)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume counting from a saved state."""
+        self._epoch = _EpochCounts(**state)
+
+
+class RunProfiler:
+    """The profiler of a run, which does nothing unless it is enabled.
+
+    Args:
+        cfg: block ``profiler`` of the configuration; None for none.
+        device: device of the run.
+
+    Raises:
+        SettingError: it is another one than torchtune's, or nothing can be profiled here.
+    """
+
+    def __init__(self, cfg: DictConfig | None, device: torch.device) -> None:
+        # Null is as good as absent.
+        given = {key: value for key, value in (cfg or {}).items() if value is not None}
+        block = OmegaConf.create(given or {"enabled": False})
+        if block.get("_component_", _PROFILER) != _PROFILER:
+            remedy = f"only {_PROFILER} works"
+            raise SettingError("profiler._component_", block._component_, remedy)
+        block["_component_"] = _PROFILER
+        self._profiler, self._cfg = instantiate(training.PROFILER_KEY, block)
+        if self._cfg["enabled"]:
+            available = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+            if not available.intersection(self._profiler.activities):
+                remedy = "nothing else can be profiled here; set it to True, or enabled to False"
+                raise SettingError("profiler.cpu", block.get("cpu"), remedy)
+        profiles_memory = self._cfg["enabled"] and self._cfg.get("profile_memory", False)
+        self._records_memory = (
+            profiles_memory and device.type == "cuda" and distributed.is_rank_zero()
+        )
+
+    def start(self) -> None:
+        """Start as training begins."""
+        self._profiler.start()
+
+    def begin_step(self, progress: Progress) -> None:
+        """Record the CUDA allocator's history while the profiler is active in the first epoch, as
+        torchtune does.
+        """
+        if not self._records_memory or progress.epoch:
+            return
+        step = progress.epoch_steps
+        begin = self._cfg["wait_steps"] + self._cfg["warmup_steps"]
+        if step == begin:
+            torch.cuda.memory._record_memory_history()
+        elif step == begin + self._cfg["active_steps"] + 1:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def end_step(self) -> None:
+        """Tell the profiler that a step has ended."""
+        self._profiler.step()
+
+    def stop(self) -> None:
+        """Stop as training ends."""
+        self._profiler.stop()

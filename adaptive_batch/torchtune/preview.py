@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.data import Batches, StepAhead
 from adaptive_batch.memory import RandomState
@@ -246,6 +247,12 @@ class TrainingPreview:
             for stage, (first, last) in zip(stages, ends, strict=True)
         ]
         return text, record
+
+    def show(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> None:
+        """Print the keys that have no effect, and the preview of :meth:`alone`, on rank zero."""
+        text = self.alone(limit_finder, sizer)
+        if distributed.is_rank_zero():
+            print(*self._job.without_effect.values(), text, sep="\n")
 
     def alone(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> str:
         """Return the preview of a run that neither searches nor trains, below changes since the

@@ -87,13 +87,14 @@ def rewind_rates(optimizers: Sequence[Optimizer]) -> None:
             write_rate(group, float(group.get("initial_lr", base_rate)))
 
 
-def couple_batch(job: Job, batches: Batches) -> None:
+def check_rate(job: Job, batches: Batches) -> None:
     """Couple a batch schedule that follows the rate to the configured scheduler.
 
     Raises:
-        SettingError: a scheduler or a clock that it cannot follow, or an optimizer without what
+        SettingError: the scheduler cannot be built or followed, or the optimizer lacks what
             `scale_with_batch` names.
     """
+    check_scheduler(job.cfg)
     optimizer = stand_in(job, 1.0)
     block = job.cfg.get("lr_scheduler", None)
     if isinstance(job.settings.batch_size_schedule, Seesaw):

@@ -24,17 +24,19 @@ from torchtune import training
 from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write, count, fingerprint
 from adaptive_batch.checkpoint import Checkpoint
-from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.data import Batches, MicroBatchLimit
 from adaptive_batch.distributed import End
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, ReferenceBatch, write_rate
+from adaptive_batch.training import MicroBatchSizer
 
 from .config_errors import as_dict
 from .data import Data
 from .job import Job
 from .keys import load_function, values_of
 from .probe_cache import settings_name
+from .rate import check_rate
 from .settings import FILLS_STEPS, RESUME
 
 # Kinds of trials that ended all ranks, in words.
@@ -86,6 +88,7 @@ class ResumedRun:
 
     Attributes:
         found: as given.
+        lost: what an earlier attempt of the run has left; None in a preview.
         saved: the state of each part by name; empty for a new run.
         progress: progress with which training begins.
         name, seed, max_steps_per_epoch: of the run, whatever is configured now.
@@ -129,6 +132,34 @@ class ResumedRun:
             )
         if self.begins_epoch_again:
             self.progress = self.progress.at_epoch_start()
+        self.lost = None
+        if not job.settings.preview:
+            self.lost = LostRun(
+                job,
+                name=self.name,
+                resumes=bool(self.saved),
+                trials_name=settings_name(job, data),
+            )
+
+    def batches(
+        self, data: Data, sizer: MicroBatchSizer, *, event: Callable[..., object]
+    ) -> Batches:
+        """Return the steps of the run, at the progress with which training begins.
+
+        Raises:
+            SettingError: see :func:`.check_rate`.
+        """
+        settings = self._settings
+        batches = Batches(
+            data.dataset,
+            self._job.batching(seed=self.seed, max_steps_per_epoch=self.max_steps_per_epoch),
+            sizer,
+            counts_tokens=settings.rate.lr_clock.counts_tokens,
+            event=event,
+        )
+        batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
+        check_rate(self._job, batches)
+        return batches
 
     def _kept(self, name: str, configured: Any, saved: Any) -> Any:
         """Return what a checkpoint has of a key, unless it may change to what is configured."""
@@ -494,12 +525,6 @@ class LostRun:
         self._facts: dict[str, Any] = distributed.from_rank_zero(
             lambda: self._read(resumes=resumes)
         )
-
-    @classmethod
-    def of(cls, job: Job, data: Data, resumed: ResumedRun) -> LostRun:
-        """Read what an attempt of this run has left."""
-        trials_name = settings_name(job, data)
-        return cls(job, name=resumed.name, resumes=bool(resumed.saved), trials_name=trials_name)
 
     def trial_rows(self, key: str) -> int | None:
         """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None where

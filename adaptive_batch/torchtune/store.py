@@ -40,6 +40,7 @@ from adaptive_batch.memory import RandomState, tensors_in
 from adaptive_batch.report import read_records
 
 from .checks import AUTO
+from .data import Data
 from .job import Job
 from .log import TrainingLog
 from .model import Weights
@@ -353,6 +354,14 @@ class RunStore(Weights):
         point = self.found.point
         return point is not None and point.path.absolute().parent == self._folder.path.absolute()
 
+    def resume(self, job: Job, data: Data, *, seed: int) -> ResumedRun:
+        """Return the state of the run that begins or resumes here; see :class:`.ResumedRun`."""
+        return ResumedRun(job, data, self.found, seed=seed)
+
+    def saver(self, *parts: Any, same_within: float) -> Saver:
+        """Return what saves the run here, of the arguments of :class:`Saver`."""
+        return Saver(self, *parts, same_within=same_within)
+
     def begin(self, run: str) -> None:
         """Begin to save as a run; a restart by torchrun resumes this one.
 
@@ -547,22 +556,26 @@ class Saver:
     """Saves a run after its epochs, every so many steps, and where it is asked to end.
 
     Args:
+        store: writer of the files.
         job: job of the run.
-        store: writes the files.
         resumed: state that the run began with.
         batches: steps and progress of the run.
         log: log of each save.
-        preemption: whether this process is asked to end.
+        same_within: as in :class:`.Preemption`.
+
+    Attributes:
+        preemption: request to end this process, which is noted within its context.
     """
 
     def __init__(
         self,
-        job: Job,
         store: RunStore,
+        job: Job,
         resumed: ResumedRun,
         batches: Batches,
         log: TrainingLog,
-        preemption: Preemption,
+        *,
+        same_within: float,
     ) -> None:
         self._job = job
         self._saving = job.settings.saving
@@ -571,7 +584,7 @@ class Saver:
         self._resumed = resumed
         self._batches = batches
         self._log = log
-        self._preemption = preemption
+        self.preemption = Preemption(same_within=same_within)
         # By the name that a checkpoint keeps their state under.
         self._parts: dict[str, Any] = {}
 
@@ -616,7 +629,7 @@ class Saver:
         except CheckpointError as error:
             after_end = distributed.from_rank_zero(self._store.after_end)
             raise CheckpointError(f"{error}; {after_end}") from error
-        if distributed.any_of_ranks(self._preemption.requested) and not is_last:
+        if distributed.any_of_ranks(self.preemption.requested) and not is_last:
             # Once more, with the random numbers restored from it.
             self._save_point(trainer, prints=False, preempted=True)
             self._store.wait()
@@ -640,7 +653,7 @@ class Saver:
         """
         every = self._saving.save_every_n_steps
         if distributed.world_size() == 1:
-            ends = self._preemption.requested
+            ends = self.preemption.requested
         if not (ends or (every and self._batches.progress.steps % every == 0)):
             return
         try:

@@ -12,6 +12,7 @@ from torchtune import training, utils
 from torchtune.data import padded_collate_sft
 
 from adaptive_batch import distributed
+from adaptive_batch.data import PlannedRows
 from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
@@ -19,9 +20,11 @@ from adaptive_batch.training import (
     FORMS,
     BatchForm,
     MicroBatchSizer,
+    RankReport,
     RecipeStep,
     RowLoss,
     RowReference,
+    StepResult,
     TriedStep,
     kinds_to_choose_from,
     norm_to_clip,
@@ -165,7 +168,10 @@ class Trainer:
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
                 " several devices (tune run --nproc_per_node N)"
             ) from error
-        return cls(job, data, model, sizers, second=second)
+        trainer = cls(job, data, model, sizers, second=second)
+        if job.device.type != "cpu" and distributed.is_rank_zero():
+            training.log_memory_stats(training.get_memory_stats(device=job.device))
+        return trainer
 
     def _join(
         self, rows: Sequence[dict[str, Any]], form: BatchForm
@@ -286,6 +292,33 @@ class Trainer:
         # A compiled model would be compiled for one row more.
         if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:
             self.engine.record_collectives_of_row()
+
+    def forward_backward(
+        self,
+        rows: Sequence[Any],
+        step: PlannedRows,
+        *,
+        batch_size: int,
+        ends: bool,
+        measures_noise: bool,
+    ) -> StepResult:
+        """Run forward and backward of all micro-batches of a step, and clip the gradients; a
+        collective.
+
+        Args:
+            rows: rows of this rank.
+            step: plan of the step.
+            batch_size: batch size of the run.
+            ends: whether this process is asked to end.
+            measures_noise: whether the noise of the gradients is sampled.
+        """
+        report = RankReport(
+            batch_size=batch_size,
+            num_rows=len(step.numbers),
+            requested=step.progress.batch,
+            ends=ends,
+        )
+        return self.engine.run(rows, report, measures_noise=measures_noise)
 
     def step(self) -> None:
         """Step and clear the gradients.

@@ -6,7 +6,7 @@ import pytest
 from support.cli import OURS
 
 from adaptive_batch.torchtune import Settings
-from adaptive_batch.torchtune.step_tally import keys_against_padding
+from adaptive_batch.torchtune.log import keys_against_padding
 
 PLAIN = {"batch_size": 4, "epochs": 1, "gradient_accumulation_steps": 1}
 OF_LENGTHS = ("dataset._component_=support.components.OfLengths", "batch_size=4", "epochs=1")
