@@ -22,8 +22,6 @@ _POSITIONS = ("position_ids", "positions")
 _ENDS = "cu_seq"
 _LONGEST = ("max_length", "max_seqlen")
 
-Spans = Sequence[tuple[int, int]]
-
 
 class DocumentsOfBatch(BatchSource):
     """A packed batch, whose parts have whole documents, one after the other in one row.
@@ -54,7 +52,11 @@ class DocumentsOfBatch(BatchSource):
     knows_lengths = True
 
     def __init__(
-        self, batch: Mapping[str, Any], spans: Spans, num_rows: int, problem: str = ""
+        self,
+        batch: Mapping[str, Any],
+        spans: Sequence[tuple[int, int]],
+        num_rows: int,
+        problem: str,
     ) -> None:
         self._batch = batch
         self._spans = spans
@@ -76,8 +78,8 @@ class DocumentsOfBatch(BatchSource):
     @property
     def treatment(self) -> str:
         rows, columns = self._shape
-        packed = f"{count(self.num_rows, 'document')} packed into {count(rows, 'row')}"
-        return f"{packed} of {columns} tokens"
+        documents = count(self.num_rows, "document")
+        return f"{documents} packed into {count(rows, 'row')} of {columns} tokens"
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some documents; the script's own tensors of all of them.
@@ -156,21 +158,16 @@ class DocumentsOfBatch(BatchSource):
             if tokens is not None:
                 is_mask = key == "attention_mask" and _has_numbers(value)
                 if key == "seq_idx" or is_mask:
-                    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-                    numbers = numbers.to(value).reshape(tokens.shape)
+                    counted = [torch.full([n], number) for number, n in enumerate(lengths)]
+                    numbers = torch.cat(counted).to(value).reshape(tokens.shape)
                     # 0 in a mask is padding.
                     return torch.where(tokens == 0, 0, numbers + 1) if is_mask else numbers
                 return tokens
-        is_list = isinstance(value, list | tuple)
-        if (is_list or (is_array(value) and value.ndim)) and len(value) == self.num_rows:
-            if is_list:
-                return type(value)(value[number] for number in documents)
+        if isinstance(value, list | tuple) and len(value) == self.num_rows:
+            return type(value)(value[number] for number in documents)
+        if is_array(value) and value.ndim and len(value) == self.num_rows:
             return value[list(documents)]
-        if (
-            value is None
-            or isinstance(value, int | float | str)
-            or (is_array(value) and not value.ndim)
-        ):
+        if value is None or isinstance(value, int | float | str) or not getattr(value, "ndim", 1):
             return value
         size = f"its size is neither {self.num_rows} documents nor {self.width} tokens"
         raise SettingError("batch", key, f"{self.treatment}, and {size}; {SPLIT_REMEDY}")
