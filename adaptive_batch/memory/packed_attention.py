@@ -45,11 +45,11 @@ def packed_attention(
         return output.contiguous(), sums
     output = query.new_empty(query.shape)
     sums_of_rows = []
-    for *row, of_row in _by_rows(lengths, query, key, value, output):
+    for *row, row_output in _by_rows(lengths, query, key, value, output):
         result, sums = aten._scaled_dot_product_flash_attention_for_cpu(
             *row, 0.0, True, scale=scale
         )
-        of_row.copy_(result)
+        row_output.copy_(result)
         sums_of_rows.append(sums[0])
     return output, torch.cat(sums_of_rows, 1)
 
@@ -79,25 +79,27 @@ def packed_attention_backward(
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, device=query.device)
         longest = max(lengths)
-        of_query, of_key, of_value = aten._flash_attention_backward(
+        grad_query, grad_key, grad_value = aten._flash_attention_backward(
             *(gradient, query, key, value, output, sums, bounds, bounds, longest, longest),
             *(0.0, True, state, unused),
             scale=scale,
         )
-        return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
-    of_query = query.new_empty(query.shape)
-    of_key = key.new_empty(key.shape)
-    of_value = value.new_empty(value.shape)
-    rows = _by_rows(lengths, gradient, query, key, value, output, of_query, of_key, of_value)
-    for (*row, own_query, own_key, own_value), own_sums in zip(
+        return grad_query.contiguous(), grad_key.contiguous(), grad_value.contiguous()
+    grad_query = query.new_empty(query.shape)
+    grad_key = key.new_empty(key.shape)
+    grad_value = value.new_empty(value.shape)
+    rows = _by_rows(lengths, gradient, query, key, value, output, grad_query, grad_key, grad_value)
+    for (*row, row_grad_query, row_grad_key, row_grad_value), row_sums in zip(
         rows, torch.split(sums, lengths, 1), strict=True
     ):
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *row, own_sums[None], 0.0, True, scale=scale
+            *row, row_sums[None], 0.0, True, scale=scale
         )
-        for own, part in zip((own_query, own_key, own_value), gradients, strict=True):
+        for own, part in zip(
+            (row_grad_query, row_grad_key, row_grad_value), gradients, strict=True
+        ):
             own.copy_(part)
-    return of_query, of_key, of_value
+    return grad_query, grad_key, grad_value
 
 
 def _lengths(query: Tensor, ends: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-from adaptive_batch.emulate.report import report_lines
+from adaptive_batch.emulate.launcher import report_lines
 
 GIB = 2**30
 
