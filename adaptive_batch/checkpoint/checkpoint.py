@@ -41,7 +41,7 @@ _SEEN_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose files are all there with the sizes that they were saved with.
+    """Checkpoint whose files are all there with the sizes that they were saved with.
 
     Attributes:
         path: the folder.
@@ -138,7 +138,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SkippedCheckpoint:
-    """A folder that is no complete checkpoint.
+    """Folder that is not a complete checkpoint.
 
     Attributes:
         path: the folder.

@@ -23,7 +23,7 @@ _FULL_BYTES = 2**16
 
 
 def reason(error: BaseException) -> str:
-    """The text of an error in a line; of the system's error where torch has wrapped others around
+    """Return the text of an error in a line; the system's error if torch has wrapped others around
     it.
     """
     below = _of_the_system(error)

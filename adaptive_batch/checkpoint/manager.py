@@ -278,8 +278,8 @@ def remove_folder(path: Path) -> None:
 
 
 def _step_folders(output_dir: Path) -> list[Path]:
-    """The folders with a checkpoint's name; one that a save renamed and was killed before replacing
-    it counts.
+    """Return the folders of checkpoints, with those that a killed save has renamed and not
+    replaced.
     """
     if not output_dir.is_dir():
         return []
@@ -293,7 +293,7 @@ def _step_folders(output_dir: Path) -> list[Path]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What is the same for two tensors if one can be copied into the other's memory."""
+    """Return a key that is equal for two tensors if one can be copied into the other's memory."""
     local = local_part(tensor)
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     return (type(tensor), tensor.shape, placements, local.dtype, local.shape, local.stride())

@@ -189,7 +189,7 @@ def distributed_from_local(
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """In the order of torch's numbers."""
+    """Return the parameters in the order of torch's numbers."""
     return [
         parameter
         for optimizer in optimizers

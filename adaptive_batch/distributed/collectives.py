@@ -47,8 +47,8 @@ _attempts: dict[tuple[str, ...], str] = {}
 
 
 def is_launched() -> bool:
-    """Whether this process was started as one of several, as torchrun does; there need not be a
-    process group yet.
+    """Return whether this process was started as one of several, as torchrun does; there need not
+    be a process group yet.
     """
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
@@ -65,8 +65,8 @@ def launch_name() -> str | None:
 
 
 def _began(process: int) -> str:
-    """When a process began, in ticks since the machine did: in containers, each launch may have the
-    same number.
+    """Return when a process began, in ticks since the machine did: in containers, each launch may
+    have the same number.
     """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
@@ -287,7 +287,7 @@ def all_gather(value: Result) -> list[Result]:
 
 
 def any_of_ranks(flag: bool) -> bool:
-    """Returns, on every rank, whether `flag` is true on one rank at least."""
+    """Return, on every rank, whether `flag` is true on one rank at least."""
     if world_size() == 1:
         return flag
     return bool(maximum(flag))
@@ -343,7 +343,7 @@ def on_rank_zero(act: Callable[[], Result]) -> Result | None:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a computation returned or raised, and the pickle of both for other ranks."""
+    """Result or error of a computation, and the pickle of both for other ranks."""
 
     value: Any
     error: BaseException | None
@@ -378,5 +378,5 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def has_group() -> bool:
-    """Whether there is a process group."""
+    """Return whether there is a process group."""
     return _IS_AVAILABLE and dist.is_initialized()

@@ -95,7 +95,7 @@ class Replicas(Sharding):
 
     @property
     def can_finish(self) -> bool:
-        """Whether no other rank waits within what has just failed."""
+        """Whether no other rank waits within the micro-batch that failed."""
         return not self._is_reducing
 
     @property
@@ -117,7 +117,7 @@ class Replicas(Sharding):
                 dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
 
     def reduce_gradients(self) -> None:
-        """Take the mean of the gradients over ranks, in place; where none has one it stays None."""
+        """Average the gradients over ranks, in place; a gradient that no rank has stays None."""
         if self.reduces_in_backward:
             return
         parameters = self.parameters

@@ -74,7 +74,7 @@ class Sharding:
     # --- micro-batches
 
     def needs_dummy(self, *, is_last: bool) -> bool:
-        """Whether a rank without a micro-batch runs a dummy, as the others wait for it."""
+        """Return whether a rank without a micro-batch runs a dummy, as the others wait for it."""
         return self.is_sharded or (is_last and self.reduces_in_backward)
 
     def micro_batch(
@@ -111,7 +111,7 @@ class Sharding:
             self.reset()
 
     def _kind_of(self, is_last: bool, evaluates: bool | str) -> str:
-        """A kind of micro-batch, by its collectives."""
+        """Return the kind of a micro-batch, by its collectives."""
         if evaluates:
             return f"evaluation of {evaluates}"
         if is_last or self._syncs_every:
@@ -151,7 +151,9 @@ class Sharding:
         )
 
     def knows(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
-        """Whether :meth:`run_dummy_collectives` can: a micro-batch of that kind has been run."""
+        """Return whether :meth:`run_dummy_collectives` can run: a micro-batch of that kind has been
+        run.
+        """
         return not self.is_sharded or self._kind_of(is_last, evaluates) in self._known
 
     def finish(self) -> None:
@@ -206,8 +208,8 @@ class Sharding:
                 yield parameter.unsharded_param.grad
 
     def _roots(self) -> list[Any]:
-        """The states of those modules that are the outermost of what has run; one may lie outside
-        of this model.
+        """Return the states of the outermost modules that have run; one may lie outside of this
+        model.
         """
         # FSDP sets itself up when it first runs.
         contexts = [state._state_ctx for state in self._states if state._is_root is not None]

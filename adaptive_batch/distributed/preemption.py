@@ -23,13 +23,13 @@ _REQUESTS = tuple(
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was asked to end where there is nothing to finish before."""
+    """Request to end the process while nothing has to be finished before."""
 
 
 @contextmanager
 def raising_on_request() -> Iterator[None]:
-    """Inside, in the main thread, SIGTERM and SIGHUP raise :class:`Terminated`; Ctrl-C raises
-    KeyboardInterrupt, as always.
+    """Context manager: SIGTERM and SIGHUP raise :class:`Terminated` in the main thread; Ctrl-C
+    raises KeyboardInterrupt, as always.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

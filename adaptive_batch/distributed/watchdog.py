@@ -57,8 +57,8 @@ _PEER_GONE = re.compile(
 
 @dataclass(frozen=True)
 class End:
-    """Why a run ended on all ranks: the rank that failed first, its node as torchrun numbers it,
-    and facts as JSON values.
+    """Reason why a run ended on all ranks: the rank that failed first, its node as torchrun numbers
+    it, and facts as JSON values.
 
     The kind is ``error``, ``out_of_memory``, ``stalled``, ``lost_peer`` or ``lost_store``.
     """
@@ -371,5 +371,7 @@ def _tell_torchrun(text: str) -> None:
 
 
 def _gist(error: BaseException) -> str:
-    """The first sentence, without the place in the C++ code that gloo begins with."""
+    """Return the first sentence of an error, without the place in the C++ code that gloo begins
+    with.
+    """
     return re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]

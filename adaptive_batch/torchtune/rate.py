@@ -178,5 +178,5 @@ def stand_in(job: Job, rate: float) -> Optimizer:
 
 
 def optimizer_of_nothing(rate: float) -> Optimizer:
-    """An optimizer of nothing, for a schedule to be built around."""
+    """Return an optimizer without trained parameters, for a schedule to be built around."""
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)

@@ -60,7 +60,7 @@ _SAMPLED_ROWS = 64
 
 @dataclass(frozen=True)
 class Found:
-    """Where training begins.
+    """Resume point, or base checkpoint, with which training begins.
 
     Attributes:
         point: resume point; None at the base checkpoint.

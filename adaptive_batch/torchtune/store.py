@@ -350,7 +350,7 @@ class RunStore(Weights):
 
     @property
     def resumes_here(self) -> bool:
-        """Whether the run resumes from a checkpoint of its own folder."""
+        """Whether the run resumes from a resume point of its own folder."""
         point = self.found.point
         return point is not None and point.path.absolute().parent == self._folder.path.absolute()
 

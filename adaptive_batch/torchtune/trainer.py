@@ -273,7 +273,7 @@ class Trainer:
 
     @property
     def names_of_parameters(self) -> dict[torch.nn.Parameter, str]:
-        """The names that checkpoints know parameters by."""
+        """Names of the parameters in checkpoints."""
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def to_save(self) -> Any:
