@@ -78,7 +78,8 @@ class RunFolder:
         """
         complete, skipped = checkpoints_in(self.path)
         points: list[Checkpoint | SkippedCheckpoint] = [*complete]
-        points += [point for point in skipped if point.is_ours]
+        # Only of checkpoints is the order known, those of other versions among them.
+        points += [point for point in skipped if point.is_ours or point.order is not None]
         points.sort(key=lambda point: point.order or 0)
         saves: dict[str | None, list[Path]] = {}
         for save in (*points, *exports_in(self.exports_path)):
@@ -528,9 +529,13 @@ class RunStore(Weights):
         self._remove_earlier_runs()
 
     def is_exported(self, epoch: int) -> bool:
-        """Return whether there are the weights of an epoch; a collective."""
-        folder = self._folder.exports_path
-        return distributed.from_rank_zero((folder / f"epoch_{epoch}").exists)
+        """Return whether this run has exported the weights of an epoch; a collective."""
+
+        def is_there() -> bool:
+            exports = exports_in(self._folder.exports_path)
+            return any((export.epoch, export.run) == (epoch, self._run) for export in exports)
+
+        return distributed.from_rank_zero(is_there)
 
     def wait(self) -> None:
         """Wait for a resume point that is being written; raise a CheckpointError if it failed."""
@@ -639,7 +644,9 @@ class Saver:
         """Export the epoch that the resumed run has finished, where a kill has prevented it."""
         progress = self._resumed.progress
         epoch = progress.epoch - 1
-        if progress.epoch_steps or not self._store.resumes_here or self._store.is_exported(epoch):
+        # An epoch that begins again has left the weights in its middle.
+        in_mid_epoch = progress.epoch_steps > 0 or self._resumed.begins_epoch_again
+        if in_mid_epoch or not self._store.resumes_here or self._store.is_exported(epoch):
             return
         ends_run = self._resumed.saved["epochs"] == progress.epoch
         self._export(trainer, epoch=epoch, step=progress.steps, ends_run=ends_run)

@@ -2,6 +2,7 @@
 with a reason why not.
 """
 
+import json
 import re
 import resource
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from support.cli import FEATURES, OURS, records, resume_run, same_weights
+from support.cli import FEATURES, OURS, records, resume_run, same_weights, weights
 from support.stops import stopped_after
 from support.trajectories import run_differences
 
@@ -285,6 +286,28 @@ def test_an_export_that_a_kill_prevented_is_made_when_the_run_resumes(small, ste
     assert_the_same(folder, whole)
 
 
+def test_an_export_of_another_run_does_not_replace_one_that_a_kill_prevented(small, whole):
+    folder = small.fresh_folder()
+    ends_early(small, folder, "seed=8", *DROPOUT, *ASKING_IN_EPOCH_0)
+    exported = weights(folder / "epoch_0")
+    shutil.rmtree(folder / "epoch_0")
+    shutil.copytree(whole.output_dir / "epoch_0", folder / "epoch_0")
+    resume_from(small, folder, folder / "step_8", "seed=8", *DROPOUT)
+    assert same_weights(weights(folder / "epoch_0"), exported)
+
+
+@pytest.mark.parametrize("asked", ["auto", False])
+def test_resume_points_of_another_version_are_not_mistaken_for_an_empty_folder(small, whole, asked):
+    folder = stopped_after(whole, small, 6)
+    for path in folder.glob("step_*/resume.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
+    before = saves_in(folder)
+    error = CheckpointError if asked else SettingError
+    with pytest.raises(error, match=r"format 1, written by|an unknown run \(step_3, step_6\)"):
+        resume_from(small, folder, asked, SAVES, *DROPOUT)
+    assert saves_in(folder) == before
+
+
 def test_torchtunes_own_recipe_state_is_refused_in_one_sentence(small):
     folder = small.fresh_folder()
     (folder / "epoch_0").mkdir()
@@ -514,6 +537,8 @@ def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whol
     anew = records(folder, "epoch_restarted")
     assert bool(anew) == (name in ("dataset", "sample_order"))
     assert any("restarted after step" in line for line in found.lines) == bool(anew)
+    # The weights within the epoch that begins again are those of no epoch.
+    assert sorted(path.name for path in folder.glob("epoch_*")) == ["epoch_0", "epoch_1"]
 
 
 @pytest.mark.parametrize(
