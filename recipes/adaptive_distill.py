@@ -1,13 +1,13 @@
-"""Knowledge distillation from a frozen teacher, on one device or many, with a batch size that is
-known.
+"""Knowledge distillation from a frozen teacher on one or more devices, with the largest batch size
+that fits.
 
     tune run adaptive_distill --config NAME use_maximum_batch_size=True
     tune run --nproc_per_node 8 adaptive_distill --config NAME use_maximum_batch_size=True
 
 Any config of torchtune's `knowledge_distillation_single_device` and
-`knowledge_distillation_distributed` runs unchanged, with the same keys; their gradient is corrected
-(docs/torchtune.md#distillation). The student trains adapters or every weight. All else is as in
-`adaptive_full_finetune`.
+`knowledge_distillation_distributed` runs unchanged; this recipe corrects their gradient
+(docs/torchtune.md#distillation). The student trains adapters or all weights. See
+`adaptive_full_finetune` for everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adaptive_batch.torchtune import Distillation, builder_of, run_recipe
 
 
 def recipe_main(cfg: DictConfig) -> None:
-    """Run the recipe: YAML first, then key=value from the command line over it."""
+    """Run the recipe; key=value arguments override the YAML config."""
     main(cfg, builder_of(cfg), task=Distillation)
 
 

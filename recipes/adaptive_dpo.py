@@ -1,13 +1,12 @@
-"""Direct preference optimization (DPO) of adapters or of every weight, on one device or many, with
-a batch size that is known.
+"""Direct preference optimization (DPO) of adapters or all weights on one or more devices, with the
+largest batch size that fits.
 
     tune run adaptive_dpo --config NAME use_maximum_batch_size=True
     tune run --nproc_per_node 8 adaptive_dpo --config NAME use_maximum_batch_size=True
 
-Everything of torchtune's `lora_dpo_single_device`, `lora_dpo_distributed` and
-`full_dpo_distributed` works as it does there, with the same keys; any config of those recipes runs
-unchanged. A row is a pair of answers, and is never divided. All else is as in
-`adaptive_full_finetune`.
+Any config of torchtune's `lora_dpo_single_device`, `lora_dpo_distributed` and
+`full_dpo_distributed` runs unchanged. A row is a pair of answers and is never split. See
+`adaptive_full_finetune` for everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from adaptive_batch.torchtune import PreferencePairs, builder_of, run_recipe
 
 
 def recipe_main(cfg: DictConfig) -> None:
-    """Run the recipe: YAML first, then key=value from the command line over it."""
+    """Run the recipe; key=value arguments override the YAML config."""
     main(cfg, builder_of(cfg), task=PreferencePairs)
 
 

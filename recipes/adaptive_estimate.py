@@ -1,11 +1,12 @@
-"""The memory that training would need on devices that are not here: tables, ``estimate.json`` and a
+"""Estimate of training memory on devices that this machine lacks: tables, ``estimate.json`` and a
 figure.
 
     tune run adaptive_estimate --config NAME estimate.devices=[H100,RTX4090]
         [estimate.sequence_lengths=[512,2048]]
 
 Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo` and
-`adaptive_distill` works. No weights, no accelerator and, with lengths given, no data are read.
+`adaptive_distill` works. The estimate needs no accelerator and reads no weights. With
+`estimate.sequence_lengths` it reads no data.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def estimate(cfg: DictConfig, *, builder: FullModel | None = None) -> MemoryEsti
     """Estimate the memory, print the tables and write the files.
 
     Args:
-        cfg: the configuration: YAML and key=value.
-        builder: builds the model; None for what the configuration's model needs.
+        cfg: configuration from YAML and key=value arguments.
+        builder: builder of the model; None for the builder of the configured model.
 
     Raises:
-        SettingError: a setting cannot be used, or a component cannot run on fake tensors.
+        SettingError: a setting is invalid, or a component cannot run on fake tensors.
     """
     path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
     estimated = estimate_devices(
         cfg, save=lambda one: one.save(path), builder=builder or builder_of(cfg)
     )
-    print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
+    print(f"\nwritten to {path} in {estimated.seconds:.1f} s")
     try:
         write_estimate_picture(estimated, path.with_suffix(".png"))
         print(f"drawn in {path.with_suffix('.png')}")
@@ -49,7 +50,7 @@ def estimate(cfg: DictConfig, *, builder: FullModel | None = None) -> MemoryEsti
 
 
 def recipe_main(cfg: DictConfig) -> None:
-    """Run the estimate: YAML first, then key=value from the command line over it."""
+    """Run the estimate; key=value arguments override the YAML config."""
     with no_component_exits():
         estimate(cfg)
 

@@ -1,12 +1,11 @@
-"""Full fine-tuning on one device or many, with a batch size that is known: found before training,
-grown during it.
+"""Full fine-tuning on one or more devices, with the largest batch size that fits and batches that
+grow.
 
     tune run adaptive_full_finetune --config NAME use_maximum_batch_size=True
     tune run --nproc_per_node 8 adaptive_full_finetune --config NAME use_maximum_batch_size=True
 
-Everything of torchtune's `full_finetune_single_device` and `full_finetune_distributed` works as it
-does there, with the same keys; any config of those recipes runs unchanged. The keys that are ours
-are in docs/configuration.md.
+Any config of torchtune's `full_finetune_single_device` and `full_finetune_distributed` runs
+unchanged. docs/configuration.md describes the additional keys.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ log = logging.getLogger("adaptive_batch")
 
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
-    """Full fine-tuning of a transformer; each rank runs this, and all ranks decide alike.
+    """Full fine-tuning of a transformer on this rank.
 
     Args:
-        cfg: the configuration: YAML and key=value.
+        cfg: configuration from YAML and key=value arguments.
         builder: builder of the model; None for full fine-tuning.
-        task: kind of rows, and what is learned from them.
-        watch: watchdog of this rank, of several.
+        task: training task, such as next-token prediction.
+        watch: watchdog of this rank; None with one rank.
 
     Raises:
-        SettingError: a setting cannot be used; nothing has been loaded yet.
+        SettingError: a setting is invalid; nothing has been loaded yet.
     """
 
     def __init__(
@@ -73,13 +72,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
         )
         self.closing = ExitStack()
-        self._after_end: Callable[[], str] = lambda: "nothing is changed yet; start it again"
+        self._after_end: Callable[[], str] = lambda: "nothing has changed yet; start it again"
 
     # --- setup
 
     def setup(self) -> None:
-        """Set up everything in an order that refuses mistakes before weights load, then find what
-        fits.
+        """Set up all objects, and search for limits. Invalid settings are refused before
+        weights load.
         """
         self._setup_data()
         self._setup_steps()
@@ -91,7 +90,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_rate()
 
     def _setup_data(self) -> None:
-        """Read the rows, and find the checkpoint to resume from."""
+        """Read the rows and the checkpoint to resume."""
         self.data = Data.read(self.job)
         self.log = TrainingLog(self.job, self.data)
         self.closing.callback(self.log.close)
@@ -107,10 +106,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.data.check_rows()
 
     def _setup_steps(self) -> None:
-        """Set up the rows of each step, and check all that needs no weights."""
+        """Set up the batches, and check everything that needs no weights."""
         self.sizers = self.data.sizers(self.log.limit_change)
         self.batches = self.resumed.batches(self.data, self.sizers.training, event=self.log.event)
-        # A step has any number of rows, and its batches are collated when they are cut.
+        # Batches grow, so the loader returns lists of rows; each micro-batch is collated later.
         self.loader: DataLoader[Any] = DataLoader(
             self.data.dataset, batch_sampler=self.batches, collate_fn=list
         )
@@ -140,7 +139,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
 
     def _setup_model(self) -> None:
-        """Load weights and optimizer, and find what fits."""
+        """Load weights and optimizer, and search for limits."""
         self.trainer = Trainer.load(self.job, self.data, self.store, self.sizers)
         self.store.check(
             self.trainer, self.job.builder.num_bytes_saved(self.trainer.model, self.cfg)
@@ -160,7 +159,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             )
 
     def _setup_rate(self) -> None:
-        """Plan the first epoch, and schedule the learning rate over the steps that are left."""
+        """Plan the first epoch, and schedule the learning rate over the remaining steps."""
         self.batches.begin_epoch()
         self.log.too_short()
         ahead = self.preview.plan_remaining()
@@ -186,12 +185,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     # --- training
 
     def train(self) -> None:
-        """Train each epoch: grow the batch, step through the rows, save."""
+        """Train all epochs: grow the batch, run the steps, save."""
         if self.settings.preview:
             return
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
-        # Searches have compiled for trials, and what they compiled is forgotten.
+        # Compilations of the searches' trials are not reported.
         self.trainer.engine.compilations.forget()
         self.profiler.start()
         first_epoch = self.batches.progress.epoch
@@ -219,14 +218,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler.stop()
 
     def _train_step(self, rows: list[Any]) -> None:
-        """Take one optimizer step with the rows of this rank."""
+        """Run one optimizer step on the rows of this rank."""
         step = self.batches.oldest
         self.data.dataset.expect(step.following)
         self.profiler.begin_step(step.progress)
         if self.watch:
             self.watch.beat(f"step {step.progress.steps + 1}")
         else:
-            # Several ranks have tried the longest row of all before training.
+            # With several ranks, the longest row was tried before training.
             self.limit_finder.try_longer(self.trainer, self.batches, rows)
 
         # The learning rate follows schedule and batch within `optimizer.step()`.
@@ -264,29 +263,29 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     # --- checkpoints
 
     def save_checkpoint(self, epoch: int) -> None:
-        """Save a resume point, unless training is done, and export the weights; end here if that
-        was asked for.
+        """Save a checkpoint unless training is done, and export the weights; exit if a stop was
+        requested.
         """
         self.saver.save_epoch(self.trainer, epoch=epoch)
 
     def after_end(self) -> str:
-        """Return what is resumed from if this is ended now, as the end of a sentence."""
+        """Return the sentence about resuming for the final message of a run that ends now."""
         return self._after_end()
 
     def cleanup(self) -> None:
-        """Close the logs, if they were opened."""
+        """Close the logs if they are open."""
         self.closing.close()
 
 
 def main(
     cfg: DictConfig, builder: FullModel | None = None, *, task: type[Task] = NextTokens
 ) -> None:
-    """Run one configuration, on the ranks that were launched.
+    """Run one configuration on all launched ranks.
 
     Args:
-        cfg: the configuration: YAML and key=value.
+        cfg: configuration from YAML and key=value arguments.
         builder: builder of the model; None for full fine-tuning.
-        task: kind of rows, and what is learned from them.
+        task: training task, such as next-token prediction.
     """
     run_training(
         cfg, lambda watch: AdaptiveFullFinetuneRecipe(cfg, builder, task=task, watch=watch)
@@ -294,7 +293,7 @@ def main(
 
 
 def recipe_main(cfg: DictConfig) -> None:
-    """Run the recipe: YAML first, then key=value from the command line over it."""
+    """Run the recipe; key=value arguments override the YAML config."""
     main(cfg)
 
 

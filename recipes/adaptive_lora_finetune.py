@@ -1,12 +1,11 @@
-"""Fine-tuning of adapters (LoRA, QLoRA, DoRA) on one device or many, with a batch size that is
-known.
+"""Fine-tuning of adapters (LoRA, QLoRA, DoRA) on one or more devices, with the largest batch size
+that fits.
 
     tune run adaptive_lora_finetune --config NAME use_maximum_batch_size=True
     tune run --nproc_per_node 8 adaptive_lora_finetune --config NAME use_maximum_batch_size=True
 
-Everything of torchtune's `lora_finetune_single_device` and `lora_finetune_distributed` works as it
-does there, with the same keys; any config of those recipes runs unchanged. All else is as in
-`adaptive_full_finetune`.
+Any config of torchtune's `lora_finetune_single_device` and `lora_finetune_distributed` runs
+unchanged. See `adaptive_full_finetune` for everything else.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from adaptive_batch.torchtune import AdapterModel, run_recipe
 
 
 def recipe_main(cfg: DictConfig) -> None:
-    """Run the recipe: YAML first, then key=value from the command line over it."""
+    """Run the recipe; key=value arguments override the YAML config."""
     main(cfg, AdapterModel())
 
 

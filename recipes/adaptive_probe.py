@@ -1,10 +1,10 @@
-"""The search for the largest batch alone: no training, a table and ``probe.json``.
+"""Search for the largest batch without training: prints a table and writes ``probe.json``.
 
     tune run adaptive_probe --config NAME [probe.search=binary]
         [probe.sequence_lengths=[512,1024,2048]]
 
 Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo` and
-`adaptive_distill` works, so the bound is that of the training it describes.
+`adaptive_distill` works. The result holds for training with the same config.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from adaptive_batch.torchtune import (
 
 
 def say(text: str) -> None:
-    """Print, on one rank alone."""
+    """Print on rank 0."""
     if distributed.is_rank_zero():
         print(text)
 
@@ -44,15 +44,15 @@ def say(text: str) -> None:
 def probe(
     cfg: DictConfig, watch: Watchdog | None = None, *, builder: FullModel | None = None
 ) -> list[ProbeResult]:
-    """Build what training would build, and search once for each length.
+    """Build the training objects, and search once per sequence length.
 
     Returns:
-        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for
-        ``probe.sequence_length``.
+        One result for each of ``probe.sequence_lengths`` with at least one row that fits, or one
+        for ``probe.sequence_length``.
 
     Raises:
-        SettingError: a setting cannot be used; no weights have been loaded yet.
-        DoesNotFitError: not even one row fits, at any length.
+        SettingError: a setting is invalid; no weights have been loaded yet.
+        DoesNotFitError: one row does not fit, at any length.
     """
     settings = Settings.from_config(cfg)
     for message in not_read(settings, cfg).values():
@@ -74,7 +74,7 @@ def probe(
         try:
             *_, result = limit_finder.search_training(trainer, length=length)
         except DoesNotFitError as error:
-            # It may be on one rank alone, and the others wait for it.
+            # Only one rank may have failed, and the others wait for it.
             if distributed.world_size() > 1:
                 raise
             say(f"\n{length} tokens: {error}\n")
@@ -89,12 +89,12 @@ def probe(
     if trainer.engine.reference is not None:
         step_rows = results[-1].batch_size * settings.gradient_accumulation_steps
         search_reference = limit_finder.search_reference(trainer, step_rows=step_rows)
-        say(f"\nthe reference alone, without gradients:\n{search_reference.table()}")
+        say(f"\nreference model, without gradients:\n{search_reference.table()}")
     return results
 
 
 def summary(results: list[ProbeResult]) -> str:
-    """One aligned line for each length."""
+    """Format one aligned line per length."""
     lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak':>10}"]
     for result in results:
         tokens = result.max_batch_size * result.sequence_length
@@ -104,7 +104,7 @@ def summary(results: list[ProbeResult]) -> str:
 
 
 def recipe_main(cfg: DictConfig) -> None:
-    """Run the search: YAML first, then key=value from the command line over it."""
+    """Run the search; key=value arguments override the YAML config."""
     with all_ranks(cfg) as watch:
         show_details(cfg, recipe_name="AdaptiveProbe")
         probe(cfg, watch)

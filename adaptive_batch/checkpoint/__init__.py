@@ -1,4 +1,4 @@
-"""Checkpoints of steps, each complete or absent."""
+"""Atomic checkpoints of training steps."""
 
 from .checkpoint import Checkpoint, SkippedCheckpoint, newest_complete
 from .failures import reason, saving

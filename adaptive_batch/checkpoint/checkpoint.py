@@ -1,8 +1,7 @@
-"""One checkpoint: a folder with the files of torch.distributed.checkpoint, the small rest, and a
-manifest that verifies all of them.
+"""Checkpoint folder: files of torch.distributed.checkpoint, the small state, and a manifest.
 
-The manifest is written last and names every file with its size and checksum: ``.metadata`` is no
-proof that a checkpoint is complete, as an old one may lie next to new data.
+The manifest is written last and lists the size and checksum of each file. An existing ``.metadata``
+does not prove that a checkpoint is complete: it may be older than the data files.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ MANIFEST = "resume.json"
 STATE = "state.pt"
 FORMAT = "adaptive_batch resume point"
 FORMAT_VERSION = 2
-# Time within which a file that another node has written must be seen.
+# Time for a file of another node to become visible.
 _SEEN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoint whose files are all there with the sizes that they were saved with.
+    """Checkpoint whose files all exist with the saved sizes.
 
     Attributes:
-        path: the folder.
+        path: folder of the checkpoint.
         step: optimizer steps so far.
-        order: place among the checkpoints of an output directory; the largest is the newest.
-        run: name of the run that saved it; empty for a checkpoint without one.
+        order: position among the checkpoints of an output directory; the newest has the largest.
+        run: name of the run that saved it; empty for a checkpoint without a run.
         package_version: version of this package that wrote it.
         world_size: number of ranks that wrote it.
         files: sizes and checksums of the files by name.
@@ -62,28 +61,25 @@ class Checkpoint:
     files: Mapping[str, SavedFile]
 
     def load(self) -> tuple[Any, Any]:
-        """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the
-        small state. No code of a file is run.
+        """Load the tree of full tensors and the small state to the CPU, without running pickled
+        code.
 
         Raises:
-            CheckpointError: a file cannot be read; for tensor subclasses, their package (torchao)
-                must have been imported. Or several ranks saved low-bit states, which cannot be put
-                together.
+            CheckpointError: a file cannot be read; a tensor subclass needs the import of its
+                package (torchao); or several ranks saved low-bit states, which cannot be merged.
         """
         return self._read(lambda state: (read_whole(self.path, state), state["small"]), Ranks())
 
     def load_into(self, tree: Mapping[str, Any], *, process_group: Any = None) -> None:
-        """Load into existing tensors; each rank reads its own part of a DTensor, and no more. A
-        collective.
+        """Load into existing tensors; each rank reads only its own part of a DTensor. A collective.
 
         Args:
-            tree: some entries of the tree that was saved, such as ``{"model":
-                model.state_dict()}``; below these the tensors have the same keys and shapes as when
-                they were saved. Other values are ignored.
-            process_group: whose ranks load together; None for one process.
+            tree: entries of the saved tree, such as ``{"model": model.state_dict()}``. Their
+                tensors have the saved keys and shapes. Other values are ignored.
+            process_group: ranks that load together; None for one process.
 
         Raises:
-            CheckpointError: a file cannot be read, or the trees differ; on every rank, if on one.
+            CheckpointError: a file cannot be read, or the trees differ; raised on all ranks.
         """
         ranks = Ranks(process_group)
         self._read(lambda state: read_into(self.path, state, tree, ranks), ranks)
@@ -95,21 +91,20 @@ class Checkpoint:
         *,
         process_group: Any = None,
     ) -> dict[str, Any]:
-        """Load the state of optimizers, sharded as their parameters are; each rank reads its own
-        part. A collective.
+        """Load the state of optimizers with the sharding of their parameters; each rank reads only
+        its own part. A collective.
 
         Args:
-            optimizers: that it is for; they are not changed.
-            names: of their parameters, as ``model.named_parameters()`` has them.
-            process_group: whose ranks load together; None for one process.
+            optimizers: optimizers of the state; they are not changed.
+            names: names of their parameters, as in ``model.named_parameters()``.
+            process_group: ranks that load together; None for one process.
 
         Returns:
-            What :func:`.load_named_optimizer_state` takes.
+            The state for :func:`.load_named_optimizer_state`.
 
         Raises:
-            CheckpointError: a file cannot be read, the state belongs to other parameters, or it is
-                of low-bit states and the ranks are not as many as saved it; on every rank, if on
-                one.
+            CheckpointError: a file cannot be read, the state belongs to other parameters, or a
+                different number of ranks saved low-bit states; raised on all ranks.
         """
         ranks = Ranks(process_group)
         optimizers = list(optimizers)
@@ -118,14 +113,12 @@ class Checkpoint:
         )
 
     def load_small_state(self) -> Any:
-        """Load the small state alone, without reading the tensors; raise a CheckpointError if it
-        cannot be read.
-        """
+        """Load only the small state; raise CheckpointError if it cannot be read."""
         return self._read(lambda state: state["small"], Ranks())
 
     def _read(self, read: Callable[[Any], Result], ranks: Ranks) -> Result:
-        """Read on each rank for itself; an error of one is raised on all."""
-        # Results need not be picklable, so they stay on their rank.
+        """Read on each rank; raise the error of one rank on all ranks."""
+        # Results need not be picklable: they stay on their rank.
         results: list[Result] = []
         try:
             ranks.each(lambda: results.append(read(_load_safely(self.path / STATE))))
@@ -142,9 +135,9 @@ class SkippedCheckpoint:
 
     Attributes:
         path: the folder.
-        reason: why it is none.
-        is_ours: whether it was written as a checkpoint in a format that this version knows.
-        order, run: as in :class:`Checkpoint`; None where they cannot be read.
+        reason: reason for skipping it.
+        is_ours: whether this version knows the format of the folder.
+        order, run: as in :class:`Checkpoint`; None if unknown.
     """
 
     path: Path
@@ -161,14 +154,13 @@ class SkippedCheckpoint:
 def newest_complete(
     checkpoints: Iterable[Checkpoint], skipped: Iterable[SkippedCheckpoint]
 ) -> tuple[Checkpoint | None, list[SkippedCheckpoint]]:
-    """Find the checkpoint that was saved last and is complete: each of its files is read and
-    compared with its checksum.
+    """Find the newest complete checkpoint by comparing the checksums of all files.
 
-    With several ranks one of them calls this and sends the result to the others: it can be pickled.
+    With several ranks, one rank calls this function and broadcasts the result, which can be
+    pickled.
 
     Returns:
-        The checkpoint, or None; and what was skipped before it was found: the folders that are
-        newer, or whose age is not known.
+        The checkpoint or None, and the skipped folders that are newer or of unknown age.
     """
     passed_over = list(skipped)
     for checkpoint in sorted(
@@ -186,13 +178,12 @@ def newest_complete(
 def write_checkpoint(
     folder: Path, content: Content, *, step: int, order: int, run: str, ranks: Ranks
 ) -> None:
-    """Write a checkpoint into an empty folder, of a file system that all ranks share, and flush it
-    to the disk; a collective.
+    """Write a checkpoint into an empty folder of a shared file system and flush it; a collective.
 
     Raises:
-        Exception: writing failed on one rank at least; raised on every rank.
-        CheckpointError: the state could not be read again with ``weights_only=True``, or rank zero
-            does not see the files of another rank.
+        Exception: writing failed on a rank; raised on all ranks.
+        CheckpointError: the state cannot be read with ``weights_only=True``, or rank 0 does not see
+            the files of another rank.
     """
     written = write_tensors(folder, content.tensors, ranks)
     of_ranks = ranks.each(lambda: {name: SavedFile.of(folder / name) for name in written})
@@ -230,9 +221,7 @@ def write_checkpoint(
 
 
 def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
-    """Check whether a folder is a checkpoint whose files have their sizes; :func:`changed_content`
-    reads them.
-    """
+    """Check the sizes of a checkpoint's files; :func:`changed_content` checks their content."""
     is_ours = (folder / METADATA).exists() and (folder / STATE).exists()
     try:
         text = (folder / MANIFEST).read_bytes().decode(errors="replace")

@@ -1,9 +1,9 @@
-"""Divide a nested state into plain tensors, which torch.distributed.checkpoint stores, and a small
-state that describes them.
+"""Split a nested state into plain tensors for torch.distributed.checkpoint and a small state that
+describes them.
 
-A DTensor stays one tensor of its global shape, so that any number of ranks can read it. Tensors
-that wrap others, such as torchao's low-bit optimizer states, are stored rank by rank: their blocks
-are scaled as a whole, and cannot be cut where another number of ranks would cut them.
+A DTensor is stored with its global shape, so any number of ranks can read it. Wrapper tensors, such
+as torchao's low-bit optimizer states, are stored per rank: quantization blocks cannot be split for
+another number of ranks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from adaptive_batch.errors import CheckpointError
 from .dcp import Ranks, read_tensors
 from .optimizer_state import check_parameters, distributed_from_local, map_leaves, parameter_name
 
-# Keys of mappings and numbers in lists that lead to a value.
+# Path to a value: keys of mappings and indices of lists.
 _Path = tuple[Any, ...]
 
-# What ``torch.load(weights_only=True)`` reads back as it was.
+# Types that ``torch.load(weights_only=True)`` restores unchanged.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is written: this rank's tensors by name, the state of rank zero, and about how many
-    bytes all ranks' tensors have.
+    """Content of a checkpoint: this rank's tensors by name, rank 0's state, and the approximate
+    size of all ranks' tensors in bytes.
 
-    The state is ``tree`` with tensors on the meta device in place of the stored ones, ``low_bit``
-    with the layout and the parts by rank of each low-bit tensor, and ``small``.
+    The state has ``tree``, with tensors on the meta device in place of the stored tensors;
+    ``low_bit``, with the layout and the per-rank parts of each low-bit tensor; and ``small``.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -49,8 +49,8 @@ class Content:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """A tensor that is not read yet: its name, its form on the meta device, and the parameter that
-    it is sharded as, if any.
+    """Stored tensor: its name, its form on the meta device, and the parameter that defines its
+    sharding, if any.
     """
 
     name: str
@@ -66,11 +66,11 @@ class _Stored:
 
 
 def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content:
-    """Divide what a checkpoint is to hold, not copying tensors, but copying the small state of rank
-    zero; a collective.
+    """Split a state into the content of a checkpoint; a collective. Rank 0's small state is copied,
+    tensors are not.
 
     Raises:
-        TypeError: a value is of a kind that cannot be saved; on every rank.
+        TypeError: a value has an unsupported type; raised on all ranks.
     """
     tensors: dict[str, torch.Tensor] = {}
     state: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
     def divide() -> list[str]:
         state["tree"], divided = _divided(tensors_tree)
         tensors.update(divided)
-        # Rank zero alone saves it.
+        # Only rank 0 saves it.
         state["small"] = map_leaves(_copied, small_state if ranks.rank == 0 else None)
         return [
             name
@@ -86,7 +86,7 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
             if hasattr(local_part(tensor), "__tensor_flatten__")
         ]
 
-    # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks agree on the names.
+    # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks merge their names.
     names = sorted(set(chain(*ranks.each(divide))))
     low_bit = {name: tensors.pop(name) for name in names}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -108,10 +108,10 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
 
 
 def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
-    """Read the tree on the host, every tensor whole.
+    """Read the tree with full tensors to the host.
 
     Raises:
-        CheckpointError: several ranks saved low-bit tensors, which cannot be put together.
+        CheckpointError: several ranks saved low-bit tensors, which cannot be merged.
     """
     return _read(folder, state, _stored(state["tree"]), Ranks())
 
@@ -119,12 +119,11 @@ def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
 def read_into(
     folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], ranks: Ranks
 ) -> None:
-    """Read into the tensors of `tree`: some entries of the tree that was saved; below these, with
-    the same tensors.
+    """Read entries of the saved tree into the tensors of `tree`.
 
     Raises:
-        CheckpointError: the trees differ, or a low-bit tensor was saved by other ranks; it is
-            named.
+        CheckpointError: the trees differ, or other ranks saved a low-bit tensor; the message names
+            the tensor.
     """
     into: dict[str, list[torch.Tensor]] = {}
     for key, child in tree.items():
@@ -132,7 +131,7 @@ def read_into(
         targets = dict(_leaves(child, torch.Tensor))
         for path in [*targets, *saved]:
             if path not in saved or path not in targets:
-                problem = "was not saved" if path in targets else "was saved, and is not here"
+                problem = "was not saved" if path in targets else "was saved but has no target"
                 raise CheckpointError(
                     f"{_joined((key, *path))} {problem}; it belongs to another model: give the one"
                     " that was saved"
@@ -142,7 +141,7 @@ def read_into(
             for name, part in _targets(stored, tensor.detach(), state, ranks).items():
                 into.setdefault(name, []).append(part)
     read_tensors(folder, {name: parts[0] for name, parts in into.items()})
-    # What was one tensor when it was saved may be several here.
+    # Tensors that were tied at the save may be separate now.
     for first, *copies in into.values():
         for copy in copies:
             copy.copy_(first)
@@ -155,12 +154,11 @@ def read_optimizer(
     names: Mapping[nn.Parameter, str],
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Read the state of optimizers in the named form, sharded as their parameters are: no rank
-    reads more than its own part.
+    """Read the state of optimizers by name with the sharding of their parameters; each rank reads
+    only its own part.
 
     Raises:
-        CheckpointError: the state belongs to other parameters, or cannot be divided among these
-            ranks.
+        CheckpointError: the state belongs to other parameters, or cannot be split over these ranks.
     """
     form = _entry(state, "optimizer")
     check_parameters(form, optimizers, names)
@@ -178,7 +176,7 @@ def _sharded_as(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stored:
 
 
 def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the tree with forms in place of tensors, and the tensors by name; tensors of the same
+    """Return the tree with forms in place of tensors, and the tensors by name; tensors that share
     memory have one form.
     """
     forms: dict[Any, torch.Tensor] = {}
@@ -196,7 +194,7 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided
         ):
             kind = f"{_kind(local)} of layout {local.layout} on {local.device}"
-            raise TypeError(f"{_joined(path)} is a {kind}, which a checkpoint cannot hold")
+            raise TypeError(f"{_joined(path)} is a {kind}; checkpoints cannot store it")
         # Tensors that share memory are saved once.
         key = path if is_wrapper else (*_memory(local), value.shape)
         form = forms.setdefault(key, _form(tensor))
@@ -210,14 +208,14 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _stored(divided: Any) -> Any:
-    """Name the forms of a tree by the first path to each."""
+    """Name the forms of a tree by their first path."""
     names: dict[int, str] = {}
     used_names: set[str] = set()
 
     def name(path: _Path, form: torch.Tensor) -> _Stored:
         if id(form) not in names:
             joined = _joined(path)
-            # ``{"a.b": x, "a": {"b": y}}`` has one path for two tensors.
+            # ``{"a.b": x, "a": {"b": y}}`` gives two tensors the same joined path.
             if joined in used_names:
                 joined = f"{joined}#{len(names)}"
             names[id(form)] = joined
@@ -251,7 +249,7 @@ def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> An
 def _targets(
     stored: _Stored, tensor: torch.Tensor | None, state: Mapping[str, Any], ranks: Ranks
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors to read into by name: those of `tensor`, or new ones."""
+    """Return the tensors to read into, by name: those of `tensor`, or new tensors."""
     low_bit = state["low_bit"].get(stored.name)
     if low_bit:
         _check_layout(stored, low_bit, ranks)
@@ -269,7 +267,7 @@ def _targets(
 
 
 def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return a tensor as plain ones by name: itself, or those that it wraps."""
+    """Return the inner tensors of a wrapper by name; a plain tensor is its only part."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return {name: tensor}
     return {
@@ -279,7 +277,7 @@ def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of a form, of other plain tensors."""
+    """Rebuild a tensor of the form `form` from its plain tensors."""
     if not hasattr(form, "__tensor_flatten__"):
         return parts[name]
     attributes, context = form.__tensor_flatten__()
@@ -291,18 +289,15 @@ def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torc
 
 
 def _check_layout(stored: _Stored, low_bit: Mapping[str, Any], ranks: Ranks) -> None:
-    """Refuse where the ranks, or what each of them holds, differ from when a low-bit tensor was
-    saved.
-    """
+    """Raise if the ranks or their shards differ from those that saved a low-bit tensor."""
     saved = len(low_bit["ranks"])
     layout = _layout(stored.parameter)
     if saved != ranks.count or (saved > 1 and layout != low_bit["layout"]):
         raise CheckpointError(
-            f"{stored.name} is a low-bit state that {saved} ranks saved in parts"
-            f" ({low_bit['layout']}), which {ranks.count} ({layout}) cannot divide again: resume"
-            f" with {saved}, divided as they were, or begin with a new optimizer state"
-            " (resume_from_checkpoint=False from its weights), or with an optimizer in full"
-            " precision"
+            f"{stored.name} is a low-bit state that {saved} ranks saved ({low_bit['layout']});"
+            f" {ranks.count} ranks ({layout}) cannot split it again: resume with {saved} ranks and"
+            " the same sharding, or start from the weights with a new optimizer state"
+            " (resume_from_checkpoint=False) or a full-precision optimizer"
         )
 
 
@@ -329,21 +324,19 @@ def _copied(path: _Path, value: Any) -> Any:
 
 
 def _plain_value(path: _Path, value: Any) -> Any:
-    """Return a value that can be saved; subclasses, such as numpy's float64, as what they derive
-    from.
+    """Return a value as a plain type; numpy's float64 and other subclasses become their base
+    type.
     """
     if type(value) in _PLAIN:
         return value
     for base in (int, float, str):
         if isinstance(value, base):
             return base(value)
-    raise TypeError(f"{_joined(path)} is a {_kind(value)}, which a checkpoint cannot hold")
+    raise TypeError(f"{_joined(path)} is a {_kind(value)}; checkpoints cannot store it")
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the meta device; with its strides where its elements fill the memory
-    without gaps.
-    """
+    """Return the tensor on the meta device, with its strides if it is dense."""
     if isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     parts = _plain_parts(tensor, "").items()
@@ -353,7 +346,7 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors of the same memory. An empty shard has a storage
+    """Return a key that is equal for two tensors that share memory. Empty shards have a storage
     too.
     """
     place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -361,7 +354,7 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _leaves(tree: Any, kind: type) -> list[tuple[_Path, Any]]:
-    """Return path and value of all leaves of a kind."""
+    """Return path and value of all leaves of type `kind`."""
     leaves: list[tuple[_Path, Any]] = []
     map_leaves(lambda path, leaf: leaves.append((path, leaf)), tree, kind)
     return leaves

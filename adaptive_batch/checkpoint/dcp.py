@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint in the files of torch.distributed.checkpoint, which divides them
-among any number of ranks.
-"""
+"""Read and write tensors with torch.distributed.checkpoint on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +26,14 @@ METADATA = ".metadata"
 
 
 class Ranks:
-    """The ranks that save or load together: each learns what all returned, or that one failed, and
-    none is left waiting.
+    """Ranks that save or load together. All ranks receive the results of each rank or its error.
 
-    With several ranks, an error is raised on all of them as a CheckpointError, or a TypeError if it
-    was one, which names the rank.
+    With several ranks, an error is raised on all of them. It is a TypeError if the original is one,
+    otherwise a CheckpointError. The message names the rank.
 
     Args:
-        group: of all ranks, which no other thread uses meanwhile; None for one process alone, also
-            where there are other ranks.
+        group: process group of all ranks, not used by another thread meanwhile; None for this
+            process only, even if there are other ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -48,13 +45,13 @@ class Ranks:
             self.count = group.size()
 
     def each(self, act: Callable[[], Result]) -> list[Result]:
-        """Act on every rank; return the results by rank, on every rank."""
+        """Call `act` on every rank; return all results, by rank, on every rank."""
         if self.count == 1:
             return [act()]
         return distributed.from_each_rank(lambda: self._named(act), self.group)
 
     def first(self, act: Callable[[], Result]) -> Result:
-        """Act on rank zero alone; return its result on every rank."""
+        """Call `act` on rank 0 only; return its result on every rank."""
         if self.count == 1:
             return act()
         return distributed.from_rank_zero(lambda: self._named(act), self.group)
@@ -68,25 +65,25 @@ class Ranks:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> list[str]:
-    """Write tensors into an empty folder and flush them to the disk; a collective.
+    """Write tensors into an empty folder and flush them to disk; a collective.
 
     Args:
-        folder: empty.
-        tensors: plain ones, the same on each rank that has one of this name, and DTensors, of which
-            each rank writes its part.
-        ranks: that write together.
+        folder: empty folder.
+        tensors: plain tensors, equal on all ranks that have their name, and DTensors, of which each
+            rank writes its part.
+        ranks: ranks that write together.
 
     Returns:
-        The names of the files that this rank wrote, ``.metadata`` of rank zero not among them.
+        Names of the files that this rank wrote, without ``.metadata``.
 
     Raises:
-        RuntimeError: writing failed on one rank at least; raised on every rank.
+        RuntimeError: writing failed on a rank; raised on all ranks.
     """
     _ignore_single_process_warnings()
     writer = _Writer(folder, overwrite=False)
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
-        # Copying ahead makes a CUDA context on device 0, in another thread, also where no tensor is
-        # on a device.
+        # Copying ahead creates a CUDA context on device 0 in another thread, even if all tensors
+        # are on the CPU.
         writer.per_thread_copy_ahead = 0
     try:
         state_dict_saver.save(
@@ -105,26 +102,26 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
 
 
 def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read what :func:`write_tensors` wrote into tensors, by name; of a DTensor, this rank's part.
-    Without communication.
+    """Read tensors written by :func:`write_tensors`, by name, without communication. Each rank
+    reads its part of a DTensor.
 
-    Nothing that a file names is run: tensors are read with ``weights_only=True``, and of
-    ``.metadata``, which is a pickle, only the classes of torch.distributed.checkpoint are accepted.
+    No pickled code runs: tensors are read with ``weights_only=True``, and the pickle ``.metadata``
+    may only name classes of torch.distributed.checkpoint.
 
     Raises:
-        Exception: of many kinds; a file cannot be read, or is not what it should be.
+        Exception: a file is unreadable or damaged; the type varies.
     """
     _ignore_single_process_warnings()
     try:
         state_dict_loader.load(tensors, storage_reader=_Reader(folder), no_dist=True)
     except CheckpointException as error:
-        # It is a BaseException, and no Exception.
+        # CheckpointException does not derive from Exception.
         raise RuntimeError(reason(next(iter(error.failures.values()))[0])) from error
 
 
 class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write; an error is replaced by one that can be pickled for other ranks."""
+        """Write; replace an error by one that can be pickled for other ranks."""
         try:
             return super().write_data(plan, planner)
         except Exception as error:
@@ -132,9 +129,7 @@ class _Writer(FileSystemWriter):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Accepts the classes that ``.metadata`` is made of, and nothing else: a pickle may name
-    anything to be run.
-    """
+    """Unpickler restricted to the classes of ``.metadata``: a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         accepted = (module, name) in {
@@ -152,12 +147,12 @@ class _MetadataUnpickler(pickle.Unpickler):
             is_own_class = isinstance(loaded, type) and loaded.__module__ == module != "torch"
             if accepted or is_own_class or isinstance(loaded, torch.dtype):
                 return loaded
-        raise RuntimeError(f"{METADATA} names {module}.{name}, which does not belong there")
+        raise RuntimeError(f"{METADATA} names {module}.{name}: not allowed")
 
 
 class _Reader(FileSystemReader):
-    """Reads the metadata at once: torch before 2.13 tries to do without those that cannot be read,
-    and does not say why they cannot.
+    """Reads the metadata first: torch before 2.13 ignores unreadable metadata and does not report
+    the reason.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -173,11 +168,9 @@ class _Reader(FileSystemReader):
 
 
 def _ignore_single_process_warnings() -> None:
-    """torch.distributed.checkpoint warns whenever one process writes or reads alone, which is meant
-    here.
+    """Ignore the warning of torch.distributed.checkpoint that one process reads or writes alone.
 
-    The filter stays: ``catch_warnings`` restores the filters of the whole process, which is not
-    safe in a thread.
+    The filter stays installed: ``catch_warnings`` is not thread-safe.
     """
     for action in ("save", "load"):
         message = (

@@ -1,5 +1,6 @@
-"""What went wrong with a file, in one line: errors of the system and of torch, whose own texts are
-long or advise to allow everything.
+"""One-line reasons for failures to read or write files.
+
+Errors of torch are long, or recommend disabling ``weights_only``.
 """
 
 from __future__ import annotations
@@ -16,19 +17,17 @@ from pathlib import Path
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
 
-# What a text has where a file could not be written: of the system, of torch and of safetensors.
+# Text of errors about writing, by the operating system, torch or safetensors.
 _WRITING = re.compile(r"\[Errno|PytorchStreamWriter|unexpected pos|write|I/O error", re.IGNORECASE)
-# A disk with less is full.
+# A disk with less free space counts as full.
 _FULL_BYTES = 2**16
 
 
 def reason(error: BaseException) -> str:
-    """Return the text of an error in a line; the system's error if torch has wrapped others around
-    it.
-    """
+    """Return an error as one line; prefer the OSError that torch wrapped, if there is one."""
     below = _of_the_system(error)
     if below is None and isinstance(error, pickle.UnpicklingError):
-        # torch's own message advises to allow everything.
+        # torch's own message recommends weights_only=False.
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named:
             return (
@@ -51,16 +50,17 @@ def _of_the_system(error: BaseException) -> OSError | None:
 def saving(
     target: Path, temporary: Path, *, num_bytes: int, removes: bool = True
 ) -> Iterator[None]:
-    """Inside, a folder is written and renamed; where that fails, what was written is removed, as is
-    what a kill has left of it.
+    """Remove the temporary folder if writing or renaming it fails, and raise a CheckpointError.
+
+    A folder that a killed save left is removed first.
 
     Args:
-        target, temporary: the folder to be, and the one that is written.
-        num_bytes: of the tensors.
-        removes: False where another rank does.
+        target, temporary: final folder, and the folder to write.
+        num_bytes: bytes of the tensors.
+        removes: whether this rank removes the folder.
 
     Raises:
-        CheckpointError: why it failed, what it needs and what is free.
+        CheckpointError: saving failed; the message has the reason, the required and the free bytes.
     """
     if removes:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -75,11 +75,11 @@ def saving(
         if not isinstance(error, Exception):
             raise
         cause = reason(error)
-        # torch does not say why a write failed.
+        # torch does not report why a write failed.
         is_full = left < _FULL_BYTES and _of_the_system(error) is None
         if is_full:
             cause = os.strerror(errno.ENOSPC)
-        untouched = "what was saved before is untouched"
+        untouched = "earlier saves are unchanged"
         space = (
             f"it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free;"
             f" {untouched}"
@@ -89,5 +89,5 @@ def saving(
         elif is_full or _of_the_system(error) or _WRITING.search(str(error)):
             problem = f"{space}: free disk space or correct the path"
         else:
-            problem = f"{type(error).__name__}, which is not for lack of space; {untouched}"
+            problem = f"{type(error).__name__}, not a lack of space; {untouched}"
         raise CheckpointError(f"saving {target} failed ({cause}): {problem}") from error

@@ -1,10 +1,9 @@
-"""Save checkpoints of steps into ``{output_dir}/step_N``, each complete or absent, and find the
-latest one again.
+"""Save checkpoints atomically as ``{output_dir}/step_N``, and find the latest one.
 
-A checkpoint is written into a temporary folder, flushed to the disk and renamed, so a kill at any
-moment leaves the complete ones as they were. Older ones are removed when a newer one is complete,
-and not before. Several ranks write one checkpoint together, each what it holds, into a file system
-that they share; an error of one is raised on all.
+A checkpoint is written to a temporary folder, flushed to disk and renamed. A kill at any moment
+leaves complete checkpoints unchanged. Older checkpoints are removed only after a newer one is
+complete. Several ranks write one checkpoint to a shared file system, each rank its own part. An
+error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ _REMOVED = ".removed-"
 
 
 def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
-    """Return the checkpoints of steps whose files have their sizes, and the other such folders.
-
-    None is read.
+    """Return the checkpoints with correct file sizes and the other step folders, without reading
+    files.
     """
     complete = []
     skipped = []
@@ -58,21 +56,19 @@ def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedChec
 
 
 class CheckpointManager:
-    """Saves checkpoints, and removes old ones.
+    """Saves checkpoints and removes old ones.
 
-    With a process group, every rank makes one of these and calls the same methods in the same
-    order; they end alike on all.
+    With a process group, every rank creates a manager and calls the same methods in the same order.
 
     Args:
         output_dir: folder of the run.
-        run: name of the run, which each checkpoint carries.
-        keep_last: complete checkpoints of the run to keep; older ones, and its older incomplete
-            ones, are removed after each save. None keeps all.
-        asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes.
-            Where the host lacks memory for the copy, that checkpoint is saved synchronously, which
-            is logged.
-        process_group: whose ranks save together; None for one process. An asynchronous save needs
-            one that nothing else uses.
+        run: name of the run, stored in each checkpoint.
+        keep_last: number of complete checkpoints of the run to keep; each save removes older ones
+            and older incomplete ones. None keeps all.
+        asynchronous: copy the tensors to the host in :meth:`save` and write them in a thread. If
+            the host lacks memory for the copy, save synchronously and log a warning.
+        process_group: ranks that save together; None for one process. An asynchronous save requires
+            a group of its own.
     """
 
     def __init__(
@@ -94,21 +90,21 @@ class CheckpointManager:
         self._copies: dict[str, torch.Tensor] = {}
 
     def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
-        """Save what a run needs to resume; return the seconds for which training waited, also for
-        an earlier asynchronous save.
+        """Save a checkpoint; return the seconds that training waited, including for an earlier
+        asynchronous save.
 
         Args:
             step: optimizer steps so far; a checkpoint of the same step is replaced.
-            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``: dicts,
-                lists, tuples, tensors and plain values in any nesting. Alike on all ranks but for
-                what each holds of a DTensor.
-            small_state: the rest, of the same kinds of value; it can be read alone. That of rank
-                zero is saved.
+            tensors_tree: the large state, such as ``{"model": ..., "optimizer": ...}``: dicts,
+                lists, tuples, tensors and plain values, nested. Equal on all ranks except for the
+                shards of DTensors.
+            small_state: the small state, of the same types; can be loaded without the tensors. Rank
+                0's is saved.
 
         Raises:
-            CheckpointError: saving failed on one rank at least, or the asynchronous save before
-                this one, which is then not begun; what was saved before is untouched.
-            TypeError: a value is of a kind that cannot be saved; nothing was written.
+            CheckpointError: saving failed on a rank, or the previous asynchronous save failed and
+                this one did not start; earlier checkpoints are unchanged.
+            TypeError: a value has an unsupported type; nothing was written.
         """
         start = time.perf_counter()
         self.wait()
@@ -117,7 +113,7 @@ class CheckpointManager:
             is_copied = self._writer is not None and self._copy(content.tensors)
         except CheckpointError as error:
             raise CheckpointError(
-                f"step {step} cannot be saved ({error}); what was saved before is untouched"
+                f"step {step} cannot be saved ({error}); earlier saves are unchanged"
             ) from error
         if self._writer is not None and is_copied:
             copies = replace(content, tensors=self._copies)
@@ -127,14 +123,14 @@ class CheckpointManager:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Return when the last save is complete; raise a CheckpointError if it failed."""
+        """Wait for the last save; raise CheckpointError if it failed."""
         pending = self._pending
         self._pending = None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Release thread and memory when the last save is complete; raise a CheckpointError if it
+        """Wait for the last save, and release thread and memory; raise CheckpointError if it
         failed.
         """
         try:
@@ -151,11 +147,11 @@ class CheckpointManager:
         self.close()
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Copy what this rank holds to the host; returns whether there was memory for it, which a
-        host's ranks share. A collective.
+        """Copy this rank's tensors to the host; return False if the host lacks memory. A
+        collective.
 
-        Copies are kept from one save to the next: allocating fresh memory takes longer than
-        copying.
+        Ranks of one host share its memory. Copies are reused by the next save: allocating memory
+        takes longer than copying.
         """
         self._copies = {
             name: copy
@@ -173,8 +169,8 @@ class CheckpointManager:
             if on_host > available:
                 self._copies = {}
                 log.warning(
-                    "an asynchronous save copies %s to the host, which has %s available: saving"
-                    " synchronously",
+                    "asynchronous save: the copy needs %s of host memory, %s are available;"
+                    " saving synchronously",
                     format_bytes(on_host),
                     format_bytes(available),
                 )
@@ -190,8 +186,8 @@ class CheckpointManager:
                 self._copies[name] = tensor.to("cpu", copy=True)
 
     def _write(self, step: int, content: Content) -> None:
-        """Write and rename; each rank takes the same steps, and one that fails on any of them is
-        the last for all.
+        """Write and rename the checkpoint. If a rank fails in a phase, all ranks stop after that
+        phase.
         """
         target = self._output_dir / f"step_{step}"
         temporary = self._output_dir / f"{_SAVING}step_{step}"
@@ -204,8 +200,8 @@ class CheckpointManager:
             self._remove_old(order)
 
     def make_room(self, num_bytes: int) -> None:
-        """Remove what the next save will supersede, where the disk has no room for both; the newest
-        checkpoint stays.
+        """Remove checkpoints that the next save will supersede if the disk cannot hold both. The
+        newest checkpoint stays.
 
         Args:
             num_bytes: bytes of the next save.
@@ -213,12 +209,12 @@ class CheckpointManager:
         if self._keep_last is None or shutil.disk_usage(self._output_dir).free > num_bytes:
             return
         for checkpoint in self._complete()[max(self._keep_last - 1, 1) :]:
-            log.info("%s is removed to make room for the next save", checkpoint.path.name)
+            log.info("removed %s to free disk space for the next save", checkpoint.path.name)
             remove_folder(checkpoint.path)
 
     def _prepare(self, target: Path, temporary: Path, num_bytes: int) -> int:
-        """Remove what a kill has left, and make an empty folder; returns the order of the new
-        checkpoint.
+        """Remove leftovers of a killed save and create the temporary folder; return the order of
+        the new checkpoint.
         """
         self._output_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._output_dir.iterdir()):
@@ -227,7 +223,7 @@ class CheckpointManager:
                 if name == path.name or not _STEP.fullmatch(name):
                     continue
                 if prefix == _REPLACED and not (self._output_dir / name).exists():
-                    # Killed between the two renames: nothing has replaced it.
+                    # The process was killed between the two renames; restore the old checkpoint.
                     path.rename(self._output_dir / name)
                 else:
                     shutil.rmtree(path)
@@ -239,21 +235,21 @@ class CheckpointManager:
                 )
         self.make_room(num_bytes)
         temporary.mkdir()
-        # One more than of all that is there, so that no clock decides which is the newest.
+        # Count up from existing checkpoints: clocks may be wrong.
         complete, skipped = checkpoints_in(self._output_dir)
         orders = [checkpoint.order for checkpoint in complete]
         orders += [damaged.order or 0 for damaged in skipped]
         return 1 + max(orders, default=0)
 
     def _complete(self) -> list[Checkpoint]:
-        """Return the checkpoints of this run that are complete by name and size, newest first."""
+        """Return the checkpoints of this run with correct file sizes, newest first."""
         complete, _ = checkpoints_in(self._output_dir)
         own = [checkpoint for checkpoint in complete if checkpoint.run == self._run]
         return sorted(own, key=lambda checkpoint: -checkpoint.order)
 
     def _remove_old(self, newest: int) -> None:
-        """Keep the last few checkpoints; folders of users, of other runs and of other versions
-        stay.
+        """Remove old checkpoints of this run; keep those of other runs and versions, and users'
+        folders.
         """
         if self._keep_last is None:
             return
@@ -267,10 +263,10 @@ class CheckpointManager:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a checkpoint's folder; a warning is logged where that fails."""
+    """Remove the folder of a checkpoint; log a warning if that fails."""
     removed = path.with_name(_REMOVED + path.name)
     try:
-        # Partly removed under its own name, it might look like a user's folder.
+        # A partly removed folder under its own name might look like a user's folder.
         path.rename(removed)
         shutil.rmtree(removed)
     except OSError as error:
@@ -278,8 +274,8 @@ def remove_folder(path: Path) -> None:
 
 
 def _step_folders(output_dir: Path) -> list[Path]:
-    """Return the folders of checkpoints, with those that a killed save has renamed and not
-    replaced.
+    """Return the checkpoint folders, including those that a killed save renamed and did not
+    replace.
     """
     if not output_dir.is_dir():
         return []

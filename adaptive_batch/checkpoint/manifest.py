@@ -1,6 +1,4 @@
-"""What a save writes last: the name, size and checksum of every file, with a checksum of its own,
-so that damage is known before use.
-"""
+"""Manifest of a checkpoint: name, size and checksum of every file, and its own checksum."""
 
 from __future__ import annotations
 
@@ -11,20 +9,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Large enough that reading, not Python, takes the time.
+# Large enough that reading dominates the time, not Python.
 _CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """Size of a file and its ``zlib.crc32``, as the manifest has them."""
+    """Size of a file and its ``zlib.crc32``."""
 
     bytes: int
     crc32: int
 
     @classmethod
     def of(cls, path: Path) -> SavedFile:
-        """Read a file."""
+        """Read size and checksum of a file."""
         return cls(path.stat().st_size, _crc32(path))
 
 
@@ -39,10 +37,10 @@ def manifest_text(content: Mapping[str, Any], files: Mapping[str, SavedFile]) ->
 
 
 def read_manifest(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
-    """Return what :func:`manifest_text` was given.
+    """Parse a text of :func:`manifest_text` into its content and files.
 
     Raises:
-        ValueError: the text is none of these.
+        ValueError: the text is not a manifest, or its checksum differs.
     """
     try:
         content = json.loads(text)
@@ -56,8 +54,8 @@ def read_manifest(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
 
 
 def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
-    """Return which file of a folder is missing or has another size than was saved; None where none.
-    The files are not read.
+    """Describe the first file that is missing or has a different size, or return None. Reads
+    no content.
     """
     for name, saved in files.items():
         try:
@@ -70,7 +68,9 @@ def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
 
 
 def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
-    """Read the files of a folder; return which of them is not what was saved, or None."""
+    """Describe the first file that is unreadable or has a different checksum; None if there is
+    none.
+    """
     for name, saved in files.items():
         try:
             checksum = _crc32(folder / name)

@@ -1,12 +1,11 @@
-"""Optimizer state by parameter name (FQN): the same however the parameters are sharded,
-checkpointed or compiled.
+"""Optimizer state by parameter name (FQN), independent of sharding, checkpointing and compilation.
 
     {"state": {name: {"exp_avg": tensor, "step": tensor, ...}}, "param_groups": [{"lr": ...,
     "params": [name, ...]}, ...]}
 
-This is also the form of ``torch.distributed.checkpoint.state_dict``, whose functions are not used:
-they call ``step()`` of the live optimizer wherever it has no state (a new AdamW when it is loaded,
-plain SGD at each save), and refuse a parameter that was never stepped.
+``torch.distributed.checkpoint.state_dict`` has the same format. Its functions are not used: they
+call ``step()`` of the live optimizer if it has no state (a new AdamW on load, plain SGD on each
+save), and raise for a parameter that was never stepped.
 """
 
 from __future__ import annotations
@@ -23,31 +22,29 @@ from torch.optim import Optimizer
 
 from adaptive_batch.errors import CheckpointError
 
-# What activation checkpointing and torch.compile put into the path of a module.
+# Module names that activation checkpointing and torch.compile insert.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 _OURS = ("params", "param_names")
-# Of a group that state is loaded into, not of the saved one: the last three say how this machine
-# computes a step.
+# Options that a group keeps on load. The last three choose how this machine computes a step.
 _STAYS = ("param_names", "fused", "foreach", "capturable")
 
 
 def parameter_name(name: str) -> str:
-    """Return a parameter's name without what wraps its modules."""
+    """Return the name of a parameter without wrapper modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_optimizer_state(
     optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any]:
-    """Return the state of optimizers by name; their own tensors, not copies, which are DTensors
-    where the parameters are.
+    """Return the state of optimizers by parameter name, with the optimizers' own tensors.
 
     Args:
-        optimizers: one over all parameters, or one for each.
-        names: of the parameters, as ``model.named_parameters()`` has them.
+        optimizers: one optimizer for all parameters, or one per parameter.
+        names: names of the parameters, as in ``model.named_parameters()``.
 
     Raises:
-        CheckpointError: an optimizer keeps its state in a form of its own.
+        CheckpointError: an optimizer does not store its state by parameter.
     """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -55,8 +52,8 @@ def named_optimizer_state(
         saved = optimizer.state_dict()
         if "param_groups" not in saved:
             raise CheckpointError(
-                f"{type(optimizer).__name__} does not give its state by parameter, as a resume"
-                " point needs it; give another optimizer"
+                f"{type(optimizer).__name__} does not store its state by parameter, so it cannot"
+                " be saved; use another optimizer"
             )
         by_number = [parameter_name(names[parameter]) for parameter in _parameters([optimizer])]
         state |= {by_number[number]: dict(entries) for number, entries in saved["state"].items()}
@@ -69,18 +66,18 @@ def named_optimizer_state(
 def load_named_optimizer_state(
     state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Load what :func:`named_optimizer_state` returned; without communication.
+    """Load the state returned by :func:`named_optimizer_state`, without communication.
 
     Args:
-        state: the state, sharded as the parameters are. Where a parameter is a DTensor, a plain
-            tensor of another shape is replicated, and one without dimensions (``step``) stays as it
-            is.
-        optimizers: one over all parameters, or one for each; not necessarily as it was saved.
+        state: state with the sharding of the parameters. If a parameter is a DTensor, a plain
+            tensor of another shape is replicated; a scalar (``step``) stays unchanged.
+        optimizers: one optimizer for all parameters, or one per parameter; may differ from the
+            save.
         names: as in :func:`named_optimizer_state`.
 
     Raises:
-        CheckpointError: the state belongs to other parameters; the parameter is named, and nothing
-            is loaded.
+        CheckpointError: the state belongs to other parameters. The message names the parameter, and
+            nothing is loaded.
     """
     optimizers = list(optimizers)
     check_parameters(state, optimizers, names)
@@ -95,14 +92,14 @@ def load_named_optimizer_state(
 def check_parameters(
     state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Raise a CheckpointError if a state by name has a parameter that is not trained here."""
+    """Raise a CheckpointError if the state has a parameter that is not trained."""
     trained = {parameter_name(names[parameter]) for parameter in _parameters(optimizers)}
     for group in state["param_groups"]:
         for name in group["params"]:
             if name not in trained:
                 raise CheckpointError(
-                    f"the saved optimizer state has the parameter {name}, which is not trained"
-                    " here; it belongs to another model"
+                    f"the saved optimizer state has the parameter {name}, but this model does not"
+                    " train it; the state belongs to another model"
                 )
 
 
@@ -112,7 +109,7 @@ def _numbered(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes."""
+    """Return the state by parameter number for ``optimizer.load_state_dict``."""
     entries_of: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     counter = count()
@@ -127,9 +124,8 @@ def _numbered(
         strangers = [name for name in named if group_of[name] is not group_of[named[0]]]
         if strangers:
             raise CheckpointError(
-                f"the saved optimizer state has {named[0]} and {strangers[0]} in two groups, which"
-                " are one here; load it with the optimizer's groups, and with optimizer_in_bwd, as"
-                " they were"
+                f"the saved optimizer state has {named[0]} and {strangers[0]} in two groups, this"
+                " optimizer has them in one; use the saved groups and the saved optimizer_in_bwd"
             )
         numbers = [next(counter) for _ in named]
         kept = {key: group[key] for key in _STAYS if key in group}
@@ -155,8 +151,8 @@ def map_leaves(
     kind: Any = object,
     path: tuple[Any, ...] = (),
 ) -> Any:
-    """Return a tree of mappings, lists and tuples with `function` applied to path and value of each
-    leaf of a kind.
+    """Apply `function` to path and value of each leaf of type `kind` in a tree of mappings, lists
+    and tuples.
     """
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
@@ -176,8 +172,8 @@ def distributed_from_local(
     placements: Sequence[Placement],
     shape: torch.Size | None = None,
 ) -> DTensor:
-    """Return a DTensor of a rank's own part, over the mesh of a parameter and on its device, which
-    is the host's with CPU offload.
+    """Create a DTensor from this rank's part, on the mesh and the device of a parameter (the CPU
+    with CPU offload).
     """
     if shape is None:
         shape = local.shape
@@ -189,7 +185,7 @@ def distributed_from_local(
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Return the parameters in the order of torch's numbers."""
+    """Return the parameters in torch's numbering."""
     return [
         parameter
         for optimizer in optimizers

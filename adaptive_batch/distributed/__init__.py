@@ -1,4 +1,4 @@
-"""Ranks: collectives, FSDP2, the watchdog, preemption."""
+"""Collectives, FSDP2 and DDP support, the watchdog, and preemption."""
 
 from .collectives import (
     all_gather,

@@ -1,6 +1,4 @@
-"""Collectives over all ranks; without a process group there is one rank, and each function returns
-what it was given.
-"""
+"""Collectives over all ranks; without a process group, each function returns its input."""
 
 from __future__ import annotations
 
@@ -29,35 +27,30 @@ if _IS_AVAILABLE:
 
 Result = TypeVar("Result")
 
-# What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens
-# of a dataset.
+# Rank 0 may read or write a checkpoint or tokenize a dataset while the others wait.
 _PATIENCE = timedelta(hours=12)
 _CONNECT = timedelta(minutes=5)
 _COME = timedelta(minutes=10)
 _patient_group: Any = None
-# With tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows.
+# Tensor-parallel size: consecutive ranks that share one copy of the model and see the same rows.
 _ranks_of_a_model = 1
-# In which gloo's threads let go of the last tensors: one that does so while Python ends aborts the
+# Time for gloo's threads to release their tensors; a release during interpreter shutdown aborts the
 # process.
 _SETTLE_SECONDS = 0.1
-# Whether this rank runs by itself, see `alone`.
+# True within `alone`.
 _is_alone = ContextVar("_is_alone", default=False)
-# What this process calls its attempt, by where the ranks meet.
+# Names of this process's attempts by rendezvous address.
 _attempts: dict[tuple[str, ...], str] = {}
 
 
 def is_launched() -> bool:
-    """Return whether this process was started as one of several, as torchrun does; there need not
-    be a process group yet.
-    """
+    """Return whether a launcher such as torchrun started several processes."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
 
 def launch_name() -> str | None:
-    """Return a name for what torchrun has started, the same after each restart; None without
-    torchrun.
-    """
-    # "none" is torchrun's own word where nobody gave another.
+    """Return a name of the torchrun launch that survives restarts; None without torchrun."""
+    # torchrun sets "none" if the user gives no run id.
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return None
@@ -65,9 +58,7 @@ def launch_name() -> str | None:
 
 
 def _began(process: int) -> str:
-    """Return when a process began, in ticks since the machine did: in containers, each launch may
-    have the same number.
-    """
+    """Return the start time of a process in ticks since boot: containers reuse process ids."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -75,20 +66,19 @@ def _began(process: int) -> str:
 
 
 def meet_ranks() -> tuple[Store, int, int]:
-    """Meet the other ranks in the store that torchrun's environment names; a collective, that needs
-    no process group.
+    """Connect to the other ranks in the store of torchrun's environment; a collective that needs no
+    process group.
 
-    torchrun's store outlives a restart, and what an earlier attempt has left there must not be read
-    again. Its count of restarts does not tell them apart: a node whose ranks were well when
-    another's failed starts them again uncounted.
+    torchrun's store outlives a restart, and this attempt must not read keys of earlier attempts.
+    torchrun's restart count does not identify an attempt: it does not count a restart of a healthy
+    node after a failure on another node.
 
     Returns:
-        A new connection to what this attempt keeps in the store, this rank, and the number of
-        ranks.
+        A new connection to this attempt's keys in the store, this rank, and the number of ranks.
 
     Raises:
         torch.distributed.DistNetworkError: the store did not answer for 5 minutes.
-        RankLostError: other ranks did not come within 10 minutes.
+        RankLostError: other ranks did not join within 10 minutes.
     """
     store, rank, size = next(rendezvous("env://", timeout=_CONNECT))
     place = tuple(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
@@ -98,18 +88,17 @@ def meet_ranks() -> tuple[Store, int, int]:
 
 
 def _attempt(store: Store, rank: int, size: int) -> str:
-    """Return a name that rank zero makes and gives to whoever asks until all ranks of this attempt
+    """Return the name of this attempt: rank 0 generates it and answers requests until all ranks
     have it.
 
-    The ranks of an attempt have all ended before those of the next one start, so that nobody gets
-    an earlier name.
+    All ranks of an attempt exit before the next attempt starts, so no rank gets an old name.
     """
     if rank:
         number = store.add("asked", 1)
         try:
             store.wait([f"answer/{number}"], _COME)
         except dist.DistStoreError as error:
-            raise RankLostError(f"rank zero has not come within {_COME}", {}) from error
+            raise RankLostError(f"rank 0 did not join within {_COME}", {}) from error
         name = store.get(f"answer/{number}").decode()
         store.add(f"{name}/taken", 1)
         return name
@@ -125,14 +114,14 @@ def _attempt(store: Store, rank: int, size: int) -> str:
             store.set(f"answer/{number}", name)
         store.add("answered", num_asked - num_answered)
         if time.monotonic() > until:
-            raise RankLostError(f"{num_arrived + 1} of {size} ranks have come within {_COME}", {})
+            raise RankLostError(f"{num_arrived + 1} of {size} ranks joined within {_COME}", {})
         time.sleep(0.01)
     return name
 
 
 def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
-    """Begin the process group of all ranks that were launched; `ranks_of_a_model` of tensor
-    parallelism divides their number.
+    """Initialize the process group of all launched ranks; `ranks_of_a_model` is the tensor-parallel
+    size.
     """
     global _ranks_of_a_model, _patient_group
     store, rank, size = meet_ranks()
@@ -143,16 +132,16 @@ def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
 
 @contextlib.contextmanager
 def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
-    """Context manager: inside, this is rank zero of `world_size` ranks whose collectives have
-    shapes, and move nothing.
+    """Context manager that simulates rank 0 of `world_size` ranks. Collectives compute shapes and
+    move no data.
 
-    `ranks_of_a_model` of tensor parallelism divides the world size.
+    `ranks_of_a_model` is the tensor-parallel size.
     """
     global _ranks_of_a_model
     if world_size == 1:
         yield
         return
-    assert not has_group(), "there is a process group already"
+    assert not has_group(), "a process group exists"
     dist.init_process_group("fake", rank=0, world_size=world_size)
     _ranks_of_a_model = ranks_of_a_model
     try:
@@ -162,7 +151,7 @@ def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterato
 
 
 def destroy_process_group() -> None:
-    """End the process group, if there is one."""
+    """Destroy the process group, if any."""
     global _ranks_of_a_model, _patient_group
     if has_group():
         dist.destroy_process_group()
@@ -173,19 +162,19 @@ def destroy_process_group() -> None:
 
 
 def host_group() -> Any:
-    """Return another process group of all ranks, for tensors on the host; None with one rank."""
+    """Create a gloo process group of all ranks for CPU tensors; None with one rank."""
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 without a process group, and within :func:`alone`."""
+    """Return the number of ranks; 1 without a process group and within :func:`alone`."""
     return dist.get_world_size() if has_group() and not _is_alone.get() else 1
 
 
 @contextlib.contextmanager
 def alone(is_alone: bool = True) -> Iterator[None]:
-    """Context manager: inside, the functions of this module act as with one rank, or where
-    `is_alone` is false as with all of them again.
+    """Context manager that makes the functions of this module act as with one rank, or with all
+    ranks again if `is_alone` is false.
     """
     token = _is_alone.set(is_alone)
     try:
@@ -195,8 +184,8 @@ def alone(is_alone: bool = True) -> Iterator[None]:
 
 
 def refuse_collectives(error: Exception) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that raises `error` where a rank begins a collective of torch while
-    it is :func:`alone`.
+    """Create a context manager that raises `error` if torch starts a collective within
+    :func:`alone`.
     """
     from adaptive_batch._torch import TorchDispatchMode
 
@@ -212,47 +201,47 @@ def refuse_collectives(error: Exception) -> contextlib.AbstractContextManager[ob
 
 
 def rank() -> int:
-    """Return the number of this rank, from 0; 0 without a process group."""
+    """Return the index of this rank; 0 without a process group."""
     return dist.get_rank() if has_group() else 0
 
 
 def is_rank_zero() -> bool:
-    """Return whether this is the rank that prints, writes and computes for all."""
+    """Return whether this is rank 0, which prints and writes for all ranks."""
     return rank() == 0
 
 
 def data_parallel_size() -> int:
-    """Return how many ranks see different rows: all of them but for tensor parallelism."""
+    """Return the number of ranks with different rows: the world size / tensor-parallel size."""
     return world_size() // _ranks_of_a_model
 
 
 def data_parallel_rank() -> int:
-    """Return which of the :func:`data_parallel_size` parts of a step's rows this rank has."""
+    """Return the index of this rank's rows among :func:`data_parallel_size`."""
     return rank() // _ranks_of_a_model
 
 
 def local_world_size() -> int:
-    """Return how many ranks share this machine's memory."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world_size() > 1 else 1
 
 
 def minimum(value: int) -> int:
-    """Return the least `value` of all ranks, on every rank."""
+    """Return the minimum of `value` over all ranks."""
     return -maximum(-value)
 
 
 def maximum(value: int) -> int:
-    """Return the greatest `value` of all ranks, on every rank."""
+    """Return the maximum of `value` over all ranks."""
     if world_size() == 1:
         return value
     return all_reduce_max([value])[0]
 
 
 def all_reduce_max(values: Sequence[int]) -> list[int]:
-    """Return the greatest of each of `values`, as many on all ranks, in one collective."""
+    """Return the elementwise maximum of `values` over all ranks, in one collective."""
     if world_size() == 1:
         return list(values)
-    # gloo where the group has it, otherwise this process's accelerator (NCCL)
+    # gloo if the group has it, otherwise the accelerator's backend (NCCL)
     on_host = "cpu:" in dist.get_backend_config()
     device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
     reduced = torch.tensor(values, dtype=torch.int64, device=device)
@@ -261,24 +250,20 @@ def all_reduce_max(values: Sequence[int]) -> list[int]:
 
 
 def all_reduce_sum(*tensors: torch.Tensor) -> None:
-    """Put the sums over all ranks into some tensors, in place; one collective for each, which do
-    not wait for each other.
-    """
+    """Sum each tensor over all ranks in place, with one asynchronous collective per tensor."""
     if world_size() > 1:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
 
 def broadcast(tensor: torch.Tensor) -> None:
-    """Replace a tensor by that of rank zero, in place."""
+    """Replace a tensor in place by rank 0's."""
     if world_size() > 1:
         dist.broadcast(tensor, src=0)
 
 
 def all_gather(value: Result) -> list[Result]:
-    """Return the `value` of each rank, by rank, on every rank; it must be picklable when there are
-    other ranks.
-    """
+    """Return the `value` of each rank, by rank; must be picklable with several ranks."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -287,26 +272,24 @@ def all_gather(value: Result) -> list[Result]:
 
 
 def any_of_ranks(flag: bool) -> bool:
-    """Return, on every rank, whether `flag` is true on one rank at least."""
+    """Return whether `flag` is true on any rank."""
     if world_size() == 1:
         return flag
     return bool(maximum(flag))
 
 
 def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
-    """Compute on rank zero alone and share the result.
+    """Compute on rank 0 only and return the result on every rank.
 
     Args:
-        compute: called on rank zero; its result must be picklable when there are other ranks. They
-            wait for it up to 12 hours, or where :func:`init_process_group` did not begin the group,
-            up to its timeout.
-        group: another process group of all ranks, so that a thread may call this where nothing else
-            uses that group.
+        compute: function that rank 0 calls. With several ranks, its result must be picklable. The
+            others wait up to 12 hours, or the group's own timeout if :func:`init_process_group` did
+            not create it.
+        group: another process group of all ranks, for calls from a thread.
 
     Raises:
-        BaseException: what `compute` raised on rank zero is raised on every rank, so that none is
-            left waiting. An error that does not survive a pickle becomes a RuntimeError with its
-            type and text on the other ranks.
+        BaseException: the error of rank 0, raised on every rank. On the other ranks, an error that
+            cannot be pickled becomes a RuntimeError with its type and text.
     """
     if world_size() == 1:
         return compute()
@@ -318,7 +301,7 @@ def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
 
 
 def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Result]:
-    """Compute on every rank and return the results by rank, on every rank; arguments and errors as
+    """Compute on every rank and return all results, by rank, on every rank; arguments and errors as
     in :func:`from_rank_zero`.
     """
     if world_size() == 1:
@@ -333,8 +316,8 @@ def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Res
 
 
 def on_rank_zero(act: Callable[[], Result]) -> Result | None:
-    """Act on rank zero alone and return the result there, which need not be picklable; errors as in
-    :func:`from_rank_zero`.
+    """Call `act` on rank 0 only. Return its result there, which need not be picklable, and None on
+    other ranks; errors as in :func:`from_rank_zero`.
     """
     results: list[Result] = []
     from_rank_zero(lambda: results.append(act()))
@@ -343,7 +326,7 @@ def on_rank_zero(act: Callable[[], Result]) -> Result | None:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result or error of a computation, and the pickle of both for other ranks."""
+    """Result or error of a computation, and its pickle for other ranks."""
 
     value: Any
     error: BaseException | None
@@ -368,9 +351,7 @@ def _unpacked(packed: bytes) -> _Outcome:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return the error, or where a pickle would not bring it back, as where its ``__init__`` takes
-    other arguments, its text.
-    """
+    """Return the error, or a RuntimeError with its text if pickling would change it."""
     with contextlib.suppress(Exception):
         if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error
@@ -378,5 +359,5 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def has_group() -> bool:
-    """Return whether there is a process group."""
+    """Return whether a process group is initialized."""
     return _IS_AVAILABLE and dist.is_initialized()

@@ -1,5 +1,7 @@
-"""DDP from inside: parts of a batch run without any collective, and gradients are reduced once all
-ranks have run theirs, so that one rank's failure is retried by all.
+"""DDP without collectives inside micro-batches.
+
+Gradients are reduced after all ranks have run their micro-batches, so all ranks can retry the
+failure of one.
 """
 
 from __future__ import annotations
@@ -21,28 +23,28 @@ from .fsdp import Sharding
 
 private = PrivateNames("DDP")
 
-# Gradients are reduced in buckets of about so many bytes, as DDP's own are.
+# Approximate bucket size of gradient reduction; DDP's default.
 _BUCKET_BYTES = 25 * 2**20
 
-# Kinds of a gradient, in an order in which the highest of any rank serves all ranks.
+# Kinds of gradients. The maximum over ranks is a kind that all ranks can use.
 _NO_GRADIENT = 0
 _SPARSE = 1
 _DENSE = 2
 
 
 class Replicas(Sharding):
-    """The copies of a model that DDP keeps alike, one on each rank.
+    """Replicas of a model under DDP.
 
-    Within a micro-batch nothing waits for another rank: DDP neither reduces gradients in backward
-    nor broadcasts buffers in forward. A rank that fails there only leaves its micro-batches out.
+    A micro-batch runs no collectives: DDP does not reduce gradients in backward and does not
+    broadcast buffers in forward. If a rank fails, only that rank skips its micro-batches.
 
     Args:
         ddp: module that holds the model.
-        overlaps: the last micro-batch of a step is run as DDP does it, which reduces gradients
-            while backward runs; a rank that fails there is lost.
+        overlaps: run the last micro-batch of a step as DDP does, with gradient reduction during
+            backward. A failure in that micro-batch cannot be retried.
 
     Raises:
-        SettingError: the module reduces gradients in a way that parts would not.
+        SettingError: a DDP option changes the gradient reduction, which micro-batches bypass.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, overlaps: bool = False) -> None:
@@ -54,27 +56,27 @@ class Replicas(Sharding):
         self._refuse_own_reductions()
 
     def _refuse_own_reductions(self) -> None:
-        """Refuse what DDP does only as it reduces gradients itself."""
+        """Raise if DDP has an option that works only in its own gradient reduction."""
         if self._ddp.mixed_precision is not None:
             remedy = (
-                "DDP gives parameters their own type back as it reduces gradients, which no part"
-                " does; use torch.autocast instead"
+                "DDP restores the dtype of parameters when it reduces gradients, which"
+                " micro-batches bypass; use torch.autocast instead"
             )
             raise SettingError("mixed_precision", self._ddp.mixed_precision, remedy)
         ddp = private(self._ddp, "_get_ddp_logging_data")
         hook = ddp._get_ddp_logging_data().get("comm_hook")
         if hook and not self.reduces_in_backward:
             remedy = (
-                "a communication hook would not run, as gradients are reduced without DDP once all"
-                " parts have run, and by no trial; give"
-                " options=StepOptions(overlap_reduction=True), with which DDP reduces them in the"
-                " last part, and register the hook after find_max_batch_size"
+                "the communication hook would not run: gradients are reduced without DDP after all"
+                " micro-batches; give options=StepOptions(overlap_reduction=True), with which DDP"
+                " reduces them in the last micro-batch, and register the hook after"
+                " find_max_batch_size"
             )
             raise SettingError("register_comm_hook", hook, remedy)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters that are alike on all ranks, in the same order on each."""
+        """Trained parameters that DDP replicates, in the same order on all ranks."""
         return [
             parameter
             for name, parameter in self._ddp.module.named_parameters()
@@ -85,8 +87,8 @@ class Replicas(Sharding):
     def micro_batch(
         self, *, is_last: bool = True, evaluates: bool | str = False, is_trial: bool = False
     ) -> Iterator[None]:
-        """Inside, one micro-batch runs; on this rank alone, unless it reduces gradients."""
-        # Else forward might broadcast buffers, and wait for a rank that has failed.
+        """Run one micro-batch without collectives, unless it reduces gradients."""
+        # Otherwise forward might broadcast buffers and wait for a rank that failed.
         self._ddp.require_forward_param_sync = False
         self._is_reducing = self.reduces_in_backward and is_last and not (evaluates or is_trial)
         with nullcontext() if self._is_reducing else self._ddp.no_sync():
@@ -95,20 +97,20 @@ class Replicas(Sharding):
 
     @property
     def can_finish(self) -> bool:
-        """Whether no other rank waits within the micro-batch that failed."""
+        """True unless the failed micro-batch reduced gradients, for which other ranks wait."""
         return not self._is_reducing
 
     @property
     def can_skip(self) -> bool:
-        """True: no other rank waits for a micro-batch."""
+        """True: other ranks do not wait for a micro-batch."""
         return True
 
     def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
-        """Leave out a micro-batch."""
+        """Do nothing: micro-batches have no collectives."""
 
     def begin_step(self) -> None:
-        """Give all ranks the buffers of rank zero, as DDP does before each forward."""
-        # A hook may have been registered since.
+        """Broadcast the buffers of rank 0, as DDP does before each forward."""
+        # A hook may have been registered since the last step.
         self._refuse_own_reductions()
         if not self._ddp.broadcast_buffers:
             return
@@ -117,7 +119,7 @@ class Replicas(Sharding):
                 dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
 
     def reduce_gradients(self) -> None:
-        """Average the gradients over ranks, in place; a gradient that no rank has stays None."""
+        """Average gradients over ranks in place; a gradient stays None if all ranks have None."""
         if self.reduces_in_backward:
             return
         parameters = self.parameters
@@ -136,7 +138,7 @@ class Replicas(Sharding):
             self._reduce(bucket)
 
     def _reduce(self, gradients: Sequence[torch.Tensor]) -> None:
-        # A large gradient is a bucket by itself, and no memory is counted for a copy of it.
+        # A large gradient is reduced without a copy, since memory estimates do not count one.
         if len(gradients) == 1 and gradients[0].is_contiguous():
             self._reduce_in_place(gradients[0])
             return
@@ -148,16 +150,16 @@ class Replicas(Sharding):
 
     def _reduce_in_place(self, tensor: torch.Tensor) -> None:
         group = self._ddp.process_group
-        # Before the sum, as DDP does: the sum of float16 might overflow.
+        # Divide before the sum, as DDP does: the sum could overflow in float16.
         tensor /= dist.get_world_size(group)
         dist.all_reduce(tensor, group=group)
 
 
 def sharding_of(model: nn.Module, *, overlaps: bool = False, **options: Any) -> Sharding:
-    """Return how several ranks hold a model.
+    """Return the sharding of a model over several ranks.
 
     Args:
-        model: model with `fully_shard` applied, or in a DDP module, or neither.
+        model: model with `fully_shard`, in a DDP module, or neither.
         overlaps: see :class:`Replicas`.
         options: see :class:`Sharding`.
     """
@@ -175,16 +177,16 @@ def _kind_of(gradient: torch.Tensor | None) -> int:
 
 
 def _as_kind(kind: int, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient as the kind that all ranks have; zeros where it has none."""
+    """Convert a parameter's gradient to the kind that all ranks use; zeros if it is None."""
     gradient = parameter.grad
     if kind == _DENSE:
         if gradient is None:
             return torch.zeros_like(parameter)
         return gradient.to_dense()
     if gradient is not None:
-        # Embeddings whose outputs were added up share the values of their gradients.
+        # Gradients of embeddings whose outputs were added share their values.
         return gradient.clone()
-    # That of an embedding of which no row was used.
+    # Gradient of an embedding without used rows.
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     no_values = parameter.detach()[:0]
     return torch.sparse_coo_tensor(indices, no_values, parameter.shape, check_invariants=False)

@@ -1,10 +1,9 @@
-"""FSDP2 from inside: when gradients are reduced, and how a rank that failed lets the others
-continue.
+"""FSDP2 control of gradient reduction, and recovery of a rank that failed within a micro-batch.
 
-A rank that runs out of memory within a micro-batch leaves the others waiting in the next
-collective. Which collectives a micro-batch has does not depend on its rows, so the rank that failed
-runs the rest of them with buffers of zeros. The others compute nonsense to the end of the step, and
-learn where all ranks count their label tokens that it is to be retried.
+A rank that runs out of memory leaves the other ranks waiting in their next collective. The sequence
+of collectives does not depend on the rows of a micro-batch, so the failed rank runs the remaining
+collectives with zero-filled buffers. The other ranks compute invalid values until the end of the
+step. When all ranks count their label tokens, they learn that the step must be repeated.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ private = PrivateNames("FSDP2")
 
 
 class Sharding:
-    """The FSDP modules of a model; does nothing where it has none.
+    """FSDP modules of a model; does nothing if the model has none.
 
     Args:
-        model: with `fully_shard` applied.
-        finishes: a micro-batch that fails on one rank can be brought to its end; False where other
-            collectives than FSDP's are part of it, as with tensor parallelism.
-        syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones
-            until the last.
+        model: model with `fully_shard`.
+        finishes: whether a micro-batch that fails on one rank can be completed; False if it has
+            collectives other than FSDP's, as with tensor parallelism.
+        syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded
+            gradients until the last one.
 
     Raises:
-        TorchVersionError: torch is older than 2.13, and the model has FSDP modules.
+        TorchVersionError: the model has FSDP modules and torch is older than 2.13.
 
     Attributes:
-        is_sharded: the model has FSDP modules, and several ranks share it.
-        reduces_in_backward: the last micro-batch alone is one that ranks run together.
+        is_sharded: whether the model has FSDP modules on several ranks.
+        reduces_in_backward: whether ranks wait for each other in the last micro-batch only.
     """
 
     reduces_in_backward = False
@@ -50,7 +49,7 @@ class Sharding:
     def __init__(
         self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True
     ) -> None:
-        # On one rank too: a forward that failed leaves them in its midst there as well.
+        # A failed forward leaves FSDP modules in an intermediate state on one rank as well.
         self._modules = _fsdp_modules(model)
         if self._modules and not hasattr(self._modules[0], "reset_iter_state"):
             raise TorchVersionError(
@@ -74,20 +73,22 @@ class Sharding:
     # --- micro-batches
 
     def needs_dummy(self, *, is_last: bool) -> bool:
-        """Return whether a rank without a micro-batch runs a dummy, as the others wait for it."""
+        """Return whether a rank without a micro-batch must run a dummy because other ranks wait for
+        it.
+        """
         return self.is_sharded or (is_last and self.reduces_in_backward)
 
     def micro_batch(
         self, *, is_last: bool = True, evaluates: bool | str = False, is_trial: bool = False
     ) -> AbstractContextManager[object]:
-        """Inside, one micro-batch runs forward and backward, or forward alone; the gradients of the
-        last are reduced in any case.
+        """Record the collectives of one micro-batch: forward and backward, or forward only.
 
         Args:
-            is_last: whether gradients are reduced where not each micro-batch does.
-            evaluates: whether there is no backward; a name where another function than the loss
-                runs, whose collectives are others.
-            is_trial: whether it is no training.
+            is_last: whether this is the last micro-batch of the step, which always reduces
+                gradients.
+            evaluates: whether there is no backward; a name for a function other than the loss,
+                whose collectives differ.
+            is_trial: whether this is a trial.
         """
         if not self._modules:
             return nullcontext()
@@ -95,7 +96,7 @@ class Sharding:
 
     @contextmanager
     def _recorded(self, *, is_last: bool, evaluates: bool | str) -> Iterator[None]:
-        """Note the collectives of the micro-batch that runs inside."""
+        """Record the collectives of a micro-batch."""
         if self.is_sharded and not self._syncs_every and not evaluates:
             for module in self._modules:
                 module.set_requires_gradient_sync(is_last, recurse=False)
@@ -106,12 +107,12 @@ class Sharding:
         yield
         self._is_running = False
         self._known.setdefault(self._kind, list(self._calls))
-        # There is no backward that would reshard.
+        # Without a backward, parameters stay unsharded.
         if evaluates:
             self.reset()
 
     def _kind_of(self, is_last: bool, evaluates: bool | str) -> str:
-        """Return the kind of a micro-batch, by its collectives."""
+        """Return a key of the micro-batch's sequence of collectives."""
         if evaluates:
             return f"evaluation of {evaluates}"
         if is_last or self._syncs_every:
@@ -121,19 +122,18 @@ class Sharding:
     # --- a step
 
     def begin_step(self) -> None:
-        """Make the ranks alike before a step, where something has to."""
+        """Synchronize ranks before a step; FSDP needs nothing."""
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients of a step over ranks, where no backward has."""
+        """Reduce gradients after backward; FSDP reduces them in backward."""
 
     # --- after a failure
 
     @property
     def can_finish(self) -> bool:
-        """Whether what has just failed was a micro-batch that can be brought to its end, so that
-        the others continue.
+        """True if the failed micro-batch can be completed, so that the other ranks can continue.
 
-        One that failed within a collective cannot, nor the first ever of its kind.
+        False for a failure within a collective or in the first micro-batch of its kind.
         """
         if distributed.world_size() == 1:
             return True
@@ -142,7 +142,9 @@ class Sharding:
 
     @property
     def can_skip(self) -> bool:
-        """Whether this rank can run the collectives of micro-batches that it does not run."""
+        """True if this rank can run the collectives of a micro-batch without running the
+        micro-batch.
+        """
         return (
             self.is_sharded
             and self._finishes
@@ -151,54 +153,51 @@ class Sharding:
         )
 
     def knows(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
-        """Return whether :meth:`run_dummy_collectives` can run: a micro-batch of that kind has been
-        run.
+        """Return whether a micro-batch of this kind has run, as :meth:`run_dummy_collectives`
+        requires.
         """
         return not self.is_sharded or self._kind_of(is_last, evaluates) in self._known
 
     def finish(self) -> None:
-        """Run what is left of the collectives of a micro-batch that has failed, if any is;
-        :meth:`reset` comes first.
-        """
+        """Run the remaining collectives of a failed micro-batch; call :meth:`reset` first."""
         if self._is_running and self.is_sharded:
             for call in self._known[self._kind][len(self._calls) :]:
                 call()
         self._is_running = False
 
     def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
-        """Run the collectives of a whole micro-batch, and nothing else."""
+        """Run only the collectives of a micro-batch."""
         with self.micro_batch(is_last=is_last, evaluates=evaluates):
             self.finish()
 
     def reset(self) -> None:
-        """Bring FSDP's modules back to where they are between two steps, gradients that are kept
-        unsharded dropped.
-        """
+        """Reset FSDP's modules to their state between two steps, and drop unsharded gradients."""
         for root in self._roots():
             parameters = _fsdp_parameters(root._state_ctx.all_states)
             sharded = [parameter.sharded_param for parameter in parameters]
             gradients = [parameter.grad for parameter in sharded]
-            # FSDPModule.reset_iter_state() of a root that may lie outside of this model.
+            # FSDPModule.reset_iter_state() of a root that may be outside this model.
             root._reset_iter_state()
             # torch 2.15 drops reduced gradients too.
             for parameter, gradient in zip(sharded, gradients, strict=True):
                 parameter.grad = gradient
         for parameter in self._fsdp_parameters():
-            # Before torch 2.15, where it is the gradient below.
+            # torch before 2.15 keeps the gradient in this attribute, later releases in `grad`
+            # below.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
         for unsharded in self.unsharded_parameters():
             unsharded.grad = None
 
     def unsharded_parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the whole parameters that forward and backward run with."""
+        """Yield the unsharded parameters of forward and backward."""
         for parameter in self._fsdp_parameters():
-            # It is made by the first forward.
+            # The first forward creates it.
             if hasattr(parameter, "unsharded_param"):
                 yield parameter.unsharded_param
 
     def kept_gradients(self) -> Iterator[torch.Tensor]:
-        """Yield the unsharded gradients that are there between two micro-batches."""
+        """Yield the unsharded gradients that exist between two micro-batches."""
         for parameter in self._fsdp_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 yield parameter.unsharded_accumulated_grad
@@ -208,10 +207,10 @@ class Sharding:
                 yield parameter.unsharded_param.grad
 
     def _roots(self) -> list[Any]:
-        """Return the states of the outermost modules that have run; one may lie outside of this
+        """Return the states of the outermost modules that have run, inside or outside this
         model.
         """
-        # FSDP sets itself up when it first runs.
+        # FSDP initializes its state lazily in the first forward.
         contexts = [state._state_ctx for state in self._states if state._is_root is not None]
         together = chain.from_iterable(context.all_states for context in contexts)
         return list({id(state): state for state in together if state._is_root}.values())
@@ -221,28 +220,29 @@ class Sharding:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor; one that is not divided, as it is."""
+    """Return this rank's part of a DTensor; a plain tensor unchanged."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     return tensor
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that is divided over ranks, on each of them; a collective."""
+    """Return the full tensor of a DTensor on all ranks, or a plain tensor unchanged; a
+    collective.
+    """
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor
 
 
 def reshard(model: nn.Module) -> None:
-    """Give a model its shards back where a forward without a backward, as of a validation, has left
-    whole parameters.
+    """Reshard the parameters of a model after a forward without backward, such as a validation.
 
-    Whole ones are no parameters that an optimizer knows, and their memory is freed under whoever
-    holds them.
+    The optimizer does not know unsharded parameters, and FSDP frees their memory while references
+    exist.
     """
     if not distributed.has_group():
-        # fully_shard has divided nothing, and to look through all modules takes a while.
+        # No parameters are sharded; skip the walk over all modules, which is slow.
         return
     for module in _fsdp_modules(model):
         module.reshard()
@@ -250,8 +250,9 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def shapes_worked_out_apart() -> Iterator[None]:
-    """Context manager: inside, DTensor works out shapes under no dispatch mode: it does so with
-    whole tensors, which no rank has.
+    """Context manager that disables dispatch modes while DTensor propagates shapes.
+
+    DTensor propagates shapes with full-size tensors, which exist on no rank.
     """
     if distributed.world_size() == 1:
         yield
@@ -274,7 +275,7 @@ def shapes_worked_out_apart() -> Iterator[None]:
 
 
 class _Recorded:
-    """A collective of FSDP whose calls a sharding notes once they have been made."""
+    """FSDP collective that records its completed calls in a :class:`Sharding`."""
 
     def __init__(self, comm: Any, sharding: Sharding) -> None:
         self._comm = comm
@@ -311,7 +312,7 @@ def _run_with_zeros(
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    # Where nobody has imported it there are none.
+    # If FSDP was not imported, no module uses it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -319,7 +320,7 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def _param_groups(states: Iterable[Any]) -> Iterator[Any]:
-    """Return the groups of parameters that FSDP gathers together."""
+    """Yield the parameter groups that FSDP gathers together."""
     return chain.from_iterable(state._fsdp_param_groups for state in states)
 
 

@@ -1,4 +1,4 @@
-"""A request to stop that comes from outside: noted when it arrives, acted on between two steps."""
+"""Signals that request a stop: recorded on arrival, handled between two steps."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-# Ended by a request, saved, and to be started again: "temporary failure; the user is invited to
+# Stopped on request and saved; restart to resume: "temporary failure; the user is invited to
 # retry" (sysexits.h).
 EXIT_STATUS = 75
 
 
-# A scheduler, a person at the terminal, and the terminal that goes. Windows has no SIGHUP.
+# Sent by a scheduler, by Ctrl-C, and by a closed terminal. Windows has no SIGHUP.
 _REQUESTS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
 )
 
 
 class Terminated(KeyboardInterrupt):
-    """Request to end the process while nothing has to be finished before."""
+    """Stop request that ends the process immediately."""
 
 
 @contextmanager
 def raising_on_request() -> Iterator[None]:
-    """Context manager: SIGTERM and SIGHUP raise :class:`Terminated` in the main thread; Ctrl-C
-    raises KeyboardInterrupt, as always.
+    """Context manager in which SIGTERM and SIGHUP raise :class:`Terminated` in the main thread;
+    Ctrl-C still raises KeyboardInterrupt.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -43,22 +43,23 @@ def raising_on_request() -> Iterator[None]:
 
 
 class Preemption:
-    """Within its context, SIGTERM, Ctrl-C and SIGHUP set :attr:`requested` instead of ending the
-    process.
+    """Context manager in which SIGTERM, Ctrl-C and SIGHUP set :attr:`requested` instead of ending
+    the process.
 
-    A second request acts as it would have without this. Outside of the main thread, which alone
-    handles signals, nothing changes, nor where a signal is ignored, as SIGHUP under nohup.
+    A second request acts as without this context manager. Signals that are ignored, such as SIGHUP
+    under nohup, stay ignored. In threads other than the main thread this context manager does
+    nothing.
 
     Args:
-        same_within: seconds in which another request is taken for the same: torchrun hands on what
-            a scheduler may have sent to all processes already.
+        same_within: seconds in which a repeated request counts as the same one: a scheduler may
+            signal all processes, and torchrun forwards its own signal.
     """
 
     def __init__(self, *, same_within: float = 0.0) -> None:
         self.requested = False
         self._same_within = same_within
         self._asked_at = 0.0
-        # The earlier handlers by signal, while this one is set.
+        # Previous handlers by signal while this context is active.
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
@@ -88,13 +89,13 @@ class Preemption:
 
 
 def _handle(numbers: Sequence[int], handler: Callable[..., None]) -> dict[int, Any]:
-    """Set a handler for signals that are not ignored; return the earlier ones."""
+    """Set a handler for signals that are not ignored; return the previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     before = {}
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:
-            # None stands for a handler that is none of Python's.
+            # None means that the handler was not set by Python.
             before[number] = signal.signal(number, handler) or signal.SIG_DFL
     return before
 
@@ -105,8 +106,10 @@ def _put_back(before: Mapping[int, Any]) -> None:
 
 
 def _tell_the_terminal() -> None:
-    """Print, on one rank, what Ctrl-C does; past Python's streams, which may be in mid-write."""
+    """Print the effect of Ctrl-C on one rank; bypass Python's streams, which may be in
+    mid-write.
+    """
     if os.environ.get("RANK", "0") == "0":
-        message = "interrupted: the step is finished and saved; Ctrl-C again ends at once"
+        message = "interrupted: finishing and saving the step; Ctrl-C again stops immediately"
         with suppress(OSError):
             os.write(2, f"\n{message}\n".encode())

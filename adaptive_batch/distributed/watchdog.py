@@ -1,18 +1,18 @@
-"""One rank that fails ends the others, within a quarter of a second and with one message.
+"""Watchdog that ends all ranks within a quarter of a second after one fails, with one message.
 
-A rank that fails leaves the others in a collective, which ends at the process group's timeout: half
-an hour on gloo. Neither a monitored barrier nor aborting the group frees them. So a thread of each
-rank asks the store that torchrun's environment names whether a rank has failed, and whether the
-ranks of the same machine are alive: gloo notices one that was killed, NCCL does not. The first rank
-to fail claims the end and prints why, rank zero writes it down, and each process ends where it
-stands. A second thread ends a run that has stopped without failing. Signals play no part: Python
-handles them in the main thread, which is the one that hangs.
+A rank that fails leaves the others in a collective until the process group's timeout: half an hour
+with gloo. Neither a monitored barrier nor aborting the group releases them. Therefore a thread of
+each rank polls the store of torchrun's environment for failures, and checks that the ranks of its
+machine are alive: gloo detects a killed rank, NCCL does not. The first rank to fail claims the end
+and prints the reason, rank 0 records it, and each process exits immediately. A second thread ends a
+run that makes no progress. The watchdog uses no signals: Python handles signals in the main thread,
+which may hang.
 
-    claim          the first rank to fail: its `End`
-    written        rank zero has written the end down, or has left and never will
-    left/RANK      that rank ends, or needs the store no longer
-    host leaves    rank zero, whose process holds the store, has ended well
-    process/RANK   namespace and number of that rank's process
+    claim          `End` of the first rank to fail
+    written        rank 0 has recorded the end, or has exited and never will
+    left/RANK      rank exits, or no longer needs the store
+    host leaves    rank 0, which hosts the store, has finished without error
+    process/RANK   namespace and process id of the rank
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if dist.is_available():
 
 _WRITTEN_SECONDS = 5.0
 _LEFT_SECONDS = 2.0
-# torchrun looks every 0.1 s, ends all and names the first: time for the rank that failed to go
-# first.
+# torchrun polls every 0.1 s, stops all ranks and reports the first to exit: let the rank that
+# failed exit first.
 _LINGER_SECONDS = 0.3
 _LAST_RESORT_SECONDS = 15.0
 _TICK_SECONDS = 0.25
 
-# What gloo, NCCL and the store say when the process at the other end has gone.
+# Errors of gloo, NCCL and the store after the peer process exited.
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process"
     r" exit|ncclRemoteError|recv, got 0 bytes",
@@ -57,8 +57,8 @@ _PEER_GONE = re.compile(
 
 @dataclass(frozen=True)
 class End:
-    """Reason why a run ended on all ranks: the rank that failed first, its node as torchrun numbers
-    it, and facts as JSON values.
+    """Reason why a run ended: the first rank to fail, its node in torchrun's numbering, and facts
+    as JSON values.
 
     The kind is ``error``, ``out_of_memory``, ``stalled``, ``lost_peer`` or ``lost_store``.
     """
@@ -71,15 +71,15 @@ class End:
 
 
 class Watchdog:
-    """Ends this process when another rank fails, and the others when this one does.
+    """Ends this process when another rank fails, and the other ranks when this one fails.
 
-    Making one is a collective that needs no process group: every rank makes one, all before or all
-    after ``init_process_group``.
+    The constructor is a collective that needs no process group. All ranks call it, either all
+    before or all after ``init_process_group``.
 
     Args:
-        stall_seconds: so long without a beat is a stall; None for no such limit.
-        on_end: called on rank zero alone with the reason, in whichever thread learns of it, while
-            the main thread may be anywhere. The other ranks wait for it no longer than 5 s. See
+        stall_seconds: maximum time without a beat; None for no limit.
+        on_end: function that rank 0 calls with the reason, in the thread that detects the end,
+            while the main thread may still run. The other ranks wait up to 5 s for it. See
             :meth:`call_at_end`.
 
     Raises:
@@ -95,7 +95,7 @@ class Watchdog:
     ) -> None:
         self._on_end = on_end
         store, self._rank, world_size = distributed.meet_ranks()
-        # The store outlives this object: what an earlier one has left there is not read again.
+        # The store outlives this object; do not read the keys of an earlier watchdog.
         self._store: Store = PrefixStore(
             f"watch/{store.add(f'watch/started/{self._rank}', 1)}", store
         )
@@ -114,11 +114,11 @@ class Watchdog:
         self._ending = threading.Lock()
 
     def call_at_end(self, on_end: Callable[[End], object]) -> None:
-        """Call a function with the reason of an end from now on, in place of the one before."""
+        """Replace the function that receives the reason of an end."""
         self._on_end = on_end
 
     def start(self) -> None:
-        """Watch over the thread that calls it."""
+        """Watch the calling thread."""
         self._main = threading.get_ident()
         self.beat()
         self._store.set(f"process/{self._rank}", f"{_namespace()} {os.getpid()}")
@@ -131,34 +131,32 @@ class Watchdog:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """End the watch of a rank that ended well. The others may train for as long as they like,
-        and watch each other.
+        """Stop watching after this rank finished without error. The others continue to train and to
+        watch each other.
         """
         if self._stopped.is_set():
             return
         self._stopped.set()
-        # An error where the store has gone.
+        # The store may be gone.
         with contextlib.suppress(RuntimeError):
             if self._has_store:
                 if self._rank == 0:
                     self._store.set("written", "")
                     self._store.set("host leaves", "")
                 self._leave_store()
-        # One that uses the store when Python ends would abort the process.
+        # A thread that uses the store during interpreter shutdown would abort the process.
         for thread in self._threads:
             thread.join(_LAST_RESORT_SECONDS)
 
     def beat(self, doing: str = "") -> None:
-        """Report progress: at each step, micro-batch or trial. `doing` is what begins now, for the
-        message of a stall.
+        """Report progress at each step, micro-batch or trial. `doing` names the next activity in a
+        stall message.
         """
         self._last_beat = (time.monotonic(), doing or self._last_beat[1])
 
     @contextlib.contextmanager
     def time_limit(self, seconds: float | None, doing: str) -> Iterator[None]:
-        """Context manager: inside, so many `seconds` without a beat are a stall; with None, no time
-        is.
-        """
+        """Context manager that sets the maximum `seconds` without a beat; None for no limit."""
         was_doing = self._last_beat[1]
         self.beat(doing)
         with replaced(self, _limit=seconds):
@@ -174,16 +172,16 @@ class Watchdog:
         kind: str = "error",
         facts: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        """End the run on all ranks. Call it before the process group is destroyed, which the others
-        would notice first.
+        """End the run on all ranks. Call this before destroying the process group, since the other
+        ranks would detect that first.
 
-        The first rank to fail prints why on stderr, once: an error of ours in a line, any other
-        with its traceback. A rank that fails later prints nothing. When rank zero has written it
-        down, each process ends with status 1 and without clean-up.
+        The first rank to fail prints the reason on stderr once: an error of this package as one
+        line, any other with its traceback. A rank that fails later prints nothing. After rank 0 has
+        recorded the reason, each process exits with status 1 and without clean-up.
 
         Args:
-            error: what happened. An error that another rank has gone becomes a ``lost_peer``.
-            kind, facts: of :class:`End`.
+            error: error or message. An error about a lost peer becomes ``lost_peer``.
+            kind, facts: see :class:`End`.
         """
         if kind == "error" and isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)):
             self._end_of_this("lost_peer", _lost_peer(_gist(error)), facts)
@@ -198,12 +196,12 @@ class Watchdog:
     def _end(self, end: End, text: str) -> NoReturn:
         """End this process with status 1.
 
-        The first rank that claims the end prints its text, and the others print nothing. Rank zero
-        writes down what was claimed, for which all wait. Then each process ends, the claimant
-        before the other ranks of its machine.
+        The first rank that claims the end prints its text; the others print nothing. All ranks wait
+        until rank 0 has recorded the claim. Then each process exits, the claimant before the other
+        ranks of its machine.
         """
         if not self._ending.acquire(blocking=False):
-            # Another thread of this process ends it already.
+            # Another thread is ending this process.
             time.sleep(2 * _LAST_RESORT_SECONDS)
             os._exit(1)
         texts_to_say = [text]
@@ -217,10 +215,10 @@ class Watchdog:
             say()
             os._exit(1)
 
-        # The process ends even if something holds it up, such as a store that does not answer.
+        # The timer ends the process even if the store does not answer.
         timer = threading.Timer(_LAST_RESORT_SECONDS, end_at_last)
         timer.daemon = True
-        # The system may have no thread to give.
+        # The system may be out of threads.
         with contextlib.suppress(RuntimeError):
             timer.start()
         own_claim = json.dumps(asdict(end), default=str)
@@ -228,7 +226,7 @@ class Watchdog:
         is_claimant = claim == own_claim
         if is_claimant:
             say()
-        # From now on the timer ends the process silently.
+        # From here on the timer prints nothing.
         texts_to_say.clear()
         if self._rank == 0:
             self._write_down(End(**json.loads(claim)))
@@ -246,7 +244,9 @@ class Watchdog:
         os._exit(1)
 
     def _claim(self, own_claim: str) -> str:
-        """Return the claim of the first rank to fail; without a store that answers, the own one."""
+        """Return the claim of the first rank to fail, or this rank's own if the store does not
+        answer.
+        """
         claim = own_claim
         with contextlib.suppress(RuntimeError):
             if self._has_store:
@@ -254,7 +254,9 @@ class Watchdog:
         return claim
 
     def _leave_store(self) -> None:
-        """Let a rank zero whose process holds the store end; that rank waits for the others."""
+        """Mark this rank as done with the store. If rank 0 hosts the store, it waits for the
+        others.
+        """
         self._store.set(f"left/{self._rank}", "")
         if self._rank == 0 and self._rank_zero_hosts and self._others:
             _await(self._store, [f"left/{number}" for number in self._others], _LEFT_SECONDS)
@@ -271,12 +273,14 @@ class Watchdog:
             except RuntimeError as error:
                 if self._has_store and not self._stopped.is_set():
                     self._has_store = False
-                    gone = "torchrun, or rank zero where that holds the ranks together, has gone"
+                    gone = (
+                        "the store is gone: torchrun, or rank 0 if it hosts the store, has exited"
+                    )
                     self._end_of_this("lost_store", f"{gone} ({_gist(error)})")
 
     def _check_neighbours(self) -> None:
-        """End where a rank of this machine is no longer there; one in another namespace of
-        processes is not watched.
+        """End this rank if another rank of this machine has exited; ranks in other process
+        namespaces are not checked.
         """
         for rank, process in self._neighbours.items():
             if not process and self._store.check([f"process/{rank}"]):
@@ -285,7 +289,7 @@ class Watchdog:
             namespace, _, number = process.rpartition(" ")
             is_gone = namespace and namespace == _namespace() and _has_ended(number)
             if is_gone and not self._store.check([f"left/{rank}"]):
-                self._end_of_this("lost_peer", _lost_peer(f"rank {rank} is no longer there"))
+                self._end_of_this("lost_peer", _lost_peer(f"rank {rank} is gone"))
 
     def _end_of_this(
         self, kind: str, message: str, facts: Mapping[str, Any] | None = None, where: str = ""
@@ -305,38 +309,35 @@ class Watchdog:
                 ).rstrip()
                 message = f"no progress for {seconds:g} s, since {doing}"
                 facts = {"seconds": seconds, "doing": doing}
-                self._end_of_this("stalled", message, facts, f"; it stands at\n{stack}")
+                self._end_of_this("stalled", message, facts, f"; stack:\n{stack}")
 
     def _write_down(self, end: End) -> None:
         try:
             self._on_end(end)
         except Exception as error:
             _print(
-                f"rank {self._rank}: why the run ended was not written down:"
+                f"rank {self._rank}: the reason for the end could not be recorded:"
                 f" {type(error).__name__}: {error}"
             )
 
 
 def _lost_peer(reason: str) -> str:
     return (
-        f"another rank has gone without a word, perhaps killed for want of memory ({reason});"
-        " --max-restarts, or resume_from_checkpoint=True, resumes from what was saved last"
+        "another rank exited without an error message, perhaps killed by the OOM killer"
+        f" ({reason}); resume from the last checkpoint with torchrun's --max-restarts or"
+        " resume_from_checkpoint=True"
     )
 
 
 def _await(store: Store, keys: list[str], seconds: float) -> None:
-    """Return when the keys are there, or no later than in so many seconds: a wait of the store's
-    would warn on stderr.
-    """
+    """Wait until the keys exist, at most `seconds`; the store's own wait would warn on stderr."""
     until = time.monotonic() + seconds
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def _namespace() -> str:
-    """Name the namespace in which process numbers mean something; empty where the system has none
-    to name.
-    """
+    """Return the process namespace, the scope of process ids; empty if the system has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -344,7 +345,7 @@ def _namespace() -> str:
 
 
 def _has_ended(process: str) -> bool:
-    """Return whether a process is no longer there, or waits to be reaped by its parent."""
+    """Return whether a process has exited or is a zombie."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
@@ -353,16 +354,14 @@ def _has_ended(process: str) -> bool:
 
 
 def _print(text: str) -> None:
-    # Nobody may be there to read it.
+    # stderr may be closed.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"\n{text}\n")
         sys.stderr.flush()
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write the file from which torchrun's summary takes the reason, in the form of its
-    `ErrorHandler`.
-    """
+    """Write the error file of torchrun's `ErrorHandler`, which its summary reads."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -371,7 +370,5 @@ def _tell_torchrun(text: str) -> None:
 
 
 def _gist(error: BaseException) -> str:
-    """Return the first sentence of an error, without the place in the C++ code that gloo begins
-    with.
-    """
+    """Return the first sentence of an error without gloo's C++ source location."""
     return re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]

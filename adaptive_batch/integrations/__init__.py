@@ -1,7 +1,8 @@
-"""Glue for the trainers of other libraries, each imported when it is used.
+"""Integrations with the trainers of other libraries, imported on demand.
 
-:mod:`.transformers` has ``AdaptiveTrainer``, and :mod:`.lightning` ``AdaptiveCallback``. accelerate
-and Fabric need none: :class:`adaptive_batch.AdaptiveStep` calls the script's own function.
+:mod:`.transformers` provides ``AdaptiveTrainer``, :mod:`.lightning` provides ``AdaptiveCallback``.
+accelerate and Fabric need no integration: :class:`adaptive_batch.AdaptiveStep` calls the script's
+own function.
 """
 
 __all__: list[str] = []

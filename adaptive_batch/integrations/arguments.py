@@ -1,4 +1,4 @@
-"""How the steps of another library's trainer are run, and what fits of its rows."""
+"""Arguments of the trainer integrations, and the search for the largest micro-batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TERMS = Terms(
     sum='give AdaptiveArguments(loss_reduction="sum")',
     totals="",
 )
-# That a search tries, as elsewhere by default.
+# Most rows that a search tries, as in the other searches.
 _MOST_ROWS = 4096
 
 
@@ -56,7 +56,7 @@ def _function(key: str, value: object) -> None:
 
 @contextmanager
 def naming_fix(fix: str) -> Iterator[None]:
-    """Add a fix to the out-of-memory error of an evaluation that is not split."""
+    """Append a fix to the out-of-memory error of an evaluation step, which is never split."""
     try:
         yield
     except Exception as error:
@@ -67,33 +67,34 @@ def naming_fix(fix: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class AdaptiveArguments(PlainArguments):
-    """Arguments of a trainer whose steps run in parts that fit.
+    """Arguments of a trainer that runs each step in micro-batches.
 
     Attributes:
-        micro_batch_size: the most rows of a part: a number; ``auto`` for what a search finds as
-            training begins; None for the whole batch, until memory runs out.
-        micro_batch_tokens: the most tokens of a part, padding included: a number or ``auto``; not
-            together with `micro_batch_size`.
+        micro_batch_size: maximum rows of a micro-batch: a number; ``auto`` to search for the
+            largest one when training begins; None to split a batch only after it runs out of
+            memory.
+        micro_batch_tokens: maximum tokens of a micro-batch, padding included: a number or ``auto``;
+            excludes `micro_batch_size`.
         device_memory: memory that the search may use: a size such as ``"12GiB"``, a share such as
-            0.9, or None for what is available.
-        headroom: share of that which is left free, in [0, 1); ``auto`` for 5%.
+            0.9, or None for all available memory.
+        headroom: share of `device_memory` to leave free, in [0, 1); ``auto`` for 5%.
         row_length: function that returns the tokens of a row of the training dataset, or a number
-            where all are alike; None for those of its ``input_ids``.
+            if all rows have the same length; None to count its ``input_ids``.
         split: see :class:`adaptive_batch.AdaptiveStep`.
         num_labels: see :class:`adaptive_batch.AdaptiveStep`.
-        options: how a step runs.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins,
-            0 included; None for batches of a constant size. Of AdaptiveTrainer alone, as is
-            `lr_scaling`.
-        lr_scaling: how the rate of the trainer's scheduler follows the batch that grows: ``none``,
-            ``linear`` or ``sqrt`` of its rows / `per_device_train_batch_size`.
-        loss_reduction: ``mean`` weights the loss of a part by its share of the labels; ``sum`` adds
-            losses up as they are; ``auto`` is what the trainer shows: ``sum`` of a loss that it
-            divides by the labels of the whole step, and of Transformers' CTC models with
+        options: options of :class:`adaptive_batch.AdaptiveStep`.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called at the start of
+            each epoch, epoch 0 included; None for a constant batch size. AdaptiveTrainer only.
+        lr_scaling: factor that scales the learning rate of the trainer's scheduler as the batch
+            grows: ``none``, ``linear`` or ``sqrt`` in rows / `per_device_train_batch_size`.
+            AdaptiveTrainer only.
+        loss_reduction: ``mean`` weights the loss of a micro-batch by its share of the labels;
+            ``sum`` adds the losses unweighted; ``auto`` chooses ``sum`` if the trainer divides the
+            loss by the labels of the whole step, or if a Transformers CTC model has
             ``ctc_loss_reduction="sum"``.
 
     Raises:
-        SettingError: a value cannot be used.
+        SettingError: a value is invalid.
     """
 
     row_length: Callable[[Any], int] | int | None = None
@@ -118,15 +119,15 @@ class AdaptiveArguments(PlainArguments):
     def new_step(
         self, kind: type[AdaptiveStep], model: nn.Module, forward_backward: Callable[[Part], Any]
     ) -> AdaptiveStep:
-        """Return what runs a step of a model.
+        """Create the step of a model.
 
         Args:
-            kind: class of the step, with the terms of the trainer.
-            model: model that is trained.
-            forward_backward: function that runs a part.
+            kind: class of the step; its `terms` name the trainer's arguments.
+            model: model to train.
+            forward_backward: function that runs a micro-batch.
 
         Raises:
-            SettingError: a value cannot be used.
+            SettingError: a value is invalid.
         """
         return kind(
             model,
@@ -134,7 +135,7 @@ class AdaptiveArguments(PlainArguments):
             micro_batch_size=self.micro_batch_size,
             micro_batch_tokens=self.micro_batch_tokens,
             split=self.split,
-            # Rows without labels may have a loss too, which a sum counts.
+            # A sum includes the loss of rows without labels.
             num_labels=self.num_labels or (_one if self.loss_reduction == "sum" else None),
             options=self.options,
         )
@@ -149,27 +150,28 @@ class AdaptiveArguments(PlainArguments):
         batch_size: int,
         accumulates: bool,
     ) -> None:
-        """Find the most rows that fit, where a size is ``auto``: of what trains now, with its
-        recomputation, precision and optimizer.
+        """Find the largest micro-batch that fits if a size is ``auto``.
+
+        The trials run the model's own precision, recomputation and optimizer.
 
         Args:
-            step: step whose parts are to fit.
-            optimizer: optimizer of the model, without a scaler of gradients.
-            loader: loader of the rows, with `dataset` and `collate_fn`.
-            to_device: function that returns a batch on the device.
+            step: step to limit.
+            optimizer: optimizer of the model, without a gradient scaler.
+            loader: loader with `dataset` and `collate_fn`.
+            to_device: function that moves a batch to the device.
             batch_size: rows of a batch of this rank.
-            accumulates: whether gradients of several batches are added up.
+            accumulates: whether the trainer accumulates gradients of several batches.
 
         Raises:
             DoesNotFitError: one row does not fit.
-            SettingError: the loader has no rows by number, or their lengths are unknown.
+            SettingError: the dataset is a stream, or the row lengths are unknown.
         """
-        # Of rows without lengths the sizer waits on, after a search too.
+        # `waits_for_search` stays set after a search over rows of unknown length.
         if step.max_batch_size is not None or not step.sizer.waits_for_search:
             return
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
-            raise self.not_searched("a stream, or several loaders, show no longest rows")
+            raise self.not_searched("the search needs one map-style training dataset")
         rows = DatasetAdapter(dataset, self.row_length)
         maximum = min(_MOST_ROWS, len(rows))
         longest: LongestRows | None = LongestRows.of_dataset(rows)
@@ -190,15 +192,15 @@ class AdaptiveArguments(PlainArguments):
             maximum = found.max_batch_size
             longest = longest.beside_longest
         log.info(
-            "%s of the longest fit at once, found in %s",
+            "micro-batch limit: %s of the longest rows fit, found in %s",
             count(found.max_batch_size, "row"),
             count(len(found.trials), "trial"),
         )
 
     def not_searched(self, reason: str) -> SettingError:
-        """Return the error of ``auto`` where nothing can be tried before training."""
+        """Return the error for ``auto`` if no trial can run before training."""
         key = "micro_batch_size"
         if self.micro_batch_tokens is not None:
             key = "micro_batch_tokens"
-        remedy = "give a number, or None, which splits once memory runs out"
+        remedy = "give a number, or None to split only after an out-of-memory error"
         return SettingError(key, "auto", f"{reason}; {remedy}")

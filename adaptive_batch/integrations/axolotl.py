@@ -1,4 +1,4 @@
-"""Plugin of Axolotl, which runs the steps of its trainers in parts that fit.
+"""Axolotl plugin that runs each training step in micro-batches.
 
 In the configuration::
 
@@ -26,21 +26,21 @@ AdaptiveConfig = create_model("AdaptiveConfig", __module__=__name__, **_FIELDS)
 
 
 class AdaptivePlugin:
-    """Adopts the trainer that Axolotl builds; every other hook of a plugin does nothing."""
+    """Adopts the trainer that Axolotl builds; all other plugin hooks do nothing."""
 
     def get_input_args(self) -> str:
-        """Return the model of this plugin's keys."""
+        """Return the import path of the pydantic model of this plugin's keys."""
         return f"{__name__}.AdaptiveConfig"
 
     def get_adapter_capabilities(self) -> list[Any]:
-        """Return an empty list."""
+        """Return no capabilities."""
         return []
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
         """Adopt a trainer.
 
         Raises:
-            SettingError: a value cannot be used.
+            SettingError: a value is invalid.
         """
         keys = {key: cfg.get(key) for key in _FIELDS}
         given = {key.removeprefix(_PREFIX): keys[key] for key in keys if keys[key] is not None}

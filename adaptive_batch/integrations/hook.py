@@ -1,5 +1,7 @@
-"""In each process of a program that ``adaptive-batch run`` has started: adopt a Trainer when its
-``train()`` is called. Nothing is imported before the program imports Transformers' Trainer.
+"""Import hook that ``adaptive-batch run`` installs in each process of the program that it starts.
+
+It patches ``Trainer.train()`` to adopt the trainer. Nothing else is imported before the program
+imports Transformers' Trainer.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ _TRAINER = "transformers.trainer"
 
 
 def install() -> None:
-    """Prepare this process."""
+    """Install the import hook in this process."""
     sys.meta_path.insert(0, TrainerFinder())
 
 
 class TrainerFinder(MetaPathFinder):
-    """Finds the module of Trainer once, and changes Trainer when it has been imported."""
+    """Patches ``Trainer.train`` once, after the import of its module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the module as others find it; None of another module."""
+        """Return the spec of Trainer's module with a patched loader; None for other modules."""
         if name != _TRAINER:
             return None
         sys.meta_path.remove(self)
@@ -52,8 +54,8 @@ def _adopting(train: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return train(trainer, *arguments, **keywords)
         finally:
-            # A trainer with a step of its own may never reach ours. The folder is gone where this
-            # process has outlived the launcher.
+            # A trainer that overrides training_step may never call AdaptiveTrainer's. The folder
+            # no longer exists if this process outlives the launcher.
             adopted = Path(os.environ["ADAPTIVE_BATCH_ADOPTED"])
             if getattr(trainer, "adaptive_step", None) is not None and adopted.parent.is_dir():
                 adopted.touch()
@@ -64,7 +66,7 @@ def _adopting(train: Callable[..., Any]) -> Callable[..., Any]:
 def _adopt(trainer: Any) -> None:
     folder = str(Path(__file__).parents[2])
     if folder not in sys.path:
-        # Appended, so that the program's own packages win over those installed beside this one.
+        # Appended: the program's own packages take precedence over this environment's.
         sys.path.append(folder)
     from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, adopt
 
@@ -74,10 +76,10 @@ def _adopt(trainer: Any) -> None:
         if log.level == logging.NOTSET:
             log.setLevel(logging.INFO)
         if not log.hasHandlers():
-            # The program shows no log of its own.
+            # The program configures no logging.
             log.addHandler(logging.StreamHandler())
         adopt(trainer, AdaptiveArguments(**given))
         if trainer.args.process_index == 0:
             chosen = ", ".join(f"{name}={value}" for name, value in given.items())
-            how = f"in parts that fit ({chosen})" if chosen else "in parts if memory runs out"
-            log.info("%s is adopted, and runs its steps %s", type(trainer).__name__, how)
+            how = f"run in micro-batches ({chosen})" if chosen else "split when out of memory"
+            log.info("adopted %s: its steps %s", type(trainer).__name__, how)

@@ -1,8 +1,8 @@
-"""Lightning's automatic optimization, whose steps run in parts that fit.
+"""Lightning callback that runs each step of automatic optimization in micro-batches.
 
     trainer = Trainer(callbacks=[AdaptiveCallback(AdaptiveArguments(micro_batch_size="auto"))])
 
-Clipping, precision, accumulation, loggers and checkpoints stay Lightning's.
+Lightning still handles clipping, precision, accumulation, loggers and checkpoints.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .part_logs import over_parts
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
-# Makes what Lightning runs of a batch; a private name of its loop, replaced while it trains.
+# Private method of Lightning's loop that creates the closure of a batch; replaced during training.
 _MAKES_CLOSURE = "_make_closure"
-# Steps of the strategy that are not split: what they log need not be a mean over rows.
+# Steps of the strategy that are never split: their logged values need not be means over rows.
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
-# What follows the name and the value.
+# Parameters after `name` and `value`.
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
-# Reductions of metrics that are no mean over rows.
+# Reductions of metrics other than a mean over rows.
 _OF_METRICS: dict[type, str] = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
 
 
@@ -50,19 +50,19 @@ class _Step(AdaptiveStep):
 
 
 class AdaptiveCallback(Callback):
-    """Runs ``training_step`` and its backward in parts that fit, and again where memory runs out.
+    """Runs ``training_step`` and backward in micro-batches, and repeats after out-of-memory errors.
 
-    What ``training_step`` logs of the parts of a batch is averaged by their shares, and logged once
-    all of them have run; metrics of torchmetrics in the module have counted each row once. Neither
-    counts trials and failed attempts. Outputs beside the loss are joined where they have a row for
-    each row of the part; of others the last part's are kept.
+    The callback averages the values that ``training_step`` logs over the micro-batches by their
+    label shares, and logs them once per batch. Metrics of torchmetrics count each row once. Trials
+    and failed attempts count in neither. Outputs other than the loss are concatenated if they have
+    one entry per row of the micro-batch; otherwise the last micro-batch's output is returned.
 
     Args:
-        adaptive: how steps are run; None for :class:`AdaptiveArguments` as it is.
+        adaptive: arguments; None for the defaults of :class:`AdaptiveArguments`.
 
     Attributes:
-        adaptive: how steps are run.
-        step: what runs a step; None before training.
+        adaptive: arguments.
+        step: step of the model; None before training.
     """
 
     def __init__(self, adaptive: AdaptiveArguments | None = None) -> None:
@@ -74,7 +74,7 @@ class AdaptiveCallback(Callback):
         # Lightning moves the model to its device later.
         expand_segments_in_script()
         self.step: AdaptiveStep | None = None
-        # The batch that is run now.
+        # The current batch.
         self._batch: _Batch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -110,19 +110,19 @@ class AdaptiveCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        # Lightning tears nothing down after an error.
+        # Lightning does not call teardown after an error.
         self.teardown(trainer, pl_module, "fit")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             replicas = Replicas(trainer.strategy.model)
             replicas.begin_step()
-            # DDP gives all ranks the buffers of rank zero in its own forward, which was left out.
+            # The training step bypasses DDP's forward, which broadcasts the buffers of rank 0.
             with replicas.micro_batch(evaluates=True):
                 pass
 
     def _run_batch(self, trainer: Trainer, batch: _Batch) -> ClosureResult:
-        """Clear the gradients where they are to be, and leave those of a batch; return its loss."""
+        """Run a batch and return its loss; clear gradients first unless Lightning accumulates."""
         assert self.step is not None, "training has begun"
         if batch.clear_gradients is not None:
             batch.clear_gradients()
@@ -145,7 +145,7 @@ class AdaptiveCallback(Callback):
         (optimizer,) = trainer.optimizers
 
         def to_device(batch: Any) -> Any:
-            # As Lightning's own loop prepares a batch.
+            # Same order as in Lightning's own loop.
             batch = trainer.precision_plugin.convert_input(batch)
             hooks = trainer.datamodule
             if not is_overridden("on_before_batch_transfer", hooks):
@@ -167,14 +167,14 @@ _Logged = tuple[Any, Metric | None, dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Result:
-    """What ``training_step`` left of a part.
+    """Result of ``training_step`` for a micro-batch.
 
     Attributes:
-        num_rows: rows of the part.
-        weight: weight of what it logged.
-        loss: its share of the loss.
+        num_rows: rows of the micro-batch.
+        weight: weight of its logged values.
+        loss: loss, weighted by its share of the labels.
         outputs: other outputs.
-        logged: by name, the value, the metric of which it is, and all that was given.
+        logged: value, metric and keyword arguments of each ``log`` call, by name.
     """
 
     num_rows: int
@@ -185,18 +185,18 @@ class _Result:
 
 
 class _Batch:
-    """A batch as Lightning's loop runs it.
+    """Batch of Lightning's training loop.
 
     Args:
-        trainer: trainer whose loop it is.
+        trainer: trainer that owns the loop.
         kwargs: arguments of ``training_step``.
-        optimizer: optimizer that steps after it.
-        batch_idx: number of the batch.
-        is_sum: whether the loss is a sum, whose parts are added up as they are.
+        optimizer: optimizer of the model.
+        batch_idx: index of the batch.
+        is_sum: whether the losses of micro-batches are added unweighted.
 
     Attributes:
         rows: the batch.
-        clear_gradients: function that clears gradients; None where those of several batches add up.
+        clear_gradients: function that clears gradients; None while Lightning accumulates them.
     """
 
     def __init__(
@@ -221,14 +221,14 @@ class _Batch:
         self._restore_metrics = _metric_states(self._module)
 
     def run(self, part: Part) -> _Result | None:
-        """Run a part; None of a trial or a dummy, which leave no metrics."""
+        """Run a micro-batch; return None and undo its metrics for a trial or a dummy."""
         if part.is_trial or not part.share:
             restore_metrics = _metric_states(self._module)
             self._run(part)
             restore_metrics()
             return None
         if part.is_first:
-            # An earlier attempt may have counted rows.
+            # An earlier attempt may have updated the metrics.
             self._restore_metrics()
         return self._run(part)
 
@@ -238,10 +238,10 @@ class _Batch:
         with _logs_into(logged, self._module):
             result = self._loop._training_step({**self._kwargs, "batch": part.batch})
             loss: torch.Tensor | None = result.closure_loss
-            # Without the graph, which would keep the part's memory.
+            # The graph would keep the micro-batch's activations alive.
             outputs = recursive_detach(result.extra)
             if loss is not None:
-                # One part has Lightning's own bits.
+                # An unsplit batch stays bitwise equal to Lightning's.
                 if part.share != 1.0 and not self._is_sum:
                     loss = loss * part.share
                 self._run_backward(loss, part)
@@ -251,10 +251,10 @@ class _Batch:
     def _run_backward(self, loss: torch.Tensor, part: Part) -> None:
         hooks: dict[str, Any] = {}
         if not part.is_last:
-            # The gradients of the batch are not whole yet.
+            # The gradients of the batch are still incomplete.
             hooks["post_backward"] = lambda loss, module: loss.detach()
         if part.is_trial:
-            # Hooks of Lightning's backward would find no gradients in the check of a split.
+            # Lightning's backward hooks expect gradients, and the check of a split computes none.
             loss.backward()  # type: ignore[no-untyped-call]
         elif self._backward is not None:
             with replaced(self._module.trainer.precision_plugin, **hooks):
@@ -262,10 +262,10 @@ class _Batch:
 
 
 def _loop(trainer: Trainer) -> Any:
-    """Return Lightning's loop over what an optimizer runs of a batch.
+    """Return Lightning's loop of automatic optimization.
 
     Raises:
-        AdaptiveBatchError: this release of Lightning has none that is known here.
+        AdaptiveBatchError: this Lightning release is not supported.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     for name in (_MAKES_CLOSURE, "_make_zero_grad_fn", "_make_backward_fn", "_training_step"):
@@ -278,9 +278,7 @@ def _loop(trainer: Trainer) -> Any:
 
 
 def _metric_states(module: LightningModule) -> Callable[[], None]:
-    """Return the function that restores what the metrics of torchmetrics in a module have counted
-    so far.
-    """
+    """Return a function that restores the current state of a module's torchmetrics."""
 
     def copied(state: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -303,7 +301,7 @@ def _metric_states(module: LightningModule) -> Callable[[], None]:
 
 @contextmanager
 def _logs_into(logged: dict[str, _Logged], module: LightningModule) -> Iterator[None]:
-    """Inside, what a module logs waits for the other parts."""
+    """Collect the ``log`` calls of a module in `logged` instead of logging them."""
 
     def log(name: str, value: Any, *arguments: Any, **given: Any) -> None:
         keywords = dict(zip(_LOG_ARGUMENTS, arguments, strict=False)) | given
@@ -320,7 +318,7 @@ def _logs_into(logged: dict[str, _Logged], module: LightningModule) -> Iterator[
 
 
 def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
-    """Log what the parts of a batch have come to, as ``training_step`` of the whole would."""
+    """Reduce the values that the micro-batches logged, and log them once for the batch."""
     with replaced(module, _current_fx_name="training_step"):
         for name in dict.fromkeys(name for result in results for name in result.logged):
             of_parts = [result for result in results if name in result.logged]
@@ -336,7 +334,7 @@ def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
                 getattr(reduction, "__name__", reduction),
             )
             if metric is not None:
-                # What Lightning logs of a step; it computes the value of an epoch from the state.
+                # Lightning logs this value for the step and computes the epoch's from the state.
                 metric._forward_cache = value
                 value = metric
             if keywords.get("batch_size") is not None:
@@ -346,7 +344,7 @@ def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
 
 
 def _joined(results: Sequence[_Result]) -> dict[str, Any]:
-    """Return the outputs of all parts."""
+    """Join the outputs of all micro-batches."""
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for result in results for name in result.outputs):
         of_parts = [result for result in results if name in result.outputs]

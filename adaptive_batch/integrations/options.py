@@ -1,6 +1,4 @@
-"""Arguments of a trainer that a command line or a configuration file can give; no torch is needed
-to read them.
-"""
+"""Trainer arguments for command lines and configuration files; imports no torch."""
 
 from __future__ import annotations
 
@@ -17,24 +15,24 @@ def _plain(default: Any, metavar: str, meaning: str, **checked: Option) -> Any:
 
 @dataclass(frozen=True)
 class PlainArguments:
-    """Arguments that are numbers or text; :class:`.AdaptiveArguments` describes them."""
+    """Numeric and text arguments; documented in :class:`.AdaptiveArguments`."""
 
     micro_batch_size: int | str | None = _plain(
-        None, "N", "the most rows of a part: a number, or auto for what a search finds"
+        None, "N", "maximum rows of a micro-batch: a number, or auto to search for the largest"
     )
     micro_batch_tokens: int | str | None = _plain(
-        None, "N", "the most tokens of a part, padding included: a number or auto"
+        None, "N", "maximum tokens of a micro-batch, padding included: a number or auto"
     )
     device_memory: int | float | str | None = _plain(
         None, "SIZE", "memory that the search may use, such as 12GiB"
     )
     headroom: float | str = _plain(
-        "auto", "SHARE", "share of it that is left free; 0.05", option=Option(check_headroom)
+        "auto", "SHARE", "share of that memory to leave free; 0.05", option=Option(check_headroom)
     )
     loss_reduction: str = _plain(
         "auto",
         "NAME",
-        "mean, sum, or auto: whether losses of parts are weighted or added up",
+        "mean weights the losses of micro-batches, sum adds them; or auto",
         option=Option(one_of("auto", "mean", "sum")),
     )
 
@@ -48,7 +46,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def given_options(options: Namespace) -> dict[str, Any]:
-    """Return the plain arguments that a command line has given, by name."""
+    """Return the plain arguments given on the command line, by name."""
     values = {each.name: getattr(options, each.name) for each in fields(PlainArguments)}
     return {name: value for name, value in values.items() if value is not None}
 

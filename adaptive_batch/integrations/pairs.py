@@ -1,6 +1,4 @@
-"""Pairs of a chosen and a rejected row, as the preference collators of TRL lay them in a batch: all
-chosen rows, then all rejected ones in the same order.
-"""
+"""Batches of TRL's preference collator: all chosen rows, then all rejected rows in that order."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from adaptive_batch.training import RowsOfBatch, SplitBatch
 
 from .arguments import AdaptiveArguments
 
-# Name of the class in TRL, which is not imported for it.
+# Class name in TRL, compared by name to avoid the import.
 COLLATOR = "DataCollatorForPreference"
 
 
 def by_pairs(adaptive: AdaptiveArguments) -> AdaptiveArguments:
-    """Return arguments whose batches are split by pairs, where they do not say how."""
+    """Return arguments that split batches by pairs, unless `adaptive` has its own `split`."""
     if adaptive.split is not None:
         return adaptive
     counts_tokens = adaptive.micro_batch_tokens is not None
@@ -44,7 +42,7 @@ def _split_pairs(batch: Mapping[str, Any], counts_tokens: bool) -> SplitBatch:
 
     def part(pairs: Sequence[int]) -> dict[str, Any]:
         both = rows.part([*pairs, *(num_pairs + pair for pair in pairs)])
-        # What has one entry a pair, such as a reference's probabilities.
+        # Tensors with one entry per pair, such as the log-probabilities of the reference model.
         of_pairs = {
             key: value[list(pairs)]
             for key, value in batch.items()
@@ -55,6 +53,6 @@ def _split_pairs(batch: Mapping[str, Any], counts_tokens: bool) -> SplitBatch:
     lengths = None
     if counts_tokens and rows.lengths is not None:
         pairs_of_lengths = zip(rows.lengths[:num_pairs], rows.lengths[num_pairs:], strict=True)
-        # Both are as wide as the longer.
+        # Both rows are padded to the longer one.
         lengths = [2 * max(pair) for pair in pairs_of_lengths]
     return SplitBatch(num_pairs, part, lengths)

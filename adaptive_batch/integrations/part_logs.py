@@ -1,4 +1,4 @@
-"""Values that the parts of a batch log, as those of the whole batch."""
+"""Reduction of the values that micro-batches log to values of the batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _EXTREME = re.compile(r"(?<![a-z])(min|max)(?:imum)?(?![a-z])", re.IGNORECASE)
 
 
 def over_parts(values: Sequence[Any], weights: Sequence[float], reduction: str) -> Any:
-    """Return a value of all parts; the last one of what is no number. NaN is left out where a part
-    has another number, as a part may have nothing that a metric is taken over.
+    """Reduce one value per micro-batch; return the last one if any is not a number.
+
+    NaN is skipped unless all values are NaN: a metric may apply to no row of a micro-batch.
 
     Args:
-        values: value of each part.
-        weights: weight of each part.
-        reduction: ``sum``, ``min`` or ``max``; any other is the mean.
+        values: value of each micro-batch.
+        weights: weight of each micro-batch.
+        reduction: ``sum``, ``min`` or ``max``; the weighted mean otherwise.
     """
     if len(values) == 1 or not all(map(_is_number, values)):
         return values[-1]
@@ -37,7 +38,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _over_parts_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return a value of all parts: the extreme that its name says, or the mean."""
+    """Reduce by minimum or maximum if `name` has that word, by the weighted mean otherwise."""
     extreme = _EXTREME.search(name)
     return over_parts(values, weights, extreme[1].lower() if extreme else "mean")
 
@@ -46,11 +47,11 @@ def log_calls(
     log: Callable[[dict[str, Any]], object],
     logged: Sequence[tuple[float, Sequence[Mapping[str, Any]]]],
 ) -> None:
-    """Log once what each part has logged.
+    """Reduce the ``log`` calls of all micro-batches, and log each result once.
 
     Args:
         log: function that logs values by name.
-        logged: weight of each part, and what it has called `log` with.
+        logged: weight and ``log`` calls of each micro-batch.
     """
     alike: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
     for weight, calls in logged:
@@ -67,13 +68,13 @@ def log_calls(
 
 
 def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str = "") -> None:
-    """Replace the numbers that parts have added to lists, each one, by the number of the batch.
+    """Replace the numbers that micro-batches appended to lists by one number per list.
 
     Args:
-        lists: a list, or mappings of lists by name.
-        before: the same before the parts have run; None where it was not there.
-        weights: weight of each part.
-        name: name of a list.
+        lists: a list, or nested mappings of lists.
+        before: copy of `lists` from before the micro-batches; None if it did not exist.
+        weights: weight of each micro-batch.
+        name: name of the list.
     """
     if isinstance(lists, Mapping):
         for key, item in lists.items():
@@ -81,6 +82,6 @@ def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str 
     elif isinstance(lists, list):
         new = lists[len(before or ()) :]
         if 1 < len(new) <= len(weights) and all(map(_is_number, new)):
-            # A metric that only some parts have does not show which.
+            # If only some micro-batches appended a number, their weights are unknown.
             own_weights = weights if len(new) == len(weights) else [1.0] * len(new)
             lists[-len(new) :] = [_over_parts_by_name(name, new, own_weights)]

@@ -1,5 +1,6 @@
-"""Start a program whose code is not changed: each Trainer of Transformers that it builds is adopted
-when its ``train()`` is called, in child processes too.
+"""Launcher of unmodified programs that adopts each Transformers Trainer on ``train()``.
+
+Trainers of child processes are adopted too.
 """
 
 from __future__ import annotations
@@ -20,16 +21,14 @@ from .arguments import AdaptiveArguments
 
 
 def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
-    """Run a program, and return its exit status.
-
-    Where no trainer was adopted by its end, a line on the error stream says so.
+    """Run a program and return its exit status; print a warning if it trained no adopted trainer.
 
     Args:
-        command: the program with its arguments.
+        command: program and its arguments.
         arguments: arguments of :class:`AdaptiveArguments`, as JSON values.
 
     Raises:
-        SettingError: an argument cannot be used.
+        SettingError: an argument is invalid.
         AdaptiveBatchError: the program cannot be started.
     """
     # Refuse bad arguments before the program starts.
@@ -48,7 +47,7 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
         except OSError as error:
             problem = f"{command[0]} cannot be started: {error.strerror}"
             raise AdaptiveBatchError(problem) from None
-        # The terminal sends Ctrl-C to the program too; a scheduler signals this process only.
+        # The terminal sends Ctrl-C to the program as well; a scheduler signals only this process.
         signal.signal(signal.SIGINT, lambda *_: None)
         for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
             if hasattr(signal, name):
@@ -56,9 +55,9 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
         code = program.wait()
         if not adopted.exists():
             print(
-                "adaptive-batch run: no Trainer of Transformers has trained in parts; a program"
-                " that starts with -S, -I, -E or another PYTHONPATH is not reached, and for other"
-                " loops see AdaptiveStep",
+                "adaptive-batch run: the program trained no Transformers Trainer in micro-batches;"
+                " start it without -S, -I and -E and keep its PYTHONPATH, or use AdaptiveStep for"
+                " other loops",
                 file=sys.stderr,
             )
     return code if code >= 0 else 128 - code

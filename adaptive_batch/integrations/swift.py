@@ -1,9 +1,9 @@
-"""ms-swift's trainers, whose steps run in parts that fit.
+"""ms-swift callback that runs each training step in micro-batches.
 
     swift sft --external_plugins .../adaptive_batch/integrations/swift.py --callbacks adaptive_batch
 
-Arguments are those of ``AdaptiveArguments``, as JSON in the variable ``ADAPTIVE_BATCH_ARGUMENTS``;
-``adaptive-batch run -- swift sft ...`` sets it, and needs neither flag.
+Set the environment variable ``ADAPTIVE_BATCH_ARGUMENTS`` to the arguments of ``AdaptiveArguments``
+as JSON. ``adaptive-batch run -- swift sft ...`` sets it and needs neither flag.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from adaptive_batch.integrations.transformers import AdaptiveArguments, adopt
 
 
 class AdaptiveBatchCallback(TrainerCallback):
-    """Adopts the trainer as training begins."""
+    """Adopts the trainer when training begins."""
 
     def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
         """Adopt the trainer.
 
         Raises:
-            SettingError: a value cannot be used.
+            SettingError: a value is invalid.
         """
         given = json.loads(os.environ.get("ADAPTIVE_BATCH_ARGUMENTS", "{}"))
         adopt(self.trainer, AdaptiveArguments(**given))

@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer, whose steps run in parts that fit.
+"""Hugging Face Trainer that runs each training step in micro-batches.
 
     class Mine(SFTTrainer, AdaptiveTrainer):
         adaptive = AdaptiveArguments(micro_batch_size="auto")
 
-What a step holds, accumulation, clipping, scaling, logs, saves and resuming stay Trainer's.
+Trainer still handles batches, accumulation, clipping, scaling, logs, saves and resuming.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ log = logging.getLogger("adaptive_batch")
 
 # Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
 _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
-# Modules whose `_prepare_inputs` cuts a batch to its longest answer, as each part is cut anew.
+# Modules whose `_prepare_inputs` truncates inputs to the longest answer: called per micro-batch.
 _CUT_INPUTS = ("swift.trainers.seq2seq_trainer",)
-# Attributes in which TRL's trainers collect metrics: lists, to which each batch adds a number.
+# Attributes of TRL's trainers that hold metrics: lists with one number per batch.
 _LISTS = {"_metrics", "_stored_metrics"}
 
 
@@ -55,14 +55,13 @@ class _Step(AdaptiveStep):
 
 @dataclass
 class _Reduction:
-    """How the loss of the part that is run stands to that of the step.
+    """Weight of the current micro-batch's loss in the loss of the step.
 
     Attributes:
-        num_items: labels of all batches of the optimizer's step; None where they are not counted.
-        share: of the part; 1.0 where its loss is one of the terms of a sum.
-        is_seen_sum: whether twice the labels were seen to halve a loss; None before one was looked
-            at.
-        is_agreed: whether all ranks have that answer.
+        num_items: labels of all batches of the optimizer step; None if Trainer does not count them.
+        share: weight of the micro-batch; 1.0 if its loss is a term of a sum.
+        is_seen_sum: whether doubling the label count halved a loss; None before the check.
+        is_agreed: whether all ranks use the same `is_seen_sum`.
     """
 
     num_items: Any = None
@@ -71,9 +70,9 @@ class _Reduction:
     is_agreed: bool = False
 
     def agree(self) -> None:
-        """Give all ranks the answer of those that have one. A collective until there is one.
+        """Synchronize `is_seen_sum` over all ranks; a collective until a rank has an answer.
 
-        A rank whose loss was 0 has none, and its gradients were 0 whatever it took.
+        A rank whose loss was 0 has no answer. Its gradients were 0 with either reduction.
         """
         if self.is_agreed:
             return
@@ -85,29 +84,29 @@ class _Reduction:
 
 
 class AdaptiveTrainer(Trainer):
-    """A Trainer whose ``training_step`` runs in parts that fit, and again where memory runs out.
+    """Trainer that runs ``training_step`` in micro-batches and retries out-of-memory errors.
 
-    As the last base of a class it serves trainers that derive from Trainer, such as TRL's. What
-    they prepare of a batch is prepared once a step. What ``compute_loss`` logs, and metrics that it
-    collects in attributes, are those of the batch: trials and failed attempts do not count. The
-    pairs that TRL's collator of preferences makes stay together, each as one row.
+    List it as the last base of a class that derives from another subclass of Trainer, such as
+    TRL's. The trainer prepares a batch once per step. Logs and metric attributes of
+    ``compute_loss`` hold the values of the whole batch; trials and failed attempts do not count.
+    Pairs of TRL's preference collator stay together and count as one row.
 
-    A batch of an evaluation that runs out of memory runs again in parts too, on that rank alone.
+    An evaluation batch that runs out of memory is repeated in micro-batches, on that rank only.
 
     Args:
-        *arguments: what ``transformers.Trainer`` takes.
-        **keywords: what ``transformers.Trainer`` takes by name.
-        adaptive: how steps are run; None for the class's own.
+        *arguments: positional arguments of ``transformers.Trainer``.
+        **keywords: keyword arguments of ``transformers.Trainer``.
+        adaptive: arguments of this class; None for the class attribute.
 
     Attributes:
-        adaptive: how steps are run; it may be set before ``train()``.
-        adaptive_step: what runs a step; None before the first one.
+        adaptive: arguments of this class; may be set before ``train()``.
+        adaptive_step: step of the model; None before the first step.
     """
 
     adaptive = AdaptiveArguments()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Let a class take `adaptive` whose other bases, such as TRL's, do not pass it on."""
+        """Accept `adaptive` in subclasses whose other bases, such as TRL's, do not pass it on."""
         super().__init_subclass__(**keywords)
         init: Any = cls.__init__
         if "adaptive" in signature(init).parameters:
@@ -130,12 +129,12 @@ class AdaptiveTrainer(Trainer):
         self._begin(adaptive)
 
     def _begin(self, adaptive: AdaptiveArguments | None) -> None:
-        """Begin without a step; what runs one is made with the first."""
+        """Initialize the state of this class; the step is created on first use."""
         if adaptive is not None:
             self.adaptive = adaptive
         self._check_arguments()
         self.adaptive_step: AdaptiveStep | None = None
-        # What it was built with.
+        # `adaptive` when `adaptive_step` was created.
         self._adaptive_of_step: AdaptiveArguments | None = None
         self._reduction = _Reduction()
         self._metrics_of_step: _Metrics | None = None
@@ -147,15 +146,15 @@ class AdaptiveTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run forward and backward of a batch in parts that fit; return its loss, as Trainer does.
+        """Run forward and backward of a batch in micro-batches; return the loss as Trainer does.
 
         Raises:
-            DoesNotFitError: one row alone runs out of memory.
-            SettingError: an argument cannot be used; or the loss of the batch is not that of its
-                parts.
+            DoesNotFitError: a single row runs out of memory.
+            SettingError: an argument is invalid, or the losses of the micro-batches do not add up
+                to the loss of the batch.
         """
         self._reduction.num_items = num_items_in_batch
-        # As Trainer does before it prepares a batch, on which TRL's GRPOTrainer relies.
+        # Trainer does so before it prepares a batch, and TRL's GRPOTrainer relies on the order.
         model.train()
         prepared, prepare_part = self._prepare_batch(inputs)
         self._metrics_of_step = metrics = _Metrics(self)
@@ -167,20 +166,21 @@ class AdaptiveTrainer(Trainer):
             step = self._step_of(model)
             losses: list[torch.Tensor] = step(prepared)
         metrics.log()
-        # Alike on all ranks: only a split is looked at.
+        # `num_micro_batches` is equal on all ranks. Only split batches run the check.
         if step.num_micro_batches > 1:
             self._reduction.agree()
         if self._growth is not None:
             self._growth.set_rate(self.optimizer)
-        # Without a label no part runs.
+        # No micro-batch runs if the batch has no labels.
         loss = losses[0] if losses else torch.zeros((), device=self.args.device)
         if len(losses) > 1:
             loss = torch.stack([part.to(self.args.device) for part in losses]).sum()
         return loss
 
     def _prepare_batch(self, inputs: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Return a batch on the device, and the function that prepares a part of it. What a trainer
-        makes of a batch, such as rows, it makes once.
+        """Return a batch on the device, and the function that prepares its micro-batches.
+
+        Rows that a trainer generates from a batch are generated once.
         """
         if self._cuts_inputs:
             return Trainer._prepare_inputs(self, inputs), self._prepare_inputs
@@ -198,7 +198,7 @@ class AdaptiveTrainer(Trainer):
 
     @property
     def _arguments(self) -> AdaptiveArguments:
-        # They may have been set since this was built.
+        # `adaptive` may have been set after construction.
         adaptive = self._check_arguments()
         if adaptive.loss_reduction == "auto" and type(self.model).__name__.endswith("ForCTC"):
             reduction = getattr(self.model.config, "ctc_loss_reduction", "auto")
@@ -208,7 +208,7 @@ class AdaptiveTrainer(Trainer):
         return adaptive
 
     def _step_of(self, model: nn.Module) -> AdaptiveStep:
-        """Return what runs a step of a model, which is kept while model and arguments are."""
+        """Return the step of a model; create it if the model or the arguments changed."""
         step = self.adaptive_step
         if step is None or step.model is not model or self._adaptive_of_step is not self.adaptive:
             self.adaptive_step = step = self._new_step(model)
@@ -238,15 +238,15 @@ class AdaptiveTrainer(Trainer):
         if not is_counted:
             metrics = _Metrics(self)
         elif part.is_first:
-            # An earlier attempt may have counted rows, on a rank whose own memory sufficed too.
+            # An earlier attempt may have updated the metrics, on ranks with enough memory too.
             metrics.restore()
         calls: list[dict[str, Any]] = []
-        # What a part logs waits for the others.
+        # Logs wait until all micro-batches have run.
         waits = replaced(self, log=lambda logs, *_, **__: calls.append(nested_detach(logs)))
         with waits:
             if self._reduction.is_seen_sum is None and part.is_trial:
                 self._reduction.is_seen_sum = self._sees_sum(model, part)
-            # A dummy, which a rank without rows runs, counts in no sum either.
+            # The dummy micro-batch of a rank without rows has share 0 in a sum too.
             is_of_sum = self._is_sum_over_items and part.share
             self._reduction.share = 1.0 if is_of_sum else part.share
             loss: torch.Tensor = super().training_step(model, part.batch, self._reduction.num_items)
@@ -264,9 +264,9 @@ class AdaptiveTrainer(Trainer):
         inputs: dict[str, Any],
         **keywords: Any,
     ) -> Any:
-        """Return what a trainer computes of a part, its loss times the part's share."""
+        """Compute the loss of a micro-batch and multiply it by its share."""
         result = compute_loss(model, inputs, **keywords)
-        # One part has Trainer's own bits.
+        # An unsplit batch stays bitwise equal to Trainer's.
         if self._reduction.share == 1.0:
             return result
         if isinstance(result, tuple):
@@ -276,7 +276,7 @@ class AdaptiveTrainer(Trainer):
 
     @property
     def _is_sum_over_items(self) -> bool:
-        """Whether a loss is divided by the labels of the whole step, so that parts add up to it."""
+        """True if the loss is divided by the labels of the whole step."""
         reduction = self._arguments.loss_reduction
         if reduction != "auto":
             return reduction == "sum"
@@ -286,18 +286,18 @@ class AdaptiveTrainer(Trainer):
             return False
         if self._reduction.is_seen_sum is not None:
             return self._reduction.is_seen_sum
-        # Not every release of Trainer has it.
+        # Not all Trainer releases have this attribute.
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is not None:
             return bool(is_scaled)
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
     def _sees_sum(self, model: nn.Module, part: Part) -> bool | None:
-        """Return whether a loss is halved by twice the labels; None where that is not asked for.
+        """Return whether doubling the label count halves the loss; None if not checked.
 
-        Some of Transformers' models take the number of labels, and leave their loss a mean.
+        Some Transformers models accept the label count and still return a mean.
         """
-        # Ranks that have no rows would not run it.
+        # Ranks without rows would skip this forward, and FSDP's collectives would hang.
         if self.is_fsdp_enabled or not part.share:
             return None
         if self._reduction.num_items is None or not self._is_sum_over_items:
@@ -305,7 +305,7 @@ class AdaptiveTrainer(Trainer):
         self._reduction.share = 1.0
         losses = []
         for factor in (1, 2):
-            # Both draw the same random numbers.
+            # Both passes draw the same random numbers.
             with (
                 torch.no_grad(),
                 torch.compiler.set_stance("force_eager"),
@@ -326,9 +326,9 @@ class AdaptiveTrainer(Trainer):
     def _find_bound(self, step: AdaptiveStep) -> None:
         has_own_inputs = type(self)._prepare_inputs is not Trainer._prepare_inputs
         if step.sizer.waits_for_search and has_own_inputs and not self._cuts_inputs:
-            reason = "this trainer makes its rows in each step, so none can be tried before"
+            reason = "this trainer generates its rows in each step; no trial can run before"
             raise self._arguments.not_searched(reason)
-        # A scaler of gradients is no part of a trial.
+        # Trials run without the gradient scaler.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         self._arguments.find_bound(
             step,
@@ -336,12 +336,12 @@ class AdaptiveTrainer(Trainer):
             self.callback_handler.train_dataloader,
             to_device=super()._prepare_inputs,
             batch_size=self.args.train_batch_size,
-            # A batch that grows will not fit at once.
+            # A growing batch will be split later.
             accumulates=self.args.gradient_accumulation_steps > 1 or self._growth is not None,
         )
 
     def get_batch_samples(self, *arguments: Any) -> Any:
-        """Return what Trainer does; warn if the first step did not reach this class."""
+        """Fetch batches as Trainer does; warn if the first step did not call this class."""
         self._num_fetched += 1
         if self._num_fetched == 2 and self.adaptive_step is None:
             log.warning(
@@ -356,12 +356,12 @@ class AdaptiveTrainer(Trainer):
     # --- evaluation
 
     def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return what Trainer does; a batch that runs out of memory runs again in parts.
+        """Evaluate as Trainer does; repeat a batch in micro-batches if it runs out of memory.
 
         Raises:
-            DoesNotFitError: one row alone runs out of memory, or parts have other results.
+            DoesNotFitError: a single row runs out of memory, or micro-batches change the results.
         """
-        # Whatever class has defined it; compute_metrics may predict within an evaluation.
+        # Wraps overrides too; once only, since compute_metrics may call predict.
         predict = self.prediction_step
         if getattr(predict, "func", None) != self._predict_parts:
             predict = partial(self._predict_parts, predict)
@@ -381,7 +381,7 @@ class AdaptiveTrainer(Trainer):
         count_of_parts = self._get_num_items_in_batch
         counted: list[Any] = []
         prepared: Any = None
-        # Rows that a trainer has made are not made again.
+        # Rows that the trainer generated are not generated again.
         prepare_part = self._prepare_inputs
 
         def prepare(batch: dict[str, Any]) -> Any:
@@ -390,7 +390,7 @@ class AdaptiveTrainer(Trainer):
             return prepared
 
         def count_of_batch(batches: list[Any], device: torch.device) -> Any:
-            # Ranks add up their labels once a batch: the losses of its parts are terms of a sum.
+            # Ranks count labels once per batch: the losses of its micro-batches are terms of a sum.
             if not counted:
                 with distributed.alone(False):
                     counted.append(
@@ -416,7 +416,7 @@ class AdaptiveTrainer(Trainer):
             before = _Metrics(self)
             num_calls = len(calls)
             if not calls:
-                # Without what the rows have counted as they were made.
+                # Exclude the metrics that `prepare` updated.
                 metrics = before
             random_state = RandomState(self.args.device)
 
@@ -435,7 +435,7 @@ class AdaptiveTrainer(Trainer):
         return tuple(results.values())
 
     def _evaluation_of(self, model: nn.Module) -> EvaluationParts:
-        """Return what evaluates a model, whose limit is kept while model and arguments are."""
+        """Return the evaluation of a model; create it if the model or the arguments changed."""
         adaptive = self._arguments
         evaluation = self._evaluation
         if (
@@ -461,10 +461,10 @@ class AdaptiveTrainer(Trainer):
     # --- batches that grow
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return Trainer's own loader, or where the batch grows one of such batches.
+        """Return Trainer's own loader, or a loader of growing batches.
 
         Raises:
-            SettingError: an argument that a batch cannot grow with.
+            SettingError: an argument is incompatible with growing batches.
         """
         loader: DataLoader[Any] = super().get_train_dataloader()
         if self._growth is not None:
@@ -474,20 +474,20 @@ class AdaptiveTrainer(Trainer):
         if adaptive.batch_increase_function is None:
             return loader
         if not hasattr(Trainer, "_run_epoch"):
-            remedy = "take transformers 5.23, or AdaptiveLoop"
+            remedy = "install transformers 5.23, or use AdaptiveLoop"
             raise SettingError("transformers", transformers.__version__, remedy)
         self._growth = Growth(adaptive, self.args, loader)
         self.add_callback(self._growth)
         return self._growth.loader
 
     def set_initial_training_values(self, args: TrainingArguments, *arguments: Any) -> Any:
-        """Return what Trainer does, with the epochs and steps of batches that grow."""
+        """Return Trainer's values, with the epochs and steps of growing batches."""
         values = super().set_initial_training_values(args, *arguments)
         if self._growth is None:
             return values
         _, *between, max_steps = values
         if args.max_steps > 0:
-            # Trainer ends at that step, in whichever epoch it is.
+            # Trainer stops at max_steps, regardless of the epoch.
             return (sys.maxsize, *between, max_steps)
         num_epochs = math.ceil(args.num_train_epochs)
         return (num_epochs, *between, self._growth.num_steps(args.num_train_epochs))
@@ -498,7 +498,7 @@ class AdaptiveTrainer(Trainer):
             refuse_saved_growth(self.state)
         elif self.state.global_step:
             self._growth.resume(self.state)
-            # Nothing is to be skipped of the batches that are left.
+            # The sampler has already skipped the used batches.
             place = (self._growth.batches.progress.epoch, 0)
         return place
 
@@ -518,27 +518,27 @@ class AdaptiveTrainer(Trainer):
 
 
 class _Adopted:
-    """First base of the class of an adopted trainer, whose own bases are not told of a subclass."""
+    """First base of an adopted trainer's class; skips ``__init_subclass__`` of the other bases."""
 
     def __init_subclass__(cls) -> None:
-        """Do nothing: the class of the trainer may take keywords there."""
+        """Do nothing: the trainer's own method may require keywords."""
 
 
 def adopt(trainer: Trainer, adaptive: AdaptiveArguments | None = None) -> AdaptiveTrainer:
-    """Let a trainer that is built, of any class, run its steps as :class:`AdaptiveTrainer` does.
+    """Make an existing trainer of any class run its steps as :class:`AdaptiveTrainer` does.
 
-    Its class becomes one of the same name that derives from AdaptiveTrainer too. Call it before
-    ``train()``; a second call changes nothing.
+    The class of the trainer is replaced by a class of the same name that also derives from
+    AdaptiveTrainer. Call this function before ``train()``; a second call has no effect.
 
     Args:
-        trainer: the trainer.
-        adaptive: how steps are run; None for :class:`AdaptiveArguments` as it is.
+        trainer: trainer to change in place.
+        adaptive: arguments; None for the defaults of :class:`AdaptiveArguments`.
 
     Returns:
-        The same object.
+        `trainer`.
 
     Raises:
-        SettingError: it is no Trainer of Transformers, or an argument cannot be used.
+        SettingError: `trainer` is not a ``transformers.Trainer``, or an argument is invalid.
     """
     kind = type(trainer)
     if not isinstance(trainer, Trainer):
@@ -555,11 +555,10 @@ def adopt(trainer: Trainer, adaptive: AdaptiveArguments | None = None) -> Adapti
 
 
 class _Metrics:
-    """What a trainer counts in its attributes, as it was when this was made: numbers, texts and
-    tensors, and lists and mappings of them.
+    """Snapshot of a trainer's metric attributes: nested numbers, strings and tensors.
 
     Attributes:
-        logged: weight of each part that has run since, and what it has logged.
+        logged: weight and ``log`` calls of each micro-batch since the snapshot.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -570,7 +569,7 @@ class _Metrics:
         }
 
     def log(self) -> None:
-        """Make one value of the batch of what its parts have logged and added to lists."""
+        """Reduce the logs and list entries of the micro-batches to one value for the batch."""
         weights = [weight for weight, _ in self.logged]
         for name in _LISTS & self._values.keys():
             merge_lists(vars(self._trainer)[name], self._values[name], weights)
@@ -594,7 +593,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy whose containers are copied, of the same types."""
+    """Copy nested containers and keep their types."""
     if isinstance(value, Mapping):
         copied_mapping: Any = copy.copy(value)
         for key, item in value.items():

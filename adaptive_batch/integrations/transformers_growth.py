@@ -1,4 +1,4 @@
-"""Batches that grow under Hugging Face's Trainer: its steps, their rate, and where training is."""
+"""Growing batches under Hugging Face's Trainer: steps, learning rate and resuming."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from adaptive_batch.training import AdaptiveRate
 
 from .arguments import AdaptiveArguments
 
-# Where Trainer's state, saved with each checkpoint, has the position in the data.
+# Key of the data position in Trainer's state, which Trainer saves with each checkpoint.
 _STATE = "AdaptiveBatches"
-# Arguments of Trainer that decide what a batch holds, as they have to be.
+# Trainer arguments that affect the batch, with their required values.
 _NEEDED = {
     "gradient_accumulation_steps": (
         1,
-        "a batch holds the rows of a whole step, and runs in parts that fit; give 1",
+        "a batch holds the rows of a whole step and runs in micro-batches; give 1",
     ),
-    "train_sampling_strategy": ("random", "rows come in an order drawn here; give random"),
-    "dataloader_drop_last": (False, "each row is used once an epoch; give False"),
+    "train_sampling_strategy": ("random", "AdaptiveBatches draws the order of rows; give random"),
+    "dataloader_drop_last": (False, "each row is used once per epoch; give False"),
 }
 
 
 class Growth(TrainerCallback):
-    """Makes the batches of a run, and counts those that are used.
+    """Creates the growing batches of a run and tracks the position in the data.
 
     Args:
-        adaptive: how the batch grows.
+        adaptive: arguments of the trainer.
         arguments: arguments of Trainer.
-        loader: Trainer's own loader: dataset, collating and workers.
+        loader: Trainer's own loader, whose dataset, collator and workers are reused.
 
     Attributes:
-        batches: yields the rows of each step.
-        loader: loader of them.
+        batches: batch sampler that yields the rows of each step.
+        loader: loader of `batches`.
         learning_rate: rate of the last step; None before the first.
 
     Raises:
-        SettingError: what the batch cannot grow with.
+        SettingError: an argument is incompatible with growing batches.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Growth(TrainerCallback):
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
-            # Else a run that resumes in mid-epoch draws a random number more.
+            # Without it, a run that resumes within an epoch draws one more random number.
             generator=torch.Generator(),
         )
         self._lr_scaling = adaptive.lr_scaling
@@ -86,16 +86,16 @@ class Growth(TrainerCallback):
         self.learning_rate: float | None = None
 
     def num_steps(self, epochs: float) -> int:
-        """Return the steps of so many epochs that are left, of the last one a part."""
+        """Return the number of steps left of `epochs` epochs; the last epoch may be partial."""
         whole = self.batches.num_steps(math.floor(epochs))
         all_of_last = self.batches.num_steps(math.ceil(epochs))
         return whole + math.ceil((epochs % 1) * (all_of_last - whole))
 
     def resume(self, state: TrainerState) -> None:
-        """Go to where a checkpoint was saved.
+        """Restore the position in the data from a checkpoint.
 
         Raises:
-            SettingError: it was saved without batches that grow, or of others.
+            SettingError: the checkpoint has no position, or belongs to other batches.
         """
         saved = state.stateful_callbacks.get(_STATE)
         if saved is None:
@@ -104,7 +104,7 @@ class Growth(TrainerCallback):
         self.batches.load_state_dict(saved)
 
     def set_rate(self, optimizer: Optimizer) -> None:
-        """Scale the rate that Trainer's scheduler has set by the rows of the step that is run."""
+        """Scale the learning rate that Trainer's scheduler set by the rows of the current step."""
         if self._rate is None:
             self._rate = AdaptiveRate(
                 optimizer,
@@ -122,32 +122,32 @@ class Growth(TrainerCallback):
 
 
 def refuse_own_order(trainer: Trainer, *, library: tuple[type[Trainer], ...]) -> None:
-    """Refuse a trainer that overrides its sampler or loader, which a growing batch replaces.
+    """Raise if a trainer overrides its sampler or loader, since growing batches replace them.
 
     Args:
-        trainer: the trainer.
-        library: classes whose own sampler and loader are known.
+        trainer: trainer to check.
+        library: classes that may define a sampler and a loader.
 
     Raises:
-        SettingError: the trainer, or a class of it outside `library`, overrides one.
+        SettingError: the trainer, or one of its classes outside `library`, overrides one.
     """
     for owner in (trainer, *type(trainer).__mro__):
         own = {"_get_train_sampler", "get_train_dataloader"} & vars(owner).keys()
         if own and owner not in library:
             name = getattr(owner, "__name__", "the trainer")
             remedy = (
-                "a batch that grows draws its rows in an order of its own, and would leave this"
-                " method out; remove the method, or train without batch_increase_function, or in a"
-                " loop with AdaptiveBatches, which takes a sampler"
+                "growing batches draw their own order of rows and would not call this method;"
+                " remove the method, remove batch_increase_function, or use AdaptiveBatches, which"
+                " accepts a sampler, in your own loop"
             )
             raise SettingError("batch_increase_function", f"{name}.{min(own)}", remedy)
 
 
 def refuse_saved_growth(state: TrainerState) -> None:
-    """Refuse to resume a run whose batch grew in batches of a constant size.
+    """Raise if a run with a constant batch size resumes a checkpoint of growing batches.
 
     Raises:
-        SettingError: the state is that of such a run.
+        SettingError: the checkpoint has growing batches.
     """
     if _STATE in state.stateful_callbacks:
         remedy = "its batch grew; give AdaptiveArguments the same batch_increase_function"

@@ -161,7 +161,7 @@ def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
         is_request = isinstance(error, Terminated)
         cause = _INTERRUPTED
         if is_request:
-            cause = "asked to end"
+            cause = "stop requested"
         message = f"{cause}: {after_end()}"
         if is_request and not distributed.is_launched():
             log.info("%s", message)

@@ -48,16 +48,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("adaptive_batch")
 Item = TypeVar("Item")
 
-# Share of padding from which the log names a key that removes it.
+# Minimum share of padding for a log message.
 _MUCH_PADDING = 0.3
 _PROFILER = "torchtune.training.setup_torch_profiler"
 
 
 class _MetricLogger:
-    """torchtune's metric logger, where one is configured; rank zero opens it.
+    """torchtune's metric logger, opened on rank 0 if configured.
 
     Attributes:
-        every_n_steps: steps from one record of their metrics to the next.
+        every_n_steps: interval of records in steps.
     """
 
     def __init__(self, job: Job) -> None:
@@ -69,12 +69,12 @@ class _MetricLogger:
         self._logs_memory = asked and job.device.type != "cpu"
 
     def open(self) -> None:
-        """Open it, where one is configured."""
+        """Open the metric logger, if configured."""
         cfg = self._cfg
         if cfg.metric_logger is None:
             return
         component = str(cfg.metric_logger.get("_component_", ""))
-        # torchtune's logger leaves an error behind where it cannot be made.
+        # torchtune's logger prints an error at exit if its constructor fails.
         if component.endswith(".TensorBoardLogger") and find_spec("tensorboard") is None:
             remedy = "tensorboard is not installed: pip install tensorboard"
             raise SettingError("metric_logger", component, remedy)
@@ -82,7 +82,7 @@ class _MetricLogger:
         self._logger.log_config(cfg)
 
     def memory(self) -> Mapping[str, float]:
-        """Return the peaks of the device's memory, where they are logged."""
+        """Return the peak memory of the device if it is logged."""
         if self._logger is None or not self._logs_memory:
             return {}
         peaks: Mapping[str, float] = training.get_memory_stats(device=self._device)
@@ -94,15 +94,15 @@ class _MetricLogger:
             self._logger.log_dict(metrics, step=step)
 
     def close(self) -> None:
-        """Close it, if it was opened."""
+        """Close the metric logger, if open."""
         if self._logger is not None:
             self._logger.close()
 
 
 class TrainingLog:
-    """The run log and the metric logger of a run; of several ranks, rank zero writes them.
+    """Run log and metric logger of a run, written by rank 0.
 
-    Until :meth:`open` nothing is written, so that a run which is refused leaves no file.
+    Nothing is written before :meth:`open`, so a refused run leaves no file.
     """
 
     def __init__(self, job: Job, data: Data) -> None:
@@ -118,16 +118,16 @@ class TrainingLog:
         self._began = time.monotonic()
         self._step_seconds = 0.0
         self._tokens = 0
-        # Of the last step that had a label.
+        # Loss of the last step with labels.
         self._last_loss = math.nan
         self._last_step = 0
         self._bar = ProgressBar(0, "steps", shown=False)
         self._step_began = 0.0
-        # What an epoch has logged, which the next one need not repeat.
+        # Messages that are logged once per run.
         self._repeated: set[str] = set()
 
     def open(self) -> None:
-        """Open both; all ranks call it."""
+        """Open both logs on all ranks."""
         record = distributed.on_rank_zero(lambda: RunLog(self._folder))
         if record is None:
             return
@@ -149,17 +149,16 @@ class TrainingLog:
         self._record.sync()
 
     def event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
-        """Write down an event with its facts, and log its message unless `prints` is False."""
+        """Record an event with its facts, and log its message unless `prints` is False."""
         self._record.event(kind, message, prints=prints, **facts)
 
     def limit_change(self, change: LimitChange, *, kind: str = "limit") -> None:
-        """Log at once what a micro-batch holds from now on."""
+        """Log a changed limit of micro-batches."""
         self.event(kind, change.describe(), **change.facts())
 
     def progress_bar(self, steps: Iterable[Item], batches: Batches) -> Iterator[Item]:
-        """Yield the steps that are left of an epoch, and show the progress in it, as tqdm does; a
-        line that is logged meanwhile stands above the bar. The time of a step begins when it is
-        requested.
+        """Yield the remaining steps of an epoch under a tqdm bar. Log lines appear above the bar.
+        The time of a step starts when it is requested.
         """
         total = batches.plan.steps
         done = batches.progress.epoch_steps
@@ -172,14 +171,14 @@ class TrainingLog:
                 yield step
                 self._step_began = time.perf_counter()
 
-    # --- where a run begins
+    # --- start of a run
 
     def starts(self, run: ResumedRun, *, replaces: str) -> None:
-        """Log where training starts or resumes, and with which checkpoint.
+        """Log the start or the resumed checkpoint of training.
 
         Args:
-            run: state that the run begins with.
-            replaces: saves of other runs that this one replaces, in words.
+            run: state at the start of the run.
+            replaces: description of other runs' saves that this run replaces.
         """
         event = self.event
         progress = run.progress
@@ -203,7 +202,7 @@ class TrainingLog:
             ranks=ranks,
             progress=progress.state_dict(),
         )
-        # After the record that an attempt is known by.
+        # Written after the `start` record, which identifies an attempt.
         event(
             "config",
             f"the configuration is in {self._config_path}",
@@ -211,8 +210,8 @@ class TrainingLog:
         )
         if run.begins_epoch_again:
             message = (
-                f"epoch {progress.epoch} begins again: which of its rows are left is not known with"
-                " other rows"
+                f"epoch {progress.epoch} starts again: the rows have changed, so its remaining rows"
+                " are unknown"
             )
             event("epoch_restarted", message, epoch=progress.epoch)
         if replaces:
@@ -265,13 +264,13 @@ class TrainingLog:
         ahead: TrainingPlan,
         saved: Mapping[str, Any],
     ) -> None:
-        """Log how the learning rate is scaled, and the stages of what is left of training."""
+        """Log the scaling of the learning rate and the stages of the remaining training."""
         settings = self._settings
         event = self.event
         now = settings.rate.lr_scaling
         saved_rule = saved.get("learning_rate", {}).get("rule", now)
         if saved_rule != now:
-            changed = f"lr_scaling {saved_rule} -> {now}: not what the checkpoint was trained with"
+            changed = f"lr_scaling {saved_rule} -> {now}: differs from the checkpoint"
             event("lr_scaling", changed, before=saved_rule, after=now)
         message = rate.describe()
         if message:
@@ -380,12 +379,12 @@ class TrainingLog:
         self._bar.advance(f"{progress.epoch + 1}|{progress.steps}|Loss: {self._last_loss:.4f}")
 
     def ends(self, progress: Progress) -> None:
-        """Log what training came to, where it is saved, and what to run next."""
+        """Log the totals of training, the path of the weights and the next command."""
         trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
         seconds = time.monotonic() - self._began
         figures = ""
         facts: dict[str, Any] = {}
-        # A run that was ended in its last save has no step.
+        # A run that was stopped in its last save has no step.
         if self._step_seconds:
             speed = self._tokens / self._step_seconds
             loss = f"loss {self._last_loss:.4f} in the last step"
@@ -397,19 +396,19 @@ class TrainingLog:
         self.event("end", message, seconds=round(seconds, 3), **facts)
 
     def failed_save(self, error: CheckpointError) -> None:
-        """Log that a resume point could not be written."""
+        """Log that a checkpoint could not be written."""
         message = f"training continues; this checkpoint was not saved: {error}"
         self.event("checkpoint_failed", message, step=self._last_step)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
-        """Log a validation, and its metric."""
+        """Log the loss of a validation."""
         message = f"step {step}: val_loss {loss:.4f} over {count(rows, 'row')}"
         self.event("validation", message, steps=step, val_loss=loss)
         self._metrics.log({"val_loss": loss}, step=step)
 
 
 def _what_is_run(job: Job) -> dict[str, str]:
-    """Return what tells this run from others, for the head of its report."""
+    """Return the identification of this run for the head of its report."""
     cfg = job.cfg
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
     return {
@@ -425,19 +424,19 @@ def _what_is_run(job: Job) -> dict[str, str]:
 
 
 def keys_against_padding(settings: Settings) -> str:
-    """Return which key would remove padding; empty where none would."""
+    """Name a key that would reduce padding; empty if there is none."""
     if settings.uniform_micro_batches in ("lengths", "both"):
         return (
             f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one"
             " length"
         )
-    # A step that must run whole cannot be divided by length.
+    # A step that must run in one micro-batch cannot be split by length.
     can_split = settings.uniform_micro_batches is None and not settings.optimizer_in_bwd
     if can_split and settings.micro_batch.micro_batch_tokens is None:
         instead = ", without micro_batch_size," if settings.micro_batch.is_given else ""
         return (
             f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
-            " where they can be"
+            " if possible"
         )
     if settings.sample_order != "seqlen":
         return "sample_order=seqlen with a sample_window brings rows of like length into a step"
@@ -456,19 +455,19 @@ class _EpochCounts:
 
 
 class StepMonitor:
-    """Counts steps without a label or a finite loss, padding and the noise of the gradients, and
-    drops gradients that are not finite.
+    """Counts steps without labels or with non-finite losses, padding and gradient noise, and drops
+    non-finite gradients.
 
     Args:
         job: job of the run.
-        trainer: trainer whose gradients are dropped where they are not finite.
-        log: log of the run, which is given each epoch's counts.
-        saver: saver of the run, which loads what a checkpoint holds of its parts.
-        remedy: function that returns what can be done after a run is stopped.
-        full_batch_rows: rows that `full_batch_loss` averages over.
+        trainer: trainer of the run.
+        log: log that receives the counts of each epoch.
+        saver: saver that restores the counts from a checkpoint.
+        remedy: function that returns how to continue after the run stops.
+        full_batch_rows: number of rows that `full_batch_loss` averages over.
 
     Attributes:
-        full_batch_loss: loss over a fixed number of rows, however many a step has.
+        full_batch_loss: loss over a fixed number of rows, independent of the batch size.
     """
 
     def __init__(
@@ -568,8 +567,8 @@ class StepMonitor:
         event("epoch", f"{message}{self._padding_of_epoch()}", **facts)
 
     def _padding_of_epoch(self) -> str:
-        """Return what part of the tokens that ran were padding, with the key that would remove it,
-        where that is much.
+        """Describe a large share of padding and the key that reduces it; empty for a small
+        share.
         """
         share = 0.0
         if self._epoch.padded_tokens:
@@ -577,7 +576,7 @@ class StepMonitor:
         key = keys_against_padding(self._settings)
         if share <= _MUCH_PADDING or not key:
             return ""
-        padding = f"; {share:.0%} of the tokens that ran were padding"
+        padding = f"; {share:.0%} of the processed tokens were padding"
         if not self._log.is_new(key):
             return padding
         return f"{padding}: {key}"

@@ -176,7 +176,7 @@ class ModelFiles:
             run, step, ends_run: as in :class:`Export`.
 
         Raises:
-            CheckpointError: saving failed; what was saved before is untouched.
+            CheckpointError: saving failed; earlier saves are unchanged.
         """
         target = self._output_dir / f"epoch_{epoch}"
         saved = self._temporary / target.name

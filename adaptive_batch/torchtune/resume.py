@@ -1,7 +1,7 @@
-"""State of a run that resumes: from a checkpoint, which is compared with the configuration, and
-from ``lost.json``, which an attempt that ended on all ranks has left.
+"""State of a resumed run: the checkpoint, checked against the configuration, and ``lost.json`` of
+an attempt that ended on all ranks.
 
-Each key has its policy in :mod:`.settings`.
+:mod:`.settings` has the policy of each key.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _SAMPLED_ROWS = 64
 
 @dataclass(frozen=True)
 class Found:
-    """Resume point, or base checkpoint, with which training begins.
+    """Checkpoint that a run starts from.
 
     Attributes:
-        point: resume point; None at the base checkpoint.
-        state: small state of the resume point; empty at the base checkpoint.
-        passed_over: lines, one for each newer checkpoint that was skipped.
+        point: checkpoint to resume; None to start from the base model.
+        state: small state of the checkpoint; empty for the base model.
+        passed_over: one line per skipped newer checkpoint.
     """
 
     point: Checkpoint | None = None
@@ -74,30 +74,29 @@ class Found:
 
 
 class ResumedRun:
-    """The state of the run that a checkpoint belongs to, compared with the configuration of this
-    one.
+    """State of a new or resumed run, checked against the configuration.
 
-    From now on `job` counts batches on the ranks that the run began with, and its optimizer has the
-    settings that the checkpoint brings.
+    The constructor changes `job`: it counts batches on the original number of ranks, and its
+    optimizer has the settings of the checkpoint.
 
     Args:
         job: job of the run.
         data: rows of the run.
-        found: where training begins.
+        found: checkpoint that the run starts from.
         seed: seed of a new run.
 
     Attributes:
-        found: as given.
-        lost: what an earlier attempt of the run has left; None in a preview.
-        saved: the state of each part by name; empty for a new run.
-        progress: progress with which training begins.
-        name, seed, max_steps_per_epoch: of the run, whatever is configured now.
-        begins_epoch_again: which rows are left of the epoch is not known, so that it begins again.
-        keeps_batch: whether the batch size of the checkpoint is kept: with a schedule always, and
-            one that was found or grown, unless it now is to be found for the first time.
+        found: checkpoint that the run starts from.
+        lost: record of an earlier attempt that ended on all ranks; None in a preview.
+        saved: state of each part by name; empty for a new run.
+        progress: progress at the start.
+        name, seed, max_steps_per_epoch: values of the run, which override the configuration.
+        begins_epoch_again: whether the epoch restarts because its remaining rows are unknown.
+        keeps_batch: whether the run keeps the batch size of the checkpoint: always with a schedule;
+            also if the size was found or grown, unless this run searches for it for the first time.
 
     Raises:
-        SettingError: the configuration is of another run.
+        SettingError: the configuration belongs to another run.
     """
 
     def __init__(self, job: Job, data: Data, found: Found, *, seed: int) -> None:
@@ -105,7 +104,7 @@ class ResumedRun:
         self._settings = job.settings
         self.found = found
         self.saved = found.state
-        # Batches are counted as they were, whatever the number of ranks is now.
+        # Batches are counted on the original number of ranks.
         if self.saved:
             job.count_batches_on(self.saved["steps"]["ranks"])
         check_fewer_ranks(job)
@@ -144,7 +143,7 @@ class ResumedRun:
     def batches(
         self, data: Data, sizer: MicroBatchSizer, *, event: Callable[..., object]
     ) -> Batches:
-        """Return the steps of the run, at the progress with which training begins.
+        """Create the batches of the run, positioned at its progress.
 
         Raises:
             SettingError: see :func:`.check_rate`.
@@ -162,7 +161,9 @@ class ResumedRun:
         return batches
 
     def _kept(self, name: str, configured: Any, saved: Any) -> Any:
-        """Return what a checkpoint has of a key, unless it may change to what is configured."""
+        """Return the saved value of a key, or the configured value if `resume_allow_changes`
+        lists the key.
+        """
         if configured == saved:
             return saved
         if self._may_change(name):
@@ -172,7 +173,7 @@ class ResumedRun:
         return saved
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
-        """Continue the run of a checkpoint."""
+        """Restore the run of a checkpoint."""
         settings = self._settings
         self.seed = self._kept("seed", self.seed, saved["seed"])
         self.max_steps_per_epoch = self._kept(
@@ -182,8 +183,8 @@ class ResumedRun:
             saved_value = saved["optimizer"][key]
             if saved_value != value:
                 remedy = (
-                    f"the optimizer's state in the checkpoint was saved with {saved_value}; resume"
-                    " with that"
+                    f"the checkpoint's optimizer state was saved with {saved_value}; resume with"
+                    " that value"
                 )
                 raise SettingError(key, value, remedy)
         self.name = saved["run"]
@@ -206,7 +207,7 @@ class ResumedRun:
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether the run has the steps that were planned when the checkpoint was saved."""
+        """True if the run has the steps planned at the time of the checkpoint."""
         planned_with = self.saved.get("epochs"), self.saved.get("configured_batch_size")
         settings = self._settings
         return not self._differs and planned_with == (settings.epochs, settings.batch_size)
@@ -215,22 +216,22 @@ class ResumedRun:
         return name in self._settings.saving.resume_allow_changes
 
     def _check_max_steps(self) -> None:
-        """Refuse an end of the epoch that lies before the checkpoint."""
+        """Raise if the epoch would end before the checkpoint."""
         done = self.progress.epoch_steps
         if _MAX_STEPS in self._changed and (self.max_steps_per_epoch or done) < done:
             remedy = f"the checkpoint has done {done} steps of the epoch; give {done} or more"
             raise SettingError(_MAX_STEPS, self.max_steps_per_epoch, remedy)
 
     def change_optimizer(self, optimizers: Iterable[Optimizer]) -> None:
-        """Set what `resume_allow_changes` lets differ, in optimizers that have loaded the
-        checkpoint's state.
+        """Apply the changes that `resume_allow_changes` permits, after the optimizers loaded
+        their state.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if _LR in self._changed:
                     _, rate = self._changed[_LR]
                     write_rate(group, float(rate))
-                    # A scheduler begins with it.
+                    # Schedulers start from this value.
                     if "initial_lr" in group:
                         group["initial_lr"] = float(rate)
                 if _WEIGHT_DECAY in self._changed:
@@ -245,7 +246,7 @@ class ResumedRun:
                 self._changed[_WEIGHT_DECAY] = kept.get("weight_decay"), decay
             kept["weight_decay"] = decay
         if kept != now[_KEPT]:
-            # Even what has no effect must name settings that exist.
+            # Settings without effect must still have valid names.
             self._job.check_optimizer()
             configured = _shown(_KEPT, now, saved)
             defaults = _defaults_of(str(cfg.optimizer._component_), configured)
@@ -255,7 +256,7 @@ class ResumedRun:
             now[_KEPT] = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the run, and what its results depend on, as plain values."""
+        """Return the name of the run and the conditions of its results, as plain values."""
         return {
             "run": self.name,
             "seed": self.seed,
@@ -264,30 +265,29 @@ class ResumedRun:
         }
 
     def state_of(self, name: str) -> dict[str, Any] | None:
-        """Return the state that a part resumes from; None where it begins without one."""
+        """Return the saved state of a part; None if it has none."""
         if not self.saved or (
             name in ("full_batch_loss", "nonfinite", "epoch") and self.begins_epoch_again
         ):
             return None
-        # The saved run may have run its reference within training's micro-batches.
+        # The saved run may have run its reference model within the training micro-batches.
         if name == "reference_limits" and name not in self.saved:
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and "lengths" in state:
-            # Where the epoch and the constant one have the same lengths, they are saved once.
+            # Equal lengths of the epoch and of the constant epoch are saved once.
             of_epoch = state["lengths"] or state["reference_lengths"]
-            # The lengths of an epoch that begins now are counted now.
+            # A new epoch counts its lengths itself.
             state["lengths"] = of_epoch if self.progress.epoch_steps else None
             if self._differs:
                 state["reference_lengths"] = None
         return state
 
     def begin_reading(self, loader: DataLoader[Any], progress: Progress) -> Iterator[Any]:
-        """Begin to read the rows of this run's first epoch, with the random numbers of the
-        checkpoint.
+        """Start to read the rows of the first epoch with the random state of the checkpoint.
 
-        Beginning to read draws a number. At the beginning of an epoch the saved run had not drawn
-        it yet; within one it had.
+        ``iter(loader)`` draws a random number. A checkpoint between two epochs was saved before
+        that draw, a checkpoint within an epoch after it.
         """
         if not progress.epoch_steps:
             self._restore_random_state(progress)
@@ -297,9 +297,7 @@ class ResumedRun:
         return batches
 
     def _restore_random_state(self, progress: Progress) -> None:
-        """Restore the random numbers of the checkpoint, after everything that building and
-        searching drew.
-        """
+        """Restore the random state of the checkpoint, after building and searching drew numbers."""
         restores = (
             self._settings.restores_random_state
             or self.saved.get("preempted")
@@ -311,12 +309,12 @@ class ResumedRun:
         if len(states) == distributed.world_size():
             RandomState(self._job.device).load_state_dict(states[distributed.rank()])
         else:
-            # No rank's state is another's.
+            # Ranks cannot use each other's state.
             training.set_seed(seed=self.seed + progress.steps)
 
     def changes_of_steps(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield a kind, a message and facts where the run has other epochs, other ranks or another
-        batch than the checkpoint's.
+        """Yield kind, message and facts of changes in epochs, ranks and batch size since the
+        checkpoint.
         """
         settings = self._settings
         epochs = self.saved.get("epochs", settings.epochs)
@@ -339,13 +337,13 @@ class ResumedRun:
                 f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
             )
             if settings.batch_tokens:
-                share = "the rows of each step are dealt to them by their tokens"
+                share = "the rows of each step are distributed by their tokens"
             message = (
-                f"{ranks} ranks, and {began_on} began the run: batch_size is still counted on"
-                f" {began_on}, and rows keep their order; {share}"
+                f"ranks {began_on} -> {ranks}: batch_size still refers to"
+                f" {count(began_on, 'rank')}, and rows keep their order; {share}"
             )
             yield "ranks", message, {"before": began_on, "after": ranks}
-        # A schedule decides what a step holds.
+        # A schedule decides the batch size.
         if configured == current or settings.batch_size_schedule is not None:
             return
         if self.keeps_batch:
@@ -359,22 +357,18 @@ class ResumedRun:
             yield "batch_size", message, {"before": current, "after": configured}
 
     def changes(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield a kind, a message and facts for each setting that is not the checkpoint's, or has
-        no effect as the checkpoint's is kept.
+        """Yield kind, message and facts of settings that differ from the checkpoint, or that have
+        no effect because the checkpoint's value is kept.
         """
         now = self._now["conditions"]
         saved = self.saved.get("conditions", {})
         for name in self._differs:
             saved_value = _shown(name, saved, now)
             value_now = _shown(name, now, saved)
-            message = (
-                f"{name} {saved_value} -> {value_now}: not what the checkpoint was trained with"
-            )
+            message = f"{name} {saved_value} -> {value_now}: differs from the checkpoint"
             yield name, message, {"before": saved[name], "after": now[name]}
         for name, (saved_value, value_now) in self._changed.items():
-            message = (
-                f"{name} {saved_value} -> {value_now}: not what the checkpoint was trained with"
-            )
+            message = f"{name} {saved_value} -> {value_now}: differs from the checkpoint"
             yield name, message, {"before": saved_value, "after": value_now}
         for name, (value, kept) in self._ignored.items():
             message = f"{name}={value} has no effect: the checkpoint's {kept} is kept"
@@ -382,26 +376,26 @@ class ResumedRun:
 
 
 def check_fewer_ranks(job: Job) -> None:
-    """Refuse to resume with fewer ranks where a rank would have to split its rows and cannot."""
+    """Raise if this run has fewer ranks than the checkpoint and cannot split their rows."""
     ranks = distributed.data_parallel_size()
     if job.settings.optimizer_in_bwd and ranks < job.ranks:
         raise SettingError(
             "optimizer_in_bwd",
             True,
-            f"the checkpoint's steps were dealt to {job.ranks} ranks, and {ranks} cannot split the"
-            f" rows of the others; start {job.ranks} or more, or start again with"
-            " optimizer_in_bwd=False",
+            f"the checkpoint's steps were distributed over {job.ranks} ranks, and"
+            f" {count(ranks, 'rank')} cannot split their rows; start {job.ranks} or more ranks, or"
+            " start again with optimizer_in_bwd=False",
         )
 
 
 def _defaults_of(component: str, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the values that an optimizer takes for keys where they are not given."""
+    """Return the default values of an optimizer's arguments."""
     parameters = inspect.signature(load_function(component, key="optimizer")).parameters
     return {key: parameters[key].default for key in keys if key in parameters}
 
 
 def run_conditions(job: Job, data: Data) -> dict[str, Any]:
-    """Return what a run's results depend on besides its progress, as plain values."""
+    """Return the settings and data that determine the results of a run, as plain values."""
     plain = as_dict(job.cfg)
     settings = job.settings
     values = values_of(settings)
@@ -427,12 +421,12 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
 def compare(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: Sequence[str], in_mid_epoch: bool
 ) -> tuple[list[str], bool]:
-    """Return the keys that differ from the checkpoint's, and whether the rows left of the epoch are
-    not known any more.
+    """Return the keys that differ from the checkpoint, and whether the remaining rows of the epoch
+    have become unknown.
 
     Raises:
-        SettingError: a key differs that must not, unless it is allowed; or one is allowed that
-            nothing compares.
+        SettingError: a key differs without permission, or `allowed` lists a key that is not
+            compared.
     """
     refused = {name for name, policy in RESUME.items() if policy == "refuse"}
     moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
@@ -442,7 +436,7 @@ def compare(
             raise SettingError(
                 "resume_allow_changes",
                 list(allowed),
-                f"{name} is none of {', '.join(sorted(choices))}",
+                f"{name} is not one of {', '.join(sorted(choices))}",
             )
     if now["batch_tokens"]:
         moves_rows |= set(FILLS_STEPS)
@@ -455,7 +449,7 @@ def compare(
         if name in refused and name not in allowed:
             saved_value = _shown(name, saved, now)
             condition = ""
-            # The weights and the optimizer's state are loaded into it.
+            # Weights and optimizer state are loaded into the model.
             if name == "model":
                 condition = " where every weight keeps its shape"
             remedy = (
@@ -467,7 +461,7 @@ def compare(
 
 
 def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """Return what differs between two blocks; a dataset is shown as its number of rows and the head
+    """Return the differing values of two settings; for a dataset, the number of rows and the start
     of its fingerprint.
     """
     value = conditions[name]
@@ -481,15 +475,15 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
 
 
 def _name_of_rows(job: Job, data: Data) -> str:
-    """Return a fingerprint of the rows of the dataset: how many, and some of them, wherever their
-    files are.
+    """Return a fingerprint of the dataset from the number of rows and a sample, independent of
+    file paths.
     """
     rows = len(data.dataset)
     numbers = sorted(
         {round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))}
     )
     with RandomState(job.device):
-        # Rows that are augmented when they are read are read alike.
+        # Seed the random augmentation of rows.
         torch.manual_seed(0)
         random.seed(0)
         if "numpy" in sys.modules:
@@ -503,18 +497,18 @@ def _tokens(job: Job, row: Mapping[str, Any]) -> list[int]:
 
 
 class LostRun:
-    """Why an earlier attempt of this run ended on all ranks: a limit that was too large, or a trial
-    without an answer.
+    """Record of an attempt that ended on all ranks: a limit that was too large, or a trial that did
+    not finish.
 
-    Reading is a collective; what belongs to another run is deleted.
+    Reading is a collective and deletes a record of another run.
 
     Args:
         job: job of the run.
         name: name of the run.
-        resumes: whether the run resumes from a checkpoint; one that torchrun has started again need
-            not.
-        trials_name: name of what the answer of a trial depends on; with another name it is another
-            question.
+        resumes: whether the run resumes from a checkpoint. A restart by torchrun may start without
+            one.
+        trials_name: fingerprint of the settings of trials; recorded trials with another one are
+            ignored.
     """
 
     def __init__(self, job: Job, *, name: str, resumes: bool, trials_name: str) -> None:
@@ -527,15 +521,15 @@ class LostRun:
         )
 
     def trial_rows(self, key: str) -> int | None:
-        """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None where
-        none did.
+        """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None
+        without one.
         """
         rows: int | None = self._facts.get(key)
         return rows
 
     def limit(self, conditions: Mapping[str, Any]) -> MicroBatchLimit | None:
-        """Return the limit that would have been less, under the same conditions; None where memory
-        did not run out.
+        """Return the limit that ran out of memory under the same conditions, reduced; None
+        without one.
         """
         amount = self._facts.get("limit")
         if not amount or any(self._facts[key] != value for key, value in conditions.items()):
@@ -549,23 +543,23 @@ class LostRun:
         event: Callable[..., object],
         conditions: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Log why all ranks end, and keep what a restart should know.
+        """Log the end of all ranks, and record facts for a restart.
 
         Args:
-            end: why they end.
-            event: function that takes a kind, a message and facts.
-            conditions: function that returns what a limit of training depends on.
+            end: reason of the end.
+            event: function of a kind, a message and facts.
+            conditions: function that returns the conditions of a training limit.
         """
         event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
         shrinks = self._settings.on_out_of_memory == "shrink"
         self.keep(end.facts, conditions() if shrinks else None)
 
     def keep(self, facts: Mapping[str, Any], conditions: Mapping[str, Any] | None) -> None:
-        """Write down why the ranks end, beside what an earlier attempt has kept.
+        """Record the end of the ranks, and keep facts of earlier attempts.
 
         Args:
             facts: facts of the rank that ended first.
-            conditions: what a limit depends on; None where no limit is to be kept.
+            conditions: conditions of the limit; None to record no limit.
         """
         kept = {key: facts[key] for key in TRIALS if key in facts}
         if kept:

@@ -1,9 +1,8 @@
-"""The saves of a run: resume points in ``output_dir/step_N``, and an export of the weights after
-each epoch.
+"""Checkpoints of a run in ``output_dir/step_N``, and an export of the weights after each epoch.
 
-A resume point is complete or absent, carries the name of its run, and is all that resuming reads.
-It is saved before the export of its epoch, so an export that a kill has prevented is made when the
-run resumes.
+A checkpoint is written atomically, stores the name of its run, and is the only input of resuming.
+It is saved before the export of its epoch. If a kill prevents an export, the run makes it on
+resuming.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ from .trainer import Trainer
 log = logging.getLogger("adaptive_batch")
 Part = TypeVar("Part", bound=Stateful)
 
-_BEGIN_AGAIN = "begin again (resume_from_checkpoint=False overwrite_output_dir=True)"
+_BEGIN_AGAIN = "start again (resume_from_checkpoint=False overwrite_output_dir=True)"
 
 
 class RunFolder:
-    """The saves in the folder of a run, which earlier runs may have left too; each question reads
-    the folder again. For rank zero alone.
+    """Saves in the output folder, including those of earlier runs; every method reads the folder
+    again. For rank 0 only.
 
     Args:
         cfg: configuration of the run.
-        keeps_base: True where checkpoints are of adapters, on a base that is read again.
+        keeps_base: whether checkpoints hold only adapters, and resuming reads the base model again.
     """
 
     def __init__(self, cfg: DictConfig, *, keeps_base: bool) -> None:
@@ -73,8 +72,8 @@ class RunFolder:
         self._launch = distributed.launch_name()
 
     def saves_by_run(self) -> dict[str | None, list[Path]]:
-        """Return the resume points, oldest first, and exports of each run; None is the run of those
-        that do not tell.
+        """Return the checkpoints, oldest first, and exports by run; None for saves without a
+        run name.
         """
         complete, skipped = checkpoints_in(self.path)
         points: list[Checkpoint | SkippedCheckpoint] = [*complete]
@@ -87,18 +86,14 @@ class RunFolder:
         return saves
 
     def newest_of(self, runs: Collection[str | None]) -> Path | None:
-        """Return the newest resume point of some runs, without reading its large files; None where
-        they have none.
-        """
+        """Return the newest checkpoint of some runs, or None, without reading its large files."""
         complete, _ = checkpoints_in(self.path)
         points = [point for point in complete if point.run in runs]
         points.sort(key=lambda point: (point.order, point.step))
         return points[-1].path if points else None
 
     def remove_others(self, run: str) -> bool:
-        """Remove what other runs have saved, once this run has saved something; return whether it
-        has.
-        """
+        """Remove the saves of other runs if this run has a save; return whether it has one."""
         is_exported = any(export.run == run for export in exports_in(self.exports_path))
         if not (is_exported or self.newest_of([run])):
             return False
@@ -108,15 +103,16 @@ class RunFolder:
                     remove_folder(path)
         return True
 
-    # --- where a run begins
+    # --- start of a run
 
     def find(self) -> Found:
-        """Find what this run begins with.
+        """Find the checkpoint to resume from.
 
         Raises:
-            CheckpointError: the run resumes, and nothing complete is there, or saves of two runs.
-            SettingError: the run resumes, and what is there is of another kind of fine-tuning; or
-                the given path is no resume point.
+            CheckpointError: the run resumes, but the folder has no complete checkpoint, or has
+                saves of two runs.
+            SettingError: the run resumes from another kind of fine-tuning, or the given path is not
+                a checkpoint.
         """
         restarted = self._find_of_launch()
         if restarted is not None:
@@ -125,7 +121,7 @@ class RunFolder:
         recipe_checkpoint = self._cfg.checkpointer.get("recipe_checkpoint")
         if asked and recipe_checkpoint:
             remedy = (
-                "torchtune's recipe_state is not read; remove it: resuming finds its resume points"
+                "torchtune's recipe_state is not read; remove it: resuming finds the checkpoint"
             )
             raise SettingError("checkpointer.recipe_checkpoint", recipe_checkpoint, remedy)
         if isinstance(asked, str) and asked != AUTO:
@@ -143,10 +139,10 @@ class RunFolder:
         return self._same_kind(self._newest(*checkpoints_in(self.path)))
 
     def _find_of_launch(self) -> Found | None:
-        """Find what the run has saved that torchrun has restarted; None where that is nothing."""
+        """Find the newest checkpoint of a run that torchrun restarted; None if there is none."""
         try:
             job = json.loads(self._job.read_text())
-            # The file is of an earlier launch: this one was ended before it wrote its own.
+            # An earlier launch wrote the file; this one ended before writing its own.
             if job["launch"] != self._launch:
                 return None
             complete, skipped = checkpoints_in(self.path)
@@ -156,15 +152,15 @@ class RunFolder:
             return None
 
     def _find_named(self, path: Path) -> Found:
-        """Find the resume point of a path, which may lie in the folder of another run."""
+        """Find the checkpoint at a path, which may be in the folder of another run."""
         complete, skipped = checkpoints_in(path.parent)
         named = [point for point in complete if point.path.absolute() == path]
         damaged = [point for point in skipped if point.path.absolute() == path]
         if named or damaged:
             return self._newest(named, damaged)
-        remedy = "it is no resume point; give a folder such as OUTPUT_DIR/step_100"
+        remedy = "it is not a checkpoint; give a folder such as OUTPUT_DIR/step_100"
         if complete:
-            remedy += f"; there are {', '.join(str(point.path) for point in complete)}"
+            remedy += f"; found {', '.join(str(point.path) for point in complete)}"
         raise SettingError("resume_from_checkpoint", self._cfg.resume_from_checkpoint, remedy)
 
     def _newest(self, complete: list[Checkpoint], skipped: list[SkippedCheckpoint]) -> Found:
@@ -172,55 +168,56 @@ class RunFolder:
         passed_over = [point.describe() for point in skipped]
         if newest is None:
             raise CheckpointError(self._nothing_complete(passed_over))
-        # What is damaged may be all of the latest run: resuming an earlier one would go unnoticed.
+        # The damaged folders may hold all of the latest run: do not silently resume an earlier one.
         if any(point.is_ours for point in skipped) and self._last_run() not in (None, newest.run):
             raise CheckpointError(
-                f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: restore what was"
-                f" saved, remove it to resume the earlier run, or {_BEGIN_AGAIN}"
+                f"{'; '.join(passed_over)}; {newest.path} belongs to an earlier run: restore the"
+                f" damaged files, remove them to resume the earlier run, or {_BEGIN_AGAIN}"
             )
         return Found(newest, newest.load_small_state(), tuple(passed_over))
 
     def _last_run(self) -> str | None:
-        """Return which run was started last in the folder; None where that is not known."""
+        """Return the run that started last in the folder; None if unknown."""
         path = self.path / "adaptive_batch" / "run.jsonl"
         records = read_records(path) if path.exists() else []
         starts = [record["run"] for record in records if record["kind"] == "start"]
         return starts[-1] if starts else None
 
     def _nothing_complete(self, passed_over: list[str]) -> str:
-        """Return why there is nothing to resume from."""
+        """Describe why the run cannot resume."""
         if passed_over:
             return (
                 f"{self.path} holds nothing complete to resume from ({'; '.join(passed_over)});"
-                f" restore what was saved, or {_BEGIN_AGAIN}"
+                f" restore the files, or {_BEGIN_AGAIN}"
             )
         exports = exports_in(self.exports_path)
         recipe_state = self.exports_path / "recipe_state" / "recipe_state.pt"
         if recipe_state.exists():
             return (
-                f"{recipe_state} was saved by torchtune's own recipe, which alone can resume from"
-                " it; begin from the weights of its last epoch (checkpointer.checkpoint_dir) with"
-                " another output_dir and resume_from_checkpoint=False"
+                f"{recipe_state} was saved by torchtune's own recipe, and only that recipe can"
+                " resume from it; start from the weights of its last epoch"
+                " (checkpointer.checkpoint_dir) with another output_dir and"
+                " resume_from_checkpoint=False"
             )
         if exports:
             return (
-                f"{self.path} holds the weights of a run that is done, and no resume point: train"
-                " on from its weights with another output_dir and resume_from_checkpoint=False"
+                f"{self.path} holds the weights of a finished run, but no checkpoint: continue from"
+                " its weights with another output_dir and resume_from_checkpoint=False"
             )
         return (
-            f"{self.path} holds no resume point (step_N): check output_dir, or set"
-            " resume_from_checkpoint=False to begin, as for a run that was ended before its first"
-            f" save; {AUTO} does either"
+            f"{self.path} holds no checkpoint (step_N): check output_dir, or set"
+            " resume_from_checkpoint=False to start, for example after a run that ended before its"
+            f" first save; {AUTO} resumes or starts"
         )
 
     def _same_kind(self, found: Found) -> Found:
-        """Refuse adapters where weights are trained, and weights where adapters are."""
+        """Raise if the run trains adapters and the checkpoint holds all weights, or the reverse."""
         if ("base" in found.state) == self._keeps_base:
             return found
         content = "weights without adapters"
         trained = "adapters"
         recipe = "adaptive_full_finetune"
-        model = "without them"
+        model = "without adapters"
         if "base" in found.state:
             content = "adapters"
             trained = "weights"
@@ -228,28 +225,27 @@ class RunFolder:
             model = "with adapters"
         assert found.point is not None
         remedy = (
-            f"{found.point.path} holds {content}, and {trained} are trained here; resume it with"
-            f" `tune run {recipe}`, or, as adaptive_dpo and adaptive_distill train both, with a"
-            f" model {model}; or give another output_dir"
+            f"{found.point.path} holds {content}, but this run trains {trained}; resume it with"
+            f" `tune run {recipe}`, or, in adaptive_dpo and adaptive_distill, with a model"
+            f" {model}; or give another output_dir"
         )
         raise SettingError("resume_from_checkpoint", self._cfg.resume_from_checkpoint, remedy)
 
     # --- one folder, one run
 
     def begin(self, run: str, *, overwrites: bool) -> str:
-        """Record the run that torchrun has started, so that a restart resumes it; refuse a run that
-        must not begin here.
+        """Record the run for restarts by torchrun; refuse a run that may not start in this folder.
 
         Args:
-            run: name of the run that begins here, or resumes.
-            overwrites: True where the saves of other runs may be replaced.
+            run: name of the run that starts or resumes.
+            overwrites: whether the run may replace saves of other runs.
 
         Returns:
-            What will be replaced, in words; empty for nothing.
+            Description of the saves to replace; empty if there are none.
 
         Raises:
-            SettingError: the folder holds saves of another run; or this run would remove what it
-                begins with; or the run that ``auto`` resumes is done.
+            SettingError: the folder has saves of another run, the run would remove its own base
+                model, or the run that ``auto`` resumes is done.
         """
         saves = self.saves_by_run()
         others = {owner: paths for owner, paths in saves.items() if owner != run}
@@ -275,8 +271,8 @@ class RunFolder:
             value = self._cfg.checkpointer.get(key)
             if value and any(map(Path(value).resolve().is_relative_to, folders)):
                 remedy = (
-                    "overwrite_output_dir=True would remove it, as an earlier run of"
-                    f" {self.path} has saved it; give another output_dir"
+                    "overwrite_output_dir=True would remove it, since an earlier run saved it in"
+                    f" {self.path}; give another output_dir"
                 )
                 raise SettingError(f"checkpointer.{key}", value, remedy)
 
@@ -292,7 +288,7 @@ class RunFolder:
 
 
 def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
-    """Return runs and the names of their saves in words."""
+    """Format runs and the names of their saves."""
     return ", ".join(
         f"{f'run {run}' if run else 'an unknown run'} ({', '.join(path.name for path in paths)})"
         for run, paths in saves_by_run.items()
@@ -300,27 +296,27 @@ def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
 
 
 class RunStore(Weights):
-    """Loads what a run begins with, and saves it.
+    """Loads the checkpoint that a run starts from, and saves the run.
 
-    Rank zero looks for the checkpoint and sends what it found to the others; all read from a file
-    system that they share. Any number of ranks may have saved what is loaded.
+    Rank 0 searches for the checkpoint and broadcasts the result. All ranks read it from a shared
+    file system. The number of ranks may differ from the save.
 
     Args:
         cfg: configuration of the run.
-        settings: settings of the configuration, checked.
-        keeps_base: True where checkpoints are of adapters, on a base that is read again; see
-            :class:`.FullModel`.
-        on_failure: function that is called with the error of a resume point that failed in the
-            background.
+        settings: validated settings of the configuration.
+        keeps_base: whether checkpoints hold only adapters, and resuming reads the base model again;
+            see :class:`.FullModel`.
+        on_failure: function that receives the error of a failed asynchronous save.
 
     Attributes:
-        found: what the run begins with.
-        is_divided: True where each rank reads its own part of what trains.
-        replaces: saves of other runs that go with the first save of this one, in words.
+        found: checkpoint and state at the start of the run.
+        is_divided: whether each rank reads its own shard of the trained weights.
+        replaces: description of other runs' saves that the first save of this run removes.
 
     Raises:
-        CheckpointError: the run resumes, and nothing complete is there, or saves of two runs.
-        SettingError: the run resumes, and what is there is of another kind of fine-tuning.
+        CheckpointError: the run resumes, but the folder has no complete checkpoint, or has saves of
+            two runs.
+        SettingError: the run resumes from another kind of fine-tuning.
     """
 
     def __init__(
@@ -346,31 +342,31 @@ class RunStore(Weights):
         # A preview needs no weights.
         if not settings.preview:
             files = distributed.on_rank_zero(lambda: ModelFiles(cfg.checkpointer))
-            # On other ranks this is None, and nothing there asks it.
+            # None on other ranks, which do not use it.
             self._files = cast(ModelFiles, files)
 
     @property
     def resumes_here(self) -> bool:
-        """Whether the run resumes from a resume point of its own folder."""
+        """True if the run resumes from a checkpoint of its own folder."""
         point = self.found.point
         return point is not None and point.path.absolute().parent == self._folder.path.absolute()
 
     def resume(self, job: Job, data: Data, *, seed: int) -> ResumedRun:
-        """Return the state of the run that begins or resumes here; see :class:`.ResumedRun`."""
+        """Create the state of a new or resumed run; see :class:`.ResumedRun`."""
         return ResumedRun(job, data, self.found, seed=seed)
 
     def saver(self, *parts: Any, same_within: float) -> Saver:
-        """Return what saves the run here, of the arguments of :class:`Saver`."""
+        """Create the saver of the run from arguments of :class:`Saver`."""
         return Saver(self, *parts, same_within=same_within)
 
     def begin(self, run: str) -> None:
-        """Begin to save as a run; a restart by torchrun resumes this one.
+        """Start to save under the name of a run; torchrun's restarts resume it.
 
-        Under adapters, the files of the base are read, whose checksums every checkpoint has.
+        With adapters, read the files of the base model: every checkpoint stores their checksums.
 
         Raises:
-            CheckpointError: the base is not that on which a checkpoint was trained.
-            SettingError: the folder holds saves of another run.
+            CheckpointError: the base model differs from that of the checkpoint.
+            SettingError: the folder has saves of another run.
         """
         self._run = run
         overwrites = self._saving.overwrite_output_dir
@@ -383,7 +379,7 @@ class RunStore(Weights):
             self._base = distributed.on_rank_zero(lambda: self._files.check_base(saved)) or {}
         keep_last = self._saving.keep_last_n_checkpoints
         if self._saving.save_every_n_steps is None:
-            # Of those of epochs, the newest is needed alone.
+            # Only the newest checkpoint of an epoch is needed.
             keep_last = 1
         self._manager = CheckpointManager(
             self._folder.path,
@@ -394,41 +390,37 @@ class RunStore(Weights):
         )
 
     def after_end(self) -> str:
-        """Return what a run that ends now resumes from, as the end of a sentence; on rank zero."""
-        # A resume point in the background may yet become complete; several ranks would have to
-        # wait together, and only rank zero asks.
+        """Return how a run that ends now resumes, as the end of a sentence; on rank 0."""
+        # An asynchronous save may still complete. With several ranks, all would have to wait
+        # for it, and only rank 0 calls this method.
         with contextlib.suppress(CheckpointError):
             if distributed.world_size() == 1:
                 self.wait()
         newest = self._folder.newest_of([self._run])
         if newest is None:
-            return (
-                "nothing of this run is saved yet, so there is nothing to resume from; start it"
-                " again"
-            )
-        # Where several runs have saved, the checkpoint has to be named.
+            return "this run has no checkpoint yet, so it cannot resume; start it again"
+        # With saves of several runs, the user has to name the checkpoint.
         value = newest if len(self._folder.saves_by_run()) > 1 else True
         return f"resume_from_checkpoint={value} resumes from {newest}"
 
     # --- loading
 
     def load_weights(self) -> Mapping[str, Any]:
-        """Load the state dict of the base on rank zero.
+        """Load the state dict of the base model on rank 0, with torchtune's names.
 
-        Its names are torchtune's. It is empty on other ranks, and where a resume point holds the
-        whole model.
+        It is empty on other ranks, and if a checkpoint holds the whole model.
         """
-        # torchtune's checkpointer learns from reading the base how to save: read it in any case.
+        # torchtune's checkpointer needs to read the base model before it can save.
         weights = distributed.on_rank_zero(lambda: self._files.load_weights())
         if weights is None or (self.is_divided and not self._keeps_base):
             return {}
         return weights
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what each rank holds of a model from a resume point.
+        """Load this rank's shards of a model from the checkpoint.
 
         Raises:
-            CheckpointError: it cannot be read, or is of a model whose weights have other shapes.
+            CheckpointError: the checkpoint cannot be read, or its weights have other shapes.
         """
         assert self.found.point is not None
         try:
@@ -436,11 +428,11 @@ class RunStore(Weights):
         except CheckpointError as error:
             if "model" not in self._saving.resume_allow_changes:
                 raise
-            remedy = "resume_allow_changes=[model] is for changes that keep the shape of weights"
-            raise CheckpointError(f"{error}; {remedy}: resume with the checkpoint's") from error
+            remedy = "resume_allow_changes=[model] allows only changes that keep all shapes"
+            raise CheckpointError(f"{error}; {remedy}: resume with the saved model") from error
 
     def load_optimizer(self, trainer: Trainer) -> None:
-        """Load the optimizer's state, where training is resumed."""
+        """Load the optimizer state of the checkpoint, if any."""
         if self.found.point:
             state = self.found.point.load_optimizer(
                 trainer.optimizers, trainer.names_of_parameters, process_group=self._group
@@ -450,25 +442,26 @@ class RunStore(Weights):
     # --- saving
 
     def check(self, trainer: Trainer, num_bytes: int) -> None:
-        """Refuse to train what cannot be saved.
+        """Raise before training if the run could not be saved.
 
         Args:
-            trainer: what is trained.
+            trainer: trainer of the run.
             num_bytes: bytes of the tensors of an export.
 
         Raises:
-            SettingError: the disk has less free; or the optimizer's state cannot be saved.
+            SettingError: the disk has too little free space, or the optimizer state cannot be
+                saved.
         """
 
         def check_disk() -> None:
             folder = self._folder.exports_path.absolute()
-            # A checkpointer of one's own may make it with its first file.
+            # A custom checkpointer may create the folder with its first file.
             nearest = next(path for path in (folder, *folder.parents) if path.exists())
             free = shutil.disk_usage(nearest).free
             if free < num_bytes:
                 remedy = (
-                    f"an epoch takes {format_bytes(num_bytes)}, and {format_bytes(free)} are free"
-                    " there; free disk space, or give another folder"
+                    f"an epoch takes {format_bytes(num_bytes)}, but only {format_bytes(free)} are"
+                    " free; free disk space, or give another folder"
                 )
                 raise SettingError("output_dir", str(folder), remedy)
 
@@ -481,11 +474,10 @@ class RunStore(Weights):
             ) from error
 
     def save_point(self, step: int, trainer: Trainer, *, state: Mapping[str, Any]) -> float:
-        """Save a resume point; return the seconds for which training waited.
+        """Save a checkpoint; return the seconds that training waited.
 
         Raises:
-            CheckpointError: saving failed, unless it is written in the background; what was saved
-                before is untouched.
+            CheckpointError: a synchronous save failed; earlier saves are unchanged.
         """
         assert self._manager is not None, "no run has begun"
         start = time.perf_counter()
@@ -507,7 +499,7 @@ class RunStore(Weights):
         """Export the weights of an epoch.
 
         Raises:
-            CheckpointError: saving failed; what was saved before is untouched.
+            CheckpointError: saving failed; earlier saves are unchanged.
         """
         content = trainer.to_save()
 
@@ -538,18 +530,18 @@ class RunStore(Weights):
         return distributed.from_rank_zero(is_there)
 
     def wait(self) -> None:
-        """Wait for a resume point that is being written; raise a CheckpointError if it failed."""
+        """Wait for an asynchronous save; raise CheckpointError if it failed."""
         if self._manager is not None:
             self._manager.wait()
             self._remove_earlier_runs()
 
     def close(self) -> None:
-        """Wait, and save no more; raise a CheckpointError if the last one failed."""
+        """Wait for an asynchronous save and stop saving; raise CheckpointError if it failed."""
         if self._manager is not None:
             self._manager.close()
 
     def _remove_earlier_runs(self) -> None:
-        """Remove what this run replaces, once, after its first save is complete."""
+        """Remove the saves that this run replaces, after its first complete save."""
         run = self._run
         if not self.replaces or run is None:
             return
@@ -558,18 +550,18 @@ class RunStore(Weights):
 
 
 class Saver:
-    """Saves a run after its epochs, every so many steps, and where it is asked to end.
+    """Saves a run after each epoch, at a step interval, and on a stop request.
 
     Args:
-        store: writer of the files.
+        store: store that writes the files.
         job: job of the run.
-        resumed: state that the run began with.
+        resumed: state at the start of the run.
         batches: steps and progress of the run.
         log: log of each save.
-        same_within: as in :class:`.Preemption`.
+        same_within: see :class:`.Preemption`.
 
     Attributes:
-        preemption: request to end this process, which is noted within its context.
+        preemption: context that records a request to stop this process.
     """
 
     def __init__(
@@ -590,11 +582,11 @@ class Saver:
         self._batches = batches
         self._log = log
         self.preemption = Preemption(same_within=same_within)
-        # By the name that a checkpoint keeps their state under.
+        # Keyed by their name in checkpoints.
         self._parts: dict[str, Any] = {}
 
     def add(self, name: str, part: Part) -> Part:
-        """Save a part under a name from now on, and load what the checkpoint holds of it."""
+        """Save a part under a name, and load its state from the checkpoint."""
         self.keep(name, part)
         state = self._resumed.state_of(name)
         if state is not None:
@@ -602,22 +594,22 @@ class Saver:
         return part
 
     def keep(self, name: str, part: Part) -> Part:
-        """Save a part under a name from now on, which has loaded its state."""
+        """Save a part under a name; its state is already loaded."""
         self._parts[name] = part
         return part
 
     def save_epoch(self, trainer: Trainer, *, epoch: int) -> None:
-        """Save a resume point, unless training is done and that is not asked for, and export the
-        weights; end here if the process is asked to end.
+        """Save a checkpoint unless it is not wanted at the end of training, and export the weights.
+        Exit if a stop was requested.
 
         Raises:
-            CheckpointError: saving failed; what was saved before is untouched.
+            CheckpointError: saving failed; earlier saves are unchanged.
         """
         is_last = epoch + 1 >= self._epochs
         step = self._batches.progress.steps
         if distributed.any_of_ranks(not trainer.is_finite()):
             message = (
-                f"weights are nan or infinite after epoch {epoch}: what is saved is of no use;"
+                f"weights are NaN or infinite after epoch {epoch}, so its checkpoint is unusable;"
                 " lower optimizer.lr, or set on_nonfinite_loss=stop"
             )
             self._log.event("nonfinite_weights", message, epoch=epoch)
@@ -629,22 +621,22 @@ class Saver:
                 except CheckpointError as error:
                     if not is_last:
                         raise
-                    log.warning("the last epoch is saved as weights alone: %s", error)
+                    log.warning("the last epoch is saved without a checkpoint: %s", error)
             self._export(trainer, epoch=epoch, step=step, ends_run=is_last)
         except CheckpointError as error:
             after_end = distributed.from_rank_zero(self._store.after_end)
             raise CheckpointError(f"{error}; {after_end}") from error
         if distributed.any_of_ranks(self.preemption.requested) and not is_last:
-            # Once more, with the random numbers restored from it.
+            # Save again: resuming from this checkpoint restores the random state after the epoch.
             self._save_point(trainer, prints=False, preempted=True)
             self._store.wait()
             self._end_early()
 
     def export_missing(self, trainer: Trainer) -> None:
-        """Export the epoch that the resumed run has finished, where a kill has prevented it."""
+        """Export the last finished epoch of a resumed run if a kill prevented it."""
         progress = self._resumed.progress
         epoch = progress.epoch - 1
-        # An epoch that begins again has left the weights in its middle.
+        # If the epoch starts again, the weights are from within it.
         in_mid_epoch = progress.epoch_steps > 0 or self._resumed.begins_epoch_again
         if in_mid_epoch or not self._store.resumes_here or self._store.is_exported(epoch):
             return
@@ -652,11 +644,11 @@ class Saver:
         self._export(trainer, epoch=epoch, step=progress.steps, ends_run=ends_run)
 
     def save_where_due(self, trainer: Trainer, *, ends: bool) -> None:
-        """Save a resume point every so many steps, and where the process is asked to end.
+        """Save a checkpoint if the step interval has passed or a stop was requested.
 
         Args:
-            trainer: what is saved.
-            ends: whether all of several ranks know that one of them is asked to end.
+            trainer: trainer of the run.
+            ends: whether a rank was requested to stop; used with several ranks.
         """
         every = self._saving.save_every_n_steps
         if distributed.world_size() == 1:
@@ -697,12 +689,12 @@ class Saver:
     def _end_early(self) -> None:
         step = self._batches.progress.steps
         resumes = distributed.on_rank_zero(self._store.after_end)
-        message = f"asked to end: saved at step {step}; {resumes}"
+        message = f"stop requested: saved at step {step}; {resumes}"
         self._log.event("preempted", message, step=step, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 
     def _state(self) -> dict[str, Any]:
-        """Return all that resuming needs besides weights and optimizer, as plain values and
+        """Return the state of the run without weights and optimizer, as plain values and
         tensors.
         """
         return {

@@ -1,4 +1,4 @@
-"""The model of a run with its loss and optimizer: a step of training, as micro-batches."""
+"""Model, loss and optimizer of a run, with training steps in micro-batches."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ log = logging.getLogger("adaptive_batch")
 
 
 class Trainer:
-    """Model, loss and optimizer, and the engine of their micro-batches.
+    """Model, loss and optimizer of a run, and the engine that runs micro-batches.
 
     Args:
-        job, data: of the run.
-        model: in its dtype on its device, loaded and divided.
-        sizers: decide what a micro-batch may hold.
-        to_device: moves a batch, in place; None moves it to the job's device.
-        new_optimizer: builds an optimizer of some parameters; None takes the configured one.
-        second: frozen model that a task compares with; None where there is none of its own.
+        job, data: job and rows of the run.
+        model: loaded model on its device, sharded if needed.
+        sizers: limits of micro-batches.
+        to_device: function that moves a batch in place; None for the job's device.
+        new_optimizer: function that builds an optimizer of parameters; None for the configured one.
+        second: frozen reference model of the task; None if the task has no separate one.
 
     Attributes:
-        model, optimizer: of the run.
-        models: all models that are held, as one module.
+        model, optimizer: model and optimizer of the run.
+        models: module that contains all models.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Trainer:
             self.optimizers = [self.optimizer]
 
     def _row_reference(self, sizer: MicroBatchSizer | None) -> RowReference | None:
-        """Return the reference that runs in micro-batches of its own, where a sizer is for one."""
+        """Return the reference model with separate micro-batches; None without a sizer for it."""
         if sizer is None:
             return None
         task = self._job.task
@@ -124,7 +124,7 @@ class Trainer:
         return RowReference(partial(task.reference_values, self), task.num_reference_values, sizer)
 
     def _row_loss(self, to_device: Callable[[dict[str, Any]], object]) -> RowLoss:
-        """Return what the engine needs to know of rows and their loss."""
+        """Return the functions that the engine applies to rows."""
         task = self._job.task
         data = self._data
         return RowLoss(
@@ -144,17 +144,17 @@ class Trainer:
 
     @classmethod
     def load(cls, job: Job, data: Data, weights: Weights, sizers: Sizers) -> Trainer:
-        """Build the model with its weights, and its optimizer.
+        """Build the model, load its weights and build its optimizer.
 
         Raises:
-            DoesNotFitError: the device has no room for the weights.
+            DoesNotFitError: the weights do not fit on the device.
         """
         job.check_optimizer()
         if job.settings.preview:
             raise SettingError("preview", True, "it is for the recipes that train; remove it")
         second = None
         try:
-            # Its files are looked for before any weights load.
+            # Check the files of the second model before any weights load.
             load_second = None if job.second is None else job.second.loading()
             model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
             if load_second is not None:
@@ -162,7 +162,7 @@ class Trainer:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Not a row was tried, so what shortens them is no remedy.
+            # No row ran yet, so shorter rows would not help.
             raise DoesNotFitError(
                 f"the weights alone ran out of memory on {job.device} ({one_line(error)}); give"
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
@@ -176,14 +176,14 @@ class Trainer:
     def _join(
         self, rows: Sequence[dict[str, Any]], form: BatchForm
     ) -> tuple[dict[str, Any], list[int]]:
-        """Make rows one batch without padding, see :meth:`Task.join`."""
+        """Pack rows into one batch without padding; see :meth:`Task.join`."""
         batch, lengths = self._job.task.join(rows, form)
         self._take_tokens(batch)
         return batch, lengths
 
     def _take_tokens(self, batch: dict[str, Any]) -> None:
-        """Let the models take a packed batch: torchtune's compare its tokens with what a row may
-        have, which each row was.
+        """Raise the models' `max_seq_len` to a packed batch: torchtune compares it with the whole
+        batch, not with each row.
         """
         models: tuple[Any, ...] = (self.model, self._reference.second)
         for model in models:
@@ -191,8 +191,8 @@ class Trainer:
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
 
     def why_unfit(self, kind: str) -> str:
-        """Return why the longest rows in a kind of layout that does not pad would not train the
-        model as padded ones do; empty where they would. All ranks call it.
+        """Return why the longest rows, packed without padding, would train differently from padded
+        rows; empty if they would not. A collective.
         """
         task = self._job.task
         form = FORMS[kind]
@@ -217,7 +217,9 @@ class Trainer:
 
     @cached_property
     def layout_kinds(self) -> tuple[str, ...]:
-        """Kinds of layouts that a search may choose from; all ranks ask first together."""
+        """Layouts that a search may choose from; all ranks read this property for the first
+        time together.
+        """
 
         def why_unfit(kind: str) -> str:
             reason = self._data.why_unpacked or self.why_unfit(kind)
@@ -228,7 +230,7 @@ class Trainer:
         settings = self._job.settings
         configured = settings.micro_batch_layout
         if settings.measures_noise:
-            # A layout that sorts rows by length leaves no random part of a step.
+            # Sorting rows by length leaves no random subset of a step to sample.
             configured = configured or "padded"
         return kinds_to_choose_from(
             why_unfit,
@@ -237,10 +239,11 @@ class Trainer:
         )
 
     def check_layout(self) -> None:
-        """Refuse rows without padding that would not train as padded ones do; all ranks call it.
+        """Raise if the configured layout without padding would train differently from padded rows;
+        a collective.
 
         Raises:
-            SettingError: one is configured, and the model does not keep rows apart.
+            SettingError: the model does not separate packed rows.
         """
         settings = self._job.settings
         if settings.layout_kind.pads:
@@ -251,7 +254,7 @@ class Trainer:
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
 
     def is_finite(self) -> bool:
-        """Return whether every number that trains is finite, of what this rank holds."""
+        """Return whether all trained parameters of this rank are finite."""
         return all(
             bool(local_part(parameter.detach()).isfinite().all())
             for parameter in self.model.parameters()
@@ -259,12 +262,12 @@ class Trainer:
         )
 
     def reference_logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
-        """Return the reference's logits, without gradients."""
+        """Compute the reference model's logits without gradients."""
         return self._reference.logits(**batch)
 
     def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
-        """Return the model's logits; activations are offloaded as configured."""
-        # A step that failed has left it as it was.
+        """Compute the model's logits, with activation offloading as configured."""
+        # A failed step leaves the tracker populated.
         if self._offloading and self._activations.tracker:
             self._activations = type(self._activations)()
         with self._activations:
@@ -277,19 +280,17 @@ class Trainer:
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
     def to_save(self) -> Any:
-        """Return what a checkpoint of an epoch holds of the model, on rank zero; a collective."""
+        """Return the model weights for the export of an epoch, on rank 0; a collective."""
         return self._job.builder.to_save(self.model, self._job.cfg, device=self._job.device)
 
     def model_state(self) -> Mapping[str, torch.Tensor]:
-        """Return what a resume point holds of the model, as this rank holds it."""
+        """Return this rank's model weights for a checkpoint."""
         return self._job.builder.state(self.model)
 
     def record_collectives(self) -> None:
-        """Let even the first micro-batch be retried that runs out of memory on one of several
-        ranks.
-        """
+        """Enable retries of the first micro-batch if one of several ranks runs out of memory."""
         shrinks = self._job.settings.on_out_of_memory == "shrink"
-        # A compiled model would be compiled for one row more.
+        # A compiled model would compile for one more batch size.
         if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:
             self.engine.record_collectives_of_row()
 
@@ -309,8 +310,8 @@ class Trainer:
             rows: rows of this rank.
             step: plan of the step.
             batch_size: batch size of the run.
-            ends: whether this process is asked to end.
-            measures_noise: whether the noise of the gradients is sampled.
+            ends: whether this process was requested to stop.
+            measures_noise: whether to sample the gradient noise.
         """
         report = RankReport(
             batch_size=batch_size,
@@ -321,13 +322,13 @@ class Trainer:
         return self.engine.run(rows, report, measures_noise=measures_noise)
 
     def step(self) -> None:
-        """Step and clear the gradients.
+        """Run the optimizer step and clear the gradients.
 
         Raises:
-            DoesNotFitError: out of memory; some weights are stepped already, so this cannot be
-                tried again.
+            DoesNotFitError: out of memory after a part of the weights was updated, so the step
+                cannot be repeated.
         """
-        # Each parameter has been stepped.
+        # The optimizer has stepped in backward.
         if self.in_backward:
             return
         failure = None
@@ -337,18 +338,18 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             failure = str(error)
-        # Outside the except block, which keeps the tensors of the step alive.
+        # Raised outside the except block, which keeps the tensors of the step alive.
         if failure is not None:
             raise DoesNotFitError(
-                f"the optimizer's step ran out of memory on {self._job.device}: {failure}; some"
-                " weights are stepped and others are not, so it cannot be tried again: what was"
-                " saved before is whole, resume from it with resume_from_checkpoint=True and"
-                f" use_maximum_batch_size=True (its trials know this phase), or {MEMORY_REMEDIES}"
+                f"the optimizer step ran out of memory on {self._job.device}: {failure}; it updated"
+                " only a part of the weights and cannot be repeated. Resume from the last"
+                " checkpoint with resume_from_checkpoint=True and use_maximum_batch_size=True (its"
+                f" trials include the optimizer step), or {MEMORY_REMEDIES}"
             )
         self.optimizer.zero_grad(set_to_none=True)
 
     def tried(self) -> TriedStep:
-        """Return the step that a search tries."""
+        """Return the step for trials of a search."""
         engine = self.engine
         keeps_gradients = (
             distributed.world_size() > 1 and not self._job.settings.sync_gradients_every_micro_batch

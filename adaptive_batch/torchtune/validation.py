@@ -111,7 +111,7 @@ class Validation:
         """Return the mean loss over the label tokens of the rows; training's state is unchanged."""
         with RandomState(self._job.device):
             loss = self._evaluator.run(self._rows())
-        # A collective, which no rank that fails may begin alone.
+        # A collective, so it runs only after the evaluation succeeded.
         changed = self._data.dataset_val.recount()
         if changed:
             message = f"dataset_val: {changed}: the lengths that were cached are dropped"

@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path, capfd):
     assert how(ended) == [(1, None), (-signal.SIGKILL, None)]
     assert seconds_since(tmp_path) < PROMPT_SECONDS
     said = capfd.readouterr().err
-    assert said.startswith("\nrank 0: another rank has gone without a word")
+    assert said.startswith("\nrank 0: another rank exited without an error message")
     assert said.strip().count("\n") == 0
     assert written(tmp_path).kind == "lost_peer"
 
@@ -137,8 +137,8 @@ def test_a_killed_rank_ends_ranks_of_its_machine_that_hang(tmp_path, capfd):
     assert seconds_since(tmp_path) < PROMPT_SECONDS
     said = capfd.readouterr().err
     assert (
-        said.count("another rank has gone without a word")
-        == said.count("(rank 2 is no longer there)")
+        said.count("another rank exited without an error message")
+        == said.count("(rank 2 is gone)")
         == 1
     )
     assert written(tmp_path).kind == "lost_peer"
@@ -174,7 +174,7 @@ def test_a_rank_that_stands_still_longer_than_its_limit_ends_all(tmp_path, capfd
     assert 0.8 < seconds_since(tmp_path) < PROMPT_SECONDS
     message = "no progress for 0.8 s, since reading the lengths"
     said = capfd.readouterr().err
-    assert said.startswith(f"\nrank 1: {message}; it stands at\n")
+    assert said.startswith(f"\nrank 1: {message}; stack:\n")
     assert said.endswith("in one_hangs_within_a_limit\n    time.sleep(100)\n")
     assert said.count("no progress") == 1
     assert written(tmp_path) == End(
@@ -198,7 +198,7 @@ def test_simultaneous_failures_are_reported_once_even_if_they_cannot_be_saved(tm
     assert how(ended) == [(1, None)] * 2
     said = capfd.readouterr().err
     assert said.count("no progress for 1 s, since step 3") == 1
-    assert said.count("rank 0: why the run ended was not written down: FileNotFoundError") == 1
+    assert said.count("the reason for the end could not be recorded: FileNotFoundError") == 1
 
 
 # all ranks end well
@@ -265,7 +265,7 @@ def test_a_rank_whose_store_has_gone_ends(tmp_path, capfd):
     assert seconds_since(tmp_path) < PROMPT_SECONDS
     assert (
         capfd.readouterr().err.count(
-            "rank 1: torchrun, or rank zero where that holds the ranks together, has gone"
+            "rank 1: torchrun, or rank 0 if it hosts the store, has exited"
         )
         == 1
     )

@@ -86,7 +86,7 @@ def test_a_folder_of_the_other_recipe_is_refused_with_its_name(small, begun):
     folder = stopped_after(begun, small, 6)
     with pytest.raises(
         SettingError,
-        match=r"holds adapters, and weights are trained here; .*adaptive_lora_finetune",
+        match=r"holds adapters, but this run trains weights; .*adaptive_lora_finetune",
     ):
         small.run_in_process(FULL, f"output_dir={folder}", "resume_from_checkpoint=True")
     whole = small.run_in_process(FULL, "max_steps_per_epoch=1")

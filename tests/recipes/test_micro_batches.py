@@ -220,7 +220,7 @@ def test_an_optimizer_step_out_of_memory_is_not_retried_and_the_run_resumes(
     output = small.fresh_folder()
     with pytest.raises(
         DoesNotFitError,
-        match=r"the optimizer's step ran out of memory on cpu: .*resume_from_checkpoint",
+        match=r"the optimizer step ran out of memory on cpu: .*resume_from_checkpoint",
     ):
         small.run_in_process(
             OURS, *ROWS, *optimizer, "optimizer.fails_at=4", "batch_size=16", f"output_dir={output}"

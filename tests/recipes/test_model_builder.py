@@ -41,7 +41,7 @@ def test_an_epoch_that_the_disk_cannot_hold_is_refused_before_the_first_step(sma
     folder = small.fresh_folder()
     with pytest.raises(
         SettingError,
-        match=r"^output_dir='.*': an epoch takes 1073741824\.00 GiB, and [\d.]+ GiB are",
+        match=r"^output_dir='.*': an epoch takes 1073741824\.00 GiB, but only [\d.]+ GiB are",
     ):
         small.run_in_process(RECIPE, "saves_much=True", f"output_dir={folder}")
     kinds = [record["kind"] for record in read_records(folder / "adaptive_batch" / "run.jsonl")]

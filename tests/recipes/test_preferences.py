@@ -76,7 +76,7 @@ def test_a_run_resumes_after_the_reference_moved_into_or_out_of_the_step(small, 
 def test_the_probe_shows_what_fits_in_the_reference(small, lora, capsys):
     own = ("probe.device_memory=24MiB", "probe.cache=False", "reference_micro_batch_size=auto")
     small.run_in_process("adaptive_probe", *lora, *own)
-    assert "the reference alone, without gradients:" in capsys.readouterr().out
+    assert "reference model, without gradients:" in capsys.readouterr().out
 
 
 def test_more_pairs_than_fit_in_the_reference_are_refused(small, lora):

@@ -139,7 +139,7 @@ def test_the_last_epoch_is_saved_as_weights_alone_if_the_disk_holds_no_more(
     between = (weights_file.stat().st_size + state_file.stat().st_size) // 2
     done = small.run_in_process(OURS, *keys, *full_disk(2, 3, num_bytes=between))
     said = "".join(capfd.readouterr())
-    assert "the last epoch is saved as weights alone: saving" in said
+    assert "the last epoch is saved without a checkpoint: saving" in said
     assert same_weights(done.weights(0), whole.weights(0))
     assert not list(done.output_dir.glob("step_*"))
 
@@ -158,13 +158,13 @@ def ends_early(small, folder, *overrides):
 
 
 LOADING = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=-1")
-AGAIN = "nothing of this run is saved yet, so there is nothing to resume from; start it again"
+AGAIN = "this run has no checkpoint yet, so it cannot resume; start it again"
 
 
 def test_a_run_stopped_before_its_first_save_reports_that_nothing_is_saved(small, capfd):
     with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
         small.run_in_process(OURS, *LOADING)
-    assert f"asked to end: {AGAIN}" in capfd.readouterr().err
+    assert f"stop requested: {AGAIN}" in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -314,8 +314,8 @@ def test_torchtunes_own_recipe_state_is_refused_in_one_sentence(small):
     (folder / "recipe_state").mkdir()
     (folder / "recipe_state" / "recipe_state.pt").write_bytes(b"of torchtune")
     told = (
-        r"recipe_state.pt was saved by torchtune's own recipe, which alone can resume from it;"
-        r" begin from the weights of its last epoch"
+        r"recipe_state.pt was saved by torchtune's own recipe, and only that recipe can resume from"
+        r" it; start from the weights of its last epoch"
     )
     for asked in (True, "auto"):
         with pytest.raises(CheckpointError, match=told):
@@ -387,7 +387,7 @@ def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole
     [
         ("ture", "give True, False, auto, or a checkpoint's folder"),
         ("{folder}/step_4", "give True, False, auto, or a checkpoint's folder"),
-        ("{folder}/adaptive_batch", r"it is no resume point; .*; there are \S+/step_3, \S+/step_6"),
+        ("{folder}/adaptive_batch", r"it is not a checkpoint; .*; found \S+/step_3, \S+/step_6"),
     ],
 )
 def test_a_path_that_is_no_checkpoint_is_refused_with_what_is_there(small, whole, asked, remedy):
@@ -429,7 +429,7 @@ def test_an_error_names_the_damaged_saves_if_none_is_complete(small, whole):
 def test_a_folder_without_saves_is_refused_with_the_fix(small):
     with pytest.raises(
         CheckpointError,
-        match=r"holds no resume point \(step_N\): .*resume_from_checkpoint=False to begin",
+        match=r"holds no checkpoint \(step_N\): .*resume_from_checkpoint=False to start",
     ):
         resume_run(small, small.fresh_folder())
 
@@ -437,7 +437,7 @@ def test_a_folder_without_saves_is_refused_with_the_fix(small):
 def test_a_finished_run_without_state_cannot_be_resumed(small):
     done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1")
     with pytest.raises(
-        CheckpointError, match=r"holds the weights of a run that is done, .*another output_dir"
+        CheckpointError, match=r"holds the weights of a finished run, .*another output_dir"
     ):
         resume_run(small, done.output_dir, "epochs=2")
 

@@ -42,7 +42,7 @@ def test_more_ranks_resume_within_an_epoch(small):
     done = train_in_parts(small, way)
     assert_goes_on_as_alone(done[-1].output_dir, train_alone(small, way), weights=1e-8)
     assert (
-        "3 ranks, and 1 began the run: batch_size is still counted on 1, and rows keep their"
+        "ranks 1 -> 3: batch_size still refers to 1 rank, and rows keep their"
         " order; each holds 2 to 3 of the 8 rows of a step" in done[1].output
     )
 
@@ -59,7 +59,7 @@ def test_a_schedule_resumes_with_its_rows_divided_among_more_ranks(small):
     )
     parts = train_in_parts(small, Way((*SGD, *schedule), (Part(1, 3), Part(2))))
     assert (
-        "2 ranks, and 1 began the run: batch_size is still counted on 1, and rows keep their"
+        "ranks 1 -> 2: batch_size still refers to 1 rank, and rows keep their"
         " order; each holds 3 to 3 of the 6 rows of a step" in parts[1].output
     )
     sizes = [len(step["rows"]) for step in records(parts[1].output_dir, "step")]
@@ -93,9 +93,9 @@ def test_with_the_optimizer_in_backward_fewer_ranks_are_refused(
     assert refused.exit_statuses == [1]
     assert "Traceback" not in refused.output
     assert (
-        "optimizer_in_bwd=True: the checkpoint's steps were dealt to 2 ranks, and 1 cannot split"
-        " the rows of the others; start 2 or more, or start again with optimizer_in_bwd=False"
-        in refused.output
+        "optimizer_in_bwd=True: the checkpoint's steps were distributed over 2 ranks, and"
+        " 1 rank cannot split their rows; start 2 or more ranks, or start again with"
+        " optimizer_in_bwd=False" in refused.output
     )
 
 

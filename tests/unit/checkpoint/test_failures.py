@@ -31,6 +31,6 @@ def test_the_cause_is_named_and_the_disk_where_it_may_be_it(tmp_path, error, bla
     assert message.startswith(f"saving {target} failed (")
     assert str(error.args[-1]) in message
     assert ("free disk space" in message) == blames_disk
-    assert ("not for lack of space" in message) != blames_disk
-    assert "what was saved before is untouched" in message
+    assert ("not a lack of space" in message) != blames_disk
+    assert "earlier saves are unchanged" in message
     assert not temporary.exists()

@@ -291,9 +291,9 @@ class Scaled(torch.Tensor):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"a": [1, {2: {3}}]}, "a.1.2 is a set, which a checkpoint cannot hold"),
-        ({"a": b"bytes"}, "a is a bytes, which a checkpoint cannot hold"),
-        (object(), "the state is a object, which a checkpoint cannot hold"),
+        ({"a": [1, {2: {3}}]}, "a.1.2 is a set; checkpoints cannot store it"),
+        ({"a": b"bytes"}, "a is a bytes; checkpoints cannot store it"),
+        (object(), "the state is a object; checkpoints cannot store it"),
     ],
 )
 @pytest.mark.parametrize("which", ["tensors", "small"])
@@ -311,7 +311,7 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, me
 def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path, tensor):
     with pytest.raises(
         TypeError,
-        match=r"^a\.0 is a (Tensor|Scaled) of layout torch\.\w+ on (cpu|meta), which a checkpoint",
+        match=r"^a\.0 is a (Tensor|Scaled) of layout torch\.\w+ on (cpu|meta); checkpoints",
     ):
         CheckpointManager(tmp_path).save(1, {"a": [tensor]}, None)
 
@@ -631,7 +631,7 @@ def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(
         tmp_path, asynchronous=asynchronous, limit=limit_files, at=num_bytes
     )
     assert "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and" in message
-    assert "what was saved before is untouched" in message
+    assert "earlier saves are unchanged" in message
 
 
 def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path):
@@ -696,11 +696,11 @@ def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_raise
         points.save(
             2, {"too large for any machine": torch.ones(1, dtype=torch.uint8).expand(2**62)}, None
         )
-    assert "copies 4294967296.00 GiB to the host, which has" in caplog.text
+    assert "the copy needs 4294967296.00 GiB of host memory" in caplog.text
     monkeypatch.setattr("adaptive_batch.checkpoint.manager.host_available_bytes", lambda: 11)
     points.save(2, values(2), None)
     assert re.search(
-        r"copies [\d.]+ (KiB|bytes) to the host, which has 11 bytes available", caplog.text
+        r"needs [\d.]+ (KiB|bytes) of host memory, 11 bytes are available", caplog.text
     )
     points.save(3, values(3), None)
     points.close()

@@ -201,8 +201,8 @@ def without_last(state):
         (
             renamed,
             (
-                "the saved optimizer state has the parameter head.weight, which is not trained"
-                " here; it belongs to another"
+                "the saved optimizer state has the parameter head.weight, but this model does not"
+                " train it; the state belongs to another model"
             ),
         ),
         (
@@ -267,7 +267,7 @@ def test_groups_that_would_become_one_are_refused():
     _, again, its_names = made()
     with pytest.raises(
         CheckpointError,
-        match=r"has 0.weight and 0.bias in two groups, which are one here; .*optimizer_in_bwd",
+        match=r"0.weight and 0.bias in two groups, this optimizer has .* in one.*optimizer_in_bwd",
     ):
         load_named_optimizer_state(named_optimizer_state(optimizers, names), again, its_names)
 
@@ -275,5 +275,5 @@ def test_groups_that_would_become_one_are_refused():
 def test_an_optimizer_with_a_state_of_its_own_form_is_refused():
     _, optimizers, names = made()
     optimizers[0].state_dict = lambda: {"offloaded": []}
-    with pytest.raises(CheckpointError, match="AdamW does not give its state by parameter"):
+    with pytest.raises(CheckpointError, match="AdamW does not store its state by parameter"):
         named_optimizer_state(optimizers, names)

@@ -118,7 +118,7 @@ def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypat
 
 def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
     monkeypatch.setattr(collectives, "_COME", timedelta(seconds=0.1))
-    with pytest.raises(RankLostError, match=r"1 of 2 ranks have come within 0:00:00\.1"):
+    with pytest.raises(RankLostError, match=r"1 of 2 ranks joined within 0:00:00\.1"):
         collectives._attempt(dist.HashStore(), 0, 2)
 
 

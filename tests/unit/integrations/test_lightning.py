@@ -132,7 +132,7 @@ def test_the_search_runs_once_and_leaves_training_as_it_was(tmp_path, caplog):
     callback = AdaptiveCallback(adaptive)
     own_trainer, own_weights = trained(ours, tmp_path, [callback])
     assert callback.step.max_batch_size == NUM_ROWS
-    assert caplog.text.count("of the longest fit at once") == 1
+    assert caplog.text.count("of the longest rows fit") == 1
     assert ours.losses == plain.losses
     assert torch.equal(own_weights, weights)
     assert own_trainer.logged_metrics == trainer.logged_metrics

@@ -55,9 +55,9 @@ def test_a_program_trains_with_memory_for_half_of_its_batch(tmp_path):
     done = run(tmp_path, "--", sys.executable, "train.py", "output")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "Trainer 2"
-    assert "Trainer is adopted, and runs its steps in parts if memory runs out" in done.stderr
+    assert "adopted Trainer: its steps split when out of memory" in done.stderr
     assert "out of memory with 6 rows" in done.stderr
-    assert "no Trainer" not in done.stderr
+    assert "no Transformers Trainer" not in done.stderr
 
 
 def test_a_child_of_a_program_is_adopted_with_the_size_that_is_given(tmp_path):
@@ -72,9 +72,8 @@ def test_the_exit_status_is_the_programs_and_one_line_says_that_nothing_was_adop
     done = run(tmp_path, "--", sys.executable, "-c", "raise SystemExit(7)")
     assert done.returncode == 7
     assert done.stderr.splitlines() == [
-        "adaptive-batch run: no Trainer of Transformers has trained in parts; a program that"
-        " starts with -S, -I, -E or another PYTHONPATH is not reached, and for other loops see"
-        " AdaptiveStep"
+        "adaptive-batch run: the program trained no Transformers Trainer in micro-batches; start it"
+        " without -S, -I and -E and keep its PYTHONPATH, or use AdaptiveStep for other loops"
     ]
 
 

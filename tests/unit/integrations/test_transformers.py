@@ -728,7 +728,7 @@ class Makes(CountsInItsLoss, AdaptiveTrainer):
 
 
 def test_what_cannot_be_searched_or_split_is_refused_with_the_key(tmp_path):
-    with pytest.raises(SettingError, match="micro_batch_size='auto': this trainer makes its rows"):
+    with pytest.raises(SettingError, match="micro_batch_size='auto': this trainer generates"):
         trained(Makes, tmp_path)
     with pytest.raises(SettingError, match=r"adaptive=2: give AdaptiveArguments"):
         trained(AdaptiveTrainer, tmp_path, adaptive=2)
@@ -921,7 +921,7 @@ def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_pa
             adaptive=adaptive,
         )
 
-    refusal = f"^batch_increase_function='{name}': .* in an order of its own"
+    refusal = f"^batch_increase_function='{name}': growing batches draw their own order"
     with pytest.raises(SettingError, match=refusal):
         build(AdaptiveArguments(**GROWS))
     # Without growth it is built, and refused where growth is set later.

@@ -45,7 +45,7 @@ def test_the_key_that_would_remove_padding_is_one_that_is_not_on(keys, said):
     [
         (
             "[5,5,5,60,5,5,5,60]",
-            "; 69% of the tokens that ran were padding: micro_batch_tokens=auto",
+            "; 69% of the processed tokens were padding: micro_batch_tokens=auto",
         ),
         ("[50,55,55,60]", ""),
     ],
