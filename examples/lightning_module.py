@@ -37,7 +37,7 @@ EPOCHS, BATCH_SIZE, RATE = 3, 8, 3e-3
 
 
 def grow(epoch: int, batch_size: int) -> int:
-    """Rows to add to the batch as an epoch starts; the bound cuts what is too many."""
+    """Return the rows to add to the batch when an epoch starts; the bound caps the result."""
     return 0 if epoch == 0 else batch_size
 
 

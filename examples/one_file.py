@@ -133,7 +133,7 @@ def fits(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int
 @contextmanager
 def without_a_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore weights, the optimizer's state and random numbers afterwards, bit for bit."""
-    saved = io.BytesIO()  # on the host, so that the device has as much memory as in training
+    saved = io.BytesIO()  # on the host: trials need the device memory that training has
     torch.save((model.state_dict(), optimizer.state_dict()), saved)
     with torch.random.fork_rng():
         yield
@@ -146,7 +146,7 @@ def without_a_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 def find_max_rows(model: nn.Module, optimizer: torch.optim.Optimizer, longest: list[int]) -> int:
     """Return the most rows as long as the longest that fit: double until one fails, then bisect."""
     with without_a_trace(model, optimizer):
-        # The first step creates the optimizer's state, which is in memory from then on.
+        # The first step allocates the optimizer state, the second runs with it in memory.
         if not (fits(model, optimizer, [longest]) and fits(model, optimizer, [longest])):
             raise torch.OutOfMemoryError("one row does not fit")
         fitting, too_many = 1, len(ROWS) + 1

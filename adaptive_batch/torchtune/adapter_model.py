@@ -105,9 +105,9 @@ class AdapterModel(FullModel):
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return the adapters and their configuration, and the weights with them merged.
+        """Return the adapters, their configuration and the merged weights.
 
-        With `save_adapter_weights_only`, there are no merged weights.
+        `save_adapter_weights_only` omits the merged weights.
         """
         block = cfg.model
         on_output = bool(block.get("apply_lora_to_output", False))
@@ -120,7 +120,7 @@ class AdapterModel(FullModel):
             "target_modules": modules,
         }
         if block.get("use_dora", False):
-            # torchtune's recipe leaves it out, and PEFT takes it for LoRA.
+            # torchtune's recipe omits this key, so PEFT loads the adapters as LoRA.
             described["use_dora"] = True
         content: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
         if cfg.get("save_adapter_weights_only", False):
@@ -203,7 +203,7 @@ class AdapterModel(FullModel):
         unexpected: Iterable[str],
         cfg: DictConfig,
     ) -> None:
-        # Adapters are no part of a base.
+        # The base model has no adapters.
         differences = [f"it has no {name}" for name in missing if name not in self.state(model)]
         differences += [f"its {name} is none of the model's" for name in unexpected]
         if differences:
@@ -214,9 +214,9 @@ class AdapterModel(FullModel):
             raise SettingError("model", str(cfg.model._component_), remedy)
 
     def _load_adapters(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
-        """Load the adapters that were saved, or those to begin with, or leave new ones as drawn.
+        """Load saved or given adapters; keep new ones as initialized otherwise.
 
-        DoRA's magnitudes begin as the base has them.
+        DoRA's magnitudes are initialized from the base model.
         """
         for module in model.modules():
             if hasattr(module, "initialize_dora_magnitude"):
@@ -242,19 +242,19 @@ def _given_path(cfg: DictConfig) -> Path | None:
     path = Path(given)
     if path.exists():
         return path
-    # Where torchtune's checkpointers look for it.
+    # torchtune's checkpointers look for the file there.
     return Path(cfg.checkpointer.output_dir, given)
 
 
 def _warn_of_other_strength(cfg: DictConfig) -> None:
-    """Say where adapters to begin with were trained with another `lora_alpha`."""
+    """Warn if the given adapters were trained with another `lora_alpha`."""
     path = _given_path(cfg)
     assert path is not None
     try:
         saved = json.loads(path.with_name("adapter_config.json").read_text())["lora_alpha"]
         strength = cfg.model.lora_alpha / saved
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-        # The file may have been moved without the others of its epoch, or is none of ours.
+        # The file was moved without adapter_config.json, or this package did not write it.
         return
     if strength != 1 and distributed.is_rank_zero():
         log.warning(
@@ -267,10 +267,10 @@ def _warn_of_other_strength(cfg: DictConfig) -> None:
 
 
 def _given_adapters(cfg: DictConfig) -> Mapping[str, torch.Tensor] | None:
-    """Load the adapters of ``checkpointer.adapter_checkpoint``; None where it is not set.
+    """Load the adapters of ``checkpointer.adapter_checkpoint``; None if it is not set.
 
     Raises:
-        SettingError: the file cannot be read, or is none that torchtune saves.
+        SettingError: the file cannot be read, or torchtune did not save it.
     """
     path = _given_path(cfg)
     if path is None:

@@ -88,11 +88,11 @@ class FakeRun:
         self._left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
-        # Each number of rows would run other operations.
+        # Each number of rows would run different operations.
         if not settings.layout_kind.pads and not one_kernel:
             self._leave_out(
-                f"micro_batch_layout={settings.micro_batch_layout}: rows are counted beside each"
-                " other, of which all have the longest's length"
+                f"micro_batch_layout={settings.micro_batch_layout}: rows are counted as padded to"
+                " the longest one"
             )
             settings = replace(settings, micro_batch_layout=None)
         self.job = Job(
@@ -117,14 +117,14 @@ class FakeRun:
             )
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
-        """Return a configuration that runs on fake CPU tensors; note what it leaves out."""
+        """Return a configuration for fake CPU tensors, and record what it omits."""
         on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(on_cpu, DictConfig)
         on_cpu.device = "cpu"
         if on_cpu.get("fsdp_cpu_offload", False):
             remedy = (
-                "an estimate does not know what is on the host and what on the device; estimate"
-                " with False, which needs more"
+                "an estimate cannot separate host from device memory; estimate with False, which"
+                " needs more"
             )
             raise SettingError("fsdp_cpu_offload", True, remedy)
         if on_cpu.get("compile", False):
@@ -144,7 +144,7 @@ class FakeRun:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What is not counted as it would be on the device, a sentence each."""
+        """Differences between the estimate and the device, one sentence each."""
         return (*self._left_out, *self._compiled_parts.left_out)
 
     # --- data
@@ -438,7 +438,7 @@ class _HostCopy:
     """Host copy of a tensor: a shape that takes no memory of the device."""
 
     def __init__(self, tensor: torch.Tensor, **_: Any) -> None:
-        # A counter would see it made.
+        # Hidden from counters of allocations.
         with private.disable_current_modes():
             self._like = torch.empty_like(tensor)
 
@@ -451,7 +451,7 @@ class _HostCopy:
 
 
 class _WithoutCUDA:
-    """What torchtune's class calls `torch`: streams are a CPU's, and copies are of the host."""
+    """Replacement of `torch` in torchtune's class, with CPU streams and host copies."""
 
     cuda = SimpleNamespace(
         default_stream=_DefaultStream, Stream=torch.cpu.Stream, stream=torch.cpu.stream

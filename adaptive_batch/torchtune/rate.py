@@ -65,7 +65,7 @@ def build_rate(
         optimizers,
         scheduler,
         lr_scaling=settings.rate.lr_scaling,
-        # On the ranks that training began with.
+        # Counted on the original number of ranks.
         reference_batch_size=reference or job.batching().global_batch(job.ranks),
         lr_clock=settings.rate.lr_clock,
         scale_with_batch=settings.rate.scale_with_batch,
@@ -106,19 +106,19 @@ def check_rate(job: Job, batches: Batches) -> None:
 
 
 def check_scheduler(cfg: DictConfig) -> None:
-    """Refuse a scheduler that cannot be built as torchtune's recipes build one, or that cannot
-    follow the clock that is asked for.
+    """Raise if the scheduler cannot be built as in torchtune's recipes, or cannot follow
+    `lr_clock`.
 
     Raises:
-        SettingError: naming the scheduler, or the clock.
+        SettingError: the message names the scheduler or the clock.
     """
     block = cfg.get("lr_scheduler", None)
     if not block:
         return
-    # It names what is near where there is no such component.
+    # Raises with similar names if the component does not exist.
     load_function(block._component_, key="lr_scheduler._component_")
     optimizer = optimizer_of_nothing(1.0)
-    # More than any warm-up.
+    # Longer than any warm-up.
     steps = 10**6
     remedy = (
         "it is called with an optimizer, num_training_steps, last_epoch and its other keys; give"
@@ -134,7 +134,7 @@ def check_scheduler(cfg: DictConfig) -> None:
         raise SettingError("lr_scheduler", type(built).__name__, remedy)
     if follows_clock(built):
         schedule = schedule_factor(built)
-        # A warm-up may hide at first that there is no rate.
+        # A warm-up may hide errors of the rate at first.
         with computing("lr_scheduler", block, "it gives no rate"):
             factors = [float(schedule(clock)) for clock in (0, steps // 2, steps - 1)]
         if not all(map(math.isfinite, factors)):

@@ -238,7 +238,7 @@ class ValidationSettings:
 
     @property
     def fits_itself(self) -> bool:
-        """Return whether validation runs as many rows at once as fit."""
+        """Return whether validation searches for its own micro-batch limit."""
         return self.is_on and self.batch_size_val == "auto"
 
     def rows_at_once(self, of_training: int) -> int:
@@ -324,7 +324,7 @@ class Settings(Batching):
             [below](#schedules-of-the-batch).
         preview: whether to print what training will do and stop before weights load.
         reference_micro_batch_size: pairs at once in the reference of `adaptive_dpo`, which then
-            runs before the step: a number; `auto`: as many tokens as fit; None: with each
+            runs before the step: a number; `auto`: all tokens that fit; None: with each
             micro-batch of training. See
             [preference pairs](torchtune.md#pairs-at-once-in-the-reference).
         micro_batch_layout: layout of a micro-batch: `padded`: to the longest row; `grouped`:
@@ -427,12 +427,12 @@ class Settings(Batching):
 
     @property
     def layout_kind(self) -> LayoutKind:
-        """How rows lie in a micro-batch, unless ``auto`` chooses another."""
+        """Layout of a micro-batch, unless ``auto`` chooses another."""
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
 
     @property
     def search_plan(self) -> SearchPlan:
-        """What is found before training."""
+        """Searches before training."""
         size = self.micro_batch
         grows_beyond = self.grows and self.grow_beyond_maximum
         grows_within = self.grows and not (grows_beyond and size.is_number)

@@ -40,7 +40,7 @@ from .settings import fraction
 Row = Any
 Batch = dict[str, Any]
 Collate = Callable[[Sequence[Row]], Batch]
-# Classes of the logits that a loss is tried with.
+# Number of classes in trial logits for a loss.
 _CLASSES = 8
 COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
@@ -52,7 +52,7 @@ class Models(Protocol):
         """Return the logits of the trained model; a list if it returns chunks."""
 
     def reference_logits(self, **batch: Any) -> Any:
-        """Return the logits of the frozen model that the task compares with."""
+        """Return the logits of the frozen reference model."""
 
 
 class Task(ABC):
@@ -372,7 +372,7 @@ def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
 
 # --- preference pairs
 
-# What torchtune's losses of preferences take.
+# Arguments of torchtune's preference losses.
 _PAIR_ARGUMENTS = (
     "policy_chosen_logps",
     "policy_rejected_logps",
@@ -380,7 +380,7 @@ _PAIR_ARGUMENTS = (
     "reference_rejected_logps",
 )
 
-# The key of a packed batch under which it has the tokens of each answer, in order.
+# Key of the token counts of each answer in a packed batch.
 _ANSWER_LENGTHS = "answer_lengths"
 
 # Parts of a sequence whose log probabilities are computed one by one; as many as torchtune's losses
@@ -438,8 +438,8 @@ class PreferencePairs(Task):
         return torch.tensor(len(answers) // len(self.fields))
 
     def join(self, rows: Sequence[Row], form: BatchForm) -> tuple[Batch, list[int]]:
-        """Return the chosen and then the rejected answers without padding, and the tokens of each,
-        which are in the batch, too.
+        """Pack the chosen and then the rejected answers; return the batch and the tokens of each
+        answer, which the batch also contains.
         """
         batch, lengths = super().join(rows, form)
         batch[_ANSWER_LENGTHS] = torch.tensor(lengths)
@@ -666,9 +666,8 @@ class Distillation(NextTokens):
         size = self.cfg.get("reference_micro_batch_size")
         if size is not None:
             remedy = (
-                "the loss takes the teacher's logits of every token, which are larger than all else"
-                " that the teacher makes: they would be kept from its micro-batch until training's;"
-                " remove it"
+                "the loss needs the teacher's logits of every token, and keeping them until the"
+                " training micro-batch would take more memory than it saves; remove it"
             )
             raise SettingError("reference_micro_batch_size", size, remedy)
         if model is None:
@@ -751,20 +750,20 @@ class Distillation(NextTokens):
         component = component_of(self.cfg.teacher_model)
         if get_adapter_params(teacher):
             remedy = (
-                "it has adapters; give the model without adapters, and a checkpoint into which they"
-                " are merged"
+                "it has adapters; give the model without adapters, and a checkpoint with merged"
+                " weights"
             )
             raise SettingError("teacher_model", component, remedy)
         sizes = [num_token_embeddings(model) for model in (student, teacher)]
         if None not in sizes and sizes[0] != sizes[1]:
             remedy = (
                 f"it has {sizes[1]} token embeddings, and the student {sizes[0]}; give a teacher of"
-                " the student's family with as many"
+                " the student's family with the same number"
             )
             raise SettingError("teacher_model", component, remedy)
         if takes_chunks(self.loss_fn) and not hasattr(teacher, "set_num_output_chunks"):
             remedy = (
-                "it has no set_num_output_chunks, by which it would return chunks; give"
+                "it has no set_num_output_chunks, so it cannot return chunks; give"
                 " torch.nn.CrossEntropyLoss as loss, and torchtune.modules.loss.ForwardKLLoss as"
                 " kd_loss"
             )
@@ -772,8 +771,8 @@ class Distillation(NextTokens):
 
 
 class _HasLabels(TorchFunctionMode):
-    """Mode for estimates: torchtune's losses ask whether a batch has no label, and fake tensors
-    have no values, so the answer is no.
+    """Mode for estimates that answers torchtune's check for a batch without labels with no: fake
+    tensors have no values.
     """
 
     def __torch_function__(

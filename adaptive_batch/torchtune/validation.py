@@ -1,6 +1,4 @@
-"""Validation during training: the loss on rows that are not trained on, with a limit apart from
-training's.
-"""
+"""Validation during training: the loss on held-out rows, with its own micro-batch limit."""
 
 from __future__ import annotations
 
@@ -29,21 +27,21 @@ from .trainer import Trainer
 
 
 class Validation:
-    """The rows of `dataset_val`, and how many of them are run at once.
+    """Rows of `dataset_val` and their micro-batch limit.
 
-    Which rows are validated on depends on ``batch_size_val`` (or ``batch_size``, where that is
-    ``auto``) and ``max_validation_batches`` alone, never on what fits.
+    ``batch_size_val`` (or ``batch_size``, if that is ``auto``) and ``max_validation_batches``
+    select the rows. The limit does not affect the selection.
 
     Args:
-        job, data, trainer: of the run.
-        limit_finder: finds what fits, for ``batch_size_val: auto``.
-        log: log of the run; out-of-memory errors are also counted by the sizer of training.
+        job, data, trainer: job, rows and trainer of the run.
+        limit_finder: search for the limit with ``batch_size_val: auto``.
+        log: log of the run. The sizer of training also counts out-of-memory errors.
 
     Attributes:
-        num_rows: rows that are validated on.
+        num_rows: number of validation rows.
 
     Raises:
-        DoesNotFitError: not one row fits.
+        DoesNotFitError: one row does not fit.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class Validation:
     def _find(
         self, trainer: Trainer, limit_finder: LimitFinder, sizer: MicroBatchSizer
     ) -> ProbeResult:
-        """Find the largest number of the longest rows that fit, without gradients."""
+        """Search for the largest number of the longest rows that fits without gradients."""
         data = self._data
         rows = data.trial_rows_val()
         length = data.layout_val.padded(rows.length)
@@ -102,7 +100,7 @@ class Validation:
         return result
 
     def run_where_due(self, step: int) -> None:
-        """Every so many steps, log the loss on the rows that are not trained on."""
+        """Log the loss on the validation rows if the step interval has passed."""
         every = self._job.settings.validation.run_val_every_n_steps
         if every and step % every == 0:
             self._log.validation(self.run(), rows=self.num_rows, step=step)

@@ -1,18 +1,18 @@
-"""The demo: makes a small task from the Python that is installed, and runs the real recipe on it.
+"""Demo: create a small task from the installed Python, and run the real recipe on it.
 
     python examples/demo [--directory DIR] [--files-only | --lora | --dpo] [key=value ...]
 
-No file is downloaded. In DIR it makes, once:
+The demo downloads nothing. On the first run it creates in DIR:
 
     data/   train.jsonl, held_out.jsonl: the standard library's docstrings, signature -> docstring
     base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the byte-level
             BPE tokenizer that was trained on the data; torchtune and transformers both load it
 
-Then it trains with ``configs/demo_cpu.yaml``: the largest batch that fits, growth by a function of
-its own, micro-batches packed or grouped as is fastest, and a learning rate that follows the batch.
-It draws the run and compares the tuned model with the base. With ``--lora`` that model is the base,
-and adapters learn the way back: docstring -> signature. With ``--dpo`` adapters on it learn from
-preference pairs to prefer a docstring's first sentence to all of it.
+Then it trains with ``configs/demo_cpu.yaml``: the largest batch that fits, a growth function, the
+fastest micro-batch layout, and a learning rate that scales with the batch. It plots the run and
+compares the tuned model with the base model. ``--lora`` trains adapters on the tuned model for the
+reverse task, docstring -> signature. ``--dpo`` trains adapters on preference pairs, in which the
+first sentence of a docstring is preferred to the whole docstring.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).resolve().parents[1]
 PROMPT = "def string.join_lines(lines, separator='\\n')"
 PROMPT_BACK = "Return the lines, joined by the separator."
-# Characters that are shown of what a model writes.
+# Characters to show of a generated text.
 SHOWN_CHARACTERS = 100
 # DPOLoss's default.
 BETA = 0.1
-# What a table or a later line says again, and what is not of this project's. A line of progress is
-# shown at the end of its epoch.
+# Lines that repeat later output, or that other packages print. A progress line is shown at the end
+# of its epoch.
 PASSED_OVER = re.compile(
     r"trial \d|timed |counting tokens|Writing logs|starting with|the configuration is"
     r"|epoch \d saved|Skipping import|\s+Please see|Generating"
@@ -179,7 +179,7 @@ def _adapters_on_tuned(directory: Path) -> list[str]:
     weights = sorted(path.name for path in base.glob("model*.safetensors"))
     if not weights:
         sys.exit(
-            f"there is no tuned model in {base}: `make demo` makes it, or this command without"
+            f"{base} has no tuned model: create it with `make demo`, or with this command without"
             " --lora and --dpo"
         )
     return [
@@ -194,8 +194,8 @@ def _adapters_on_tuned(directory: Path) -> list[str]:
 
 
 def run_and_show(command: list[str], environment: dict[str, str], printed: Path) -> int:
-    """Run a command, write all that it prints into a file, and show the lines that decide
-    something; return its exit status. Of one that fails, all is shown.
+    """Run a command, write its output to a file, and show the relevant lines, or all lines if it
+    fails; return its exit status.
     """
     process = subprocess.Popen(
         command,
@@ -228,7 +228,7 @@ def next_steps(directory: str, output_dir: Path) -> str:
             f'{tune} run adaptive_probe --config demo_cpu{where} "probe.sequence_lengths=[64,128]"'
         ),
         "each row once an epoch": f"{ours} audit {shlex.quote(str(output_dir))}",
-        "your own config, as the README says": (
+        "your own config, see the README": (
             f"{tune} cp qwen2/0.5B_full_single_device my_qwen2.yaml"
         ),
     }
@@ -236,7 +236,7 @@ def next_steps(directory: str, output_dir: Path) -> str:
 
 
 def _shortest(path: str) -> str:
-    """Return a path from here, or whole where that is shorter."""
+    """Return the shorter of the relative and the absolute path."""
     return min(os.path.relpath(path), path, key=len)
 
 
@@ -262,14 +262,12 @@ def _installed(command: str) -> str:
     scripts = os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
     found = shutil.which(command, path=scripts) or shutil.which(command)
     if found is None:
-        sys.exit(f"{command} is not installed: python -m adaptive_batch check prints what is wrong")
+        sys.exit(f"{command} is not installed: python -m adaptive_batch check reports the reason")
     return found
 
 
 def compare(cfg: DictConfig, tuned: Path, prompt: str) -> None:
-    """Print the loss of base and tuned model on the held-out rows, and what each writes for a
-    prompt.
-    """
+    """Print the held-out loss of the base and the tuned model, and a text that each generates."""
     import torch
     from torchtune import config
 

@@ -127,7 +127,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def first_sentence(docstring: str) -> str:
-    """Return the first sentence of a docstring, or its first paragraph where that ends sooner."""
+    """Return the first sentence of a docstring, or its first paragraph if shorter."""
     paragraph = docstring.split("\n\n")[0]
     return re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
 
@@ -135,7 +135,7 @@ def first_sentence(docstring: str) -> str:
 def write_pairs(data: Path, folder: Path) -> None:
     """Write preference pairs into an empty folder, in files named as those of their rows.
 
-    Of each row that has more than one sentence, the first is preferred to the whole docstring.
+    For rows with several sentences, the first sentence is preferred to the whole docstring.
 
     Args:
         data: folder with train.jsonl and held_out.jsonl, rows of a signature and its docstring.

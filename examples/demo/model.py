@@ -43,7 +43,7 @@ PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What torchtune's Qwen2 tokenizer makes of a dialogue, for transformers.
+# Chat format of torchtune's Qwen2 tokenizer, for transformers.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
     " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -305,7 +305,7 @@ def answer_log_probs(
 def sample(
     model: TransformerDecoder, tokenizer: Qwen2Tokenizer, prompt: str, *, max_new_tokens: int = 64
 ) -> str:
-    """Return what the model writes for a signature, drawn with a fixed seed."""
+    """Generate a text for a signature with a fixed seed."""
     import torch
     from torchtune.data import Message
     from torchtune.generation import generate

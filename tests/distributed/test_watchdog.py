@@ -403,7 +403,7 @@ def test_workers_that_torchrun_has_left_alone_end(tmp_path):
         os.kill(pid, signal.SIGKILL)
     assert left == []
     said = (tmp_path / "said").read_text()
-    assert [said.count(f"rank {rank}: torchrun, or rank zero where") for rank in (0, 1)] == [1, 1]
+    assert [said.count(f"rank {rank}: torchrun, or rank 0 if") for rank in (0, 1)] == [1, 1]
     assert written(tmp_path).kind == "lost_store"
 
 

@@ -143,12 +143,12 @@ def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
         (
             ["--dpo"],
             1,
-            "there is no tuned model in adaptive_batch_demo/tuned/epoch_2: `make demo` makes it",
+            "adaptive_batch_demo/tuned/epoch_2 has no tuned model: create it with `make demo`",
         ),
         (
             ["--lora"],
             1,
-            "there is no tuned model in adaptive_batch_demo/tuned/epoch_2: `make demo` makes it",
+            "adaptive_batch_demo/tuned/epoch_2 has no tuned model: create it with `make demo`",
         ),
     ],
 )
