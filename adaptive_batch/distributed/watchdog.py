@@ -273,9 +273,7 @@ class Watchdog:
             except RuntimeError as error:
                 if self._has_store and not self._stopped.is_set():
                     self._has_store = False
-                    gone = (
-                        "the store is gone: torchrun, or rank 0 if it hosts the store, has exited"
-                    )
+                    gone = "torchrun, or rank 0 if it hosts the store, has exited"
                     self._end_of_this("lost_store", f"{gone} ({_gist(error)})")
 
     def _check_neighbours(self) -> None:

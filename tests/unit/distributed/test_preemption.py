@@ -63,7 +63,7 @@ def test_a_second_request_ends_the_process(first, second):
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.Signals[second])
-    assert ("Ctrl-C again ends at once" in ended.stderr) == (first == "SIGINT")
+    assert ("Ctrl-C again stops immediately" in ended.stderr) == (first == "SIGINT")
 
 
 def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on():
