@@ -255,10 +255,7 @@ def test_steps_that_min_rows_take_beyond_the_budget_are_logged_once_an_epoch():
     batching = Batching(batch_size=1, shuffle=False, batch_tokens=10, min_rows_per_batch=2)
     said = []
     batches = Batches(
-        rows,
-        batching,
-        NoSizer(None, 10),
-        event=lambda kind, message, **facts: said.append(message),
+        rows, batching, NoSizer(None, 10), event=lambda kind, message, **facts: said.append(message)
     )
     taken(batches)
     assert said == [

@@ -156,11 +156,7 @@ def test_statistics_count_rows_without_a_label_and_see_a_batch_that_they_may_cha
         page.token_mean(part)
 
     step = AdaptiveStep(
-        page.model,
-        loss,
-        micro_batch_size=2,
-        num_labels=page.completion_tokens,
-        statistics=count,
+        page.model, loss, micro_batch_size=2, num_labels=page.completion_tokens, statistics=count
     )
     step(batch)
     assert len(seen) == 3

@@ -56,12 +56,7 @@ class Task:
 
     @property
     def leaves(self):
-        return [
-            *self.encoder.parameters(),
-            *self.head.parameters(),
-            self.temperature,
-            self.bias,
-        ]
+        return [*self.encoder.parameters(), *self.head.parameters(), self.temperature, self.bias]
 
     def gradients(self):
         return [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
@@ -104,12 +99,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("number", [0, 1], ids=["first part", "second part"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"checkpoints": True},
-        {"call": torch.autograd.backward},
-        {"call": imported_backward},
-    ],
+    [{}, {"checkpoints": True}, {"call": torch.autograd.backward}, {"call": imported_backward}],
     ids=["", "checkpointed", "autograd.backward", "imported"],
 )
 def test_a_failed_attempt_leaves_no_gradient_of_any_leaf(earlier, place, number, options):

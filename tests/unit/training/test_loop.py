@@ -14,33 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.loops import (
-    RATE,
-    ROWS,
-    RunsOut,
-    classes,
-    of_ranks,
-    sizes,
-    train,
-    training,
-)
-from support.sharded_model import (
-    Decoder,
-    collate,
-    token_losses,
-    training_state,
-)
+from support.loops import RATE, ROWS, RunsOut, classes, of_ranks, sizes, train, training
+from support.sharded_model import Decoder, collate, token_losses, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch import OOMPolicy
 from adaptive_batch.data import ReadAhead
-from adaptive_batch.errors import (
-    GrowthFunctionError,
-    NonfiniteLossError,
-    SettingError,
-)
+from adaptive_batch.errors import GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp
 from adaptive_batch.training import AdaptiveLoop
 
@@ -503,8 +485,7 @@ def test_what_rows_and_batches_do_not_say_is_asked_for():
     # Rows are counted, and this is no mean over them.
     one = training(**given)
     with pytest.raises(
-        SettingError,
-        match=r"so a split would train something else; .* would fit; give num_labels=",
+        SettingError, match=r"so a split would train something else; .* would fit; give num_labels="
     ):
         one.loop.run(next(iter(one.loop)))
     one = training(**given, num_labels=lambda batch: (batch[1][:, 1:] != -100).sum())

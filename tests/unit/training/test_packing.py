@@ -103,13 +103,7 @@ def test_attention_is_that_of_each_row_whatever_causal_mask_is_given(lengths, gr
     mask = CAUSAL_MASKS[kind](lengths)
     with isolated_rows(lengths) as packed:
         out = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=grouped,
+            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
     assert packed.calls == 1
     same_row = block_causal(lengths)
@@ -188,10 +182,7 @@ def test_attention_is_pytorchs_again_outside_even_after_an_error():
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 6, 8), (3, 5, 8)])
 def test_attention_of_another_shape_is_refused(shape):
-    with (
-        isolated_rows([2, 3]),
-        pytest.raises(ValueError, match=r"packed rows of 5 tokens"),
-    ):
+    with isolated_rows([2, 3]), pytest.raises(ValueError, match=r"packed rows of 5 tokens"):
         functional.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
 
 

@@ -217,10 +217,7 @@ REFUSED = {
         lambda: Masked(prefix),
         "attention in layers.0 lets token 0 of a row see 10 tokens and not all 1 up to itself",
     ),
-    "a sink": (
-        lambda: Masked(with_sink),
-        "attention in layers.0 looks at 41 keys with 40 queries",
-    ),
+    "a sink": (lambda: Masked(with_sink), "attention in layers.0 looks at 41 keys with 40 queries"),
     "a token that none may see": (lambda: Masked(blocked), "attention in layers.0 lets token "),
     "a bias by distance": (
         lambda: Masked(nearer_is_more),

@@ -124,10 +124,7 @@ def heads(tokens, *, key_heads=2, head_dim=8, dtype=torch.float64):
 
 
 LEFT_TO_EAGER_CODE = {
-    "a mask of all tokens": (
-        {"attn_mask": torch.ones(12, 12, dtype=torch.bool).tril()},
-        {},
-    ),
+    "a mask of all tokens": ({"attn_mask": torch.ones(12, 12, dtype=torch.bool).tril()}, {}),
     "heads of values that are shorter": ({"is_causal": True}, {"value": 4}),
 }
 

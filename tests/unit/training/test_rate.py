@@ -9,18 +9,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from support.loops import (
-    RATE,
-    train,
-    training,
-)
-from torch.optim.lr_scheduler import (
-    LambdaLR,
-)
+from support.loops import RATE, train, training
+from torch.optim.lr_scheduler import LambdaLR
 
-from adaptive_batch.errors import (
-    SettingError,
-)
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import ReferenceBatch, at_epochs, steps
 from adaptive_batch.training import AdaptiveRate
 

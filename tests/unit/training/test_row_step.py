@@ -42,10 +42,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive_batch import OOMPolicy
 from adaptive_batch.data import move_to_device
-from adaptive_batch.errors import (
-    DoesNotFitError,
-    SettingError,
-)
+from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs
 from adaptive_batch.training import AdaptiveLoop
@@ -332,11 +329,7 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
         return loss
 
     one = training(
-        model=net,
-        rows=rows,
-        mean_loss=mean_loss,
-        batch_size=256,
-        micro_batch_size=micro_batch_size,
+        model=net, rows=rows, mean_loss=mean_loss, batch_size=256, micro_batch_size=micro_batch_size
     )
     result = one.loop.run(next(iter(one.loop)))
     assert result.micro_batches == 256 // (micro_batch_size or 256)

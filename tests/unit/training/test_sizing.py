@@ -15,12 +15,7 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import Room
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
-from adaptive_batch.training import (
-    ConfiguredSize,
-    LimitChange,
-    MicroBatchSizer,
-    RecipeStep,
-)
+from adaptive_batch.training import ConfiguredSize, LimitChange, MicroBatchSizer, RecipeStep
 from adaptive_batch.training.sizing import ShrinkRequest
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows

@@ -459,11 +459,7 @@ def test_the_check_leaves_functions_and_modules_as_they_were():
         return mse_loss(model(batch["x"])[0][:, 0], batch["x"][:, :3])
 
     new_step(model, loss)(rows())
-    assert functions == [
-        nn.functional.dropout,
-        nn.functional.batch_norm,
-        torch.autocast.__enter__,
-    ]
+    assert functions == [nn.functional.dropout, nn.functional.batch_norm, torch.autocast.__enter__]
     for module, values in zip(model.modules(), before, strict=True):
         assert vars(module).keys() == values.keys()
         assert module.training == values["training"]

@@ -83,12 +83,7 @@ def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     steps, events, dropped = steps_of("skip")
     assert [
         steps.drops(result(1.0, norm), Progress(), lr=0.1) for norm in (None, 3.0, NAN, INF)
-    ] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    ] == [False, False, True, True]
     assert (dropped.count, [event.skipped for event in events]) == (2, [True, True])
     steps, events, _ = steps_of("warn")
     assert not steps.drops(result(1.0, NAN), Progress(), lr=0.1)  # nothing is waited for
