@@ -430,18 +430,9 @@ class Unending:
         ({"maximum": 0}, r"maximum=0: "),
         ({"sampler": "random"}, r"sampler='random': it yields no row numbers; give a Sampler"),
         ({"sampler": Unending()}, r"sampler='Unending': it has no length.*give one with __len__"),
-        (
-            {"sampler": ByEpoch(), "sampling": Sampling(batch_tokens=30)},
-            r"sampler='ByEpoch': batch_tokens and sample_order have an order of their own",
-        ),
-        (
-            {"sampler": ByEpoch(), "sampling": Sampling(sample_order="random")},
-            r"sampler='ByEpoch': batch_tokens and sample_order have an order of their own",
-        ),
-        (
-            {"batch_size_schedule": by_noise_scale(3, maximum=8)},
-            r"batch_size_schedule=.*nothing is measured here",
-        ),
+        ({"sampler": ByEpoch(), "sampling": Sampling(batch_tokens=30)}, "sampler='ByEpoch':"),
+        ({"sampler": ByEpoch(), "sampling": Sampling(sample_order="random")}, "sampler='ByEpoch'"),
+        ({"batch_size_schedule": by_noise_scale(3, maximum=8)}, r"batch_size_schedule=.*nothing"),
         (
             {
                 "batch_size_schedule": steps([3, 4], ["99ba"]),
@@ -528,22 +519,10 @@ def test_a_step_without_a_batch_is_refused():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            lambda: AdaptiveBatches(Rows(), 4),
-            r"batch_size=4: .* built with 3; resume with that, then call set_batch_size",
-        ),
-        (
-            lambda: AdaptiveBatches(Rows(), 3, sampling=Sampling(seed=1)),
-            r"seed=1: the saved state was built with 0",
-        ),
-        (
-            lambda: AdaptiveBatches(Rows(65), 3),
-            r"dataset='65 rows': the saved state was built with 64 rows",
-        ),
-        (
-            lambda: AdaptiveBatches(Rows(), 3, sampler=ByEpoch()),
-            r"sampler='ByEpoch': the saved state was built with None",
-        ),
+        (lambda: AdaptiveBatches(Rows(), 4), r"batch_size=4: .* built with 3; resume with that,"),
+        (lambda: AdaptiveBatches(Rows(), 3, sampling=Sampling(seed=1)), "seed=1: the saved state"),
+        (lambda: AdaptiveBatches(Rows(65), 3), "dataset='65 rows': the saved state was built"),
+        (lambda: AdaptiveBatches(Rows(), 3, sampler=ByEpoch()), "sampler='ByEpoch': the saved"),
     ],
 )
 def test_a_state_of_other_arguments_is_refused(other, message):
@@ -566,7 +545,5 @@ def test_a_sampler_that_cannot_be_drawn_again_is_refused():
     batches = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())
     train(batches, until=5)
     resumed = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())
-    with pytest.raises(
-        SettingError, match=r"sampler='Unrepeatable': it yields other rows .*seed it by its epoch"
-    ):
+    with pytest.raises(SettingError, match=r"sampler='Unrepeatable': it yields other rows .*seed"):
         resumed.load_state_dict(batches.state_dict())

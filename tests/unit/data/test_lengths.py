@@ -91,14 +91,9 @@ def test_what_measuring_a_row_raises_is_raised_as_itself(num_workers, caplog):
 
 
 def test_a_dataset_without_rows_or_length_is_refused(tmp_path):
-    with pytest.raises(
-        SettingError, match="dataset='list': it has no rows; check its source, split and filter"
-    ):
+    with pytest.raises(SettingError, match="dataset='list': it has no rows; check its source,"):
         measure([], tmp_path)
-    with pytest.raises(
-        SettingError,
-        match="dataset='count': a count has no row by its number; give a map-style dataset",
-    ):
+    with pytest.raises(SettingError, match="dataset='count': a count has no row by its number;"):
         measure(itertools.count(), tmp_path)
 
 
@@ -335,9 +330,7 @@ def test_longest_rows_are_those_of_a_stable_sort(lengths, data):
 
 def test_a_loader_given_as_a_dataset_is_refused_with_what_to_give():
     loader = DataLoader([{"tokens": [1]}])
-    with pytest.raises(
-        SettingError, match=r"DataLoader': .* give its dataset, loader\.dataset, and"
-    ):
+    with pytest.raises(SettingError, match=r"DataLoader': .* give its dataset, loader\.dataset,"):
         DatasetAdapter(loader, None)
 
 

@@ -179,9 +179,7 @@ def test_a_row_is_alone_where_its_own_step_is_asked_for_less():
 @pytest.mark.parametrize("lengths", [[5, 5, 11], [11, 5, 5], [5, 30, 5, 5, 5, 5, 5, 11, 5]])
 @pytest.mark.parametrize("rule", [RISING, FALLING])
 def test_a_budget_below_the_longest_row_is_refused_wherever_the_row_is(lengths, rule):
-    with pytest.raises(
-        SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30); return (11|30) or more"
-    ):
+    with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30); return"):
         planned(lengths * 3, rule, long_rows="error")
 
 

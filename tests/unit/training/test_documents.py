@@ -101,9 +101,7 @@ def test_a_batch_without_rows_that_does_not_show_its_documents_is_refused():
 @pytest.mark.parametrize("ends", [[0, 9, 4], [0, 4, 12]])
 def test_ends_that_are_not_those_of_the_tokens_are_refused(ends):
     batch = row_of([4, 5], cu_seqlens=torch.tensor(ends))
-    with pytest.raises(
-        SettingError, match=r"^batch='. documents? packed into 1 row of 9 tokens': .* ascend to 9"
-    ):
+    with pytest.raises(SettingError, match=r"^batch='. documents? packed into 1 row of 9 tokens':"):
         documents_of(batch).part([0])
 
 

@@ -191,9 +191,7 @@ def test_a_state_is_not_taken_while_gradients_wait_for_the_optimizer():
 
 @pytest.mark.parametrize("state", [None, {}, [], {"batches": {}}], ids=str)
 def test_what_is_no_state_of_a_loop_is_refused(state):
-    with pytest.raises(
-        SettingError, match=r"^state='\w+': give the result of state_dict\(\) of a loop"
-    ):
+    with pytest.raises(SettingError, match=r"^state='\w+': give the result of state_dict\(\) of a"):
         training().loop.load_state_dict(state)
 
 
@@ -400,21 +398,12 @@ COLUMNS = {key: [row[key] for row in ROWS] for key in ROWS[0]}
         ({"batch_size": 0}, "batch_size=0: "),
         ({"mean_loss": 5}, "mean_loss=5: give a function"),
         ({"collate": None}, "collate=None: give a function"),
-        (
-            {"optimizer": lambda parameters, lr: [torch.optim.SGD(parameters)]},
-            "optimizer='list': give one torch.optim",
-        ),
+        ({"optimizer": lambda parameters, lr: [torch.optim.SGD(parameters)]}, "optimizer='list':"),
         ({"optimizer": torch.optim.LBFGS}, r"optimizer='LBFGS': its step\(\) needs a closure"),
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5: "),
-        (
-            {"micro_batch_tokens": 8, "micro_batch_size": 2},
-            "micro_batch_tokens=8: micro_batch_size is given too",
-        ),
+        ({"micro_batch_tokens": 8, "micro_batch_size": 2}, "micro_batch_tokens=8:"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens=0: give auto, or a whole number"),
-        (
-            {"micro_batch_layout": "loose"},
-            "micro_batch_layout='loose': give one of padded, grouped",
-        ),
+        ({"micro_batch_layout": "loose"}, "micro_batch_layout='loose': give one of padded,"),
         ({"batch_tokens": 3}, "batch_tokens=3: row .* has .* tokens"),
         ({"rows": []}, "dataset='list': it has no rows"),
         ({"rows": COLUMNS}, "dataset='dict': it is a mapping; give a list of rows"),
@@ -424,14 +413,8 @@ COLUMNS = {key: [row[key] for row in ROWS] for key in ROWS[0]}
         ({"lr_scaling": "square"}, "lr_scaling='square': give one of none, linear, sqrt"),
         ({"on_out_of_memory": "skip"}, "on_out_of_memory='skip': give one of shrink, raise"),
         ({"reference_batch_size": "8k"}, "reference_batch_size='8k': "),
-        (
-            {"batch_increase_function": lambda epoch: 1},
-            "batch_increase_function=.*with positional arguments",
-        ),
-        (
-            {"batch_increase_function": max, "batch_size_schedule": sum},
-            "batch_size_schedule=.*not both",
-        ),
+        ({"batch_increase_function": lambda epoch: 1}, r"batch_increase_function=.*with"),
+        ({"batch_increase_function": max, "batch_size_schedule": sum}, "batch_size_schedule="),
         *(
             ({option: value}, f"{option}={value!r}")
             for option, value in (
@@ -460,13 +443,7 @@ def test_what_rows_and_batches_do_not_say_is_asked_for():
             collate([{"tokens": one, "labels": two} for one, two in rows]).values()
         )
     }
-    with pytest.raises(
-        SettingError,
-        match=(
-            r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension;"
-            r" give"
-        ),
-    ):
+    with pytest.raises(SettingError, match="row_length=None: a row is a tuple without `tokens`"):
         training(rows=tuples, **pairs).loop.find_bound()
     model = Decoder()
 
@@ -484,9 +461,7 @@ def test_what_rows_and_batches_do_not_say_is_asked_for():
     }
     # Rows are counted, and this is no mean over them.
     one = training(**given)
-    with pytest.raises(
-        SettingError, match=r"so a split would train something else; .* would fit; give num_labels="
-    ):
+    with pytest.raises(SettingError, match=r"so a split would train something else; .* would fit;"):
         one.loop.run(next(iter(one.loop)))
     one = training(**given, num_labels=lambda batch: (batch[1][:, 1:] != -100).sum())
     assert one.loop.run(next(iter(one.loop))).micro_batches == 2
@@ -500,9 +475,7 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
     for option, value in unusable.items():
         with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
             one.loop.find_bound(**{option: value})
-    with pytest.raises(
-        SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for all available memory"
-    ):
+    with pytest.raises(SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for all"):
         one.loop.find_bound(device_memory="999TiB")
     one = training(batch_increase_function=lambda epoch, batch_size: -1)
     with pytest.raises(GrowthFunctionError, match=r"epoch=0, batch_size=4\) returned -1"):
@@ -515,9 +488,7 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
 def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
     body, head = Decoder(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    with pytest.raises(
-        SettingError, match=r"model='Decoder': 2 tensors of the optimizer are no parameters of it"
-    ):
+    with pytest.raises(SettingError, match="model='Decoder': 2 tensors of the optimizer are no"):
         AdaptiveLoop(
             body, optimizer, ROWS, collate=collate, mean_loss=lambda batch: batch, batch_size=4
         )
@@ -567,12 +538,7 @@ def test_gradients_that_are_there_are_not_added_to() -> None:
     rows = iter(one.loop)
     one.loop.run(next(rows))
     second = next(rows)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"gradients are there before a step: .*set"):
         one.loop.run(second)
     one.optimizer.step()
     one.optimizer.zero_grad(set_to_none=False)

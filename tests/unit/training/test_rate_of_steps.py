@@ -385,9 +385,7 @@ def test_a_scheduler_that_gives_no_finite_number_is_refused():
     one = optimizer(0.1)
     rate = AdaptiveRate(one, LambdaLR(one, lambda step: math.nan if step > 1 else 1.0))
     applied(rate, 1)
-    with pytest.raises(
-        SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it gives \[nan\]; give"
-    ):
+    with pytest.raises(SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it gives \[nan\]"):
         applied(rate, 2)
 
 
@@ -574,7 +572,5 @@ def test_a_group_that_the_scheduler_does_not_know_is_refused():
     rate = AdaptiveRate(one, LambdaLR(one, cosine))
     applied(rate, 0)
     one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(
-        SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"
-    ):
+    with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the"):
         applied(rate, 1)

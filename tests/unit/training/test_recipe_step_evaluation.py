@@ -208,10 +208,7 @@ def test_one_row_that_does_not_fit_is_told_and_each_module_put_back():
     validated = Validated()
     before = validated.modes()
     validated.too_large = lambda tokens: tokens.shape[1] > 9
-    with pytest.raises(
-        DoesNotFitError,
-        match=r"one row of 10 tokens ran out of memory on cpu, .*tokenizer\.max_seq_len",
-    ):
+    with pytest.raises(DoesNotFitError, match="one row of 10 tokens ran out of memory on cpu, "):
         validated.evaluator.run([row(9), row(10), row(9)])
     assert validated.modes() == before
 

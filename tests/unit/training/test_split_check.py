@@ -76,10 +76,7 @@ def test_a_mean_with_other_weights_is_refused_where_the_losses_of_rows_are_alike
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             return loss(model, batch)
 
-    with pytest.raises(
-        SettingError,
-        match=r"have the shares \S+ and \S+, but \S+ and \S+ would fit; give num_labels=",
-    ):
+    with pytest.raises(SettingError, match=r"have the shares \S+ and \S+, but \S+ and \S+ would"):
         new_step(model, in_type)(batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     new_step(Net(), mean)(rows())
@@ -117,10 +114,7 @@ def masked(model, batch):
 def test_a_loss_that_draws_for_each_row_is_compared_with_the_same_numbers(loss, caplog):
     new_step(Net(), loss)(rows())
     assert caplog.text == ""
-    with pytest.raises(
-        SettingError,
-        match=r"have the shares \S+ and \S+, but \S+ and \S+ would fit; give num_labels=",
-    ):
+    with pytest.raises(SettingError, match=r"have the shares \S+ and \S+, but \S+ and \S+ would"):
         new_step(Net(), partial(noisy, weight=WEIGHTS))(rows())
 
 
@@ -159,9 +153,7 @@ def test_a_part_without_labels_that_adds_to_the_loss_needs_num_labels():
     labels = torch.full((16,), -100)
     labels[:4] = 1
     step = new_step(Net(), of_all_rows, micro_batch_size=2)
-    with pytest.raises(
-        SettingError, match="if rows without labels add to the loss, give num_labels="
-    ):
+    with pytest.raises(SettingError, match="if rows without labels add to the loss, give"):
         step({**rows(), "labels": labels})
 
 
