@@ -58,10 +58,6 @@ def warm_up(step):
     return min(1.0, (step + 1) / 4)
 
 
-def halves(step):
-    return 0.5**step
-
-
 class Callable:
     """A schedule that is an object, whose state torch saves."""
 
@@ -170,15 +166,6 @@ def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
             scheduler.step()
 
 
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
-def test_the_rate_depends_on_the_clock_alone(clocks):
-    one = optimizer(0.1, 0.3)
-    rate = AdaptiveRate([one], LambdaLR(one, cosine))
-    for clock in clocks:
-        applied(rate, clock)
-    assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
-
-
 @every_scheduler
 @given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
 def test_nothing_accumulates(build, batches, rule):
@@ -212,51 +199,50 @@ def test_what_is_returned_and_get_last_lr_are_the_rates_that_the_step_has(build,
 # --- several groups, several optimizers, tensors
 
 
-@every_scheduler
-def test_every_optimizer_in_backward_has_the_same_rate(build):
-    several = [optimizer(0.1), optimizer(0.1), optimizer(0.1)]
-    rate = linear(several, build(several[0]))
-    for clock, batch in enumerate((4, 16, 8, 4)):
-        now = applied(rate, clock, batch)
-        for one in several:
-            one.step()
-            assert one.seen == [now]
-    assert [rates(one) for one in several] == [rates(several[0])] * 3
-
-
 def test_each_optimizer_keeps_its_own_base():
-    one, other = optimizer(0.1, 0.3), optimizer(0.02)
-    rate = linear([one, other], LambdaLR(one, cosine))
+    several = [optimizer(0.1, 0.3), optimizer(0.02), optimizer(0.1)]
+    rate = linear(several, LambdaLR(several[0], cosine))
     for clock, batch in enumerate((4, 16, 8, 8, 8)):
         now = applied(rate, clock, batch)
-        one.step()
-        other.step()
-        assert one.seen[1] == pytest.approx(3 * now)
-        assert other.seen == [pytest.approx(now / 5)]
+        for one, bases in zip(several, ((0.1, 0.3), (0.02,), (0.1,)), strict=True):
+            one.step()
+            assert one.seen == pytest.approx([now * base / 0.1 for base in bases])
+            assert rates(one) == pytest.approx([base * cosine(clock) for base in bases])
 
 
-def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
-    one = optimizer(0.1)
-    one.param_groups[0]["lr"] = kept = torch.tensor(0.1)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor_and_is_scaled_once(is_shared):
+    """torch shares one ``lr=torch.tensor(...)`` among groups."""
+    one = with_tensors(0.5, 0.5)
+    kept = one.param_groups[0]["lr"]
+    if is_shared:
+        one.param_groups[1]["lr"] = kept
     rate = linear([one], LambdaLR(one, cosine))
-    assert applied(rate, 5.0, 4) == kept.item() == pytest.approx(0.05)
-    assert applied(rate, 5.0, 16) == pytest.approx(0.2)
-    one.step()
-    assert one.seen == pytest.approx([0.2])
-    assert one.param_groups[0]["lr"] is kept
-    assert kept.item() == pytest.approx(0.05)
-
-
-def test_groups_that_share_a_tensor_are_scaled_once():
-    """As torch builds them of one ``lr=torch.tensor(...)``."""
-    one = optimizer(0.5, 0.5)
-    one.param_groups[0]["lr"] = one.param_groups[1]["lr"] = torch.tensor(0.5)
-    rate = linear(one)
-    for batch in (8, 16):
-        assert applied(rate, 0, batch) == 0.5 * batch / 4
+    for batch in (4, 8, 16):
+        assert applied(rate, 5.0, batch) == pytest.approx(0.25 * batch / 4)
         one.step()
-        assert one.seen == [0.5 * batch / 4] * 2
-        assert rates(one) == [0.5, 0.5]
+        assert one.seen == pytest.approx([0.25 * batch / 4] * 2)
+        assert one.param_groups[0]["lr"] is kept
+        assert rates(one) == pytest.approx([0.25] * 2)
+
+
+# --- what a step leaves
+
+
+def test_what_is_written_before_or_by_the_step_stays_and_a_step_that_raises_restores():
+    one = optimizer(0.1)
+    applied(linear(one), 0, 8)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            one.step(lambda: 1 / 0)
+        assert (one.seen, rates(one)) == ([0.2], [0.1])
+        one.step()
+        assert (one.seen, rates(one)) == ([0.2], [0.1])
+    one.param_groups[0]["lr"] = 0.7
+    one.step()
+    assert (one.seen, rates(one)) == ([1.4], [0.7])
+    one.step(lambda: one.param_groups[0].update(lr=0.3))
+    assert rates(one) == [0.3]
 
 
 # --- between two steps
@@ -293,35 +279,6 @@ def test_what_is_saved_or_copied_is_not_scaled_whenever_that_is(is_stepped):
         one.step()
     assert rates(pickle.loads(pickle.dumps(one))) == rates(copy.deepcopy(one)) == [0.1, 0.3]
     assert [group["lr"] for group in one.state_dict()["param_groups"]] == [0.1, 0.3]
-
-
-def test_a_rate_that_is_written_before_the_step_is_scaled():
-    one = optimizer(0.1)
-    rate = linear(one)
-    applied(rate, 0, 8)
-    one.param_groups[0]["lr"] = 0.7
-    one.step()
-    assert one.seen == [1.4]
-    assert rates(one) == [0.7]
-
-
-def test_a_rate_that_the_step_itself_writes_stays():
-    one = optimizer(0.1)
-    applied(linear(one), 0, 8)
-    one.step(lambda: one.param_groups[0].update(lr=0.7))
-    assert rates(one) == [0.7]
-
-
-def test_a_step_that_is_repeated_or_raises_is_scaled_alike_and_restored():
-    one = optimizer(0.1)
-    applied(linear(one), 0, 8)
-    for repeated in range(2):
-        with pytest.raises(ZeroDivisionError):
-            one.step(lambda: 1 / 0)
-        assert one.seen == [0.2]
-        assert rates(one) == [0.1]
-        one.step()
-        assert one.seen == [0.2], repeated
 
 
 def test_a_step_that_a_grad_scaler_skips_leaves_the_rate():
@@ -362,31 +319,19 @@ def test_a_second_rate_for_an_optimizer_replaces_the_first():
 def test_a_compiled_step_is_scaled_and_restored():
     """As traced code, what restores a rate would not."""
     traces = []
-    for compile_step in (
-        lambda one: one.step,
-        lambda one: torch.compile(one.step, backend="eager"),
-    ):
+    for is_compiled in (False, True):
         torch._dynamo.reset()
         one = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-        rate = linear(one)
-        step = compile_step(one)
-        trace = []
+        rate, weight = linear(one), one.param_groups[0]["params"][0]
+        step = torch.compile(one.step, backend="eager") if is_compiled else one.step
+        traces.append([])
         for batch in (4, 8, 16):
             applied(rate, 0, batch)
-            one.param_groups[0]["params"][0].grad = torch.ones(2)
+            weight.grad = torch.ones(2)
             step()
-            trace += one.param_groups[0]["params"][0].tolist()
+            traces[-1] += weight.tolist()
             assert rates(one) == [0.1]
-        traces.append(trace)
     assert traces[0] == pytest.approx(traces[1], rel=1e-4)
-
-
-def test_a_scheduler_that_gives_no_finite_number_is_refused():
-    one = optimizer(0.1)
-    rate = AdaptiveRate(one, LambdaLR(one, lambda step: math.nan if step > 1 else 1.0))
-    applied(rate, 1)
-    with pytest.raises(SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it gives \[nan\]"):
-        applied(rate, 2)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
@@ -484,25 +429,13 @@ def with_tensors(*base):
 CHANGING = (4, 4, 8, 16, 16, 2, 32, 32, 4, 7)
 
 
-def build_run(build, rule, *, make, load=None, optimizers_first):
-    """Optimizer, scheduler and rate as a recipe or a library user makes them, resumed where `load`
-    is given.
-    """
-    ours = make(0.1, 0.3)
-    if load and optimizers_first:
-        ours.load_state_dict(load)
-    rate = linear(ours, build(ours), rule)
-    if load and not optimizers_first:
-        ours.load_state_dict(load)
-    return ours, rate
-
-
 @every_scheduler
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 @pytest.mark.parametrize("optimizers_first", [True, False])
 @pytest.mark.parametrize("make", [optimizer, with_tensors])
 def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers_first, make):
-    ours, rate = build_run(build, rule, make=make, optimizers_first=False)
+    ours = make(0.1, 0.3)
+    rate = linear(ours, build(ours), rule)
     saved, trace = [], []
     for clock, batch in enumerate(CHANGING):
         # After the rate of the step was set, too.
@@ -511,9 +444,12 @@ def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers
         ours.step()
         trace.append((ours.seen, rates(ours)))
     for start, state in enumerate(saved):
-        ours, rate = build_run(
-            build, rule, make=make, load=state, optimizers_first=optimizers_first
-        )
+        ours = make(0.1, 0.3)
+        if optimizers_first:
+            ours.load_state_dict(state)
+        rate = linear(ours, build(ours), rule)
+        if not optimizers_first:
+            ours.load_state_dict(state)
         for clock in range(start, len(CHANGING)):
             applied(rate, float(clock), CHANGING[clock])
             ours.step()
@@ -546,31 +482,21 @@ def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
 def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
     one = optimizer(0.1)
     scheduler = build(one)
-    with pytest.raises(SettingError) as error:
+    with pytest.raises(SettingError, match=f"^lr_scheduler='{type(scheduler).__name__}': it keeps"):
         AdaptiveRate(one, wrap(scheduler))
-    assert (
-        str(error.value)
-        == f"lr_scheduler='{type(scheduler).__name__}': it keeps its own count; leave it out here"
-        " and step it in your own loop after optimizer.step(): the rate that it sets is scaled"
-    )
 
 
-def test_a_rule_needs_a_reference():
+def test_what_does_not_belong_together_is_refused():
     one = optimizer(0.1)
     for reference in (None, 0):
         with pytest.raises(SettingError, match=rf"^reference_batch_size={reference}: give "):
             linear(one, reference_batch_size=reference)
-
-
-def test_a_scheduler_of_another_optimizer_is_refused():
     with pytest.raises(ValueError, match="another optimizer"):
-        AdaptiveRate(optimizer(0.1), LambdaLR(optimizer(0.1), cosine))
-
-
-def test_a_group_that_the_scheduler_does_not_know_is_refused():
-    one = optimizer(0.1)
-    rate = AdaptiveRate(one, LambdaLR(one, cosine))
-    applied(rate, 0)
+        AdaptiveRate(one, LambdaLR(optimizer(0.1), cosine))
+    rate = AdaptiveRate(one, LambdaLR(one, lambda step: math.nan if step > 1 else 1.0))
+    applied(rate, 1)
+    with pytest.raises(SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it gives \[nan"):
+        applied(rate, 2)
     one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the"):
         applied(rate, 1)
