@@ -84,17 +84,25 @@ def test_a_row_is_as_long_as_it_was_measured():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_measuring_a_row_raises_is_raised_as_itself(num_workers, caplog):
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(SettingError, match="dataset='Rows': row 13 has no tokens"):
         measure(Broken(some_lengths(20), 13, dict), num_workers=num_workers)
-    assert str(caught.value) == "dataset='Rows': row 13 has no tokens"
+    error = ValueError("row 30 holds no text")
+
+    def fail():
+        raise error
+
+    with pytest.raises(ValueError, match="row 30 holds no text") as caught:
+        measure(Broken(some_lengths(57), 30, fail), num_workers=num_workers)
+    assert caught.value is error
     assert warnings_of(caplog) == []
 
 
-def test_a_dataset_without_rows_or_length_is_refused(tmp_path):
-    with pytest.raises(SettingError, match="dataset='list': it has no rows; check its source,"):
-        measure([], tmp_path)
-    with pytest.raises(SettingError, match="dataset='count': a count has no row by its number;"):
-        measure(itertools.count(), tmp_path)
+def test_what_has_no_rows_by_their_number_is_refused(tmp_path):
+    for dataset in ([], itertools.count()):
+        with pytest.raises(SettingError, match=f"dataset='{type(dataset).__name__}': "):
+            measure(dataset, tmp_path)
+    with pytest.raises(SettingError, match=r"DataLoader': .* give its dataset, loader\.dataset,"):
+        DatasetAdapter(DataLoader([{"tokens": [1]}]), None)
 
 
 def test_the_random_state_is_left_as_it_was(tmp_path):
@@ -149,48 +157,24 @@ def test_workers_start_only_where_the_rest_takes_long():
 
 
 @pytest.mark.parametrize("at", [1, 30, 56])
-def test_where_a_worker_dies_the_rest_is_counted_here_and_said(at, caplog):
-    here = os.getpid()
-    dataset = Broken(
-        some_lengths(57), at, lambda: {"tokens": [0] * 7} if os.getpid() == here else os._exit(1)
-    )
-    expected = [*dataset.lengths[:at], 7, *dataset.lengths[at + 1 :]]
-    assert measure(dataset, num_workers=2).tolist() == expected
-    assert len(warnings_of(caplog)) == 1
-    assert "exited unexpectedly" in warnings_of(caplog)[0]
-    assert "counting the other rows in this process" in warnings_of(caplog)[0]
-
-
-def test_a_row_that_fails_in_workers_alone_is_counted_here_and_said(caplog):
+@pytest.mark.parametrize("dies", [True, False])
+def test_where_a_worker_dies_or_fails_the_rest_is_counted_here_and_said(dies, at, caplog):
     here = os.getpid()
 
     def only_here():
-        if os.getpid() != here:
-            raise RuntimeError("no such handle")
-        return {"tokens": [0] * 7}
+        if os.getpid() == here:
+            return {"tokens": [0] * 7}
+        if dies:
+            os._exit(1)
+        raise RuntimeError("no such handle")
 
-    dataset = Broken(some_lengths(57), 30, only_here)
-    assert measure(dataset, num_workers=2).tolist() == [
-        *dataset.lengths[:30],
-        7,
-        *dataset.lengths[31:],
-    ]
-    assert warnings_of(caplog) == [
-        "worker processes failed at row 30 (RuntimeError: no such handle); counting the other rows"
-        " in this process"
-    ]
-
-
-def test_a_mistake_of_the_dataset_is_raised_as_itself(caplog):
-    error = ValueError("row 30 holds no text")
-
-    def fail():
-        raise error
-
-    with pytest.raises(ValueError, match="row 30 holds no text") as caught:
-        measure(Broken(some_lengths(57), 30, fail), num_workers=2)
-    assert caught.value is error
-    assert warnings_of(caplog) == []
+    dataset = Broken(some_lengths(57), at, only_here)
+    expected = [*dataset.lengths[:at], 7, *dataset.lengths[at + 1 :]]
+    assert measure(dataset, num_workers=2).tolist() == expected
+    (warning,) = warnings_of(caplog)
+    says = "exited unexpectedly" if dies else f"failed at row {at} (RuntimeError: no such handle)"
+    assert says in warning
+    assert "counting the other rows in this process" in warning
 
 
 # the cache
@@ -210,12 +194,6 @@ def test_rows_are_counted_once_and_then_read_from_the_cache_which_is_said_once(t
     assert warnings_of(caplog) == []
     measure(dataset, tmp_path / "a" / "b")
     assert caplog.text.count("lengths of 1000 rows read from") == 1
-
-
-def test_another_fingerprint_is_another_file(tmp_path):
-    measure(Rows([1, 2]), tmp_path, fingerprint="a")
-    assert measure(Rows([3, 4]), tmp_path, fingerprint="b").tolist() == [3, 4]
-    assert measure(Rows([1, 2]), tmp_path, fingerprint="a").tolist() == [1, 2]
 
 
 def assert_rebuilt(dataset, folder, caplog):
@@ -240,29 +218,19 @@ def test_a_file_torn_or_changed_at_any_byte_is_counted_again_and_said(tmp_path, 
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    "content", [b"\n", b"{}\n", b"\x80\x04N.", b"\xff" * 300, b"PK\x03\x04" + bytes(500)]
-)
-def test_a_foreign_file_is_counted_again_and_said(content, tmp_path, caplog):
-    (tmp_path / "lengths-f.bin").write_bytes(content)
-    assert_rebuilt(Rows(some_lengths(10)), tmp_path, caplog)
-
-
-def test_a_whole_file_of_another_fingerprint_or_of_more_zeros_is_foreign(tmp_path, caplog):
+def test_a_foreign_file_is_counted_again_and_said(tmp_path, caplog):
     dataset = Rows(some_lengths(10))
-    measure(dataset, tmp_path, fingerprint="other")
-    content = (tmp_path / "lengths-other.bin").read_bytes()
-    (tmp_path / "lengths-f.bin").write_bytes(content)
-    assert_rebuilt(dataset, tmp_path, caplog)
-    with (tmp_path / "lengths-f.bin").open("ab") as file:
-        file.write(bytes(8))
-    assert_rebuilt(dataset, tmp_path, caplog)
-
-
-@pytest.mark.parametrize("change", [1, -1])
-def test_a_dataset_with_another_number_of_rows_is_counted_again_and_said(change, tmp_path, caplog):
-    measure(Rows([5] * 10), tmp_path)
-    assert_rebuilt(Rows([5] * (10 + change)), tmp_path, caplog)
+    foreign = [b"\n", b"{}\n", b"\x80\x04N.", b"\xff" * 300, b"PK\x03\x04" + bytes(500)]
+    for rows, fingerprint in ((dataset, "other"), (Rows([5] * 9), "f"), (Rows([5] * 11), "f")):
+        # Each fingerprint has a file of its own.
+        measure(rows, tmp_path, fingerprint=fingerprint)
+        foreign.append((tmp_path / f"lengths-{fingerprint}.bin").read_bytes())
+        (tmp_path / "lengths-f.bin").unlink(missing_ok=True)
+    measure(dataset, tmp_path)
+    foreign.append((tmp_path / "lengths-f.bin").read_bytes() + bytes(8))
+    for content in foreign:
+        (tmp_path / "lengths-f.bin").write_bytes(content)
+        assert_rebuilt(dataset, tmp_path, caplog)
 
 
 @pytest.mark.parametrize("changed", [0, 700, 999])
@@ -271,12 +239,9 @@ def test_a_first_last_or_longest_row_of_another_length_is_noticed(changed, tmp_p
     lengths[700] = 90
     measure(Rows(lengths), tmp_path)
     lengths[changed] += 1
-    dataset = Rows(lengths)
-    assert measure(dataset, tmp_path).tolist() == lengths
-    assert warnings_of(caplog) == [
-        f"{tmp_path / 'lengths-f.bin'}: row {changed} no longer has that length; counting all rows"
-        " again"
-    ]
+    assert measure(Rows(lengths), tmp_path).tolist() == lengths
+    (warning,) = warnings_of(caplog)
+    assert f"lengths-f.bin: row {changed} no longer has that length; counting all" in warning
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(tmp_path, caplog):
@@ -286,23 +251,16 @@ def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(tmp_path,
     assert len(warnings_of(caplog)) == 2  # neither readable nor writable
     (tmp_path / "lengths-f.bin").mkdir()
     assert measure(dataset, tmp_path).tolist() == dataset.lengths
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "file",
-        "lengths-f.bin",
-    ]  # nothing left aside
+    # Nothing is left aside.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "lengths-f.bin"]
 
 
 def measured_in_another_process(folder: Path):
-    dataset = Rows(some_lengths(5000))
-    return [
-        measure(dataset, folder).tolist() == dataset.lengths
-        for _ in range(20)
-        if not remove_cache(folder)
-    ]
-
-
-def remove_cache(folder: Path) -> None:
-    (folder / "lengths-f.bin").unlink(missing_ok=True)
+    dataset, right = Rows(some_lengths(5000)), []
+    for _ in range(20):
+        (folder / "lengths-f.bin").unlink(missing_ok=True)
+        right.append(measure(dataset, folder).tolist() == dataset.lengths)
+    return right
 
 
 def test_two_processes_write_the_same_cache_safely(tmp_path, caplog):
@@ -326,12 +284,6 @@ def test_longest_rows_are_those_of_a_stable_sort(lengths, data):
     assert longest_rows(torch.tensor(lengths), count) == expected
     text_alone = torch.zeros(len(lengths), dtype=torch.int64)
     assert largest_rows(torch.tensor(lengths), text_alone)[:count] == expected
-
-
-def test_a_loader_given_as_a_dataset_is_refused_with_what_to_give():
-    loader = DataLoader([{"tokens": [1]}])
-    with pytest.raises(SettingError, match=r"DataLoader': .* give its dataset, loader\.dataset,"):
-        DatasetAdapter(loader, None)
 
 
 def test_the_bytes_beside_text_are_those_of_pictures_in_any_form():
