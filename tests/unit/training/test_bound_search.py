@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,19 +70,15 @@ def peaks_by_hand(*, accumulates: bool = False) -> list[int]:
     """Peak of a whole step of 1, 2, ... rows in plain torch, with the optimizer's state there."""
     training = Training()
     training.train(1)
+    weights = [*training.model.parameters()]
     state = [value for values in training.optimizer.state.values() for value in values.values()]
     peaks = []
     for number in range(1, MAXIMUM + 2):
-        for parameter in training.model.parameters():
-            parameter.grad = (
-                torch.zeros_like(parameter) if accumulates and parameter.requires_grad else None
-            )
-        gradients = [
-            parameter.grad
-            for parameter in training.model.parameters()
-            if parameter.grad is not None
-        ]
-        resident = [*training.model.parameters(), *training.model.buffers(), *gradients, *state]
+        if accumulates:
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        resident = [*weights, *training.model.buffers(), *gradients, *state]
         with device_memory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
             training.forward_backward(sample(number))
         training.optimizer.zero_grad()
@@ -95,20 +92,12 @@ def peaks_by_hand(*, accumulates: bool = False) -> list[int]:
 def test_the_result_is_what_trying_every_size_finds(expected, search, accumulates):
     peaks = peaks_by_hand(accumulates=accumulates)
     budget = (peaks[expected - 1] + peaks[expected]) // 2
-    options = {
-        "device_memory": budget,
-        "headroom": 0.0,
-        "search": search,
-        "accumulates": accumulates,
-    }
-    result = Training().find(**options)
-    assert result.max_batch_size == expected
-    assert result.budget_bytes == budget
-    assert expected in [trial.batch_size for trial in result.trials if trial.fits]
-    assert (
-        expected + 1 in [trial.batch_size for trial in result.trials if not trial.fits]
-        or search == "predict"
-    )
+    options = {"device_memory": budget, "headroom": 0.0, "search": search}
+    result = Training().find(**options, accumulates=accumulates)
+    assert (result.max_batch_size, result.budget_bytes) == (expected, budget)
+    tried = {trial.batch_size: trial.fits for trial in result.trials}
+    assert tried[expected]
+    assert search == "predict" or not tried[expected + 1]
     assert f"max_batch_size: {expected}" in result.table()
 
 
@@ -180,14 +169,7 @@ def test_segments_that_expand_are_not_advised_where_pytorch_has_none(
 
 
 def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
-    training = Training()
-    runner = Step(training.model, MicroBatchSizer(), memory=CachingMemory())
-    tried = TriedStep(runner, training.optimizer, training.forward_backward)
-    rows = LongestRows(
-        lambda size: [0] * size, 9, "one row", lambda begin, num_rows: [0] * num_rows
-    )
-    search = BoundSearch(tried, SearchScope(rows), ProbeOptions("1GiB"))
-    sizes = []
+    search, sizes = search_on(CachingMemory(), True, "auto"), []
 
     def fails(size):
         sizes.append(size)
@@ -242,7 +224,8 @@ def test_a_search_leaves_training_as_it_was(steps_before):
 def test_an_error_in_a_trial_leaves_training_as_it_was():
     training = Training(draws=True)
     training.train(1)
-    before = training_state(training.model, training.optimizer)
+    model, optimizer = training.model, training.optimizer
+    before = training_state(model, optimizer)
 
     def fail(batch: Any) -> None:
         training.forward_backward(batch)
@@ -250,10 +233,8 @@ def test_an_error_in_a_trial_leaves_training_as_it_was():
             raise ValueError("index out of range")
 
     with pytest.raises(RuntimeError, match=r"a trial of .* failed, not because of memory: index"):
-        find_max_batch_size(
-            training.model, training.optimizer, fail, sample, device_memory="512KiB"
-        )
-    assert training_state(training.model, training.optimizer) == before
+        find_max_batch_size(model, optimizer, fail, sample, device_memory="512KiB")
+    assert training_state(model, optimizer) == before
 
 
 def test_the_search_of_a_step_finds_the_same_number():
@@ -269,34 +250,25 @@ def test_the_search_of_a_step_finds_the_same_number():
     assert of_step.trials[-1].peak_bytes == result.trials[-1].peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device_memory": "much"}, r"device_memory='much': give a size such as"),
-        ({"device_memory": "900TiB"}, r"device_memory='900TiB': the device has .*; give that or"),
-        ({"headroom": 1.0}, r"headroom=1.0: "),
-        ({"maximum": 0}, r"maximum=0: "),
-        ({"search": "guess"}, r"search='guess': give one of predict, binary, halve"),
-    ],
-)
-def test_options_that_cannot_be_used_are_refused(options, message):
-    with pytest.raises(SettingError, match=message):
-        Training().find(**options)
+def test_options_that_cannot_be_used_are_refused():
+    for option, value in (
+        *(("device_memory", size) for size in ("much", "900TiB")),
+        *(("headroom", 1.0), ("maximum", 0), ("search", "guess")),
+    ):
+        with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
+            Training().find(**{option: value})
 
 
 def test_what_is_no_function_model_or_optimizer_is_refused():
     training = Training()
-    model, optimizer = training.model, training.optimizer
+    model, optimizer, run = training.model, training.optimizer, training.forward_backward
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
     for arguments, message in (
         ((model, optimizer, None, sample), "forward_backward=None: give a function"),
-        ((model, optimizer, training.forward_backward, 8), "sample=8: give a function"),
-        (
-            (training.forward_backward, optimizer, training.forward_backward, sample),
-            "model='method': give an nn.Module",
-        ),
-        ((model, "adamw", training.forward_backward, sample), "optimizer='str': give one"),
-        ((model, other, training.forward_backward, sample), "2 tensors of the optimizer are no"),
+        ((model, optimizer, run, 8), "sample=8: give a function"),
+        ((run, optimizer, run, sample), "model='method': give an nn.Module"),
+        ((model, "adamw", run, sample), "optimizer='str': give one torch.optim.Optimizer"),
+        ((model, other, run, sample), "2 tensors of the optimizer are no parameters of it"),
     ):
         with pytest.raises(SettingError, match=message):
             find_max_batch_size(*arguments)
@@ -305,22 +277,22 @@ def test_what_is_no_function_model_or_optimizer_is_refused():
 # --- functions that try something else
 
 
-def test_a_function_without_backward_is_refused_by_each_search():
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_function_without_backward_is_refused_by_each_search(accumulates):
     training = Training()
+    model, optimizer = training.model, training.optimizer
 
     def forward(batch: Any) -> None:
-        training.model(getattr(batch, "batch", batch)["tokens"])
+        model(getattr(batch, "batch", batch)["tokens"])
 
-    says = "forward_backward='forward': it left no gradient; call backward"
-    with pytest.raises(SettingError, match=says):
-        find_max_batch_size(training.model, training.optimizer, forward, sample)
-    with pytest.raises(SettingError, match=says):
-        find_max_batch_size(training.model, training.optimizer, forward, sample, accumulates=True)
+    searches = [partial(find_max_batch_size, model, optimizer, forward, sample)]
     for options in ({}, {"micro_batch_size": "auto"}):
-        for accumulates in (False, True):
-            step = AdaptiveStep(training.model, forward, **options)
-            with pytest.raises(SettingError, match=says):
-                step.find_bound(training.optimizer, sample, accumulates=accumulates)
+        searches.append(
+            partial(AdaptiveStep(model, forward, **options).find_bound, optimizer, sample)
+        )
+    for search in searches:
+        with pytest.raises(SettingError, match="forward_backward='forward': it left no gradient"):
+            search(accumulates=accumulates)
 
 
 def test_gradients_that_hooks_take_in_backward_are_no_mistake():
@@ -336,19 +308,14 @@ def test_gradients_that_hooks_take_in_backward_are_no_mistake():
 
 def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_search():
     training = Training()
-    same = sample(8)
-    says = r"sample='sample\(\d+\) of 8 rows': make as many"
-    with pytest.raises(SettingError, match=says):
-        find_max_batch_size(
-            training.model, training.optimizer, training.forward_backward, lambda number: same
-        )
     step = AdaptiveStep(training.model, lambda part: training.forward_backward(part.batch))
-    with pytest.raises(SettingError, match=says):
-        step.find_bound(training.optimizer, lambda number: same)
-    with pytest.raises(SettingError, match=r"^sample='sample\(1\) of 0 rows'"):
-        step.find_bound(
-            training.optimizer, lambda _: {key: value[:0] for key, value in same.items()}
-        )
+    find = partial(find_max_batch_size, training.model)
+    for rows, says in ((8, r"sample\(\d+\) of 8 rows': make as"), (0, r"sample\(1\) of 0 rows'")):
+        same = {key: value[:rows] for key, value in sample(8).items()}
+        with pytest.raises(SettingError, match=says):
+            find(training.optimizer, training.forward_backward, lambda number, same=same: same)
+        with pytest.raises(SettingError, match=says):
+            step.find_bound(training.optimizer, lambda number, same=same: same)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,8 @@ def runner(net, limit, **settings):
 
 
 def row(length, *, masked=0, seed=0):
-    tokens = torch.randint(
-        1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)
-    ).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
     return {"tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
 
 
@@ -61,9 +60,6 @@ def gradients(batch, capacity, **settings):
 
 
 def relative_error(found, expected):
-    """Of the largest difference to the largest gradient; some gradients are zero but for
-    rounding.
-    """
     assert [gradient is None for gradient in found] == [gradient is None for gradient in expected]
     pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
     if not pairs:
@@ -72,8 +68,9 @@ def relative_error(found, expected):
     return difference / max(float(other.abs().max()) for _, other in pairs)
 
 
-CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st.builds(
-    MicroBatchLimit, st.integers(1, 150), st.just("tokens")
+CAPACITIES = st.one_of(
+    st.builds(MicroBatchLimit, st.integers(1, most), st.just(unit))
+    for most, unit in ((9, "rows"), (150, "tokens"))
 )
 SHAPES = st.builds(
     MicroBatchLayout,
@@ -138,16 +135,12 @@ def test_padding_is_counted_per_micro_batch():
     batch = [row(2), row(8)]
     assert gradients(batch, MicroBatchLimit(2))[0].padding_fraction == 1 - 10 / 16
     assert gradients(batch, MicroBatchLimit(1))[0].padding_fraction == 0
-    assert (
-        gradients(batch, MicroBatchLimit(1), layout=MicroBatchLayout("lengths"))[0].padding_fraction
-        == 1 - 10 / 16
-    )
-    assert (
-        gradients(batch, MicroBatchLimit(2), layout=MicroBatchLayout(pad_to_multiple_of=5))[
-            0
-        ].padding_fraction
-        == 0.5
-    )
+    for rows, layout, padding in (
+        (1, MicroBatchLayout("lengths"), 1 - 10 / 16),
+        (2, MicroBatchLayout(pad_to_multiple_of=5), 0.5),
+    ):
+        result, _ = gradients(batch, MicroBatchLimit(rows), layout=layout)
+        assert result.padding_fraction == padding
 
 
 def test_rows_are_padded_with_the_token_given_and_have_no_labels_there():
@@ -196,23 +189,18 @@ def numbers(sample):
 LIMITS = st.sampled_from([None, 1e-3, 1e3])
 
 
-@given(
-    batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES, limit=LIMITS
-)
+@given(st.lists(rows(), min_size=1, max_size=9), CAPACITIES, SHAPES, LIMITS)
 @examples(60)
 def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
     batch, capacity, shapes, limit
 ):
     assume(shapes.keeps_order(capacity))
     for dtype in (torch.float64, torch.bfloat16):
-        nets = model().to(dtype), model().to(dtype)
-        results = [
-            runner(net, capacity, layout=shapes, max_grad_norm=limit, measures_noise=measures).run(
-                batch
-            )
-            for net, measures in zip(nets, (False, True), strict=True)
-        ]
-        plain, measured = [result._asdict() for result in results]
+        nets, results = (model().to(dtype), model().to(dtype)), []
+        for net, measures in zip(nets, (False, True), strict=True):
+            settings = {"layout": shapes, "max_grad_norm": limit, "measures_noise": measures}
+            results.append(runner(net, capacity, **settings).run(batch)._asdict())
+        plain, measured = results
         assert plain.pop("noise") is None
         measured.pop("noise")
         assert plain == measured
@@ -250,40 +238,29 @@ def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, cap
 UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "capacity", "settings"),
-    [
-        (UNEQUAL, MicroBatchLimit(4), {"measures_noise": True}),
-        (UNEQUAL, MicroBatchLimit(1), {}),
-        (UNEQUAL, MicroBatchLimit(1), {"measures_noise": False}),
-        ([row(5, masked=5), row(5)], MicroBatchLimit(1), {"measures_noise": True}),
-        ([row(5), row(5, masked=5)], MicroBatchLimit(1), {"measures_noise": True}),
-        ([row(5, masked=5), row(4, masked=4)], MicroBatchLimit(1), {"measures_noise": True}),
-    ],
-    ids=[
-        "one piece",
-        "not asked",
-        "refused",
-        "one labelled, last",
-        "one labelled, first",
-        "no label",
-    ],
-)
-def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, capacity, settings):
-    assert gradients(batch, capacity, **settings)[0].noise is None
+NO_SAMPLE = {
+    "one piece": (UNEQUAL, 4, {"measures_noise": True}),
+    "not asked": (UNEQUAL, 1, {}),
+    "refused": (UNEQUAL, 1, {"measures_noise": False}),
+    "one labelled, last": ([row(5, masked=5), row(5)], 1, {"measures_noise": True}),
+    "one labelled, first": ([row(5), row(5, masked=5)], 1, {"measures_noise": True}),
+    "no label": ([row(5, masked=5), row(4, masked=4)], 1, {"measures_noise": True}),
+}
+
+
+@pytest.mark.parametrize(("batch", "limit", "settings"), NO_SAMPLE.values(), ids=NO_SAMPLE)
+def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, limit, settings):
+    assert gradients(batch, MicroBatchLimit(limit), **settings)[0].noise is None
 
 
 @pytest.mark.parametrize("limit", [None, 1e-3])
 def test_norms_of_16_bit_gradients_are_as_precise_as_of_others(limit):
     """Their own type would round each to a part in 256, and the noise is a difference."""
-    nets = [model().bfloat16() for _ in range(2)]
-    sample = (
-        runner(nets[0], MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit)
-        .run(UNEQUAL)
-        .noise
-    )
-    runner(nets[1], MicroBatchLimit(2)).run(UNEQUAL)
-    exact = squared_norm(parameter.grad for parameter in nets[1].parameters())
+    net, other = (model().bfloat16() for _ in range(2))
+    measures = runner(net, MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit)
+    sample = measures.run(UNEQUAL).noise
+    runner(other, MicroBatchLimit(2)).run(UNEQUAL)
+    exact = squared_norm(parameter.grad for parameter in other.parameters())
     assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-6)
     assert sample.small_squared_norm.dtype == sample.big_squared_norm.dtype == torch.float32
 
