@@ -14,28 +14,20 @@ windows = st.none() | st.integers(1, 70)
 seeds = st.integers(0, 2**63)
 
 
-@given(
-    lengths=row_lengths,
-    order=st.sampled_from(ORDERS),
-    window=windows,
-    seed=seeds,
-    epoch=st.integers(0, 10**6),
-)
+@given(row_lengths, st.sampled_from(ORDERS), windows, seeds, st.integers(0, 10**6))
 def test_every_row_comes_once_in_the_same_order_whatever_was_drawn_before(
     lengths, order, window, seed, epoch
 ):
     arguments = {"order": order, "lengths": lengths, "window": window, "seed": seed, "epoch": epoch}
+    state = torch.get_rng_state()
     rows = row_order(len(lengths), **arguments)
+    assert torch.get_rng_state().equal(state)
     assert rows.dtype == torch.int64
     assert rows.sort().values.tolist() == list(range(len(lengths)))
     torch.rand(3)
     assert rows.equal(row_order(len(lengths), **arguments))
-
-
-@given(lengths=row_lengths, seed=seeds)
-def test_seqlen_goes_from_short_to_long(lengths, seed):
-    ordered = lengths[row_order(len(lengths), order="seqlen", lengths=lengths, seed=seed)]
-    assert (ordered.diff() >= 0).all()
+    if order == "seqlen" and window is None:
+        assert (lengths[rows].diff() >= 0).all()
 
 
 @given(lengths=row_lengths, window=st.integers(1, 70), seed=seeds, epoch=st.integers(0, 10))
@@ -55,41 +47,24 @@ LENGTHS = torch.arange(200) % 20 + 1
 
 
 @pytest.mark.parametrize(("order", "window"), [("random", None), ("seqlen", None), ("seqlen", 50)])
-def test_every_epoch_and_every_seed_has_an_order_of_its_own(order, window):
-    orders = {
-        tuple(
-            row_order(
-                200, order=order, lengths=LENGTHS, window=window, seed=seed, epoch=epoch
-            ).tolist()
-        )
+@pytest.mark.parametrize("stored_rows", [200, 0])
+def test_every_epoch_and_every_seed_has_an_order_of_its_own(order, window, stored_rows):
+    arguments = {"order": order, "lengths": LENGTHS, "window": window, "stored_rows": stored_rows}
+    orders = [
+        row_order(200, **arguments, seed=seed, epoch=epoch)[:].tolist()
         for seed in range(5)
         for epoch in range(5)
-    }
-    assert len(orders) == 25
+    ]
+    assert len(set(map(tuple, orders))) == 25
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"order": "shuffled"}, "order='shuffled': give one of dataloader, random, seqlen"),
-        (
-            {"order": "seqlen", "window": 0},
-            "window=0: give 1 row or more, or None to sort the whole epoch",
-        ),
-    ],
-)
-def test_what_cannot_be_ordered_is_refused(arguments, message):
-    with pytest.raises(SettingError) as caught:
-        row_order(3, **arguments)
-    assert str(caught.value) == message
+def test_what_cannot_be_ordered_is_refused():
+    for key, value in (("order", "shuffled"), ("window", 0)):
+        with pytest.raises(SettingError, match=f"^{key}={value!r}: give "):
+            row_order(3, **{"order": "seqlen", key: value})
 
 
-@given(
-    num_rows=st.integers(0, 300),
-    seed=st.integers(0, 2**40),
-    epoch=st.integers(0, 50),
-    shuffle=st.booleans(),
-)
+@given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 50), st.booleans())
 def test_a_stored_order_is_that_of_torchs_sampler(num_rows, seed, epoch, shuffle):
     sampler = DistributedSampler(range(num_rows), 1, 0, shuffle=shuffle, seed=seed)
     sampler.set_epoch(epoch)
@@ -113,17 +88,16 @@ def computed(num_rows, **arguments):
 many_rows = st.integers(1, 100) | st.integers(2000, 9000)
 
 
-@given(
-    num_rows=many_rows,
-    order=st.sampled_from(("dataloader", "random")),
-    seed=st.integers(0, 2**40),
-    epoch=seeds,
-)
-def test_a_computed_order_has_every_row_once(num_rows, order, seed, epoch):
-    rows = computed(num_rows, order=order, shuffle=True, seed=seed, epoch=epoch // 2)
-    assert len(rows) == num_rows
-    assert rows[:].dtype == torch.int64
-    assert rows[:].sort().values.equal(torch.arange(num_rows))
+@given(many_rows, st.sampled_from(["dataloader", "random"]), st.booleans(), seeds, seeds)
+def test_a_computed_order_has_every_row_once(num_rows, order, shuffle, seed, epoch):
+    state = torch.get_rng_state()
+    arguments = {"seed": seed >> 23, "epoch": epoch // 2}
+    rows = computed(num_rows, order=order, shuffle=shuffle, **arguments)[:]
+    assert torch.get_rng_state().equal(state)
+    assert rows.dtype == torch.int64
+    assert rows.sort().values.equal(torch.arange(num_rows))
+    is_shuffled = shuffle or order == "random"
+    assert num_rows < 2000 or rows.equal(torch.arange(num_rows)) != is_shuffled
 
 
 @given(num_rows=many_rows, shuffle=st.booleans(), data=st.data())
@@ -138,28 +112,6 @@ def test_parts_of_a_computed_order_are_those_of_the_whole(num_rows, shuffle, dat
         assert rows[begin:end:step].equal(whole[begin:end:step])
     places = torch.tensor(data.draw(st.lists(st.integers(0, num_rows - 1))), dtype=torch.int64)
     assert rows[places].equal(whole[places])
-
-
-def test_rows_of_a_computed_order_come_as_they_are_unless_they_are_shuffled():
-    assert computed(5000, order="dataloader")[:].equal(torch.arange(5000))
-    assert not computed(5000, order="dataloader", shuffle=True)[:].equal(torch.arange(5000))
-
-
-def test_computing_an_order_leaves_the_random_state_alone():
-    before = torch.get_rng_state()
-    row_order(50, order="random")
-    for shuffle in (False, True):
-        computed(5000, order="dataloader", shuffle=shuffle)[:]
-    assert torch.get_rng_state().equal(before)
-
-
-@pytest.mark.parametrize("order", ["dataloader", "random"])
-def test_every_epoch_has_a_computed_order_of_its_own(order):
-    orders = {
-        tuple(computed(200, order=order, shuffle=True, epoch=epoch)[:].tolist())
-        for epoch in range(25)
-    }
-    assert len(orders) == 25
 
 
 def test_computed_orders_are_the_same_on_every_machine():

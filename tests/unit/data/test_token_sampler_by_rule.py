@@ -55,11 +55,8 @@ def test_with_a_constant_rule_it_is_the_plan_of_one_budget(case, data):
         if NOT_FITTING not in str(error):
             raise
         return
-    plan, budgets = plan_batches_by_rule(
-        lengths, lambda _: budget, order=order, progress=started(order), **arguments
-    )
-    assert plan.tolist() == one.tolist()
-    assert plan.dropped.tolist() == one.dropped.tolist()
+    batches, budgets, dropped = by_rule(lengths, lambda _: budget, order, **arguments)
+    assert (batches, dropped) == (one.tolist(), one.dropped.tolist())
     assert budgets == [budget] * len(one)
 
 
@@ -79,13 +76,12 @@ def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, da
     low = data.draw(st.integers(max(1, most // 2), 4 * most))
     rule = hashed(low, low + data.draw(st.integers(0, 8 * most)))
     begin = started(order, epoch=2, steps=17, samples=1000, tokens=12345)
-    plan, budgets = plan_batches_by_rule(lengths, rule, order=order, progress=begin, **arguments)
-    assert sorted([*plan.rows.tolist(), *plan.dropped.tolist()]) == sorted(order.tolist())
-    assert arguments["long_rows"] == "drop" or not len(plan.dropped)
-    batches, asked = plan.tolist(), budgets
-    assert len(batches) == len(asked)
+    batches, budgets, dropped = by_rule(lengths, rule, order, progress=begin, **arguments)
+    used = [row for batch in batches for row in batch]
+    assert sorted([*used, *dropped]) == sorted(order.tolist())
+    assert arguments["long_rows"] == "drop" or not dropped
     progress = begin
-    for batch, budget in zip(batches, asked, strict=True):
+    for batch, budget in zip(batches, budgets, strict=True):
         tokens = int(lengths[batch].sum())
         assert rule(progress) == budget
         is_alone = len(batch) == 1 and arguments["long_rows"] == "alone"
@@ -97,12 +93,9 @@ def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, da
 
 @given(epochs(min_rows=1, divisible=False), st.data())
 def test_one_device_fills_each_step_in_order_up_to_the_first_row_that_does_not_fit(case, data):
-    """Against a plain loop that knows nothing of pieces."""
     lengths, order, arguments, most = case
     rule = hashed(most, 9 * most)
-    plan, budgets = plan_batches_by_rule(
-        lengths, rule, order=order, progress=started(order), **arguments
-    )
+    batches, budgets, _ = by_rule(lengths, rule, order, **arguments)
     progress, expected, asked, left = started(order), [], [], order.tolist()
     while left:
         budget, batch = rule(progress), []
@@ -112,27 +105,21 @@ def test_one_device_fills_each_step_in_order_up_to_the_first_row_that_does_not_f
             batch.append(left.pop(0))
         progress = progress.after_step(rows=len(batch), tokens=sum(lengths[row] for row in batch))
         expected, asked = [*expected, batch], [*asked, budget]
-    assert plan.tolist() == expected
-    assert budgets == asked
+    assert (batches, budgets) == (expected, asked)
 
 
 @given(epochs(min_rows=1), st.data())
 def test_a_rule_that_stays_after_some_steps_goes_on_as_one_plan_of_what_is_left(case, data):
     lengths, order, arguments, most = case
     change, low, high = data.draw(st.integers(1, 12)), 4 * most, 9 * most
-    plan, _ = plan_batches_by_rule(
-        lengths,
-        lambda progress: low if progress.steps < change else high,
-        order=order,
-        progress=started(order),
-        **arguments,
-    )
+    rule = lambda progress: low if progress.steps < change else high  # noqa: E731
+    batches, _, _ = by_rule(lengths, rule, order, **arguments)
     first = plan_batches(lengths, low, order=order, **arguments).tolist()
     begun = first[:change]
     gone = {row for batch in begun for row in batch}
     rest = torch.tensor([row for row in order.tolist() if row not in gone], dtype=torch.int64)
     then = plan_batches(lengths, high, order=rest, **arguments).tolist()
-    assert plan.tolist() == [*begun, *then]
+    assert batches == [*begun, *then]
 
 
 # Rows that are longer than a budget.
@@ -141,39 +128,30 @@ RISING = steps([10, 20, 40], ["1ba", "2ba"])
 FALLING = steps([40, 20, 10], ["1ba", "2ba"])
 
 
-def planned(lengths, rule, *, long_rows, **others):
-    order = torch.arange(len(lengths))
-    arguments = {"min_rows": 1, "max_rows": None, "divisible": False, **others}
-    plan, budgets = plan_batches_by_rule(
-        torch.tensor(lengths),
-        rule,
-        order=order,
-        progress=started(order),
-        long_rows=long_rows,
-        **arguments,
-    )
+def by_rule(lengths, rule, order, **arguments):
+    """The batches, budgets and dropped rows of an epoch by a rule."""
+    arguments = {"progress": started(order), **arguments}
+    plan, budgets = plan_batches_by_rule(lengths, rule, order=order, **arguments)
     return plan.tolist(), budgets, plan.dropped.tolist()
 
 
-def test_a_row_that_is_dropped_had_no_budget_that_holds_it():
-    assert planned([30, 50, 5, 5, 15, 5, 5], RISING, long_rows="drop") == (
-        [[2, 3], [4, 5], [0, 6]],
-        [10, 20, 40],
-        [1],
-    )
-    assert planned([5, 5, 30, 10, 10], FALLING, long_rows="drop") == (
-        [[0, 1, 2], [3, 4]],
-        [40, 20],
-        [],
-    )
+def planned(lengths, rule, *, long_rows, **others):
+    arguments = {"min_rows": 1, "max_rows": None, "divisible": False, "long_rows": long_rows}
+    return by_rule(torch.tensor(lengths), rule, torch.arange(len(lengths)), **arguments | others)
 
 
-def test_a_row_is_alone_where_its_own_step_is_asked_for_less():
-    assert planned([30, 5, 15, 30, 10], RISING, long_rows="alone") == (
-        [[0], [1, 2], [3, 4]],
-        [10, 20, 40],
-        [],
-    )
+@pytest.mark.parametrize(
+    ("lengths", "rule", "long_rows", "expected"),
+    [
+        ([30, 50, 5, 5, 15, 5, 5], RISING, "drop", ([[2, 3], [4, 5], [0, 6]], [10, 20, 40], [1])),
+        ([5, 5, 30, 10, 10], FALLING, "drop", ([[0, 1, 2], [3, 4]], [40, 20], [])),
+        ([30, 5, 15, 30, 10], RISING, "alone", ([[0], [1, 2], [3, 4]], [10, 20, 40], [])),
+    ],
+)
+def test_a_long_row_is_dropped_where_no_budget_holds_it_or_alone_where_its_step_is_asked_for_less(
+    lengths, rule, long_rows, expected
+):
+    assert planned(lengths, rule, long_rows=long_rows) == expected
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 11], [11, 5, 5], [5, 30, 5, 5, 5, 5, 5, 11, 5]])
@@ -197,7 +175,7 @@ def test_progress_carries_the_budget_and_what_is_done():
     ]
 
 
-def test_what_cannot_be_used_is_refused_before_the_rule_is_asked():
+def test_what_cannot_be_used_is_refused_before_the_rule_is_asked_and_then_what_it_answers():
     def rule(progress):
         raise AssertionError
 
@@ -208,6 +186,8 @@ def test_what_cannot_be_used_is_refused_before_the_rule_is_asked():
         planned([5, 5], rule, long_rows="cut")
     with pytest.raises(SettingError, match="row 1 must have 1 token"):
         planned([5, 0], rule, long_rows="error")
+    with pytest.raises(GrowthFunctionError, match=r"^batch_size_schedule .*returned 0"):
+        planned([5, 5], lambda progress: 0, long_rows="error")
 
 
 def test_of_several_ranks_the_rule_is_asked_for_one():
@@ -216,11 +196,6 @@ def test_of_several_ranks_the_rule_is_asked_for_one():
     )
     assert budgets == [10, 15, 10]
     assert [len(batch) for batch in plan] == [4, 6, 2]
-
-
-def test_a_rule_that_fails_is_named():
-    with pytest.raises(GrowthFunctionError, match=r"^batch_size_schedule .*returned 0"):
-        planned([5, 5], lambda progress: 0, long_rows="error")
 
 
 @pytest.mark.slow
@@ -233,18 +208,10 @@ def test_a_budget_for_each_step_of_many_rows_is_planned_in_reasonable_time(long_
     rule = linear_ramp(start, 2 * int(lengths.sum()) // 1000, f"{int(lengths.sum())}tok")
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
     began = time.monotonic()
-    plan, budgets = plan_batches_by_rule(
-        lengths,
-        rule,
-        order=order,
-        progress=started(order),
-        min_rows=1,
-        max_rows=None,
-        long_rows=long_rows,
-        divisible=False,
-    )
+    arguments = {"min_rows": 1, "max_rows": None, "long_rows": long_rows, "divisible": False}
+    batches, budgets, _ = by_rule(lengths, rule, order, **arguments)
     assert time.monotonic() - began < SECONDS
-    assert sorted(plan.rows.tolist()) == list(range(rows))
+    assert sorted(row for batch in batches for row in batch) == list(range(rows))
     assert len(set(budgets)) > 1000
 
 
@@ -255,9 +222,7 @@ def test_a_rule_that_answers_otherwise_each_time_is_refused(case, answers):
     asked = iter(answers * 10_000)
     arguments |= {"min_rows": 1, "long_rows": "alone"}
     try:
-        batches, _ = plan_batches_by_rule(
-            lengths, lambda progress: next(asked), order=order, progress=started(order), **arguments
-        )
+        batches, _, _ = by_rule(lengths, lambda progress: next(asked), order, **arguments)
     except GrowthFunctionError:
         return
-    assert sorted(row for batch in batches.tolist() for row in batch) == sorted(order.tolist())
+    assert sorted(row for batch in batches for row in batch) == sorted(order.tolist())
