@@ -1,6 +1,8 @@
 """The check before a split compares gradients of a few rows with those of their parts."""
 
 import copy
+import itertools
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -76,28 +78,45 @@ def test_a_mean_with_other_weights_is_refused_where_the_losses_of_rows_are_alike
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             return loss(model, batch)
 
-    with pytest.raises(SettingError, match=r"have the shares \S+ and \S+, but \S+ and \S+ would"):
+    with pytest.raises(SettingError, match=r"have the shares .* would fit; give num_labels="):
         new_step(model, in_type)(batch)
     assert all(parameter.grad is None for parameter in model.parameters())
     new_step(Net(), mean)(rows())
 
 
-def test_the_error_names_the_measure_and_the_remedy_that_fits():
-    with pytest.raises(SettingError, match=r"differ by \d.*must stay whole.*give split="):
-        new_step(Net(), entropy_of_batch)(rows())
-
-    def summed(model, batch):
-        return cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
-
-    with pytest.raises(SettingError, match=r"is a sum over rows, not a mean: do not multiply it"):
-        new_step(Net(), summed)(rows())
+def summed(model, batch):
+    return cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
 
 
-def test_a_mean_without_share_is_told_from_one_with_other_weights():
+@pytest.mark.parametrize(
+    ("loss", "has_share", "says"),
+    [
+        (entropy_of_batch, True, r"differ by \d.*must stay whole.*give split="),
+        (summed, True, "is a sum over rows, not a mean: do not multiply it"),
+        (mean, False, r"but 0\.25 and 0\.25 would fit; multiply a mean by"),
+    ],
+)
+def test_the_error_names_the_measure_and_the_remedy_that_fits(loss, has_share, says):
     model = Net()
-    step = AdaptiveStep(model, lambda part: mean(model, part.batch).backward(), micro_batch_size=4)
-    with pytest.raises(SettingError, match=r"but 0\.25 and 0\.25 would fit; multiply a mean by"):
-        step(rows())
+
+    def forward_backward(part):
+        (loss(model, part.batch) * (part.share if has_share else 1)).backward()
+
+    with pytest.raises(SettingError, match=says):
+        AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows())
+
+
+def test_a_sum_needs_no_share():
+    model = Net().eval()
+    summed(model, rows()).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    step = AdaptiveStep(
+        model, lambda part: summed(model, part.batch).backward(), micro_batch_size=4
+    )
+    step(rows())
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def noisy(model, batch, weight=None):
@@ -112,37 +131,46 @@ def masked(model, batch):
 
 @pytest.mark.parametrize("loss", [noisy, masked])
 def test_a_loss_that_draws_for_each_row_is_compared_with_the_same_numbers(loss, caplog):
-    new_step(Net(), loss)(rows())
+    model, other = Net(), Net()
+    torch.manual_seed(3)
+    new_step(model, loss)(rows())
+    state = torch.get_rng_state()
     assert caplog.text == ""
-    with pytest.raises(SettingError, match=r"have the shares \S+ and \S+, but \S+ and \S+ would"):
+    # Those of a step without a check.
+    torch.manual_seed(3)
+    for first in range(0, 16, 4):
+        part = {key: value[first : first + 4] for key, value in rows().items()}
+        (loss(other, part) / 4).backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+    with pytest.raises(SettingError, match="would fit; give num_labels="):
         new_step(Net(), partial(noisy, weight=WEIGHTS))(rows())
 
 
-def test_a_loss_whose_draws_are_of_no_row_trains_with_one_line(caplog):
-    def with_noise_of_numpy(model, batch):
-        noise = torch.from_numpy(np.random.randn(*batch["x"].shape)).float()
-        return mean(model, {**batch, "x": batch["x"] + noise})
+def noise_of_numpy(model, batch):
+    noise = torch.from_numpy(np.random.randn(*batch["x"].shape)).float()
+    return mean(model, {**batch, "x": batch["x"] + noise})
 
-    step = new_step(Net(), with_noise_of_numpy)
+
+def noise_over_views(model, batch):
+    x = torch.cat([batch["x"], batch["x"]])
+    return mean(model, {"x": x + torch.randn_like(x), "y": torch.cat([batch["y"]] * 2)})
+
+
+def unsteady(model, batch, calls=itertools.count()):  # noqa: B008
+    losses = cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    weight = torch.ones(len(losses))
+    weight[next(calls) % len(losses)] = 2.0
+    return (losses * weight).mean()
+
+
+@pytest.mark.parametrize("loss", [noise_of_numpy, noise_over_views, unsteady])
+def test_a_loss_whose_draws_are_of_no_row_trains_with_one_line(loss, caplog):
+    step = new_step(Net(), loss)
     for _ in range(4):
         step(rows())
-    assert [record.message for record in caplog.records if "cannot be compared" in record.message]
-    assert len(caplog.records) == 1
-
-
-def test_a_loss_that_differs_between_two_runs_of_the_same_rows_trains_with_one_line(caplog):
-    calls = iter(range(10**6))
-
-    def unsteady(model, batch):
-        losses = cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-        weight = torch.ones(len(losses))
-        weight[next(calls) % len(losses)] = 2.0
-        return (losses * weight).mean()
-
-    step = new_step(Net(), unsteady)
-    for _ in range(4):
-        step(rows())
-    assert [("cannot be compared" in record.message) for record in caplog.records] == [True]
+    assert ["cannot be compared" in record.message for record in caplog.records] == [True]
 
 
 def test_a_part_without_labels_that_adds_to_the_loss_needs_num_labels():
@@ -153,29 +181,8 @@ def test_a_part_without_labels_that_adds_to_the_loss_needs_num_labels():
     labels = torch.full((16,), -100)
     labels[:4] = 1
     step = new_step(Net(), of_all_rows, micro_batch_size=2)
-    with pytest.raises(SettingError, match="if rows without labels add to the loss, give"):
+    with pytest.raises(SettingError, match="add to the loss, give num_labels="):
         step({**rows(), "labels": labels})
-
-
-def test_the_random_numbers_of_a_step_are_those_without_a_check():
-    def state_after(loss):
-        model = Net()
-        step = new_step(model, loss)
-        torch.manual_seed(3)
-        step(rows())
-        return torch.get_rng_state(), [parameter.grad for parameter in model.parameters()]
-
-    def by_hand():
-        model = Net()
-        torch.manual_seed(3)
-        for first in range(0, 16, 4):
-            part = {key: value[first : first + 4] for key, value in rows().items()}
-            (noisy(model, part) / 4).backward()
-        return torch.get_rng_state(), [parameter.grad for parameter in model.parameters()]
-
-    (state, gradients), (expected_state, expected) = state_after(noisy), by_hand()
-    assert torch.equal(state, expected_state)
-    assert all(map(torch.equal, gradients, expected))
 
 
 def test_all_trained_parameters_count_those_outside_of_the_module_too():
@@ -193,25 +200,27 @@ def test_all_trained_parameters_count_those_outside_of_the_module_too():
 
 
 class Queue(Net):
-    """Writes a buffer in each forward pass, and has a hook of a gradient."""
+    """Writes a buffer and a frozen parameter in each forward pass, and has a hook of a gradient."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("queue", torch.zeros(3))
+        self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
         self.head.weight.register_hook(lambda gradient: gradient * 2)
 
     def forward(self, x):
         self.queue.mul_(0.5).add_(1)
+        self.teacher.mul_(0.9)
         return super().forward(x)
 
 
-def test_buffers_that_forward_writes_and_hooks_of_gradients_are_named_once(caplog):
+def test_tensors_that_forward_writes_and_hooks_of_gradients_are_named_once(caplog):
     model = Queue()
     step = new_step(model, mean)
     for _ in range(3):
         step(rows())
     assert len(caplog.records) == 2
-    assert "writes 1 tensor (queue)" in caplog.text
+    assert re.search(r"writes 2 tensors \((queue, teacher|teacher, queue)\)", caplog.text)
     assert "head.weight" in caplog.text
     # Four parts of three batches, and no pass of the check.
     expected = torch.zeros(3)
@@ -384,29 +393,6 @@ def test_a_small_term_without_share_is_refused_if_many_parts_would_add_it():
     model = Net()
     with pytest.raises(SettingError, match="so a split would train something else"):
         AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows(256))
-
-
-def test_draws_over_views_that_lie_one_after_the_other_are_not_compared(caplog):
-    def with_views(model, batch):
-        x = torch.cat([batch["x"], batch["x"]])
-        return mean(model, {"x": x + torch.randn_like(x), "y": torch.cat([batch["y"]] * 2)})
-
-    new_step(Net(), with_views)(rows())
-    assert "cannot be compared" in caplog.text
-
-
-def test_a_frozen_parameter_that_forward_writes_is_named(caplog):
-    class Teacher(Net):
-        def __init__(self):
-            super().__init__()
-            self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
-
-        def forward(self, x):
-            self.teacher.mul_(0.9)
-            return super().forward(x)
-
-    new_step(Teacher(), mean)(rows())
-    assert "writes 1 tensor (teacher)" in caplog.text
 
 
 def test_a_part_that_fails_is_one_sentence_with_the_treatment_of_each_key():
