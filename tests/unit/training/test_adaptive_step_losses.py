@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.loops import seed_all
 from support.losses import (
     CASES,
     Batch,
@@ -77,12 +78,6 @@ def test_a_batch_that_runs_out_of_memory_has_the_gradient_of_the_whole_batch(pag
 # --- statistics of the whole batch
 
 
-def seed_all() -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-
-
 def in_room_for(most_rows: int, function: Callable[[Part], Any]) -> Callable[[Part], Any]:
     """A function that runs out of memory after it has run more rows."""
 
@@ -139,8 +134,7 @@ def test_one_part_has_the_bits_of_one_forward_in_which_the_ratio_is_taken():
     assert ends[0] == ends[1]
 
 
-def test_statistics_count_rows_without_a_label_and_see_a_batch_that_they_may_change():
-    page = Page.of_decoder()
+def test_statistics_count_rows_without_a_label_and_see_a_batch_that_they_may_change(page):
     batch = page.batch(LENGTHS)
     batch["completion_mask"][2:4] = False
     seen = []
@@ -151,53 +145,25 @@ def test_statistics_count_rows_without_a_label_and_see_a_batch_that_they_may_cha
         return {"rows": len(tokens), "tokens": tokens.sum()}
 
     def loss(part: Part) -> None:
-        if not part.is_trial:
-            seen.append(part.statistics)
+        seen.extend([] if part.is_trial else [part.statistics])
         page.token_mean(part)
 
-    step = AdaptiveStep(
-        page.model, loss, micro_batch_size=2, num_labels=page.completion_tokens, statistics=count
-    )
-    step(batch)
-    assert len(seen) == 3
-    for statistics in seen:
-        assert statistics == {"rows": 7, "tokens": batch["tokens"].sum()}
+    arguments = {"micro_batch_size": 2, "num_labels": page.completion_tokens}
+    AdaptiveStep(page.model, loss, statistics=count, **arguments)(batch)
+    assert seen == [{"rows": 7, "tokens": batch["tokens"].sum()}] * 3
 
 
-def test_a_search_runs_both_passes():
-    page = Page.of_decoder()
+@pytest.mark.parametrize("estimates", [False, True])
+def test_a_search_and_an_estimate_run_both_passes(page, estimates):
     rows: dict[str, list[int]] = {"statistics": [], "loss": []}
 
     def sums(part: Part) -> dict[str, torch.Tensor]:
-        assert part.is_trial
         rows["statistics"].append(part.num_rows)
-        return page.sums(part)
-
-    def distill(part: Part) -> None:
-        rows["loss"].append(part.num_rows)
-        page.distill(part)
-
-    step = AdaptiveStep(page.model, distill, num_labels=page.completion_tokens, statistics=sums)
-    optimizer = torch.optim.AdamW(page.model.parameters())
-    row = page.batch([9])
-
-    def sample(number: int) -> Batch:
-        return {key: tensor.repeat_interleave(number, dim=0) for key, tensor in row.items()}
-
-    found = step.find_bound(optimizer, sample, device_memory="1MiB", maximum=16)
-    assert found.max_batch_size >= 1
-    assert rows["statistics"] == rows["loss"]
-    assert rows["loss"]
-
-
-def test_an_estimate_runs_both_passes(page):
-    calls = []
-
-    def sums(part: Part) -> dict[str, torch.Tensor]:
-        calls.append(part.num_rows)
         return {"loss": page.token_losses(part.batch).sum()}
 
     def loss(part: Part) -> None:
+        assert part.is_trial
+        rows["loss"].append(part.num_rows)
         (page.token_losses(part.batch).sum() / part.statistics["loss"].abs()).backward()
 
     row = page.batch([9])
@@ -207,48 +173,37 @@ def test_an_estimate_runs_both_passes(page):
 
     step = AdaptiveStep(page.model, loss, statistics=sums)
     optimizer = torch.optim.AdamW(page.model.parameters())
-    estimate = step.estimate(optimizer, sample, "1GiB", maximum=4, context=0)
-    assert estimate.devices[0].lengths[0].max_batch_size == 4
-    assert 4 in calls
+    if estimates:
+        found = step.estimate(optimizer, sample, "1GiB", maximum=4, context=0).devices[0].lengths[0]
+    else:
+        found = step.find_bound(optimizer, sample, device_memory="1GiB", maximum=4)
+    assert found.max_batch_size == 4
+    assert rows["statistics"] == rows["loss"]
+    assert 4 in rows["loss"]
+
+
+def means(page: Page, part: Part) -> dict[str, torch.Tensor]:
+    """Which add up to another ratio than that of the whole batch."""
+    cross_entropy, divergence = page.distillation_losses(part.batch)
+    return {"cross_entropy": cross_entropy / part.num_rows, "divergence": divergence}
 
 
 @pytest.mark.parametrize(
-    ("statistics", "message"),
+    ("loss", "statistics", "message"),
     [
-        (lambda part: 3.0, r"statistics='float': return a mapping"),
-        (lambda part: {f"of {part.num_rows}": 1}, r"statistics=\"of two parts \['of 2'\] and"),
-        (lambda part: {"loss": torch.ones(part.num_rows)}, r"loss of shapes \(2,\) and \(1,\)"),
+        ("token_mean", lambda page, part: 3.0, "statistics='float': return a mapping"),
+        ("token_mean", lambda page, part: {f"of {part.num_rows}": 1}, "of two parts"),
+        ("token_mean", lambda page, part: {"loss": torch.ones(part.num_rows)}, "loss of shapes"),
+        ("distill", means, "so a split would train something else"),
     ],
 )
-def test_statistics_that_do_not_add_up_are_refused(page, statistics, message):
-    step = AdaptiveStep(
-        page.model,
-        page.token_mean,
-        micro_batch_size=2,
-        num_labels=page.completion_tokens,
-        statistics=statistics,
-    )
+def test_statistics_that_do_not_add_up_are_refused(page, loss, statistics, message):
+    arguments = {"micro_batch_size": 2, "num_labels": page.completion_tokens}
+    arguments["statistics"] = partial(statistics, page)
+    step = AdaptiveStep(page.model, page.names[loss], **arguments)
     with pytest.raises(SettingError, match=message):
         step(page.batch([5, 9, 4]))
     assert taken_gradients(page.model) == {}
-
-
-def test_means_of_parts_are_no_statistics_and_refused(page):
-    """They add up to another ratio than that of the whole batch."""
-
-    def means(part: Part) -> dict[str, torch.Tensor]:
-        cross_entropy, divergence = page.distillation_losses(part.batch)
-        return {"cross_entropy": cross_entropy / part.num_rows, "divergence": divergence}
-
-    step = AdaptiveStep(
-        page.model,
-        page.distill,
-        micro_batch_size=2,
-        num_labels=page.completion_tokens,
-        statistics=means,
-    )
-    with pytest.raises(SettingError, match="so a split would train something else"):
-        step(page.batch(LENGTHS))
 
 
 # --- what threads of other projects report: their formula is another step if it is split
@@ -264,29 +219,27 @@ def ratio_of_part(page: Page, part: Batch, batch: Batch, num_parts: int) -> torc
     return ratio_over_batch(page, part) * share
 
 
+def part_alone(whole: Any) -> Any:
+    return lambda page, part, batch, num_parts: whole(page, part)
+
+
+def by_rows(page: Page, part: Batch, batch: Batch, num_parts: int) -> torch.Tensor:
+    return token_mean(page, part) * len(part["tokens"]) / len(batch["tokens"])
+
+
+def divided_by_parts(whole: Any) -> Any:
+    return lambda page, part, batch, num_parts: whole(page, part) / num_parts
+
+
 # Thread: loss of the whole batch, loss of a part as the thread computes it, and the factor of the
 # gradient of three parts of equal means.
 THREADS = {
-    "verl 7200": (forward_kl, lambda page, part, batch, num_parts: forward_kl(page, part), 3),
-    "verl 7321": (token_mean, lambda page, part, batch, num_parts: token_mean(page, part), 3),
+    "verl 7200": (forward_kl, part_alone(forward_kl), 3),
+    "verl 7321": (token_mean, part_alone(token_mean), 3),
     "ms-swift 10117, trl 5619, unsloth-zoo 1023": (token_mean, divided_again, 1 / 3),
-    "twinkle 292": (
-        token_mean,
-        lambda page, part, batch, num_parts: (
-            token_mean(page, part) * len(part["tokens"]) / len(batch["tokens"])
-        ),
-        1,
-    ),
-    "trl 4719": (
-        token_mean,
-        lambda page, part, batch, num_parts: token_mean(page, part) / num_parts,
-        1,
-    ),
-    "Soup 932": (
-        forward_kl,
-        lambda page, part, batch, num_parts: forward_kl(page, part) / num_parts,
-        1,
-    ),
+    "twinkle 292": (token_mean, by_rows, 1),
+    "trl 4719": (token_mean, divided_by_parts(token_mean), 1),
+    "Soup 932": (forward_kl, divided_by_parts(forward_kl), 1),
     "NeMo-RL 4172": (ratio_over_batch, ratio_of_part, None),
 }
 

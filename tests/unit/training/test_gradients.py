@@ -41,18 +41,14 @@ class Task:
             backward once the head has its gradient; with the number of the part.
     """
 
-    def __init__(self, call=torch.Tensor.backward, *, checkpoints=False, fails=None):
+    def __init__(self, call=torch.Tensor.backward, *, checkpoints=False, fails=("", 0)):
         torch.manual_seed(0)
-        self.encoder = nn.Linear(8, 16)
-        self.head = nn.Linear(16, 3)
+        self.encoder, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.bias = torch.zeros(3, requires_grad=True)
         self.batch = (torch.randn(NUM_ROWS, 8), torch.randint(0, 3, (NUM_ROWS,)))
-        self.call = call
-        self.checkpoints = checkpoints
-        self.fails = fails
-        self.num_parts = 0
-        self.failed = []
+        self.call, self.checkpoints, self.fails = call, checkpoints, fails
+        self.num_parts, self.failed = 0, []
 
     @property
     def leaves(self):
@@ -78,7 +74,7 @@ class Task:
     def __call__(self, part):
         if part.is_first:
             self.num_parts = 0
-        place, number = self.fails or ("", 0)
+        place, number = self.fails
         is_failing = torch.is_grad_enabled() and part.num_rows > 3 and number == self.num_parts
         self.num_parts += 1
         if is_failing and place == "forward":
@@ -167,77 +163,53 @@ def test_a_search_leaves_the_gradients_of_all_leaves_as_they_were(search, earlie
     task = Task()
     if earlier:
         task.loss(*task.batch).backward()
-    held = [leaf.grad for leaf in task.leaves]
-    expected = task.gradients()
+    held, expected = [leaf.grad for leaf in task.leaves], task.gradients()
     optimizer = torch.optim.AdamW(task.encoder.parameters())
 
     def sample(num_rows):
         return torch.randn(num_rows, 8), torch.zeros(num_rows, dtype=torch.long)
 
+    def run(batch):
+        task.loss(*batch).backward()
+
     options = {"device_memory": "1MiB", "maximum": 64}
     if search == "find_bound":
         AdaptiveStep(task.encoder, task).find_bound(optimizer, sample, **options)
     else:
-        find_max_batch_size(
-            task.encoder, optimizer, lambda batch: task.loss(*batch).backward(), sample, **options
-        )
-    assert [leaf.grad is gradient for leaf, gradient in zip(task.leaves, held, strict=True)] == (
-        [True] * len(held)
-    )
+        find_max_batch_size(task.encoder, optimizer, run, sample, **options)
+    assert all(leaf.grad is gradient for leaf, gradient in zip(task.leaves, held, strict=True))
     assert_close(task.gradients(), expected)
 
 
-class Heads:
-    """An encoder beside heads of one shape, of which each batch uses one."""
+class Heads(Task):
+    """A task of an encoder beside heads of one shape, of which each batch uses one."""
 
-    def __init__(self, num_heads):
-        torch.manual_seed(0)
-        self.encoder = nn.Linear(8, 16)
-        self.heads = [nn.Linear(16, 3) for _ in range(num_heads)]
-        self.batch = (torch.randn(NUM_ROWS, 8), torch.randint(0, 3, (NUM_ROWS,)))
-        self.fails = ""
+    def __init__(self):
+        super().__init__()
+        self.heads = [nn.Linear(16, 3) for _ in range(3)]
 
-    def loss(self, batch, head, *, fails_in_backward=False):
-        hidden = self.encoder(batch[0])
-        if fails_in_backward:
-            hidden.register_hook(lambda _: torch.empty(2**50, dtype=torch.uint8))
-        return cross_entropy(head(hidden), batch[1])
-
-    def run(self, numbers):
+    def run(self, numbers, place):
         """Run a batch with each of these heads; memory runs out in the last one."""
-
-        def forward_backward(part):
-            is_last = self.place == len(numbers) - 1 and torch.is_grad_enabled()
-            is_failing = is_last and part.num_rows == NUM_ROWS
-            if is_failing and self.fails == "forward":
-                torch.empty(2**50, dtype=torch.uint8)
-            fails = is_failing and self.fails == "backward"
-            loss = self.loss(part.batch, self.heads[self.number], fails_in_backward=fails)
-            (loss * part.share).backward()
-
-        step = AdaptiveStep(self.encoder, forward_backward)
-        self.place = -1
-        for self.number in numbers:
-            self.place += 1
+        step = AdaptiveStep(self.encoder, self)
+        for count, number in enumerate(numbers, start=1):
+            self.head, self.fails = self.heads[number], (place if count == len(numbers) else "", 0)
             step(self.batch)
 
 
 @pytest.mark.parametrize(("numbers", "fails"), [([0, 1, 0, 1], "backward"), ([0, 1, 2], "forward")])
 def test_leaves_of_earlier_batches_are_known_in_later_ones(numbers, fails):
-    plain, task = Heads(3), Heads(3)
-    task.fails = fails
+    plain, task = Heads(), Heads()
     for number in numbers:
-        plain.loss(plain.batch, plain.heads[number]).backward()
-    task.run(numbers)
+        plain.head = plain.heads[number]
+        plain.loss(*plain.batch).backward()
+    task.run(numbers, fails)
     for head, own in zip(plain.heads, task.heads, strict=True):
         assert_close([own.weight.grad], [head.weight.grad])
 
 
 def test_a_leaf_that_only_a_failed_backward_shows_is_refused_if_the_graph_seemed_known():
-    task = Heads(3)
-    task.fails = "backward"
     with pytest.raises(SettingError, match="give one module with all that is trained"):
-        task.run([0, 1, 2])
+        Heads().run([0, 1, 2], "backward")
 
 
 def test_graphs_of_known_sizes_are_not_looked_through_in_any_thread():
@@ -257,10 +229,9 @@ def test_graphs_of_known_sizes_are_not_looked_through_in_any_thread():
 
 
 class StepsInBackward:
-    """A hook that steps a parameter and frees its gradient, as an object and as a function."""
+    """A hook that steps a parameter and frees its gradient."""
 
-    def __init__(self):
-        self.num_steps = 0
+    num_steps = 0
 
     def __call__(self, parameter):
         with torch.no_grad():
