@@ -42,10 +42,8 @@ def result(loss, norm=None):
 def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     steps, events, dropped = steps_of("warn")
     losses = [2.0, NAN, INF, -INF, -3.0, NAN]
-    assert [
-        steps.drops(result(loss), Progress(steps=number - 1), lr=0.1)
-        for number, loss in enumerate(losses, 1)
-    ] == [False] * 6
+    for step, loss in enumerate(losses):
+        assert not steps.drops(result(loss), Progress(steps=step), lr=0.1)
     assert [(event.kind, event.step, event.prints, event.skipped) for event in events] == [
         ("nonfinite_loss", 2, True, False),
         ("nonfinite_loss", 3, False, False),
@@ -57,14 +55,10 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
 
 def test_many_in_a_row_are_printed_now_and_then():
     steps, events, _ = steps_of("skip")
-    assert all(
-        steps.drops(result(NAN), Progress(steps=number - 1), lr=0.1) for number in range(1, 251)
-    )
+    assert all(steps.drops(result(NAN), Progress(steps=step), lr=0.1) for step in range(250))
     printed = [event for event in events if event.prints]
     assert [event.step for event in printed] == [1, 100, 200]
-    assert printed[1].message.startswith(
-        "step 100: the loss is nan (100 steps in a row), lr 0.1; it is skipped"
-    )
+    assert printed[1].message.startswith("step 100: the loss is nan (100 steps in a row), lr 0.1;")
 
 
 def test_the_line_names_what_changed_before():
@@ -92,11 +86,7 @@ def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
 
 def test_to_stop_is_an_error_with_what_to_do():
     steps, events, dropped = steps_of("stop", remedy=lambda: "resume from step_2")
-    message = (
-        "step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop ends training before this step is"
-        " taken; resume from step_2"
-    )
-    with pytest.raises(NonfiniteLossError) as error:
+    message = "^step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop.* resume from step_2$"
+    with pytest.raises(NonfiniteLossError, match=message):
         steps.drops(result(INF), Progress(steps=2), lr=0.1)
-    assert str(error.value) == message
     assert ([event.prints for event in events], dropped.count) == ([False], 1)
