@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import copy
 import random
 import re
 from collections import namedtuple
@@ -24,6 +24,7 @@ from support.loops import (
     train,
     training,
 )
+from support.packed_models import loss_of, padded, transformers_model
 from support.sharded_model import (
     Decoder,
     by_hand,
@@ -38,14 +39,12 @@ from support.sharded_model import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive_batch import OOMPolicy
 from adaptive_batch.data import move_to_device
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs
-from adaptive_batch.training import AdaptiveLoop
 from adaptive_batch.training.parts import LabelCounter
 from adaptive_batch.training.split_check import SplitCheck
 
@@ -92,93 +91,70 @@ def test_finding_the_bound_leaves_no_trace(steps_before):
 def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro_batches():
     reference = training()
     train(reference, until=1)
-    budget = peak_by_hand(reference, 10, accumulates=False)
-    fits = {
-        (batch_size, beyond): (
-            training(batch_size=batch_size, grow_beyond_maximum=beyond)
-            .loop.find_bound(device_memory=budget, headroom=0.0)
-            .max_batch_size
-        )
-        for batch_size, beyond in ((4, False), (4, True), (40, False))
-    }
-    assert fits[4, False] == 10
-    assert fits[40, False] == fits[4, True] < 10
-    splits = training(batch_size=40)
-    splits.loop.find_bound(device_memory=budget, headroom=0.0)
+    budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
+    one, beyond, splits = (
+        training(batch_size=size, grow_beyond_maximum=beyond)
+        for size, beyond in ((4, False), (4, True), (40, False))
+    )
+    fits, *fewer = (each.loop.find_bound(**budget).max_batch_size for each in (one, beyond, splits))
+    assert fits == 10
+    assert fewer[0] == fewer[1] < 10
     (step,) = train(splits)
-    assert (step.result.rows, step.result.micro_batches) == (40, -(-40 // fits[40, False]))
-    assert splits.loop.limit.amount == fits[40, False]
+    assert (step.result.rows, step.result.micro_batches) == (40, -(-40 // fewer[1]))
+    assert splits.loop.limit.amount == fewer[1]
+    # Rows grouped by length run as several micro-batches where that takes less time.
+    grouped, plain = (
+        training(batch_size=10, micro_batch_layout=kind) for kind in ("grouped", "padded")
+    )
+    assert plain.loop.find_bound(**budget).max_batch_size == 10
+    assert 0 < grouped.loop.find_bound(**budget).max_batch_size < 10
 
 
-def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches():
+@pytest.mark.parametrize(
+    "begun_by",
+    [
+        "a larger batch",
+        "a larger batch that is loaded",
+        "a bound that is loaded",
+        "growth",
+        "ranks",
+    ],
+)
+def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(begun_by):
     """Beside the gradients of earlier micro-batches fewer rows fit."""
     reference = training()
     train(reference, until=1)
     budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
-    larger = training()
+    searched, larger = training(), training()
+    assert searched.loop.find_bound(**budget).max_batch_size == 10
     larger.loop.batch_size = 24
-    saved = larger.loop.state_dict()
-
-    def searched(one: SimpleNamespace) -> SimpleNamespace:
-        assert one.loop.find_bound(**budget).max_batch_size == 10
-        return one
-
-    def is_set() -> SimpleNamespace:
-        one = searched(training())
+    one = searched
+    if begun_by == "a larger batch":
         one.loop.batch_size = 24
-        return one
-
-    def is_loaded() -> SimpleNamespace:
-        one = searched(training())
-        one.loop.load_state_dict(saved)
-        return one
-
-    def bound_is_loaded() -> SimpleNamespace:
-        """Which the saved loop tried for steps of 4 rows."""
-        one, other = training(), searched(training())
-        other.loop.batch_size = 24
-        one.loop.load_state_dict(other.loop.state_dict())
-        assert one.loop.max_batch_size == 10
-        return one
-
-    def grows_beyond() -> SimpleNamespace:
+    elif begun_by == "a larger one that is loaded":
+        one.loop.load_state_dict(larger.loop.state_dict())
+    elif begun_by == "a bound that is loaded":
+        one = training()
+        searched.loop.batch_size = 24
+        one.loop.load_state_dict(searched.loop.state_dict())
+    elif begun_by == "growth":
         one = training(grow_beyond_maximum=True, batch_increase_function=at_epochs({0: 20}))
-        one.loop.load_state_dict(searched(training()).loop.state_dict())
-        return one
-
-    def begun_on_six_ranks() -> SimpleNamespace:
-        one, state = searched(training()), training().loop.state_dict()
-        one.loop.load_state_dict(of_ranks(state, 6))
-        return one
-
-    for begin in (is_set, is_loaded, bound_is_loaded, grows_beyond, begun_on_six_ranks):
-        one = begin()
-        rows = next(iter(one.loop))
-        with pytest.raises(SettingError, match="batch_size=24: 10 rows fit at once where no"):
-            one.loop.run(rows)
-        beside_gradients = one.loop.find_bound(**budget).max_batch_size
-        assert 0 < beside_gradients < 10
-        result = one.loop.run(rows)  # the same rows
-        assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
-        one.optimizer.step()
-        other = training()
-        # What was tried with gradients is known to have been.
-        other.loop.load_state_dict(one.loop.state_dict())
-        assert other.loop.run(next(iter(other.loop))).micro_batches > 1
-    one = training()
-    one.loop.load_state_dict(saved)
-    assert one.loop.find_bound(**budget).max_batch_size == 9
-
-
-def test_a_layout_that_cuts_what_fits_is_tried_beside_gradients():
-    """Rows grouped by length run as several micro-batches where that takes less time."""
-    reference = training()
-    train(reference, until=1)
-    budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
-    grouped = training(batch_size=10, micro_batch_layout="grouped")
-    plain = training(batch_size=10)
-    assert plain.loop.find_bound(**budget).max_batch_size == 10
-    assert 0 < grouped.loop.find_bound(**budget).max_batch_size < 10
+        one.loop.load_state_dict(searched.loop.state_dict())
+    else:
+        one.loop.load_state_dict(of_ranks(training().loop.state_dict(), 6))
+    rows = next(iter(one.loop))
+    with pytest.raises(SettingError, match="batch_size=24: 10 rows fit at once where no"):
+        one.loop.run(rows)
+    beside_gradients = one.loop.find_bound(**budget).max_batch_size
+    assert 0 < beside_gradients < 10
+    result = one.loop.run(rows)  # the same rows
+    assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
+    one.optimizer.step()
+    other = training()
+    # What was tried with gradients is known to have been.
+    other.loop.load_state_dict(one.loop.state_dict())
+    assert other.loop.run(next(iter(other.loop))).micro_batches > 1
+    assert larger.loop.find_bound(**budget).max_batch_size == 9
 
 
 def test_modules_that_are_frozen_in_evaluation_mode_are_so_in_a_trial_and_after_it():
@@ -187,17 +163,10 @@ def test_modules_that_are_frozen_in_evaluation_mode_are_so_in_a_trial_and_after_
     net[1].eval()
     modes = []
     net[1].register_forward_hook(lambda module, *_: modes.append((net.training, module.training)))
-    one = training(
-        model=net,
-        rows=rows,
-        mean_loss=lambda batch: cross_entropy(net(batch[0]), batch[1]),
-        row_length=1,
-        **options,
-    )
-    found = one.loop.find_bound(
-        device_memory="1GiB"
-    )  # in training mode one row has no statistics, and torch refuses it
-    assert found.max_batch_size == 32
+    options["mean_loss"] = lambda batch: cross_entropy(net(batch[0]), batch[1])
+    one = training(model=net, rows=rows, row_length=1, **options)
+    # In training mode one row has no statistics, and torch refuses it.
+    assert one.loop.find_bound(device_memory="1GiB").max_batch_size == 32
     assert set(modes) == {(True, False)}
     assert [module.training for module in net.modules()] == [True, True, False, True]
 
@@ -369,19 +338,13 @@ def test_a_classifier_trains_as_it_does_by_hand(kind):
     nets = [nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
 
-    def mean_loss(batch: Any) -> torch.Tensor:
+    def loss_of_net(net: nn.Module, batch: Any) -> torch.Tensor:
         points, labels = batch if isinstance(batch, tuple) else (batch["point"], batch["labels"])
-        return cross_entropy(nets[0](points.double()), labels)
+        return cross_entropy(net(points.double()), labels)
 
-    one = training(
-        model=nets[0],
-        rows=rows,
-        mean_loss=mean_loss,
-        batch_size=12,
-        micro_batch_size=5,
-        row_length=1,
-        **options,
-    )
+    options |= {"batch_size": 12, "micro_batch_size": 5, "row_length": 1}
+    options["mean_loss"] = partial(loss_of_net, nets[0])
+    one = training(model=nets[0], rows=rows, **options)
     found = one.loop.find_bound(device_memory="1GiB")
     assert (found.max_batch_size, found.sequence_length) == (32, 1)
     for rows_of_step in one.loop:
@@ -389,11 +352,9 @@ def test_a_classifier_trains_as_it_does_by_hand(kind):
         one.optimizer.step()
         one.optimizer.zero_grad()
     by_hand = torch.optim.AdamW(nets[1].parameters(), lr=RATE)
-    sampler = DistributedSampler(rows, 1, 0, seed=0)
-    for numbers in torch.tensor(list(sampler)).split(12):
+    for numbers in torch.tensor(list(DistributedSampler(rows, 1, 0, seed=0))).split(12):
         batch = options["collate"]([rows[number] for number in numbers.tolist()])
-        points, labels = batch if isinstance(batch, tuple) else (batch["point"], batch["labels"])
-        cross_entropy(nets[1](points.double()), labels).backward()
+        loss_of_net(nets[1], batch).backward()
         by_hand.step()
         by_hand.zero_grad()
     for parameter, expected in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
@@ -425,36 +386,22 @@ def test_batches_go_to_the_device_as_they_are_nested():
 
 def llama(**options: Any) -> SimpleNamespace:
     """Training of a small model of transformers, on rows that it names as it does."""
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = LlamaConfig(vocab_size=53, num_key_value_heads=2, attn_implementation="sdpa", **shape)
-    model = LlamaForCausalLM(config)
-
-    def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = collate([{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows])
-        return {"input_ids": batch["tokens"], "labels": batch["labels"]}
+    model = transformers_model().float()
 
     def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
-        return cross_entropy(logits, batch["labels"][:, 1:].flatten())
+        return loss_of(model, batch) / (batch["labels"][:, 1:] != -100).sum()
 
     given = {
         "model": model,
-        "collate": padded,
+        "rows": [
+            {"row": row["row"], "input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS
+        ],
+        "collate": partial(padded, name="input_ids"),
         "mean_loss": mean_loss,
         "optimizer": torch.optim.SGD,
         "batch_size": 8,
     }
-    rows = [
-        {"row": row["row"], "input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS
-    ]
-    return training(**{"rows": rows, **given, **options})
+    return training(**{**given, **options})
 
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 3}, {"micro_batch_tokens": 40}], ids=str)
@@ -463,9 +410,9 @@ def test_a_model_of_transformers_trains_alike_in_each_layout(
     layout: str, limit: dict[str, int]
 ) -> None:
     found, expected = (llama(micro_batch_layout=kind, **limit) for kind in (layout, "padded"))
-    seen, padded = train(found), train(expected)
-    assert [step.rows for step in seen] == [step.rows for step in padded]
-    assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
+    seen, steps = train(found), train(expected)
+    assert [step.rows for step in seen] == [step.rows for step in steps]
+    assert [step.loss for step in seen] == pytest.approx([step.loss for step in steps], rel=1e-5)
     assert all(step.result.padding_fraction == 0 for step in seen) == (layout == "packed")
     assert relative_error(whole_parameters(found.model), whole_parameters(expected.model)) < 1e-4
 
@@ -478,27 +425,20 @@ def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     one.model.register_forward_pre_hook(runs_out, with_kwargs=True)
-    seen, padded = train(one), train(llama(micro_batch_size=8))
-    assert [step.rows for step in seen] == [step.rows for step in padded]
-    assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
+    seen, steps = train(one), train(llama(micro_batch_size=8))
+    assert [step.rows for step in seen] == [step.rows for step in steps]
+    assert [step.loss for step in seen] == pytest.approx([step.loss for step in steps], rel=1e-5)
     assert one.loop._step.sizer.limit(8).amount <= 30
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([{"input_ids": [1, 2, 3]} for _ in range(8)], "rows are no mappings with `labels` and"),
-        ([torch.arange(5) for _ in range(8)], "rows are no mappings"),
-    ],
-)
-def test_rows_that_cannot_be_packed_are_refused(rows: list[Any], says: str) -> None:
-    with pytest.raises(
-        SettingError, match=f"^micro_batch_layout='packed': {says}.*; or give grouped$"
-    ):
-        llama(rows=rows, micro_batch_layout="packed", row_length=len)
+@pytest.mark.parametrize("row", [{"input_ids": [1, 2, 3]}, torch.arange(5)], ids=type)
+def test_rows_that_cannot_be_packed_are_refused(row: Any) -> None:
+    says = "^micro_batch_layout='packed': rows are no mappings"
+    with pytest.raises(SettingError, match=says):
+        llama(rows=[row] * 8, micro_batch_layout="packed", row_length=len)
 
 
-def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
+def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state_unless_another_is_set() -> None:
     one = llama(micro_batch_tokens="auto")
     before = training_state(one.model, one.optimizer)
     found = one.loop.find_bound(device_memory="1GiB", maximum=8)
@@ -509,7 +449,7 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
     assert one.loop._step.sizer.layout.kind == fastest.kind
     assert one.loop._step.sizer.limit(8) == fastest.limit
     train(one, until=2)
-    state, weights = (torch.load(saved(each.state_dict())) for each in (one.loop, one.model))
+    state, weights = copy.deepcopy((one.loop.state_dict(), one.model.state_dict()))
     rest = train(one)
     for finds_again in (False, True):
         again = llama(micro_batch_tokens="auto")
@@ -519,125 +459,62 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
             assert again.loop.find_bound(device_memory="1GiB", maximum=8).throughput is None
         assert again.loop._step.sizer.layout == one.loop._step.sizer.layout
         assert again.loop._step.sizer.limit(8) == fastest.limit
-        went_on = train(again)
-        assert [(step.rows, step.loss) for step in went_on] == [
+        assert [(step.rows, step.loss) for step in train(again)] == [
             (step.rows, step.loss) for step in rest
         ]
-
-
-def compiled_llama(**how: Any) -> Any:
-    """A loop whose model is compiled in part, which takes less time."""
-    one = llama(micro_batch_tokens="auto")
-    for layer in one.model.model.layers:
-        layer.mlp.compile(backend="aot_eager", **how)
-    return one
-
-
-def test_a_compiled_model_is_timed_once_it_is_compiled() -> None:
-    torch.compiler.reset()
-    one = compiled_llama(dynamic=True)
-    before = training_state(one.model, one.optimizer)
-    found = one.loop.find_bound(device_memory="1GiB", maximum=8)
-    assert training_state(one.model, one.optimizer) == before
-    fastest = found.throughput
-    assert fastest is not None
-    assert 0 < fastest.compile_seconds < fastest.seconds
-    assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
-    assert f"compilation: {fastest.compile_seconds:.0f} s, excluded" in found.table()
-    # Compiling takes hundreds of times as long as a micro-batch here.
-    tokens = sum(len(row["tokens"]) for row in ROWS)
-    assert tokens / fastest.tokens_per_second < fastest.compile_seconds
-
-
-def test_what_is_compiled_again_for_each_shape_is_not_chosen(caplog: Any) -> None:
-    torch.compiler.reset()
-    one = compiled_llama(dynamic=False)
-    with caplog.at_level("INFO", logger="adaptive_batch"):
-        found = one.loop.find_bound(device_memory="1GiB", maximum=8)
-    for layout in ("grouped", "packed"):
-        reason = f"{layout} micro-batches are not chosen: new shapes are compiled again ("
-        assert reason in caplog.text
-    assert "size mismatch" in caplog.text
-    assert found.throughput is None
-    assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(
-        len(row["tokens"]) for row in ROWS
-    )
-
-
-def test_a_saved_choice_does_not_replace_what_was_found_before_it_was_loaded() -> None:
-    one = llama(micro_batch_tokens="auto")
-    one.loop.find_bound(device_memory="1GiB", maximum=8)
+    padded = {"micro_batch_tokens": "auto", "micro_batch_layout": "padded"}
+    for now in ({"micro_batch_tokens": 30}, padded):
+        again = llama(**now)
+        again.loop.load_state_dict(state)
+        assert again.loop._step.sizer.layout.kind == "padded"
+        assert again.loop._step.sizer.throughput is None
+    # What was found before the state was loaded stays.
     smaller = llama(micro_batch_tokens="auto")
     found = smaller.loop.find_bound(device_memory="1GiB", maximum=1)
-    smaller.loop.load_state_dict(one.loop.state_dict())
-    assert found.throughput is not None
-    assert smaller.loop._step.sizer.throughput == found.throughput
+    smaller.loop.load_state_dict(state)
+    assert smaller.loop._step.sizer.throughput == found.throughput is not None
     assert smaller.loop.max_batch_size == 1
 
 
-def saved(state: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file
-
-
-@pytest.mark.parametrize(
-    "now",
-    [{"micro_batch_tokens": 30}, {"micro_batch_tokens": "auto", "micro_batch_layout": "padded"}],
-)
-def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(
-    now: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_is(dynamic, caplog):
+    torch.compiler.reset()
     one = llama(micro_batch_tokens="auto")
-    one.loop.find_bound(device_memory="1GiB", maximum=8)
-    again = llama(**now)
-    again.loop.load_state_dict(one.loop.state_dict())
-    assert again.loop._step.sizer.layout.kind == "padded"
-    assert again.loop._step.sizer.throughput is None
+    for layer in one.model.model.layers:
+        layer.mlp.compile(backend="aot_eager", dynamic=dynamic)
+    before = training_state(one.model, one.optimizer)
+    with caplog.at_level("INFO", logger="adaptive_batch"):
+        found = one.loop.find_bound(device_memory="1GiB", maximum=8)
+    assert training_state(one.model, one.optimizer) == before
+    fastest = found.throughput
+    lengths = [len(row["tokens"]) for row in ROWS]
+    if dynamic:
+        assert 0 < fastest.compile_seconds < fastest.seconds
+        assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
+        assert f"compilation: {fastest.compile_seconds:.0f} s, excluded" in found.table()
+        # Compiling takes hundreds of times as long as a micro-batch here.
+        assert sum(lengths) / fastest.tokens_per_second < fastest.compile_seconds
+    else:
+        reason = "micro-batches are not chosen: new shapes are compiled again ("
+        assert all(f"{layout} {reason}" in caplog.text for layout in ("grouped", "packed"))
+        assert "size mismatch" in caplog.text
+        assert fastest is None
+        assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(lengths)
 
 
 def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():
-    class Mean(nn.Module):
+    class Mean(Decoder):
         """Each token sees the mean over the columns of its row, padding included."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.ids = nn.Embedding(64, 16)
-            self.out = nn.Linear(16, 64)
-
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden = self.ids(tokens)
-            logits: torch.Tensor = self.out(hidden + hidden.mean(1, keepdim=True))
-            return logits
+            logits = super().forward(tokens)
+            return logits + logits.mean(1, keepdim=True)
 
-    torch.manual_seed(0)
     model = Mean()
     # No padding is taken for an auxiliary loss of experts.
     model.config = SimpleNamespace(router_aux_loss_coef=0.5)
-    rows = [{"tokens": [1 + row % 60] * (4 + row % 9)} for row in range(32)]
-
-    def collate(some: list[Any]) -> dict[str, torch.Tensor]:
-        tokens = [torch.tensor(row["tokens"]) for row in some]
-        return {
-            "tokens": nn.utils.rnn.pad_sequence(tokens, True),
-            "labels": nn.utils.rnn.pad_sequence(tokens, True, -100),
-        }
-
-    def mean_loss(batch: Any) -> torch.Tensor:
-        logits = model(batch["tokens"])[:, :-1]
-        return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    loop = AdaptiveLoop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        rows,
-        collate=collate,
-        mean_loss=mean_loss,
-        batch_size=16,
-        micro_batch_tokens=60,
-    )
-    with pytest.raises(SettingError, match=r"^mean_loss='mean_loss': .*the model sees padding, of"):
+    loop = training(model=model, batch_size=16, micro_batch_tokens=60).loop
+    with pytest.raises(SettingError, match=r"^mean_loss=.*the model sees padding, of"):
         loop.run(next(iter(loop)))
 
 
