@@ -1,8 +1,5 @@
 """Parts of a packed batch have whole documents, and gradients that add up to those of the batch."""
 
-import itertools
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -39,11 +36,9 @@ LENGTHS = st.lists(st.integers(2, 9), min_size=2, max_size=8)
 @given(lengths=LENGTHS, size=st.integers(1, 30), by_tokens=st.booleans())
 @examples(25)
 def test_gradients_of_parts_add_up_to_those_of_the_batch(form, lengths, size, by_tokens):
-    splits_into_whole_documents(form, lengths, size, by_tokens)
-
-
-def splits_into_whole_documents(form, lengths, size, by_tokens):
     batch = ALL_FORMS[form](lengths)
+    if form in FORMS:
+        assert list(documents_of(batch).lengths) == lengths
     model = Attends()
     expected, whole = gradients(model, batch)
     assert [part.num_rows for part in whole] == [len(lengths)]
@@ -55,47 +50,48 @@ def splits_into_whole_documents(form, lengths, size, by_tokens):
     assert (found - expected).abs().max() < 1e-12
     assert sum(part.num_rows for part in parts) == len(lengths)
     for part in parts:
-        if by_tokens:
-            tokens = part.batch.get("tokens", part.batch.get("input_ids")).numel()
-            if part.num_rows == len(lengths):
-                # The batch as it is has its padding too.
-                tokens = sum(lengths)
-            assert tokens <= size or part.num_rows == 1
-        else:
+        if not by_tokens:
             assert part.num_rows <= limit["micro_batch_size"]
+        # The batch as it is has its padding too.
+        elif part.num_rows == len(lengths):
+            assert sum(lengths) <= size or part.num_rows == 1
+        else:
+            tokens = part.batch.get("tokens", part.batch.get("input_ids"))
+            assert tokens.numel() <= size or part.num_rows == 1
 
 
-@given(lengths=LENGTHS)
-@examples(25)
-def test_documents_are_told_alike_in_each_form(lengths):
-    for make in FORMS.values():
-        assert list(documents_of(make(lengths)).lengths) == lengths
-
-
-def test_values_of_documents_are_divided_and_numbers_stay():
-    batch = row_of([3, 2, 4], position_ids=flat([3, 2, 4])[2][None])
+@pytest.mark.parametrize("first_position", [0, 2])
+def test_values_of_documents_are_divided_and_numbers_stay(first_position):
+    positions = flat([3, 2, 4])[2][None] + first_position
+    batch = row_of([3, 2, 4], position_ids=positions)
     batch |= {"weights": torch.tensor([1.0, 2.0, 3.0]), "texts": ["a", "b", "c"], "scale": 2.0}
+    batch |= {"array": np.array([1.0, 2.0, 3.0]), "step": torch.tensor(3)}
     part = documents_of(batch).part([0, 2])
-    assert part["weights"].tolist() == [1.0, 3.0]
+    assert part["weights"].tolist() == part["array"].tolist() == [1.0, 3.0]
     assert part["texts"] == ["a", "c"]
-    assert part["scale"] == 2.0
+    assert (part["scale"], part["step"]) == (2.0, 3)
     assert part["input_ids"].shape == (1, 7)
-    assert part["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert part["position_ids"].equal(positions[:, [0, 1, 2, 5, 6, 7, 8]])
 
 
-def test_a_value_that_belongs_to_neither_tokens_nor_documents_is_refused():
-    batch = row_of([3, 2, 4], position_ids=flat([3, 2, 4])[2][None])
-    for value in (torch.zeros(5, 2), [1, 2], {"pixels": torch.zeros(3)}):
-        model = Attends()
-        arguments = {"micro_batch_size": 1}
-        with pytest.raises(SettingError, match=r"^batch='images': 3 documents .* neither 3 doc"):
-            gradients(model, {**batch, "images": value}, **arguments)
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(5, 2), [1, 2], {"pixels": torch.zeros(3)}, torch.zeros(5, 3, 9, 9)],
+    ids=["rows", "a list", "a mapping", "as wide as the tokens"],
+)
+def test_a_value_that_belongs_to_neither_tokens_nor_documents_is_refused(value):
+    batch = row_of([3, 2, 4], position_ids=flat([3, 2, 4])[2][None], images=value)
+    with pytest.raises(SettingError, match=r"^batch='images': 3 documents .* neither 3 doc"):
+        gradients(Attends(), batch, micro_batch_size=1)
 
 
-def test_a_batch_without_rows_that_does_not_show_its_documents_is_refused():
-    tokens, labels, _ = flat([4, 5])
+def test_a_batch_without_positions_and_labels_that_another_document_predicts_are_refused():
+    tokens, labels, positions = flat([4, 5])
     with pytest.raises(SettingError, match=r"^batch='tokens and labels of \[9\]': .* positions"):
         gradients(Attends(), {"tokens": tokens, "labels": labels}, micro_batch_size=2)
+    batch = row_of([4, 5], position_ids=positions[None], labels=tokens[None])
+    with pytest.raises(SettingError, match="the first token of a document is a label"):
+        gradients(Attends(), batch, micro_batch_size=1)
 
 
 @pytest.mark.parametrize("ends", [[0, 9, 4], [0, 4, 12]])
@@ -126,29 +122,8 @@ def test_documents_of_one_token_are_told_by_their_numbers():
     assert (found - expected).abs().max() < 1e-12
 
 
-def test_positions_may_begin_with_any_number_and_arrays_are_divided():
-    batch = row_of([3, 4], position_ids=flat([3, 4])[2][None] + 2)
-    batch |= {"weights": np.array([1.0, 2.0]), "step": torch.tensor(3)}
-    parts = documents_of(batch)
-    assert list(parts.lengths) == [3, 4]
-    assert parts.part([1])["weights"].tolist() == [2.0]
-    assert parts.part([1])["step"] == 3
-
-
-def test_images_as_wide_as_the_tokens_are_no_masks():
-    batch = row_of([3, 4], position_ids=flat([3, 4])[2][None], pixels=torch.zeros(5, 3, 7, 7))
-    with pytest.raises(SettingError, match=r"^batch='pixels'"):
-        documents_of(batch).part([0])
-
-
-def test_labels_that_another_document_predicts_are_named():
-    batch = row_of([3, 4], position_ids=flat([3, 4])[2][None])
-    batch["labels"] = batch["input_ids"].clone()
-    with pytest.raises(SettingError, match="the first token of a document is a label"):
-        gradients(Attends(), batch, micro_batch_size=1)
-
-
-def test_the_first_packed_batch_is_checked_whenever_it_comes():
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_the_first_packed_batch_is_checked_whenever_it_comes(steps_before):
     class Mixes(Attends):
         def forward(self, batch):
             return super().forward({**batch, "position_ids": torch.arange(batch["labels"].numel())})
@@ -162,35 +137,17 @@ def test_the_first_packed_batch_is_checked_whenever_it_comes():
             (model(part.batch) * part.share).backward()
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=1)
-    for _ in range(2):
+    for _ in range(steps_before):
         step({"rows": torch.ones(4, 3).double()})
-    with pytest.raises(SettingError, match=r"and of their two parts differ"):
+    says = r"gradients of 4 documents and .* attention across documents or .* must stay whole"
+    with pytest.raises(SettingError, match=says):
         step(row_of([6, 5, 7, 4], position_ids=flat([6, 5, 7, 4])[2][None]))
-
-
-def test_a_model_that_sees_other_documents_is_refused():
-    class Mixes(Attends):
-        def forward(self, batch):
-            return super().forward({**batch, "position_ids": torch.arange(batch["labels"].numel())})
-
-    batch = row_of([6, 5, 7, 4], position_ids=flat([6, 5, 7, 4])[2][None])
-    message = r"gradients of 4 documents and .* attention across documents or .* must stay whole"
-    with pytest.raises(SettingError, match=message):
-        gradients(Mixes(), batch, micro_batch_size=1)
 
 
 @given(lengths=LENGTHS, form=st.sampled_from(sorted(ALL_FORMS)), fails_at=st.integers(0, 9))
 @examples(40)
 def test_a_step_that_ran_out_of_memory_has_the_bits_of_the_same_parts(lengths, form, fails_at):
-    run_out_of_memory(ALL_FORMS[form](lengths), len(lengths), fails_at)
-
-
-def run_out_of_memory(batch, num_documents, fails_at):
-    """Compare the gradients of a batch whose part number `fails_at` ran out of memory with those of
-    the parts that were run in the end; return whether it ran out.
-    """
-    model = Attends()
-    ran = []
+    model, batch, ran = Attends(), ALL_FORMS[form](lengths), []
 
     def forward_backward(part):
         if not part.is_trial:
@@ -199,33 +156,11 @@ def run_out_of_memory(batch, num_documents, fails_at):
                 raise torch.OutOfMemoryError("CUDA out of memory")
         (model(part.batch) * part.share).backward()
 
-    step = AdaptiveStep(model, forward_backward, micro_batch_size=max(2, num_documents // 2))
-    step(batch)
+    AdaptiveStep(model, forward_backward, micro_batch_size=max(2, len(lengths) // 2))(batch)
     found = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     last_attempt = max(number for number, part in enumerate(ran) if part.is_first)
     for part in ran[last_attempt:]:
         (model(part.batch) * part.share).backward()
-    assert sum(part.num_rows for part in ran[last_attempt:]) == num_documents
+    assert sum(part.num_rows for part in ran[last_attempt:]) == len(lengths)
     assert all(map(torch.equal, found, [parameter.grad for parameter in model.parameters()]))
-    return step.sizer.num_out_of_memory > 0
-
-
-@pytest.mark.nightly
-def test_300_steps_that_ran_out_of_memory_have_the_bits_of_the_same_parts():
-    draw = random.Random(5)
-    num_failed = 0
-    for make in itertools.cycle(ALL_FORMS.values()):
-        lengths = [draw.randint(2, 9) for _ in range(draw.randint(4, 10))]
-        num_failed += run_out_of_memory(make(lengths), len(lengths), draw.randint(0, 1))
-        if num_failed == 300:
-            break
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("form", ALL_FORMS)
-def test_gradients_of_1000_random_splits_add_up_to_those_of_the_batch(form):
-    draw = random.Random(form)
-    for _ in range(1000):
-        lengths = [draw.randint(2, 9) for _ in range(draw.randint(2, 10))]
-        splits_into_whole_documents(form, lengths, draw.randint(1, 40), draw.random() < 0.5)

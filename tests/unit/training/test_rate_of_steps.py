@@ -86,6 +86,20 @@ FUNCTIONS_OF_THE_STEP = {
     "LambdaLR": lambda one: LambdaLR(one, cosine),
     "LambdaLR of objects": lambda one: LambdaLR(one, Callable()),
 }
+RESTARTS = torchs.CosineAnnealingWarmRestarts
+CYCLE = {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3, "mode": "exp_range", "gamma": 0.9}
+
+
+def of_two(one):
+    return SequentialLR(one, [LambdaLR(one, warm_up), LambdaLR(one, cosine)], milestones=[3])
+
+
+def of_three(one):
+    steps = torchs.MultiStepLR(one, [1, 2])
+    first, last = torchs.ConstantLR(one, 0.5, total_iters=2), torchs.ExponentialLR(one, 0.9)
+    return SequentialLR(one, [first, steps, last], [2, 6])
+
+
 COUNTING = {
     "Floor": lambda one: Floor(one, cosine),
     "MultiplicativeLR": lambda one: torchs.MultiplicativeLR(one, lambda step: 0.95),
@@ -96,26 +110,12 @@ COUNTING = {
     "ExponentialLR": lambda one: torchs.ExponentialLR(one, gamma=0.9),
     "PolynomialLR": lambda one: torchs.PolynomialLR(one, total_iters=9, power=2.0),
     "CosineAnnealingLR": lambda one: torchs.CosineAnnealingLR(one, T_max=4, eta_min=1e-3),
-    "CosineAnnealingWarmRestarts": lambda one: torchs.CosineAnnealingWarmRestarts(
-        one, T_0=2, T_mult=2
-    ),
-    "CyclicLR": lambda one: torchs.CyclicLR(
-        one, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="exp_range", gamma=0.9
-    ),
+    "CosineAnnealingWarmRestarts": lambda one: RESTARTS(one, T_0=2, T_mult=2),
+    "CyclicLR": lambda one: torchs.CyclicLR(one, **CYCLE),
     "OneCycleLR": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=20),
     "ChainedScheduler": chained,
-    "SequentialLR": lambda one: SequentialLR(
-        one, [LambdaLR(one, warm_up), LambdaLR(one, cosine)], milestones=[3]
-    ),
-    "SequentialLR of three": lambda one: SequentialLR(
-        one,
-        [
-            torchs.ConstantLR(one, 0.5, total_iters=2),
-            torchs.MultiStepLR(one, [1, 2]),
-            torchs.ExponentialLR(one, 0.9),
-        ],
-        [2, 6],
-    ),
+    "SequentialLR": of_two,
+    "SequentialLR of three": of_three,
 }
 every_scheduler = pytest.mark.parametrize(
     "build", FUNCTIONS_OF_THE_STEP.values(), ids=FUNCTIONS_OF_THE_STEP

@@ -15,7 +15,7 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import Room
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
-from adaptive_batch.training import ConfiguredSize, LimitChange, MicroBatchSizer, RecipeStep
+from adaptive_batch.training import ConfiguredSize, MicroBatchSizer, RecipeStep
 from adaptive_batch.training.sizing import ShrinkRequest
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
@@ -28,7 +28,7 @@ SAID = (
 
 
 class Squeezed(CountedMemory):
-    """A device that says what it has; `says` is False for one that cannot."""
+    """A device that says what it has, if it `says` it."""
 
     def __init__(self, *, says: bool = True) -> None:
         super().__init__(CPU)
@@ -57,9 +57,8 @@ class Run:
         def loss(batch):
             rows = len(batch["tokens"])
             if RESIDENT + rows * ROW > self.memory.total:
-                raise torch.OutOfMemoryError(
-                    SAID.format(asked=ROW, held=RESIDENT + (rows - 1) * ROW)
-                )
+                said = SAID.format(asked=ROW, held=RESIDENT + (rows - 1) * ROW)
+                raise torch.OutOfMemoryError(said)
             return model(batch["tokens"]).mean()
 
         row_loss = build_runner(
@@ -174,20 +173,14 @@ def test_what_longer_rows_allow_is_never_grown_over():
     try_longer(10)
     assert run.amount == 4
     run.steps(60)
-    assert [(change.before.amount, change.after.amount) for change in run.changes] == [
-        (32, 4),
-        (4, 10),
-    ]
-    assert run.amount == 10
+    changes = [(change.before.amount, change.after.amount) for change in run.changes]
+    assert changes == [(32, 4), (4, 10)]
+    # Upwards is described too.
+    change = run.changes[-1]
+    assert change.describe() == (
+        f"no out of memory in {change.good_steps} steps: micro-batch limit raised from 4 rows to 10"
+        " rows"
+    )
     try_longer(7)
     assert run.amount == 7
     assert set(run.steps(60)) == {7}
-
-
-def test_a_change_upwards_is_described():
-    change = LimitChange(MicroBatchLimit(4), MicroBatchLimit(8), good_steps=5)
-    assert change.grows
-    assert (
-        change.describe()
-        == "no out of memory in 5 steps: micro-batch limit raised from 4 rows to 8 rows"
-    )
