@@ -64,35 +64,30 @@ def test_what_was_compiled_since_the_last_call_is_told_with_its_cause():
     assert again[0].reason == "tensor 'tensor' size mismatch at index 0. expected 3, actual 5"
 
 
-def test_each_compilation_again_is_one_line_and_counted():
+@pytest.mark.parametrize(("sizes", "count"), [(range(3, 6), 2), (range(3, 14), 7)])
+def test_each_compilation_again_is_one_line_and_counted_and_the_last_says_that_it_is(sizes, count):
     events = []
 
     def event(kind, message, **facts):
         events.append((kind, message, facts))
 
     log = CompilationLog(compiled_decoder())
-    run(compiled(dynamic=False), 3, 4, 5)
+    run(compiled(dynamic=False), *sizes)
     log.log_new(event)
     log.log_new(event)
-    assert [kind for kind, _, _ in events] == ["recompiled"] * 2
-    assert log.num_again == 2
-    _, message, facts = events[-1]
-    assert message.startswith("doubled was compiled again in ")
-    assert message.endswith("expected 4, actual 5 (2 in this run)")
-    assert "\n" not in message
-    assert (facts["function"], facts["count"], facts["gives_up"]) == ("doubled", 2, False)
-
-
-def test_a_function_that_is_not_compiled_any_more_is_told():
-    events = []
-    log = CompilationLog(compiled_decoder())
-    run(compiled(dynamic=False), *range(3, 14))
-    log.log_new(lambda kind, message, **facts: events.append((message, facts)))
-    message, facts = events[-1]
-    assert message.startswith("doubled runs without the compiler from now on")
-    assert facts["gives_up"]
+    gives_up = count == 7
     # The first variant is none that was compiled again.
-    assert log.num_again == 7
+    assert log.num_again == count
+    assert {kind for kind, _, _ in events} == {"recompiled"}
+    _, message, facts = events[-1]
+    assert facts["gives_up"] == gives_up
+    if gives_up:
+        assert message.startswith("doubled runs without the compiler from now on")
+    else:
+        assert message.startswith("doubled was compiled again in ")
+        assert message.endswith("expected 4, actual 5 (2 in this run)")
+        assert "\n" not in message
+        assert (len(events), facts["function"], facts["count"]) == (2, "doubled", 2)
 
 
 def test_trials_may_have_any_number_of_variants():
@@ -205,8 +200,7 @@ def _no_automatic_collection():
 
 @pytest.mark.usefixtures("_no_automatic_collection")
 def test_what_compiling_leaves_in_cycles_is_freed_before_backward_and_else_nothing_is():
-    model = compiled_decoder()
-    is_freed = []
+    model, is_freed = compiled_decoder(), []
 
     def forward_backward(part):
         left = left_behind()

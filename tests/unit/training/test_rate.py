@@ -102,21 +102,14 @@ def test_one_that_follows_does_not():
     assert rate.describe() == "lr 2e-05 belongs to 4 rows a step, and is scaled by the rule sqrt"
 
 
-@pytest.mark.parametrize("rows", [-1, 2.5, math.nan, "8", None])
-def test_rows_that_are_no_number_of_rows_are_refused(rows):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    rate = AdaptiveRate(optimizer, lr_scaling="linear", reference_batch_size=8)
-    with pytest.raises(SettingError, match=r"^rows=.*set\(rows=\.\.\.\) of this step, a whole"):
-        rate.set(rows=rows)
-
-
-@pytest.mark.parametrize("optimizer", [None, [], "AdamW", [3]])
-def test_what_is_no_optimizer_is_refused(optimizer):
-    with pytest.raises(SettingError, match=r"^optimizer=.*give an optimizer, or a list of them"):
-        AdaptiveRate(optimizer)
-
-
-@pytest.mark.parametrize("state", [None, {}, {"clock": {}}])
-def test_a_state_that_is_none_of_a_rate_is_refused(state):
-    with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of a rate"):
-        rate_of().load_state_dict(state)
+def test_what_is_no_optimizer_no_number_of_rows_or_no_state_is_refused():
+    for optimizer in (None, [], "AdamW", [3]):
+        with pytest.raises(SettingError, match=r"^optimizer=.*give an optimizer, or a list of"):
+            AdaptiveRate(optimizer)
+    rate = rate_of(lr_scaling="linear", reference_batch_size=8)
+    for rows in (-1, 2.5, math.nan, "8", None):
+        with pytest.raises(SettingError, match=r"^rows=.*set\(rows=\.\.\.\) of this step, a whole"):
+            rate.set(rows=rows)
+    for state in (None, {}, {"clock": {}}):
+        with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of a rate"):
+            rate.load_state_dict(state)
