@@ -340,7 +340,12 @@ def test_looking_ahead_draws_nothing_from_a_sampler(sampler):
     assert orders[0] == orders[1]
 
 
-def test_a_sampler_may_take_fewer_rows():
+def test_the_order_of_a_sampler_is_taken_and_it_may_take_fewer_rows():
+    seen = train(growing(sampler=ByEpoch()))
+    for epoch in range(EPOCHS):
+        order = list(range(NUM_ROWS))
+        random.Random(epoch).shuffle(order)
+        assert rows_of_epoch(seen, epoch) == order
     subset = torch.utils.data.SubsetRandomSampler(range(10, 30))
     batches = AdaptiveBatches(Rows(), 6, sampler=subset)
     assert len(batches) == 4

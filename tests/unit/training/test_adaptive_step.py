@@ -403,6 +403,14 @@ def test_no_label_and_no_token_is_cut_from_source_and_target(batch, columns):
     assert widths[-1] == (columns or batch["attention_mask"].shape[1])
 
 
+@pytest.mark.parametrize("source", [SHORT, LONG])
+def test_without_a_mask_no_token_of_a_source_is_cut_that_is_longer_than_its_target(source):
+    batch = translation_batch(source, SHORT)
+    del batch["attention_mask"]
+    part = RowsOfBatch(batch).part([2, 3])
+    assert part["input_ids"].shape == part["labels"].shape == (2, max(source[2:]))
+
+
 def test_a_batch_may_keep_its_columns_and_names_the_treatment_of_each_key():
     batch = {**masked_batch(), "table": torch.eye(3)}
     rows = RowsOfBatch(batch)
@@ -431,13 +439,14 @@ def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
 
 POSITIONS = torch.cat([torch.arange(length) for length in (7, 2, 5, 3)])
 FLAT_TOKENS = torch.arange(17) % 11 + 1
+ENDS = torch.tensor([0, 7, 9, 14, 17])
+IN_ROW = {"input_ids": FLAT_TOKENS[None], "position_ids": POSITIONS[None]}
 PACKED = {
     "one row with positions": {"tokens": FLAT_TOKENS[None], "position_ids": POSITIONS[None]},
+    "with a mask": {**IN_ROW, "attention_mask": torch.ones(1, 17)},
+    "with ends of rows": {"input_ids": FLAT_TOKENS[None], "cu_seq_lens_q": ENDS.int()},
+    "without a dimension of rows": {"input_ids": FLAT_TOKENS, "cu_seqlens": ENDS},
     "positions without a dimension of rows": {"tokens": FLAT_TOKENS, "position_ids": POSITIONS},
-    "with ends of rows": {
-        "input_ids": FLAT_TOKENS[None],
-        "cu_seq_lens_q": torch.tensor([0, 7, 9, 14, 17], dtype=torch.int32),
-    },
 }
 IN_FRONT = torch.arange(17) - 8
 UNPACKED = {
@@ -489,6 +498,21 @@ def test_packed_rows_are_split_where_a_size_is_given_or_memory_runs_out(batch):
     step = AdaptiveStep(model, words(model, most=6), num_labels=num_tokens)
     with pytest.raises(DoesNotFitError, match=r"^one document of 7 tokens ran out of memory"):
         step(batch)
+
+
+def test_packed_rows_are_split_by_a_function_of_the_script():
+    model, rows = nn.Embedding(53, 4), FLAT_TOKENS.split([7, 2, 5, 3])
+
+    def split(batch):
+        def part(numbers):
+            return {"tokens": torch.cat([rows[number] for number in numbers])[None]}
+
+        return SplitBatch(4, part, lengths=list(map(len, rows)))
+
+    arguments = {"micro_batch_size": 2, "split": split, "num_labels": num_tokens}
+    step = AdaptiveStep(model, words(model), **arguments)
+    step(PACKED["one row with positions"])
+    assert step.num_micro_batches == 2
 
 
 @pytest.mark.parametrize(("tokens", "positions"), UNPACKED.values(), ids=UNPACKED)

@@ -166,6 +166,15 @@ def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
             scheduler.step()
 
 
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
+def test_the_rate_depends_on_the_clock_alone(clocks):
+    one = optimizer(0.1, 0.3)
+    rate = AdaptiveRate([one], LambdaLR(one, cosine))
+    for clock in clocks:
+        applied(rate, clock)
+    assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
+
+
 @every_scheduler
 @given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
 def test_nothing_accumulates(build, batches, rule):
