@@ -47,6 +47,25 @@ class Small(nn.Module):
         return self.head(x * self.scale)
 
 
+class ByColumn(torch.optim.Optimizer):
+    """An optimizer with one number of state for each column of a parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["by_column"] = parameter.new_full((parameter.shape[-1],), 0.125)
+                    state["step"] = torch.tensor(0.0)
+                state["by_column"].mul_(1.5)
+                state["step"] += 1
+                parameter.sub_(state["by_column"] * group["lr"])
+
+
 class Wide(nn.Sequential):
     """On two ranks torchao's 8-bit states are made of the second part of the first weight, and of
     both parts of the second.
@@ -289,7 +308,11 @@ def four_ranks(folder):
     newest_complete(*checkpoints_in(folder / "tied"))[0].load_into(
         {"model": tied_again.state_dict()}, process_group=group
     )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return {
+        "replicated": saved(folder / "replicated", group, mesh=mesh),
+        "replicated, loaded": whole(state_of(*loaded(folder / "replicated", group, mesh=mesh))),
+        "factored": factored(folder, group),
         "tied": whole(tied.state_dict()),
         "tied, loaded": whole(tied_again.state_dict()),
         "two by two": two_by_two(folder, group),
@@ -320,6 +343,17 @@ class Parallel(Small):
 
     def __init__(self):
         super().__init__(width=6)
+
+
+def factored(folder, group):
+    """Load, train and save an optimizer state whose shape is not its parameter's."""
+    trained = loaded(folder / "factored one", group, optimizer=ByColumn)
+    facts = {"one, loaded": whole(state_of(*trained))}
+    train(*trained[:2], steps=1)
+    facts["saved"] = whole(state_of(*trained))
+    with CheckpointManager(folder / "factored four", process_group=group) as points:
+        points.save(3, state_of(*trained), None)
+    return facts
 
 
 def two_by_two(folder, group):
@@ -373,6 +407,7 @@ def one(folder):
     return {
         "one": saved(folder / "one", None),
         "parallel": saved(folder / "parallel one", None, Parallel, groups=1),
+        "factored": saved(folder / "factored one", None, optimizer=ByColumn),
         "eight bits": saved(
             folder / "eight bits of one", None, Wide, optimizer=torchao.optim.AdamW8bit
         ),
@@ -442,6 +477,22 @@ def test_a_point_of_tensor_parallel_ranks_is_resumed_from_by_any(folder, one, fo
         whole(state_of(*loaded(folder / "two by two", None, Parallel, groups=1))),
         four[0]["two by two"]["saved"],
     )
+
+
+@pytest.mark.slow
+def test_ranks_that_replicate_shards_resume_and_one_process_reads_their_point(folder, four):
+    for facts in four:
+        assert_equal(facts["replicated, loaded"], four[0]["replicated"])
+    found = loaded(folder / "replicated", None)
+    assert_equal(whole(state_of(*found)), four[0]["replicated"])
+
+
+@pytest.mark.slow
+def test_states_of_another_shape_than_their_parameter_are_the_same_on_every_rank(folder, one, four):
+    for facts in four:
+        assert_equal(facts["factored"]["one, loaded"], one["factored"])
+    found = loaded(folder / "factored four", None, optimizer=ByColumn)
+    assert_equal(whole(state_of(*found)), four[0]["factored"]["saved"])
 
 
 @pytest.mark.slow

@@ -103,6 +103,34 @@ def searched(sync: bool) -> dict[str, Any]:
     return found
 
 
+def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
+    """Return the evaluation trials of ranks of which some exceed their budget in one."""
+    trained = Trained(sync=True)
+    before = trained.state()
+    exceeded = []
+
+    def exceed() -> None:
+        exceeded.append(True)
+        torch.empty(2**30, dtype=torch.uint8)
+
+    def evaluate(size: int) -> None:
+        trained.engine.try_evaluation(rows(size))
+
+    with trained.rehearsal(2**29) as trial:
+        alone = fitting(lambda: trial.evaluation(evaluate, 3))
+        trained.model.burden = {"forward": exceed} if distributed.rank() in failing else {}
+        fits = trial.evaluation(evaluate, 3).fits
+        trained.model.burden = {}
+        later = fitting(lambda: trial.evaluation(evaluate, 3))
+    after = trained.state()
+    return {
+        "fits": fits,
+        "exceeded": bool(exceeded),
+        "peaks": (alone, later),
+        "traces": [name for name, value in before.items() if value != after[name]],
+    }
+
+
 def everything() -> dict[bool, dict[str, Any]]:
     # A release collects garbage, and imported objects need not be traversed each time.
     gc.collect()
@@ -143,3 +171,13 @@ def test_trials_after_a_failed_one_have_the_same_peaks(ranks):
 def test_trials_leave_no_trace_on_any_rank(ranks):
     for facts in ranks:
         assert [found["traces"] for found in facts.values()] == [[], []]
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 1)], ids=str)
+def test_an_evaluation_that_exceeds_the_budget_of_one_rank_fits_on_none(failing):
+    for rank, found in enumerate(run_on_ranks(evaluated, 2, failing)):
+        assert found["exceeded"] == (rank in failing)
+        assert not found["fits"]
+        alone, later = found["peaks"]
+        assert later == pytest.approx(alone, abs=HELD_BYTES)
+        assert found["traces"] == []

@@ -9,6 +9,7 @@ from support.cli import OURS, figures, records, resume_run, same_weights
 from support.launch import launch
 from support.stops import stopped_after
 
+from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
@@ -181,6 +182,17 @@ def test_a_first_row_without_labels_does_not_prevent_packing(small):
 
 
 # --- planned
+
+
+def test_a_text_or_a_number_in_a_row_changes_nothing_under_torchtunes_collate(small):
+    ids = (*BASE, "dataset._component_=support.components.WithIds", "micro_batch_tokens=100")
+    packed = "micro_batch_layout=packed"
+    without = small.run_in_process(OURS, *BASE, "micro_batch_tokens=100", packed)
+    assert small.run_in_process(OURS, *ids, packed).losses == without.losses != []
+    with pytest.raises(SettingError, match=r"^micro_batch_tokens=100: rows have id, source, "):
+        small.run_in_process(
+            OURS, *ids, "collate_fn=torchtune.data.padded_collate_sft", "preview=True"
+        )
 
 
 @pytest.mark.slow

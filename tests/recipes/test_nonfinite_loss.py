@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support.cli import OURS, records, resume_run
+from support.stops import stopped_after
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from adaptive_batch.errors import NonfiniteLossError, SettingError
@@ -78,6 +79,21 @@ def test_an_epoch_of_which_every_step_is_skipped_is_an_error(small):
     assert not list(folder.glob("epoch_*"))
 
 
+def test_steps_that_were_skipped_before_a_run_was_resumed_count_in_its_epoch(small):
+    settings = (*SPOILED, f"{KEY}=skip", "save_every_n_steps=2")
+    whole = small.run_in_process(OURS, *settings, "loss.at=[1,2,3,4]")
+
+    def resume(at):
+        """Resume after step 4; the loss counts its calls from there."""
+        folder = stopped_after(whole, small, 4)
+        return resume_run(small, folder, *settings, f"loss.at={at}")
+
+    (event,) = records(resume("[2]"), "nonfinite_steps")
+    assert event["steps"] == 5
+    with pytest.raises(NonfiniteLossError, match="gradients of all 6 steps are not finite"):
+        resume("[1,2]")
+
+
 STOPS = (*SPOILED, "loss.at=[4]", f"{KEY}=stop", "save_every_n_steps=2")
 
 
@@ -101,3 +117,11 @@ def test_with_the_optimizer_in_backward_a_step_cannot_be_skipped(small):
         NonfiniteLossError, match=r"step 3: the loss is nan, .*the weights have been stepped by it"
     ):
         small.run_in_process(OURS, *SPOILED, "loss.at=[3]", *in_backward, f"{KEY}=stop")
+
+
+@pytest.mark.parametrize("lr", ["1e-3", "1e38"])
+def test_weights_that_the_last_step_has_ruined_are_reported(small, lr):
+    done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", f"optimizer.lr={lr}")
+    messages = [record["message"] for record in records(done, "nonfinite_weights")]
+    assert len(messages) == (lr == "1e38")
+    assert all(message.startswith("weights are nan or infinite") for message in messages)
