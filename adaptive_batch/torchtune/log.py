@@ -349,9 +349,6 @@ class TrainingLog:
         self._step_seconds += seconds
         self._tokens += result.tokens
         self._last_step = progress.steps
-        has_labels = result.micro_batches > 0
-        if has_labels:
-            self._last_loss = result.loss
         label_tokens = float(result.label_tokens)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
         record = result.record(
@@ -361,6 +358,8 @@ class TrainingLog:
             rates=rates,
             num_out_of_memory=num_out_of_memory,
         )
+        if record["loss"] is not None:
+            self._last_loss = record["loss"]
         record["tokens_per_second_per_gpu"] = trained_tokens / (
             seconds * distributed.data_parallel_size()
         )
@@ -373,7 +372,7 @@ class TrainingLog:
         self._record.step(**record)
         if progress.steps % self._metrics.every_n_steps == 0:
             metrics = {key: record[key] for key in record if key not in PLACE_OF_STEP}
-            if not has_labels:
+            if metrics["loss"] is None:
                 del metrics["loss"]
             self._metrics.log(metrics, step=progress.steps)
         self._bar.advance(f"{progress.epoch + 1}|{progress.steps}|Loss: {self._last_loss:.4f}")

@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
         num_out_of_memory: int,
     ) -> dict[str, Any]:
         """Return the record of the step in a run log; waits for the norm. Keys that are not in
-        :data:`PLACE_OF_STEP` are metrics.
+        :data:`PLACE_OF_STEP` are metrics. The loss of a step without a label is None.
 
         Args:
             progress: what training has consumed after the step.
@@ -79,7 +79,7 @@ class StepResult(NamedTuple):
             "rows": numbers,
             "asked": progress.batch,
             "seconds": round(seconds, 6),
-            "loss": self.loss,
+            "loss": self.loss if self.micro_batches else None,
             **rates,
             "batch_size": self.rows,
             "micro_batches": self.micro_batches,
@@ -128,19 +128,18 @@ class FullBatchLoss:
             rows: of the step, over all ranks.
 
         Returns:
-            The mean over the label tokens of a full batch if this step completes it, else None. A
-            step that is a full batch itself returns its own loss, to the bit.
+            The mean over the label tokens of a full batch if this step completes it and one of its
+            tokens has a label, else None. A step that is a full batch itself returns its own loss,
+            to the bit.
         """
         if self._seen == 0 and rows >= self.rows:
-            return loss
+            return loss if label_tokens else None
         self._seen += rows
         self._loss_sum += loss * label_tokens
         self._label_tokens += label_tokens
         if self._seen < self.rows:
             return None
-        mean = 0.0
-        if self._label_tokens:
-            mean = self._loss_sum / self._label_tokens
+        mean = self._loss_sum / self._label_tokens if self._label_tokens else None
         self._seen = 0
         self._loss_sum = 0.0
         self._label_tokens = 0.0

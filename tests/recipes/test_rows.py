@@ -95,6 +95,20 @@ def test_a_collate_function_may_make_the_labels_unless_rows_are_padded_before(sm
         small.run_in_process(OURS, *made, "pad_to_multiple_of=16")
 
 
+def test_a_step_without_a_label_has_no_loss(small):
+    lengths = [9, 1, 12, 1]  # the first token of a row has no label
+    keys = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={lengths}")
+    done = small.run_in_process(OURS, *keys, "batch_size=1", "epochs=1")
+    steps = records(done, "step")
+    assert sorted(step["rows"] for step in steps) == [[0], [1], [2], [3]]
+    assert all((step["loss"] is None) == (lengths[step["rows"][0]] == 1) for step in steps)
+    losses = [step["loss"] for step in steps if step["loss"] is not None]
+    assert [float(loss) for loss in done.losses] == losses
+    (end,) = records(done, "end")
+    assert f"loss {losses[-1]:.4f} in the last step" in end["message"]
+    assert audit(done.output_dir).problems == ()
+
+
 # --- rows that are not as long as the cache says
 
 COUNTED = [8 + row % 9 for row in range(32)]

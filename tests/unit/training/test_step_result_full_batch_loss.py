@@ -20,11 +20,10 @@ def test_each_step_counts_in_one_average_weighted_by_its_label_tokens(steps, row
         mean = meter.add(loss, label_tokens=labels, rows=size)
         open_steps.append((loss, labels, size))
         full = sum(size for *_, size in open_steps) >= rows
-        assert (mean is not None) == full
-        if full:
-            total = sum(labels for _, labels, _ in open_steps)
-            expected = (
-                sum(loss * labels for loss, labels, _ in open_steps) / total if total else 0.0
-            )
+        total = sum(labels for _, labels, _ in open_steps)
+        assert (mean is not None) == (full and total > 0)
+        if mean is not None:
+            expected = sum(loss * labels for loss, labels, _ in open_steps) / total
             assert mean == (loss if len(open_steps) == 1 else pytest.approx(expected))
+        if full:
             open_steps = []
