@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,44 @@ MOMENTS = {
 JUST_AFTER = 0.01
 MOST_PER_RUN = 10
 PAUSE = 0.0002
+
+
+def signal_ranks(
+    folder: Path,
+    aim: str,
+    ranks: Sequence[int],
+    *,
+    count: int = 1,
+    delay: float = 0.0,
+    number: signal.Signals = signal.SIGKILL,
+) -> Callable[[list[int]], None]:
+    """Return a function for ``launch(during=...)``, which sends a signal to ranks of the first
+    attempt when their run reaches a moment.
+
+    Args:
+        folder: where the run writes.
+        aim: a key of ``MOMENTS``.
+        ranks: that get the signal.
+        count: number of steps before the signal, of ``among steps``.
+        delay: seconds after the moment.
+        number: the signal.
+    """
+    sent: list[int] = []
+
+    def send(processes: list[int]) -> None:
+        if sent:
+            return
+        watch = Watchdog(folder)
+        while not watch.is_at(aim, count):
+            if not all(Path(f"/proc/{process}").exists() for process in processes):
+                return
+            time.sleep(PAUSE)
+        time.sleep(delay)
+        for rank in ranks:
+            os.kill(processes[rank], number)
+            sent.append(rank)
+
+    return send
 
 
 def overrides_of(setup: SmallSetup, way: str) -> tuple[str, ...]:
