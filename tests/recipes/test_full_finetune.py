@@ -113,7 +113,7 @@ def test_changes_since_the_checkpoint_are_logged(small, stopped):
     }
     with pytest.raises(
         SettingError,
-        match="optimizer_in_bwd=True: the optimizer's state in the checkpoint was saved with False",
+        match="optimizer_in_bwd=True: the checkpoint's optimizer state was saved with False",
     ):
         resume_run(small, stopped, "optimizer_in_bwd=True")
 

@@ -739,7 +739,7 @@ def test_what_cannot_be_searched_or_split_is_refused_with_the_key(tmp_path):
 
     with pytest.raises(
         SettingError,
-        match="micro_batch_tokens='auto': a stream, or several loaders, show no longest",
+        match="micro_batch_tokens='auto': the search needs one map-style training dataset",
     ):
         trained(
             AdaptiveTrainer,
