@@ -58,6 +58,11 @@ def _check_merges(key: str, value: object) -> None:
         raise SettingError(key, value, "merges are lines of text; give merges.txt")
 
 
+def _check_path(key: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise SettingError(key, value, "give a path")
+
+
 def _check_resume(key: str, value: object) -> None:
     if not isinstance(value, bool) and value != AUTO and not os.path.isdir(str(value)):
         remedy = "give True, False, auto, or a checkpoint's folder such as OUTPUT_DIR/step_100"
@@ -85,6 +90,8 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("model.lora_rank", check_whole),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
     ("resume_from_checkpoint", _check_resume),
+    ("checkpointer.recipe_checkpoint", _check_path),
+    ("checkpointer.adapter_checkpoint", _check_path),
 )
 
 
@@ -100,6 +107,10 @@ def _check_values(config: Mapping[str, Any]) -> None:
         # Null fails as late as text does.
         if isinstance(model, Mapping) and name in model:
             _check_positive(f"model.{name}", model[name])
+    checkpointer = config.get("checkpointer")
+    if checkpointer is not None:
+        for name in ("checkpoint_dir", "output_dir"):
+            _check_path(f"checkpointer.{name}", checkpointer.get(name))
     for name, value in config.items():
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, Mapping) and "_component_" in block:

@@ -114,9 +114,13 @@ def _norm(name: str, value: Any) -> float:
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
-    names = [value] if isinstance(value, str) and name == "resume_allow_changes" else value
+    names = value
+    example = "[tok_embeddings,output]"
+    if name == "resume_allow_changes":
+        names = [value] if isinstance(value, str) else value
+        example = "[dataset]"
     if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
-        raise SettingError(name, value, "give a list of names, such as [dataset]")
+        raise SettingError(name, value, f"give a list of names, such as {example}")
     return tuple(names)
 
 

@@ -12,12 +12,12 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from torch.distributed.checkpoint.stateful import Stateful
 
 from adaptive_batch import distributed
@@ -267,14 +267,25 @@ class RunFolder:
 
     def _refuse_removing_base(self, others: Mapping[str | None, list[Path]]) -> None:
         folders = [path.resolve() for paths in others.values() for path in paths]
-        for key in ("checkpoint_dir", "adapter_checkpoint"):
-            value = self._cfg.checkpointer.get(key)
-            if value and any(map(Path(value).resolve().is_relative_to, folders)):
+        for key, path in self._paths_read():
+            if any(map(path.resolve().is_relative_to, folders)):
                 remedy = (
                     "overwrite_output_dir=True would remove it, since an earlier run saved it in"
                     f" {self.path}; give another output_dir"
                 )
-                raise SettingError(f"checkpointer.{key}", value, remedy)
+                raise SettingError(key, str(path), remedy)
+
+    def _paths_read(self) -> Iterator[tuple[str, Path]]:
+        """Yield the keys and paths of the models and the tokenizer that the run begins with."""
+        for block in ("checkpointer", "ref_checkpointer", "teacher_checkpointer", "tokenizer"):
+            values = self._cfg.get(block) or {}
+            for key in ("checkpoint_dir", "adapter_checkpoint", "path"):
+                if isinstance(values.get(key), str):
+                    yield f"{block}.{key}", Path(values[key])
+            names = values.get("checkpoint_files")
+            # A block describes the files by a pattern.
+            for name in names if isinstance(names, ListConfig) else ():
+                yield f"{block}.checkpoint_files", Path(values.get("checkpoint_dir", ""), str(name))
 
     def _refuse_done(self, run: str) -> None:
         exports = [export for export in exports_in(self.exports_path) if export.run == run]

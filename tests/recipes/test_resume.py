@@ -344,16 +344,21 @@ def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, u
     assert went_on_from(folder) == "step_1"
 
 
-def test_the_base_of_a_run_is_not_removed_with_the_run_that_saved_it(small, whole):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpointer.checkpoint_dir", "{}"),
+        ("checkpointer.checkpoint_files", "[{}/model-00001-of-00001.safetensors]"),
+        ("tokenizer.path", "{}/vocab.json"),
+    ],
+)
+def test_what_a_run_begins_with_is_not_removed_with_the_run_that_saved_it(small, whole, key, value):
     folder = stopped_after(whole, small, 9)
-    weights = [path.name for path in (folder / "epoch_0").glob("*.safetensors")]
-    base = (
-        f"checkpointer.checkpoint_dir={folder / 'epoch_0'}",
-        f"checkpointer.checkpoint_files=[{','.join(weights)}]",
-        f"output_dir={folder}",
-    )
-    with pytest.raises(SettingError, match=r"^checkpointer.checkpoint_dir='.*epoch_0': overwrite_"):
-        small.run_in_process(OURS, *DROPOUT, *base, "overwrite_output_dir=True")
+    keys = [f"{key}={value.format(folder / 'epoch_0')}", f"output_dir={folder}"]
+    if key == "checkpointer.checkpoint_dir":
+        keys.append("checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]")
+    with pytest.raises(SettingError, match=rf"^{key}='.*epoch_0.*': overwrite_output_dir=True"):
+        small.run_in_process(OURS, *DROPOUT, *keys, "overwrite_output_dir=True")
     assert saves_in(folder) == ["epoch_0", "step_3", "step_6", "step_8", "step_9"]
 
 
