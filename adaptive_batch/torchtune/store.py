@@ -92,6 +92,11 @@ class RunFolder:
         points.sort(key=lambda point: (point.order, point.step))
         return points[-1].path if points else None
 
+    def newest_order(self) -> int:
+        """Return the order of the newest resume point of any run; 0 where there is none."""
+        complete, _ = checkpoints_in(self.path)
+        return max((point.order for point in complete), default=0)
+
     def remove_others(self, run: str) -> bool:
         """Remove the saves of other runs if this run has a save; return whether it has one."""
         is_exported = any(export.run == run for export in exports_in(self.exports_path))
@@ -525,6 +530,7 @@ class RunStore(Weights):
                 epoch=epoch,
                 run=self._run,
                 step=step,
+                order=self._folder.newest_order(),
                 ends_run=ends_run,
             )
 
@@ -532,11 +538,19 @@ class RunStore(Weights):
         self._remove_earlier_runs()
 
     def is_exported(self, epoch: int) -> bool:
-        """Return whether this run has exported the weights of an epoch; a collective."""
+        """Return whether this run has exported the weights of an epoch, which it has finished with
+        the resume point that it begins with; a collective.
+        """
+        point = self.found.point
+        assert point is not None
+        # A run that is asked to end saves once more after the export.
+        least = 0 if self.found.state.get("preempted") else point.order
 
         def is_there() -> bool:
-            exports = exports_in(self._folder.exports_path)
-            return any((export.epoch, export.run) == (epoch, self._run) for export in exports)
+            return any(
+                (export.epoch, export.run) == (epoch, self._run) and export.order >= least
+                for export in exports_in(self._folder.exports_path)
+            )
 
         return distributed.from_rank_zero(is_there)
 

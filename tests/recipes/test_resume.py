@@ -296,6 +296,20 @@ def test_an_export_of_another_run_does_not_replace_one_that_a_kill_prevented(sma
     assert same_weights(weights(folder / "epoch_0"), exported)
 
 
+def test_an_earlier_export_does_not_stand_for_one_that_a_kill_prevented(small, whole):
+    folder = stopped_after(whole, small, 16)
+    shutil.rmtree(folder / "step_16", ignore_errors=True)
+    other = ("resume_allow_changes=[optimizer.lr]", "optimizer.lr=1e-3", "keep_final_state=True")
+    again = small.fresh_folder()
+    shutil.copytree(folder, again, dirs_exist_ok=True)
+    resume_from(small, again, again / "step_9", SAVES, *DROPOUT, *other)
+    # Killed before its export, where the first pass has left one.
+    shutil.copytree(again / "step_16", folder / "step_16")
+    resume_run(small, folder, SAVES, *DROPOUT, *other)
+    assert same_weights(weights(folder / "epoch_1"), weights(again / "epoch_1"))
+    assert not same_weights(weights(folder / "epoch_1"), whole.weights(1))
+
+
 @pytest.mark.parametrize("asked", ["auto", False])
 def test_resume_points_of_another_version_are_not_mistaken_for_an_empty_folder(small, whole, asked):
     folder = stopped_after(whole, small, 6)
