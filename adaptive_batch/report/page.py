@@ -9,12 +9,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from adaptive_batch import __version__
-from adaptive_batch._util import atomic_write, count
+from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .auditing import audit_records
@@ -24,19 +24,18 @@ from .picture import (
     describe_bound,
     draw_picture,
     estimate_panels,
-    event_mark,
     mean_window,
     probe_panels,
     run_panels,
 )
-from .run_log import Run, last_run, read_records
+from .run_log import last_run, read_records
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-# Limit of table rows for one kind of event.
-_MOST_ROWS = 100
+# Number of first and of last events of one kind in the table.
+_MOST_ROWS = 50
 
 
 def write_report(output_dir: str | Path, *, output: str | Path | None = None) -> tuple[Path, Path]:
@@ -74,13 +73,17 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     records = read_records(folder / "run.jsonl") if has_log else []
-    run, num_other_runs = last_run(records)
+    run, _ = last_run(records)
     data = RunData.from_entries(run.entries)
+    settings: object = None
     for entry in run.entries:
         # A later `adaptive_probe` in the folder may have written another search.
         probe = entry.record.get("search", probe)
-    name = _printable(Path(output_dir).resolve().name)
-    panels, constants, missing = run_panels(data)
+        if entry.kind == "config":
+            settings = entry.record.get("settings")
+    # The name of a folder can be arbitrary bytes, and a record any text.
+    name = Path(output_dir).resolve().name.encode(errors="backslashreplace").decode()
+    panels = run_panels(data)
     picture = draw_picture(
         [
             *(estimate_panels(estimate) if estimate else ()),
@@ -90,25 +93,21 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         heading=name,
         events=sorted({mark for mark, _ in data.marks()}) if panels else (),
     )
-    notes = [f"The same in all steps: {', '.join(constants)}."] if constants else []
-    if has_log:
-        notes += _notes_of(run, num_other_runs)
-        notes.append(f"Not recorded: {', '.join(missing)}.")
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         version=__version__,
-        facts=run_facts(run, data, probe),
-        notes=notes,
+        facts=run_facts(data, probe),
         picture=base64.b64encode(picture).decode(),
         estimate=estimate,
-        settings=_settings_of(run),
+        settings=settings if isinstance(settings, dict) else {},
         proof=audit_records(records) if has_log else None,
-        events=list(_rows_of_events(run, data)),
+        events=list(_rows_of_events(data)),
+        most=_MOST_ROWS,
     )
-    _write(page, _printable(text))
+    _write(page, text.encode(errors="backslashreplace"))
     _write(page.with_suffix(".png"), picture)
     return page, page.with_suffix(".png")
 
@@ -133,89 +132,58 @@ def read_probe(path: Path) -> dict[str, Any] | None:
     return probe if isinstance(probe, dict) else None
 
 
-def run_facts(run: Run, data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
+def run_facts(data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the recorded facts of a run by name."""
-    counting = [entry for entry in run.entries if entry.counts]
-    steps = [entry.record for entry in counting if entry.kind == "step"]
-    starts = [entry.record for entry in run.entries if entry.kind == "start"]
-    facts: dict[str, float | str] = {}
-    if starts:
-        facts["rows"] = as_number(starts[-1].get("rows"))
-    if steps:
-        facts["epochs"] = as_number(steps[-1].get("epoch")) + 1
-        facts["steps"] = as_number(steps[-1].get("step"))
-        facts["samples"] = as_number(steps[-1].get("samples_seen"))
-        facts["tokens"] = as_number(steps[-1].get("tokens_seen"))
+    starts = [entry.record for entry in data.entries if entry.kind == "start"]
+    all_steps = [entry for entry in data.entries if entry.kind == "step"]
+    steps = [entry.record for entry in all_steps if entry.counts]
+    marks = [mark for mark, _ in data.marks()]
+    facts: dict[str, object] = {}
     if probe:
         facts["bound"] = describe_bound(probe)
-    for entry in run.entries:
-        if entry.kind == "reference_bound":
-            facts["bound of the reference"] = as_number(entry.record.get("max_batch_size"))
+    if starts:
+        facts |= {
+            "rows": starts[-1].get("rows"),
+            "steps": len(steps),
+            "time": _duration(data.seconds[-1]),
+            "restarts": marks.count("restarted"),
+            "steps rolled back": len(all_steps) - len(steps),
+            "steps without a finite loss": marks.count("loss not finite"),
+        }
     if steps:
-        facts["first batch"] = as_number(steps[0].get("batch_size"))
-        # The last step of an epoch may be short.
-        facts["last batch"] = max(as_number(step.get("batch_size")) for step in steps[-2:])
         window = mean_window(len(steps))
         losses = [as_number(step.get("loss")) for step in steps[-window:]]
         finite = [loss for loss in losses if math.isfinite(loss)]
-        if finite:
-            mean = f" (mean of {len(finite)} steps)" if len(finite) > 1 else ""
-            facts["final loss"] = f"{sum(finite) / len(finite):.4g}{mean}"
-    for entry in counting:
-        if "val_loss" in entry.record:
-            facts["final val_loss"] = f"{as_number(entry.record['val_loss']):.4g}"
-    if run.entries:
-        facts["time"] = _duration(data.seconds[-1])
-        facts["restarts"] = str(sum(event_mark(entry) == "restarted" for entry in run.entries))
-    if steps:
-        facts["out of memory"] = as_number(steps[-1].get("oom_count"))
-    if starts:
-        facts["began"] = _clock(as_number(starts[0].get("time")))
+        facts |= {
+            "epochs": as_number(steps[-1].get("epoch")) + 1,
+            "samples": steps[-1].get("samples_seen"),
+            "tokens": steps[-1].get("tokens_seen"),
+            "first batch": steps[0].get("batch_size"),
+            # The last step of an epoch may be short.
+            "last batch": max(as_number(step.get("batch_size")) for step in steps[-2:]),
+            "out of memory": steps[-1].get("oom_count"),
+            f"final loss (mean of {window})": f"{fmean(finite):.4g}" if finite else None,
+        }
+    for _, value in data.points("val_loss")[-1:]:
+        facts["final val_loss"] = f"{value:.4g}"
     texts = {
-        name: fact if isinstance(fact, str) else f"{fact:,.0f}" if math.isfinite(fact) else ""
+        name: fact if isinstance(fact, str) else f"{as_number(fact):,.0f}"
         for name, fact in facts.items()
     }
-    return {name: text for name, text in texts.items() if text}
+    return {name: text for name, text in texts.items() if text not in ("nan", "inf", "-inf")}
 
 
-def _notes_of(run: Run, num_other_runs: int) -> Iterator[str]:
-    """Yield notes on a run, one sentence each."""
-    if not any(entry.kind == "step" for entry in run.entries):
-        yield "No optimizer step is recorded."
-    if num_other_runs:
-        yield f"Only the last run of the file is shown; it has {num_other_runs} others."
-    lost = [entry.steps for entry in run.entries if event_mark(entry) == "loss not finite"]
-    if lost:
-        yield f"The loss is not finite from step {lost[0]:,} on, in {len(lost):,} steps."
-    rolled_back = [entry for entry in run.entries if entry.kind == "step" and not entry.counts]
-    if rolled_back:
-        yield f"{count(len(rolled_back), 'step', ',')} rolled back by restarts, not drawn."
-
-
-def _settings_of(run: Run) -> dict[str, Any]:
-    """Return the configuration in the record of the last start, or {}."""
-    recorded = [entry.record.get("settings") for entry in run.entries if entry.kind == "config"]
-    return recorded[-1] if recorded and isinstance(recorded[-1], dict) else {}
-
-
-def _rows_of_events(run: Run, data: RunData) -> Iterator[Sequence[str]]:
+def _rows_of_events(data: RunData) -> Iterator[Sequence[str]]:
     """Yield a table row for each event; of a very frequent kind, only the first and last ones."""
-    counts = Counter(entry.kind for entry in run.entries)
-    seen = Counter[object]()
-    half = _MOST_ROWS // 2
-    for entry, seconds in zip(run.entries, data.seconds, strict=True):
-        if entry.kind == "step":
-            continue
+    counts = Counter(entry.kind for entry in data.entries)
+    seen = Counter[str]()
+    for entry, seconds in zip(data.entries, data.seconds, strict=True):
         seen[entry.kind] += 1
-        is_in_the_middle = half < seen[entry.kind] <= counts[entry.kind] - half
-        if counts[entry.kind] <= _MOST_ROWS or not is_in_the_middle:
-            message = str(entry.record.get("message", ""))
+        is_shown = min(seen[entry.kind] - 1, counts[entry.kind] - seen[entry.kind]) < _MOST_ROWS
+        if is_shown and entry.kind != "step":
             rolled_back = "" if entry.counts else "(rolled back by a restart) "
-            kind = str(entry.kind)
-            yield f"{entry.steps:,}", _duration(seconds), kind, rolled_back + message
-        elif seen[entry.kind] == half + 1:
-            more = counts[entry.kind] - 2 * half
-            yield "", "", str(entry.kind), f"{more:,} more of this kind are in run.jsonl"
+            message = f"{rolled_back}{entry.record.get('message', '')}"
+            yield f"{entry.steps:,}", _duration(seconds), entry.kind, message
 
 
 def _require_libraries() -> None:
@@ -230,29 +198,10 @@ def _require_libraries() -> None:
         ) from None
 
 
-def _printable(text: str) -> str:
-    """Return a text with characters escaped that UTF-8 cannot encode."""
-    # The name of a folder can be arbitrary bytes.
-    return text.encode(errors="backslashreplace").decode()
-
-
 def _duration(seconds: float) -> str:
-    """Format a duration: 48 s, 2:05 min, 3:20:00 h."""
+    """Format a duration in hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    if minutes < 60:
-        return f"{minutes}:{rest:02d} min"
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
-
-
-def _clock(seconds: float) -> str:
-    """Format a timestamp in UTC; return "" if it is invalid."""
-    # The time in a log can be any number.
-    try:
-        return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    except (ValueError, OverflowError, OSError):
-        return ""
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _write(path: Path, content: str | bytes, *, key: str = "--output") -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median
@@ -30,7 +30,7 @@ EVENT_COLOURS = {"restarted": "#009e73", "out of memory": "#d55e00", "loss not f
 _MOST_LINES = 40
 # Larger values break the scaling of matplotlib's axes.
 _LARGEST = 1e100
-# (title, label of the y axis, labels of the metrics)
+# (title, label of the y axis, labels of the metrics); drawn if the first metric is recorded.
 _PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Rows per step", "rows", {"batch_size": "rows"}),
     ("Micro-batches per step", "micro-batches", {"micro_batches": "micro-batches"}),
@@ -40,7 +40,6 @@ _PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
         "loss per token",
         {"loss": "loss", "loss_per_full_batch": "mean of a full batch", "val_loss": "validation"},
     ),
-    ("Loss over time", "loss per token", {"loss": "loss"}),
     ("Padding", "share of tokens", {"padding_fraction": "padding"}),
     ("Speed", "label tokens/s, one device", {"tokens_per_second_per_gpu": "tokens/s"}),
     (
@@ -70,37 +69,9 @@ class Panel:
     draw: Callable[[Axes], None]
 
 
-@dataclass(frozen=True)
-class _Series:
-    """A metric over samples or minutes.
-
-    Attributes:
-        is_measured: True for noisy values, drawn with their mean; False for settings.
-    """
-
-    label: str
-    xs: Sequence[float]
-    ys: Sequence[float]
-    is_measured: bool
-
-    def draw(self, axes: Axes, colour: str) -> None:
-        """Draw the values, and the running mean of many measured ones."""
-        marker = "." if len(self.ys) < 25 else None
-        window = mean_window(len(self.ys))
-        if not self.is_measured:
-            style = {"label": self.label, "marker": marker, "drawstyle": "steps-pre"}
-            axes.plot(self.xs, self.ys, color=colour, **style)  # type: ignore[arg-type]
-        elif window == 1:
-            axes.plot(self.xs, self.ys, color=colour, label=self.label, marker=marker)
-        else:
-            axes.plot(self.xs, self.ys, color=colour, alpha=0.4, linewidth=0.8)
-            label = f"{self.label}, mean of {window}"
-            axes.plot(self.xs[window - 1 :], running_mean(self.ys, window), c=colour, label=label)
-
-
 @dataclass
 class RunData:
-    """Entries of a run with their places on the x axes.
+    """Entries of a run with the samples and the running time up to each of them.
 
     Attributes:
         entries: entries of the run.
@@ -134,24 +105,23 @@ class RunData:
             data.seconds.append(seconds)
         return data
 
-    def points(self, metric: str, *, over_time: bool = False) -> tuple[list[float], list[float]]:
-        """Return the finite values of a metric and their places in samples or minutes."""
-        xs = []
-        ys = []
-        for entry, samples, seconds in zip(self.entries, self.samples, self.seconds, strict=True):
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        """Return (samples, value) for each finite value of a metric."""
+        points = []
+        for entry, samples in zip(self.entries, self.samples, strict=True):
             value = as_number(entry.record.get(metric))
             is_event = metric == "val_loss" and entry.kind == "validation"
             if entry.counts and (is_event or entry.kind == "step") and abs(value) < _LARGEST:
-                xs.append(seconds / 60 if over_time else samples)
-                ys.append(value)
-        return xs, ys
+                points.append((samples, value))
+        return points
 
-    def marks(self, *, over_time: bool = False) -> Iterator[tuple[str, float]]:
-        """Yield the marked events and their places in samples or minutes."""
-        for entry, samples, seconds in zip(self.entries, self.samples, self.seconds, strict=True):
-            mark = event_mark(entry)
-            if mark is not None:
-                yield mark, seconds / 60 if over_time else samples
+    def marks(self) -> list[tuple[str, float]]:
+        """Return (mark, samples) for each marked event."""
+        marks = [
+            (event_mark(entry), samples)
+            for entry, samples in zip(self.entries, self.samples, strict=True)
+        ]
+        return [(mark, samples) for mark, samples in marks if mark is not None]
 
 
 def event_mark(entry: Entry) -> str | None:
@@ -165,53 +135,48 @@ def event_mark(entry: Entry) -> str | None:
     return "loss not finite" if entry.kind == "step" and entry.counts and not is_number else None
 
 
-def run_panels(data: RunData) -> tuple[list[Panel], list[str], list[str]]:
-    """Return the panels of a run.
-
-    Returns:
-        Panels with data, descriptions of constant metrics, and titles of metrics without data.
-    """
+def run_panels(data: RunData) -> list[Panel]:
+    """Return the panels of a run whose metrics are recorded."""
     panels = []
-    constants = []
-    missing = []
-    for title, y_label, metrics in _PANELS:
-        over_time = title.endswith("over time")
-        points = {metric: data.points(metric, over_time=over_time) for metric in metrics}
-        series = [
-            _Series(label, *points[metric], is_measured=metric in _MEASURED)
-            for metric, label in metrics.items()
-            if points[metric][1]
-        ]
-        # The batch size has its own panel.
-        if not series or (
-            len(metrics) > 1 and [each.label for each in series] == ["rows per step"]
-        ):
-            missing.append(title.lower())
-        elif len(metrics) == 1 and len(series[0].ys) > 1 and len(set(series[0].ys)) == 1:
-            constants.append(f"{title.lower()} {series[0].ys[0]:,g}")
-        else:
-            panels.append(Panel(title, _drawing(series, y_label, data, over_time=over_time)))
-    return panels, constants, missing
+    for title, y_label, labels in _PANELS:
+        series = {metric: points for metric in labels if (points := data.points(metric))}
+        if next(iter(labels)) in series:
+            panels.append(Panel(title, _drawing(series, labels, y_label, data.marks())))
+    return panels
 
 
 def _drawing(
-    series: Sequence[_Series], y_label: str, data: RunData, *, over_time: bool
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    labels: Mapping[str, str],
+    y_label: str,
+    marks: Sequence[tuple[str, float]],
 ) -> Callable[[Axes], None]:
+    """Return the drawing of metrics, of the means of measured ones, and of the marked events."""
+
     def draw(axes: Axes) -> None:
-        for colour, each in zip(_COLOURS, series, strict=False):
-            each.draw(axes, colour)
-        drawn = [y for each in series for y in each.ys]
+        for colour, (metric, points) in zip(_COLOURS, series.items(), strict=False):
+            xs, ys = zip(*points, strict=True)
+            is_measured = metric in _MEASURED
+            style: Any = {"color": colour, "drawstyle": "default" if is_measured else "steps-pre"}
+            window = mean_window(len(ys)) if is_measured else 1
+            if window > 1:
+                axes.plot(xs, ys, alpha=0.4, linewidth=0.8, **style)
+                label = f"{labels[metric]}, mean of {window}"
+                axes.plot(xs[window - 1 :], running_mean(ys, window), label=label, **style)
+            else:
+                marker = "." if len(ys) < 25 else None
+                axes.plot(xs, ys, label=labels[metric], marker=marker, **style)
+        drawn = [y for points in series.values() for _, y in points]
         # One value far above the others would flatten them.
         if min(drawn) > 0 and max(drawn) > 50 * median(drawn):
             axes.set_yscale("log")
         elif "loss" not in y_label:
             axes.set_ylim(bottom=min(0, *drawn))
-        marks = list(data.marks(over_time=over_time))
         for mark, colour in EVENT_COLOURS.items():
             places = [place for each, place in marks if each == mark]
             for place in places[:: len(places) // _MOST_LINES + 1]:
                 axes.axvline(place, color=colour, linewidth=0.8, linestyle=":", zorder=0.9)
-        axes.set_xlabel("minutes in which it ran" if over_time else "samples")
+        axes.set_xlabel("samples")
         axes.set_ylabel(y_label)
         if len(series) > 1:
             axes.legend()
@@ -220,45 +185,37 @@ def _drawing(
 
 
 def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
-    """Return the panels of a search: trials and speed of micro-batches."""
+    """Return the panel of the trials of a search, if it has any."""
     trials = probe.get("trials")
-    if not isinstance(trials, list):
-        return []
     budget_bytes = as_number(probe.get("budget_bytes"))
     budget = budget_bytes / _GIB if 0 < budget_bytes < 2**64 else math.nan
     points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for trial in trials:
+    for trial in trials if isinstance(trials, list) else ():
         rows = as_number(trial.get("batch_size")) if isinstance(trial, Mapping) else math.nan
         if math.isfinite(rows):
             peak = as_number(trial.get("peak_bytes")) / _GIB
             # An OOM has no peak; draw it at the budget.
             points[trial.get("fits") is True].append((rows, budget if math.isnan(peak) else peak))
-    if not any(points.values()):
-        return []
-    length = as_number(probe.get("sequence_length"))
-    of_tokens = f" of {length:.0f} tokens" if 1 < length < math.inf else ""
 
     def draw(axes: Axes) -> None:
-        for fits, label, marker, colour in (
-            (True, "fits", "o", _COLOURS[0]),
-            (False, "does not fit", "X", _COLOURS[1]),
+        for colour, fits, label, marker in (
+            (_COLOURS[0], True, "fits", "o"),
+            (_COLOURS[1], False, "does not fit", "X"),
         ):
             if points[fits]:
                 xs, ys = zip(*points[fits], strict=True)
-                axes.scatter(xs, ys, marker=marker, color=colour, label=label)
+                axes.scatter(xs, ys, color=colour, marker=marker, label=label)
         if budget > 0:
             allowed = f"{format_bytes(budget_bytes)} allowed"
             axes.axhline(budget, color=_COLOURS[-1], linestyle="--", label=allowed)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"rows{of_tokens} at once")
+        axes.set_xlabel("rows at once")
         axes.set_ylabel("peak memory (GiB)")
         axes.legend()
 
-    return [
-        Panel(f"Trials of the search: {describe_bound(probe)} rows fit", draw),
-        *_speed_panels(probe),
-    ]
+    title = f"Trials of the search: {describe_bound(probe)} rows fit"
+    return [Panel(title, draw)] if any(points.values()) else []
 
 
 def describe_bound(probe: Mapping[str, Any]) -> str:
@@ -266,31 +223,6 @@ def describe_bound(probe: Mapping[str, Any]) -> str:
     bound = as_number(probe.get("max_batch_size"))
     is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
     return f"{bound:,.0f}{'+' * is_at_maximum}" if 0 < bound < 10**9 else "no known"
-
-
-def _speed_panels(probe: Mapping[str, Any]) -> Iterator[Panel]:
-    speeds: dict[str, list[tuple[float, float]]] = {}
-    # A file of another version or an edited one has no speed panel.
-    try:
-        throughput = probe["throughput"]
-        for trial in throughput["trials"]:
-            point = float(trial["limit"]["amount"]), float(trial["tokens_per_second"])
-            speeds.setdefault(str(trial["kind"]), []).append(point)
-        unit = str(throughput["limit"]["unit"])
-        chosen = f"{throughput['kind']}, up to {throughput['limit']['amount']:,} {unit}"
-    except (KeyError, TypeError, ValueError):
-        return
-
-    def draw(axes: Axes) -> None:
-        for colour, (kind, points) in zip(_COLOURS, speeds.items(), strict=False):
-            axes.plot(*zip(*sorted(points), strict=True), color=colour, marker="o", label=kind)
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"{unit} at once")
-        axes.set_ylabel("real tokens/s")
-        axes.legend()
-
-    yield Panel(f"Speed of micro-batches: {chosen} chosen", draw)
 
 
 def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:

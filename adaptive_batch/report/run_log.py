@@ -149,11 +149,9 @@ def _locked(file: TextIO) -> bool:
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks.
-        return True
+    except OSError as error:
+        # Other errors come from a file system without locks.
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -176,7 +174,7 @@ class Entry:
     """
 
     record: Record
-    kind: object
+    kind: str
     steps: int
     counts: bool = True
 
@@ -197,12 +195,12 @@ class Run:
 
     def add(self, record: Record) -> None:
         """Add the next record; a start at an earlier step rolls back later records."""
-        kind = record.get("kind")
+        kind = str(record.get("kind"))
         steps = self.entries[-1].steps if self.entries else 0
         if kind == "step":
             steps = whole(record, "step") or 0
         elif kind == "start":
-            steps = steps_at(record)
+            steps = whole(progress_at(record), "steps") or 0
             self._roll_back(steps)
         elif kind == "epoch_restarted":
             steps = self._steps_before(whole(record, "epoch") or 0)
@@ -248,10 +246,10 @@ def last_run(records: Iterable[Record]) -> tuple[Run, int]:
     return run, len(others)
 
 
-def steps_at(start: Record) -> int:
-    """Return the optimizer steps before a start."""
+def progress_at(start: Record) -> Record:
+    """Return the progress at a start; empty if it is not recorded."""
     progress = start.get("progress")
-    return whole(progress, "steps") or 0 if isinstance(progress, Mapping) else 0
+    return progress if isinstance(progress, Mapping) else {}
 
 
 def whole(record: Record, name: str) -> int | None:

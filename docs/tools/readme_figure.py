@@ -26,9 +26,9 @@ def main(output_dir: str = "adaptive_batch_demo/tuned", picture: str | Path = PI
     """
     record = Path(output_dir) / "adaptive_batch"
     run, _ = last_run(read_records(record / "run.jsonl"))
-    panels, _, _ = run_panels(RunData.from_entries(run.entries))
+    panels = run_panels(RunData.from_entries(run.entries))
     rows = [panel for panel in panels if panel.title == "Rows per step"]
-    trials = probe_panels(read_probe(record / "probe.json") or {})[:1]
+    trials = probe_panels(read_probe(record / "probe.json") or {})
     sheet = draw_picture([*trials, *rows], heading="make demo")
     Path(picture).write_bytes(sheet)
 

@@ -162,7 +162,7 @@ def compare(folder: Path, whole: Path) -> dict[str, Any]:
         "validation": _largest_difference(ours, theirs, "val_loss"),
         "weights": relative,
         "largest": largest,
-        "verdict": audit(folder).lines[-1],
+        "audit": audit(folder).lines,
     }
 
 
