@@ -92,7 +92,9 @@ many_rows = st.integers(1, 100) | st.integers(2000, 9000)
 def test_a_computed_order_has_every_row_once(num_rows, order, shuffle, seed, epoch):
     state = torch.get_rng_state()
     arguments = {"seed": seed >> 23, "epoch": epoch // 2}
-    rows = computed(num_rows, order=order, shuffle=shuffle, **arguments)[:]
+    made = computed(num_rows, order=order, shuffle=shuffle, **arguments)
+    assert len(made) == num_rows
+    rows = made[:]
     assert torch.get_rng_state().equal(state)
     assert rows.dtype == torch.int64
     assert rows.sort().values.equal(torch.arange(num_rows))
