@@ -220,8 +220,13 @@ class LabelShares(Weighting[list[Any]]):
 
     def __init__(self, step: PartStep, rows: BatchSource) -> None:
         self._step = step
-        self._rows = rows.uncut() if step.check.keeps_columns else rows
+        self._given_rows = rows
         self.drop()
+
+    @property
+    def _rows(self) -> BatchSource:
+        # Memory may run out after the check has found that parts keep all columns.
+        return self._given_rows.uncut() if self._step.check.keeps_columns else self._given_rows
 
     def drop(self) -> None:
         """Free the parts, statistics and results of a failed attempt."""
@@ -258,19 +263,19 @@ class LabelShares(Weighting[list[Any]]):
             SettingError: the loss of the batch is not the sum of its parts' shares.
         """
         step = self._step
+        rows = self._rows
         own = plan.micro_batches
         # After an OOM here, this rank takes part in the collectives as one without rows.
-        batches = step.retry.prepare(lambda: [self._rows.part(each.rows) for each in own]) or []
+        batches = step.retry.prepare(lambda: [rows.part(each.rows) for each in own]) or []
         if plan.number == 1 and not step.counts_over_ranks:
-            self._parts = [Part(batch, self._rows.num_rows) for batch in batches] or [None]
+            self._parts = [Part(batch, rows.num_rows) for batch in batches] or [None]
         else:
             kept_columns = step.check.keeps_columns
             self._parts = self._parts_with_shares(plan, batches)
             if step.check.keeps_columns and not kept_columns:
-                self._rows = self._rows.uncut()
                 return self.begin(MicroBatchPlan.agreed(self.divide(), ends=plan.ends))
         if step.statistics.are_needed:
-            self._sums = step.statistics.of_batch(self._rows, self._parts, plan)
+            self._sums = step.statistics.of_batch(rows, self._parts, plan)
         return plan
 
     def _parts_with_shares(self, plan: MicroBatchPlan, batches: Sequence[Any]) -> list[Part | None]:
