@@ -99,12 +99,44 @@ class DocumentsOfBatch(BatchSource):
         return like_mapping(self._batch, some)
 
     def can_divide(self) -> bool:
-        """Return whether each value can be divided by documents."""
+        """Return whether each value can be divided by documents, and documents of several rows stay
+        apart in one row.
+        """
         try:
             self.part([0])
         except SettingError:
             return False
-        return True
+        return not any(
+            isinstance(value, torch.Tensor) and self._joins_documents(str(key), value)
+            for key, value in self._batch.items()
+        )
+
+    def _joins_documents(self, key: str, value: torch.Tensor) -> bool:
+        """Return whether documents of several rows may see each other by a value in one row."""
+        rows, columns = self._shape
+        begins = torch.tensor([begin for begin, _ in self._spans], device=value.device)
+        if self._is_square_mask(key, value):
+            hidden = _hidden_in(value)
+            row, column = begins // columns, begins % columns
+            if bool((value[row, ..., column, column] == hidden).any()):
+                return True
+            is_begin = torch.zeros(rows * columns, dtype=torch.int32, device=value.device)
+            is_begin[begins] = 1
+            numbers = is_begin.view(rows, columns).cumsum(1)
+            return any(
+                bool(((own != hidden) & (of_row[:, None] != of_row)).any())
+                for own, of_row in zip(value, numbers, strict=True)
+            )
+        is_known = key in (*_TOKENS, *_POSITIONS, "labels", "seq_idx", "attention_mask")
+        if is_known or value.shape != self._shape or value.is_floating_point():
+            return False
+        # Numbers of documents under another name begin again in each row, and each has one run.
+        flat = value.flatten()
+        inner = begins[begins % columns > 0]
+        if not len(inner) or not bool((flat[inner] != flat[inner - 1]).all()):
+            return False
+        have_one_run = all(len(row.unique_consecutive()) == len(row.unique()) for row in value)
+        return have_one_run and len(flat[begins].unique()) < self.num_rows
 
     def dummy(self) -> Any:
         """Return the document that has most labels, as the mean of none is no number."""
@@ -180,7 +212,7 @@ class DocumentsOfBatch(BatchSource):
         """
         rows, columns = self._shape
         shape = value.shape
-        if "mask" in key and shape[-2:] == (columns, columns):
+        if self._is_square_mask(key, value):
             if rows == 1:
                 return self._along(-1, self._along(-2, value, documents), documents)
             return self._blocks(value, documents) if shape[:1] == (rows,) else None
@@ -196,6 +228,11 @@ class DocumentsOfBatch(BatchSource):
             return self._along(-1, value.flatten(-2)[..., None, :], documents)
         return None
 
+    def _is_square_mask(self, key: str, value: torch.Tensor) -> bool:
+        rows, columns = self._shape
+        has_rows = rows == 1 or value.dim() > 2
+        return "mask" in key and has_rows and value.shape[-2:] == (columns, columns)
+
     def _along(self, axis: int, value: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
         spans = [self._spans[number] for number in documents]
         # Documents that lie side by side are a view.
@@ -207,7 +244,7 @@ class DocumentsOfBatch(BatchSource):
     def _blocks(self, mask: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
         """Return the mask of documents from several rows, which see nothing of each other."""
         num_tokens = sum(self._lengths[number] for number in documents)
-        blocks = mask.new_full((1, *mask.shape[1:-2], num_tokens, num_tokens), mask.min().item())
+        blocks = mask.new_full((1, *mask.shape[1:-2], num_tokens, num_tokens), _hidden_in(mask))
         last = 0
         for number in documents:
             row, first = divmod(self._spans[number][0], self._shape[1])
@@ -243,8 +280,11 @@ def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
     which begin again as the first document of the row does; of a single row an ``attention_mask``
     with numbers above 1, those of documents. By positions and by a mask, padding at the end belongs
     to the last document, and by positions a document of one token to the one before it. Several
-    rows without labels, or with a value of another size, such as one for each row, are divided by
-    rows.
+    rows are divided by rows without labels, with a value of another size, such as one for each row,
+    or if documents may see each other, in their row or in one of several rows: beside positions a
+    mask shows padding alone, a row begins with another position than the smallest, a mask of
+    tokens x tokens does not hide each document from others, or other numbers of documents begin
+    again in each row.
     """
     tokens = _tokens_of(batch) if isinstance(batch, Mapping) else None
     if not isinstance(tokens, torch.Tensor) or tokens.is_nested or tokens.dim() not in (1, 2):
@@ -280,6 +320,15 @@ def _has_numbers(mask: torch.Tensor) -> bool:
     return not mask.is_floating_point() and mask.dim() == 2 and int(mask.max()) > 1
 
 
+def _hidden_in(mask: torch.Tensor) -> float:
+    """Return the value of a mask where a token does not see another one."""
+    least, most = mask.min().item(), mask.max().item()
+    if mask.dtype == torch.bool or least < most:
+        return least if least < most else 0
+    # A mask that hides nothing multiplies by 1, or adds 0.
+    return torch.finfo(mask.dtype).min if not most and mask.is_floating_point() else 0
+
+
 def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[list[list[int]], str]:
     """Return where documents end in each row, nothing where the batch does not show it; and why
     they cannot be divided.
@@ -287,7 +336,11 @@ def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[lis
     found: list[list[list[int]]] = []
     for key, value in batch.items():
         if str(key).startswith(_ENDS) and (isinstance(value, list) or is_array(value)):
-            numbers = torch.as_tensor(value)
+            try:
+                numbers = torch.as_tensor(value)
+            except (TypeError, ValueError):
+                # A list for each row, which has as many as the row has documents.
+                return [], ""
             if num_rows > 1 and numbers.shape[:-1] != (num_rows,):
                 return [], ""
             # Some are filled up with a negative number.
@@ -319,13 +372,19 @@ def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.T
     numbers = _table(batch, "seq_idx", num_rows, columns)
     if numbers is not None:
         return _changes(numbers)
+    mask = _table(batch, "attention_mask", num_rows, columns)
+    if num_rows > 1 and mask is not None and not _has_numbers(mask):
+        # By a mask of padding alone, documents of a row see each other.
+        return None
     begins = None
     for positions in (_table(batch, key, num_rows, columns) for key in _POSITIONS):
         if positions is not None and begins is None:
             first = positions[:, :1]
+            if num_rows > 1 and bool((first != positions.min()).any()):
+                # A row goes on with a document, so that in a part it may follow another one.
+                return None
             is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
             begins = functional.pad(is_begin & (is_begin.cumsum(1) > 1), (0, 1))
-    mask = _table(batch, "attention_mask", num_rows, columns)
     has_begins = begins is not None and bool(begins.any())
     if not has_begins and num_rows == 1 and mask is not None and _has_numbers(mask):
         return _changes(mask)

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packed_batches import FORMS, FORMS_IN_ROWS, Attends, flat, nested, numbers_of, row_of
+from support.packed_batches import (
+    FORMS,
+    FORMS_IN_ROWS,
+    VOCABULARY,
+    Attends,
+    flat,
+    nested,
+    numbers_of,
+    row_of,
+)
 
 from adaptive_batch import AdaptiveStep, SettingError
 from adaptive_batch.training.documents import documents_of
@@ -120,6 +129,74 @@ def test_documents_of_one_token_are_told_by_their_numbers():
     expected, _ = gradients(Attends(), batch)
     found, _ = gradients(Attends(), batch, micro_batch_size=1)
     assert (found - expected).abs().max() < 1e-12
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
+NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+ONE_EACH = torch.zeros(2, 6, dtype=torch.int64)
+SAME = NUMBERS[:, None, :, None] == NUMBERS[:, None, None]
+CAUSAL = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("values", "num_documents"),
+    {
+        "a row goes on with a document": (
+            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [3, 4, 5, 6, 7, 8]])},
+            None,
+        ),
+        "rows go on with documents": (
+            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [3, 4, 0, 1, 3, 4]])},
+            None,
+        ),
+        "numbers by another name": ({"position_ids": POSITIONS, "document_ids": NUMBERS}, None),
+        "numbers of the batch": (
+            {"position_ids": POSITIONS, "document_ids": NUMBERS + torch.tensor([[0], [2]])},
+            4,
+        ),
+        "a mask of padding": (
+            {"position_ids": POSITIONS, "attention_mask": torch.ones_like(POSITIONS)},
+            None,
+        ),
+        "a numbered mask": ({"position_ids": POSITIONS, "attention_mask": NUMBERS + 1}, 4),
+        "a mask that hides": ({"position_ids": POSITIONS, "attention_mask": SAME & CAUSAL}, 4),
+        "a mask that adds": (
+            {"position_ids": POSITIONS, "attention_mask": (~SAME).float() * -1e9},
+            4,
+        ),
+        "a mask of what is hidden": ({"position_ids": POSITIONS, "attention_mask": ~SAME}, None),
+        "a mask that hides nothing": ({"seq_idx": ONE_EACH, "attention_mask": SAME | True}, 2),
+        "a mask that adds nothing": ({"seq_idx": ONE_EACH, "attention_mask": SAME * 0.0}, 2),
+        "a causal mask": ({"position_ids": POSITIONS, "attention_mask": CAUSAL}, None),
+        "lists of ends": ({"cu_seqlens": [[0, 3, 6], [0, 2, 4, 6]]}, None),
+        "tensors of ends": ({"cu_seqlens": [torch.tensor([0, 3, 6]), torch.tensor([0, 6])]}, None),
+    }.values(),
+)
+def test_rows_are_divided_where_documents_of_one_row_may_see_each_other(values, num_documents):
+    tokens = torch.randint(VOCABULARY, (2, 6))
+    documents = documents_of({"input_ids": tokens, "labels": tokens.roll(-1, 1), **values})
+    assert (documents and documents.num_rows) == num_documents
+
+
+@pytest.mark.parametrize("mask", [SAME | True, SAME * 0.0, SAME * 0.0 + 1, SAME.int() * 0 + 1])
+def test_documents_do_not_see_each_other_by_a_mask_that_hides_nothing(mask):
+    tokens = torch.randint(VOCABULARY, (3, 6))
+    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), "seq_idx": tokens * 0}
+    mask = torch.cat([mask, mask[:1]])
+    part = documents_of({**batch, "attention_mask": mask}).part([0, 2])["attention_mask"][0, 0]
+    assert (part[:6, :6] == mask[0, 0]).all()
+    assert (part[6:, 6:] == mask[0, 0]).all()
+    hidden = torch.finfo(torch.float32).min if not mask.any() else 0
+    assert (part[:6, 6:] == hidden).all()
+    assert (part[6:, :6] == hidden).all()
+
+
+def test_a_numbered_mask_of_as_many_rows_as_columns_is_divided_by_tokens():
+    numbers = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1]])
+    tokens = torch.randint(VOCABULARY, (3, 3))
+    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), "seq_idx": numbers}
+    part = documents_of({**batch, "attention_mask": numbers}).part([1, 2, 3])
+    assert part["attention_mask"].tolist() == [[1, 2, 3, 3]]
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
