@@ -147,7 +147,7 @@ class StepOptions:
         """Log a change of a limit, and report it as an event of a kind."""
         text = prefix + change.describe()
         if distributed.is_rank_zero():
-            log.log(logging.INFO if change.grows else logging.WARNING, "%s", text)
+            log.warning("%s", text)
         self.report(kind, text, prints=False, **change.facts())
 
     def check_of_step(self) -> None:

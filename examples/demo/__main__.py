@@ -121,7 +121,7 @@ def main() -> None:
         f"$ PYTHONPATH={shlex.quote(os.path.relpath(EXAMPLES))} {shlex.join(command)}", flush=True
     )
     printed = Path(cfg.demo_dir) / f"{Path(cfg.output_dir).name}.log"
-    minutes = "a minute" if arguments.dpo else "two minutes"
+    minutes = "a minute" if arguments.dpo else "two to five minutes"
     print(f"This takes about {minutes} on two cores. All that it prints is in {printed}.\n")
     status = run_and_show([_installed("tune"), *command[1:]], {"PYTHONPATH": path}, printed)
     if status:
@@ -228,7 +228,7 @@ def next_steps(directory: str, output_dir: Path) -> str:
             f'{tune} run adaptive_probe --config demo_cpu{where} "probe.sequence_lengths=[64,128]"'
         ),
         "each row once an epoch": f"{ours} audit {shlex.quote(str(output_dir))}",
-        "your own config, see the README": (
+        "your own config, as docs/torchtune.md says": (
             f"{tune} cp qwen2/0.5B_full_single_device my_qwen2.yaml"
         ),
     }
