@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -135,8 +135,8 @@ class DocumentsOfBatch(BatchSource):
         inner = begins[begins % columns > 0]
         if not len(inner) or not bool((flat[inner] != flat[inner - 1]).all()):
             return False
-        have_one_run = all(len(row.unique_consecutive()) == len(row.unique()) for row in value)
-        return have_one_run and len(flat[begins].unique()) < self.num_rows
+        have_one_run = all(len(list(groupby(row))) == len(set(row)) for row in value.tolist())
+        return have_one_run and len(set(flat[begins].tolist())) < self.num_rows
 
     def dummy(self) -> Any:
         """Return the document that has most labels, as the mean of none is no number."""
