@@ -127,7 +127,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _setup_log(self) -> None:
         self.store.begin(self.resumed.name)
         self.log.open()
-        self.log.starts(self.resumed, replaces=self.store.replaces)
+        self.log.start(self.resumed, replaces=self.store.replaces)
         self.log.changes(self.resumed, without_effect=self.job.without_effect)
         if self.watch and self.resumed.lost:
             self.watch.call_at_end(
@@ -161,7 +161,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _setup_rate(self) -> None:
         """Plan the first epoch, and schedule the learning rate over the remaining steps."""
         self.batches.begin_epoch()
-        self.log.too_short()
+        self.log.cut_step()
         ahead = self.preview.plan_remaining()
         self.monitor = self.log.monitor(
             self.trainer,
@@ -177,7 +177,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
         self.rate = self.saver.keep("learning_rate", rate)
         if self.resumed.saved:
-            self.log.whose_rate(self.rate.base)
+            self.log.kept_rate(self.rate.base)
         self.log.epoch(self.batches, self.rate)
         self.log.rate_and_stages(self.rate, self.preview, ahead, self.resumed.saved)
         self.trainer.record_collectives()
@@ -200,6 +200,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.event("nothing_to_train", message)
         with self.saver.preemption:
             for epoch in range(first_epoch, epochs):
+                # Rows that were read ahead belong to the last epoch.
                 self.data.dataset.expect([])
                 if epoch == first_epoch:
                     batches = self.resumed.begin_reading(self.loader, self.batches.progress)
@@ -214,12 +215,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.save_checkpoint(epoch=epoch)
         self.store.close()
         if first_epoch < epochs:
-            self.log.ends(self.batches.progress)
+            self.log.end(self.batches.progress)
         self.profiler.stop()
 
     def _train_step(self, rows: list[Any]) -> None:
         """Run one optimizer step on the rows of this rank."""
         step = self.batches.oldest
+        # Read the next step's rows while the device is busy.
         self.data.dataset.expect(step.following)
         self.profiler.begin_step(step.progress)
         if self.watch:
@@ -228,11 +230,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # With several ranks, the longest row was tried before training.
             self.limit_finder.try_longer(self.trainer, self.batches, rows)
 
-        # The learning rate follows schedule and batch within `optimizer.step()`.
+        # Set the scheduled learning rate; `optimizer.step()` scales it by the size of the step.
         size = self.batches.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
         rates = self.rate.apply(step.progress, batch=size)
 
-        # Forward and backward of all micro-batches; the gradients are scaled and clipped.
+        # Run forward and backward of all micro-batches, then scale and clip the gradients.
         result = self.trainer.forward_backward(
             rows,
             step,
@@ -241,7 +243,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             measures_noise=self.monitor.measures_noise(step),
         )
         if not self.monitor.drops(step, result, lr=rates["lr"]):
-            # The optimizer's step, and zero_grad.
+            # Run `optimizer.step()` and `zero_grad()`.
             self.trainer.step()
 
         measured = self.monitor.add(step, result)

@@ -218,12 +218,12 @@ class _Batch:
         self._module: LightningModule = trainer.lightning_module
         self.clear_gradients = self._loop._make_zero_grad_fn(batch_idx, optimizer)
         self._backward = self._loop._make_backward_fn(optimizer)
-        self._restore_metrics = _metric_states(self._module)
+        self._restore_metrics = _save_metric_states(self._module)
 
     def run(self, part: Part) -> _Result | None:
         """Run a micro-batch; return None and undo its metrics for a trial or a dummy."""
         if part.is_trial or not part.share:
-            restore_metrics = _metric_states(self._module)
+            restore_metrics = _save_metric_states(self._module)
             self._run(part)
             restore_metrics()
             return None

@@ -53,15 +53,17 @@ def log_calls(
         log: function that logs values by name.
         logged: weight and ``log`` calls of each micro-batch.
     """
-    alike: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
+    # Calls of different parts match if they have the same position and the same names.
+    matching: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
     for weight, calls in logged:
-        for number, call in enumerate(calls):
-            alike[number, tuple(call)].append((weight, call))
-    for (_, names), pairs in alike.items():
-        weights, calls = zip(*pairs, strict=True)
+        for position, values in enumerate(calls):
+            names = tuple(values)
+            matching[position, names].append((weight, values))
+    for (_, names), pairs in matching.items():
+        weights, values_of_parts = zip(*pairs, strict=True)
         log(
             {
-                name: _over_parts_by_name(name, [call[name] for call in calls], weights)
+                name: _reduce_by_name(name, [values[name] for values in values_of_parts], weights)
                 for name in names
             }
         )
@@ -84,4 +86,4 @@ def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str 
         if 1 < len(new) <= len(weights) and all(map(_is_number, new)):
             # If only some micro-batches appended a number, their weights are unknown.
             own_weights = weights if len(new) == len(weights) else [1.0] * len(new)
-            lists[-len(new) :] = [_over_parts_by_name(name, new, own_weights)]
+            lists[-len(new) :] = [_reduce_by_name(name, new, own_weights)]

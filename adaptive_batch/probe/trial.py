@@ -289,13 +289,18 @@ class DryRun:
         Returns:
             The phase that did not fit, or None, and the peaks of the phases before it.
         """
-        phases: list[tuple[str, Callable[[], object]]] = [(self._row, self._run_fewest)] * 2
+
+        def run_fewest() -> None:
+            self._forward_backward(self._fewest)
+
+        fewest = (self._row, run_fewest)
+        phases: list[tuple[str, Callable[[], object]]] = [fewest, fewest]
         if not self._in_backward:
-            phases.insert(1, ("the optimizer's step", self._step))
+            phases = [fewest, ("the optimizer's step", self._step), fewest]
         peaks: list[int] = []
         for phase, run in phases:
             start = time.perf_counter()
-            is_fewest = run == self._run_fewest
+            is_fewest = run is run_fewest
             # The first rows record the collectives of the ranks.
             usage = self._measure(
                 run, phase, within=budget_bytes, prepare=is_fewest, is_first=is_fewest
@@ -307,12 +312,9 @@ class DryRun:
                 return phase, peaks
             if usage.peak_bytes is not None:
                 peaks.append(usage.peak_bytes)
-            if run == self._step:
+            if not is_fewest:
                 self.optimizer_peak_bytes = usage.peak_bytes
         return None, peaks
-
-    def _run_fewest(self) -> None:
-        self._forward_backward(self._fewest)
 
     # --- measuring --------------------------------------------------------------------------------
 

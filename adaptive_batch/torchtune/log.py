@@ -206,7 +206,7 @@ class TrainingLog:
         event(
             "config",
             f"the configuration is in {self._config_path}",
-            settings=_what_is_run(self._job),
+            settings=_report_head(self._job),
         )
         if run.begins_epoch_again:
             message = (
@@ -239,8 +239,8 @@ class TrainingLog:
                 "on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again"
             )
 
-    def too_short(self) -> None:
-        """Log a step that asks for more rows than the dataset has."""
+    def cut_step(self) -> None:
+        """Log that a step is cut to the rows of a smaller dataset."""
         settings = self._settings
         num_rows = len(self._data.dataset)
         global_rows = settings.step_rows * self._job.ranks
@@ -249,8 +249,8 @@ class TrainingLog:
             message = f"a step of {global_rows} rows is cut to {rows}: the dataset has no more"
             self.event("no_effect", message)
 
-    def whose_rate(self, saved: float) -> None:
-        """Log where the checkpoint's learning rate is not the configured one."""
+    def kept_rate(self, saved: float) -> None:
+        """Log that a checkpoint's learning rate is kept instead of another configured one."""
         configured = self._cfg.optimizer.get("lr")
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} is kept"
@@ -342,8 +342,16 @@ class TrainingLog:
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:
-        """Write down a step of the rows that have these numbers, after which progress is as given,
-        and log its metrics; its time ends here.
+        """Write a finished step to the run log, and its metrics to the metric logger; stop its
+        clock.
+
+        Args:
+            result: result of the step.
+            progress: progress after the step.
+            rates: learning rate and other scaled values of the optimizer in the step, by name.
+            numbers: numbers of the step's rows in the dataset.
+            num_out_of_memory: out-of-memory errors of the run so far.
+            full_batch_loss: mean of the loss over the rows of a full batch, which the step joins.
         """
         seconds = time.perf_counter() - self._step_began
         self._step_seconds += seconds
@@ -363,9 +371,9 @@ class TrainingLog:
         record["tokens_per_second_per_gpu"] = trained_tokens / (
             seconds * distributed.data_parallel_size()
         )
-        full = full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)
-        if full is not None:
-            record["loss_per_full_batch"] = full
+        full_loss = full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)
+        if full_loss is not None:
+            record["loss_per_full_batch"] = full_loss
         if self._settings.measures_noise and progress.noise_scale is not None:
             record["gradient_noise_scale"] = progress.noise_scale
         record.update(self._metrics.memory())

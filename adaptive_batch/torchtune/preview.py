@@ -249,18 +249,17 @@ class TrainingPreview:
         return text, record
 
     def show(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> None:
-        """Print the keys that have no effect, and the preview of :meth:`alone`, on rank zero."""
-        text = self.alone(limit_finder, sizer)
+        """Print the keys that have no effect, and the preview of :meth:`describe`, on rank zero."""
+        text = self.describe(limit_finder, sizer)
         if distributed.is_rank_zero():
             print(*self._job.without_effect.values(), text, sep="\n")
 
-    def alone(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> str:
-        """Return the preview of a run that neither searches nor trains, below changes since the
-        checkpoint.
+    def describe(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> str:
+        """Return the changes since the checkpoint and the plan of training, without a search.
 
         Args:
-            limit_finder: source of a known maximum batch size.
-            sizer: sizer that takes it.
+            limit_finder: returns the maximum batch size if an earlier search found it.
+            sizer: sizer that the maximum is set on.
         """
         settings = self._settings
         resumed = self._resumed
@@ -281,7 +280,9 @@ class TrainingPreview:
         if "optimizer.lr" not in settings.saving.resume_allow_changes:
             configured = resumed.saved.get("base_rate", configured)
         if configured is None:
-            lines.append("optimizer.lr is not configured: rates are shown as parts of it")
+            lines.append(
+                "optimizer.lr is not configured: learning rates are shown as multiples of it"
+            )
         text, _ = self.table(self.plan_remaining(), base_rate=float(configured or 1.0))
         return "\n".join([*lines, text])
 

@@ -248,9 +248,9 @@ class ResumedRun:
         if kept != now[_KEPT]:
             # Settings without effect must still have valid names.
             self._job.check_optimizer()
-            configured = _shown(_KEPT, now, saved)
+            configured = _differing_part(_KEPT, now, saved)
             defaults = _defaults_of(str(cfg.optimizer._component_), configured)
-            self._ignored["optimizer"] = (configured, defaults | _shown(_KEPT, saved, now))
+            self._ignored["optimizer"] = (configured, defaults | _differing_part(_KEPT, saved, now))
             own = {key: value for key, value in cfg.optimizer.items() if key in _IGNORED}
             cfg.optimizer = {**kept, **own}
             now[_KEPT] = kept
@@ -412,7 +412,7 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
             or ReferenceBatch(settings.step_rows * job.ranks, "rows")
         ),
         "shuffle": bool(job.cfg.shuffle),
-        "dataset": _name_of_rows(job, data),
+        "dataset": _fingerprint_rows(job, data),
         "rows": len(data.dataset),
         _KEPT: {key: value for key, value in plain["optimizer"].items() if key not in _IGNORED},
     }
@@ -428,9 +428,10 @@ def compare(
         SettingError: a key differs without permission, or `allowed` lists a key that is not
             compared.
     """
+    # Keys that must not differ, and keys that decide which rows an epoch or a step has.
     refused = {name for name, policy in RESUME.items() if policy == "refuse"}
-    moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
-    choices = refused | moves_rows | set(FILLS_STEPS) | set(_CHANGEABLE)
+    row_keys = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
+    choices = refused | row_keys | set(FILLS_STEPS) | set(_CHANGEABLE)
     for name in allowed:
         if name not in choices:
             raise SettingError(
@@ -439,15 +440,15 @@ def compare(
                 f"{name} is not one of {', '.join(sorted(choices))}",
             )
     if now["batch_tokens"]:
-        moves_rows |= set(FILLS_STEPS)
+        row_keys |= set(FILLS_STEPS)
     differs = [
         name for name in now if name in saved and saved[name] != now[name] and name != "rows"
     ]
     if in_mid_epoch:
-        refused |= moves_rows
+        refused |= row_keys
     for name in differs:
         if name in refused and name not in allowed:
-            saved_value = _shown(name, saved, now)
+            saved_value = _differing_part(name, saved, now)
             condition = ""
             # Weights and optimizer state are loaded into the model.
             if name == "model":
@@ -456,8 +457,8 @@ def compare(
                 f"the checkpoint was trained with {saved_value!r}; resume with that, or set"
                 f" resume_allow_changes=[{name}]{condition}"
             )
-            raise SettingError(name, _shown(name, now, saved), remedy)
-    return differs, in_mid_epoch and any(name in moves_rows for name in differs)
+            raise SettingError(name, _differing_part(name, now, saved), remedy)
+    return differs, in_mid_epoch and any(name in row_keys for name in differs)
 
 
 def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
@@ -465,11 +466,11 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
     of its fingerprint.
     """
     value = conditions[name]
-    compared = others[name]
+    other = others[name]
     if name == "dataset":
         return f"{count(conditions['rows'], 'row')}, {value[:8]}"
-    if isinstance(value, dict) and isinstance(compared, dict):
-        differing = [key for key in value if key not in compared or value[key] != compared[key]]
+    if isinstance(value, dict) and isinstance(other, dict):
+        differing = [key for key in value if key not in other or value[key] != other[key]]
         return {key: value[key] for key in differing}
     return value
 

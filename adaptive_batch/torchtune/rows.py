@@ -103,7 +103,7 @@ class DatasetRows(Dataset[Any]):
             self._ahead.expect(numbers)
 
     def read_ahead(self) -> None:
-        """Let a thread read the rows that are expected, if any are."""
+        """Start a thread that reads the expected rows, if there are any."""
         self._ahead.start()
 
     @property

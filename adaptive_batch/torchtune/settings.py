@@ -406,7 +406,7 @@ class Settings(Batching):
 
     @property
     def batch_changes(self) -> bool:
-        """Return whether `batch_size` is found or grown, rather than configured."""
+        """Return whether a search or a growth function changes `batch_size`."""
         return self.use_maximum_batch_size or self.batch_increase_function is not None
 
     @property
@@ -416,7 +416,7 @@ class Settings(Batching):
 
     @property
     def step_varies(self) -> bool:
-        """Return whether a step may have other rows than are configured."""
+        """Return whether the rows of a step may differ from the configured ones."""
         return self.batch_changes or self.grows or self.batch_tokens is not None
 
     @property

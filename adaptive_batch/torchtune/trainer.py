@@ -178,7 +178,7 @@ class Trainer:
     ) -> tuple[dict[str, Any], list[int]]:
         """Pack rows into one batch without padding; see :meth:`Task.join`."""
         batch, lengths = self._job.task.join(rows, form)
-        self._take_tokens(batch)
+        self._raise_max_seq_len(batch)
         return batch, lengths
 
     def _take_tokens(self, batch: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class Trainer:
 
         def pack(sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
             batch = form.join(sequences, ignore_index=task.ignore_index)
-            self._take_tokens(batch)
+            self._raise_max_seq_len(batch)
             return batch
 
         sequences = task.rows_of_sequences(self._data.longest(2))

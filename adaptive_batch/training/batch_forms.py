@@ -15,15 +15,15 @@ from .packing_check import why_not_packed
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How rows become one batch without padding, and what keeps them apart in it.
+    """Functions that make one batch of rows without padding and isolate the rows in it.
 
     Attributes:
         join: function that makes one batch of rows on the host, see :func:`pack_rows`.
         lengths: function that returns the tokens of each row of such a batch.
-        isolate: function that returns, given these, a context manager in which forward and backward
-            run, and no row sees another.
-        why_unfit: function that returns why a model would not be trained by such batches as by
-            padded ones, see :func:`.why_not_packed`; empty where it would.
+        isolate: ``isolate(lengths)`` returns a context manager for forward and backward, in which
+            no row attends to another.
+        why_unfit: function that returns why such batches would train a model differently from
+            padded ones, see :func:`.why_not_packed`; empty if they would not.
     """
 
     join: Callable[..., Batch]
@@ -32,7 +32,7 @@ class BatchForm:
     why_unfit: Callable[..., str]
 
 
-# Of each kind of layout that does not pad.
+# Forms of the layouts that do not pad.
 FORMS: Mapping[str, BatchForm] = {
     "packed": BatchForm(pack_rows, packed_lengths, isolated_rows, why_not_packed)
 }

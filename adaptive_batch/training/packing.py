@@ -1,6 +1,4 @@
-"""Packed micro-batches: rows laid end to end in one sequence without padding, whose attention keeps
-them apart.
-"""
+"""Packed micro-batches: rows concatenated without padding, with attention within each row."""
 
 from __future__ import annotations
 
@@ -23,26 +21,25 @@ from adaptive_batch._torch import PrivateNames
 
 private = PrivateNames("packed rows")
 
-# What CUDA's kernel for rows of several lengths takes: elements of a head, and the major version of
-# the first architecture.
-_MOST_OF_FLASH = 256
-_FIRST_OF_FLASH = 8
+# Limits of CUDA's kernel for rows of several lengths.
+_MAX_FLASH_HEAD_DIM = 256
+_MIN_FLASH_CAPABILITY = 8
 
 Row = Any
 Batch = dict[str, Any]
 
 
 class PackedAttention:
-    """Causal attention of each row alone, in place of `scaled_dot_product_attention`.
+    """Causal attention within each row, in place of `scaled_dot_product_attention`.
 
     Args:
         lengths: tokens of each row, in order.
-        attend: function that attends to a row alone.
+        attend: attention of one row.
 
     Attributes:
-        calls: how often it was called, but for calls of compiled code.
-        dtype: of the last call.
-        ends: 0, then the token after each row, int32 on the host.
+        calls: number of calls, without those of compiled code.
+        dtype: dtype of the last query.
+        ends: cumulative lengths of the rows, beginning with 0: int32 `[rows + 1]` on the host.
     """
 
     def __init__(self, lengths: Sequence[int], attend: Callable[..., Tensor]) -> None:
@@ -52,17 +49,16 @@ class PackedAttention:
         self._longest = max(lengths)
         self._attend = attend
         self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        # Copied by the first call on a device, and kept for the next ones there.
+        # Copy of `ends` on the device of the last call.
         self._device_ends: Tensor | None = None
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any
+        self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
     ) -> Tensor:
-        """Return ``[1, heads, tokens, head_dim]``, as the query is.
+        """Return ``[1, heads, tokens, head_dim]``, the shape of the query.
 
         Raises:
-            ValueError: a tensor is of another shape, or a mask hides other tokens than the later
-                ones and those of other rows.
+            ValueError: a tensor has another shape, or the mask is not causal within each row.
         """
         tensors = (query, key, value)
         tokens = sum(self._lengths)
@@ -71,24 +67,24 @@ class PackedAttention:
                 f"attention of {list(query.shape)} to {list(key.shape)} cannot keep packed rows of"
                 f" {tokens} tokens in all apart; it can where both are [1, heads, tokens, head_dim]"
             )
-        how.update(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False))
-        self._check_mask(how.get("attn_mask"), is_causal=how.get("is_causal", False))
+        options.update(zip(("attn_mask", "dropout_p", "is_causal"), arguments, strict=False))
+        self._check_mask(options.get("attn_mask"), is_causal=options.get("is_causal", False))
         self.calls = self.calls + 1
         self.dtype = query.dtype
-        how.update(attn_mask=None, is_causal=True)
-        is_even = (
+        options.update(attn_mask=None, is_causal=True)
+        suits_kernel = (
             query.shape[3] == value.shape[3]
             and query.shape[3] % 8 == 0
-            and not how.get("dropout_p")
+            and not options.get("dropout_p")
         )
-        if is_even:
+        if suits_kernel:
             estimated = memory.estimated_attention(*tensors, self._lengths, self._device_ends)
             if estimated is not None:
                 output, self._device_ends = estimated
                 return output
         if (
             query.is_cuda
-            and is_even
+            and suits_kernel
             and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
         ):
             # Layers may be on several devices.
@@ -96,16 +92,16 @@ class PackedAttention:
                 self._device_ends = self.ends.to(query.device)
             flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
             bounds = (self._device_ends, self._device_ends, self._longest, self._longest)
-            output = _varlen_attention()(*flat, *bounds, scale=how.get("scale"))
+            output = _varlen_attention()(*flat, *bounds, scale=options.get("scale"))
             return output.transpose(0, 1)[None]
         rows = zip(*(torch.split(tensor, self._lengths, 2) for tensor in tensors), strict=True)
-        outputs = [self._attend(*row, **how).transpose(1, 2) for row in rows]
+        outputs = [self._attend(*row, **options).transpose(1, 2) for row in rows]
         # Joined as [1, tokens, heads, head_dim], the layout that kernels return.
         return torch.cat(outputs, 1).transpose(1, 2)
 
     def _check_mask(self, mask: Tensor | None, *, is_causal: bool) -> None:
-        """Refuse a mask whose meaning would be lost: what a token sees may depend on its row."""
-        # The mask of one element is what `pack_rows` gives; a fake one has no values.
+        """Raise ValueError for a mask that is not causal within each row."""
+        # `pack_rows` gives a mask of one element; a fake mask has no values.
         if mask is not None and (mask.numel() == 1 or isinstance(mask, private.FakeTensor)):
             return
         difference = not_causal(mask, is_causal=is_causal, lengths=self._lengths)
@@ -122,9 +118,8 @@ def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool =
     Args:
         mask: mask as `scaled_dot_product_attention` takes it, of `[..., tokens, tokens]` or what
             broadcasts to that: bool, or a bias.
-        lengths: tokens of each row, laid end to end. What tokens see of other rows is not looked
-            at.
-        is_causal: flag of the same function.
+        lengths: tokens of each row of the sequence. Attention between rows is not compared.
+        is_causal: argument of the same function.
     """
     if max(lengths) == 1:
         return ""
@@ -138,7 +133,7 @@ def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool =
     seen = mask
     if mask.dtype != torch.bool:
         seen = mask == 0
-        # Far below any score: after softmax nothing is left of it.
+        # A bias below -1e4 is zero after softmax, like a hidden token.
         is_bias = ~(seen | (mask < -1e4)) & is_same_row
         if bool(is_bias.any()):
             return "adds a bias to the scores"
@@ -154,8 +149,8 @@ def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool =
 
 @cache
 def _varlen_attention() -> Callable[..., Tensor]:
-    """PyTorch's kernel for rows of several lengths, as its version is asked for causal attention
-    and grouped heads.
+    """Return PyTorch's kernel for rows of several lengths, with the arguments for causal attention
+    and grouped heads that this version of PyTorch has.
     """
     # Imported here, since the import takes two seconds.
     attend: Any = import_module("torch.nn.attention.varlen").varlen_attn
@@ -165,37 +160,37 @@ def _varlen_attention() -> Callable[..., Tensor]:
     )
 
 
-# The rows that are kept apart now; at most one, as the function that looks here is one for all.
-_rows_of_now: list[PackedAttention] = []
-# The ends of these rows. Compiled code takes it as an argument, whatever tensor it is.
-_ends_of_now = torch.zeros(2, dtype=torch.int32)
-# Attends outside of compiled code. It is one function, as code is compiled again for another one.
+# Attention of the `isolated_rows` that is entered; empty outside of it.
+_active: list[PackedAttention] = []
+# Its `ends`. A compiled graph takes this tensor as an input, so that new ends do not recompile it.
+_active_ends = torch.zeros(2, dtype=torch.int32)
+# Runs `_attend_eagerly` outside of the compiled graph.
 _attend_without_compiler: Callable[..., Tensor]
 _without_compiler = cache(torch.compiler.disable)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) -> Tensor:
-    """Return causal attention of each row alone, in place of `scaled_dot_product_attention`.
+def _attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Return causal attention within each row, in place of `scaled_dot_product_attention`.
 
-    It is one function for all rows, as code is compiled again for another one.
+    All batches use this one function, since another function would recompile the graph.
     """
     if not torch.compiler.is_compiling():
-        return _rows_of_now[0](query, key, value, *given, **how)
-    if _operator_takes(query, key, value, *given, **how):
+        return _active[0](query, key, value, *arguments, **options)
+    if _operator_takes(query, key, value, *arguments, **options):
         tensors = [query, key, value]
         if not query.is_cuda and key.shape[1] != query.shape[1]:
             repeats = query.shape[1] // key.shape[1]
             tensors[1:] = [tensor.repeat_interleave(repeats, 1) for tensor in tensors[1:]]
-        # Whatever is copied here is one kernel with what made it.
+        # The compiler fuses these copies with the operations that produced the tensors.
         flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in tensors]
-        output: Tensor = memory.packed_attention(*flat, _ends_of_now, how.get("scale"))[0]
+        output: Tensor = memory.packed_attention(*flat, _active_ends, options.get("scale"))[0]
         return output.transpose(0, 1)[None]
-    attended: Tensor = _attend_without_compiler(query, key, value, *given, **how)
+    attended: Tensor = _attend_without_compiler(query, key, value, *arguments, **options)
     return attended
 
 
-def _attend_eagerly(*tensors: Tensor, **how: Any) -> Tensor:
-    return _rows_of_now[0](*tensors, **how)
+def _attend_eagerly(*arguments: Any, **options: Any) -> Tensor:
+    return _active[0](*arguments, **options)
 
 
 def _operator_takes(
@@ -208,53 +203,59 @@ def _operator_takes(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> bool:
-    """Return whether a compiled program attends by one operator; other calls leave it, which parts
-    its graph.
+    """Return whether the operator for compiled graphs takes these arguments; other calls break the
+    graph.
     """
     tensors = (query, key, value)
-    is_of_rows = all(tensor.dim() == 4 and tensor.shape[0] == 1 for tensor in tensors)
+    is_one_sequence = all(tensor.dim() == 4 and tensor.shape[0] == 1 for tensor in tensors)
     has_no_mask = is_causal if attn_mask is None else attn_mask.numel() == 1
-    if not is_of_rows or not has_no_mask or dropout_p:
+    if not is_one_sequence or not has_no_mask or dropout_p:
         return False
     head_dim = query.shape[3]
-    is_even = key.shape[3] == head_dim == value.shape[3]
-    is_alike = key.dtype == query.dtype == value.dtype
-    has_heads = enable_gqa or key.shape[1] == query.shape[1] == value.shape[1]
-    if not is_even or not is_alike or not has_heads:
+    has_one_head_dim = key.shape[3] == head_dim == value.shape[3]
+    has_one_dtype = key.dtype == query.dtype == value.dtype
+    heads_match = enable_gqa or key.shape[1] == query.shape[1] == value.shape[1]
+    if not has_one_head_dim or not has_one_dtype or not heads_match:
         return False
     if torch.is_autocast_enabled(query.device.type):
         return False
     if query.is_cuda:
         is_half = query.dtype in (torch.float16, torch.bfloat16)
-        takes_heads = head_dim % 8 == 0 and head_dim <= _MOST_OF_FLASH
+        takes_head_dim = head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
         major = torch.cuda.get_device_properties(query.device).major
-        return is_half and takes_heads and major >= _FIRST_OF_FLASH
+        return is_half and takes_head_dim and major >= _MIN_FLASH_CAPABILITY
     return query.device.type == "cpu"
 
 
 @contextmanager
 def isolated_rows(lengths: Sequence[int]) -> Iterator[PackedAttention]:
-    """Inside, `torch.nn.functional.scaled_dot_product_attention` is causal attention of each row of
-    a sequence alone. Compiled code calls one operator for that, whose graph does not depend on
-    the rows.
+    """Context manager: replace `torch.nn.functional.scaled_dot_product_attention` by causal
+    attention within each row of a packed sequence.
 
-    `lengths` are the rows' tokens, in order. Forward and backward both run inside: with activation
-    checkpointing, backward attends again. In half precision on CUDA a call is one of
-    `torch.nn.attention.varlen`, whose backward takes 512 bytes for each row, head and element of a
-    head, beside what it takes for tokens. Elsewhere, and with dropout, it is one call for each row,
-    which on a CPU took seven to nine tenths of the time of rows of like length padded together.
+    Run forward and backward inside, since activation checkpointing attends again in backward.
+    Compiled code calls one operator, whose graph does not depend on the rows. In half precision on
+    CUDA, a call runs one kernel of `torch.nn.attention.varlen`, whose backward needs 512 bytes for
+    each row, head and element of a head in addition to the memory of the tokens. Elsewhere, and
+    with dropout, each row is one call; on a CPU this took 70 to 90% of the time of padded rows of
+    similar length.
 
-    The function is replaced where models look it up, for all threads. A `TorchFunctionMode` would
-    see every other function too, which made small steps 2 to 11% slower, and PyTorch switches it
-    off where backward computes activations again.
+    The function is replaced for all threads. A `TorchFunctionMode` would intercept every function,
+    which made small steps 2 to 11% slower, and PyTorch disables it while backward recomputes
+    activations.
+
+    Args:
+        lengths: tokens of each row, in order.
+
+    Yields:
+        The attention of these rows.
     """
-    global _attend_without_compiler, _ends_of_now
-    assert not _rows_of_now, "rows are apart already"
+    global _active_ends, _attend_without_compiler
+    assert not _active, "isolated_rows cannot be nested"
     attend: Any = functional.scaled_dot_product_attention
     packed = PackedAttention(lengths, attend)
     functional.scaled_dot_product_attention = cast(Any, _attend)
-    _rows_of_now.append(packed)
-    _ends_of_now = packed.ends
+    _active.append(packed)
+    _active_ends = packed.ends
     _attend_without_compiler = _attend_eagerly
     # `torch.compiler.disable` imports the compiler, which takes more than a second.
     if "torch._dynamo" in sys.modules:
@@ -262,23 +263,23 @@ def isolated_rows(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     try:
         yield packed
     finally:
-        _rows_of_now.clear()
+        _active.clear()
         functional.scaled_dot_product_attention = attend
 
 
 def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
-    """Return one batch of rows laid end to end, on the host.
+    """Concatenate rows into one batch on the host.
 
     Args:
-        rows: without padding, of ``labels`` and ``tokens`` (torchtune) or ``input_ids``
+        rows: rows without padding, with ``labels`` and ``tokens`` (torchtune) or ``input_ids``
             (transformers).
-        ignore_index: the label without a loss. A row's first becomes it: shifted by one, no row
-            predicts another's token.
+        ignore_index: label without a loss. The first label of each row becomes `ignore_index`, so
+            that after the shift by one no row predicts a token of the next.
 
     Returns:
-        What rows have, and positions in the rows as ``input_pos`` or ``position_ids``: all ``[1,
-        tokens]``. For transformers also an ``attention_mask`` of four dimensions and one element,
-        in whose place it would make one of tokens by tokens.
+        The keys of the rows, and positions within rows as ``input_pos`` or ``position_ids``: all
+        ``[1, tokens]``. For transformers also an ``attention_mask`` `[1, 1, 1, 1]`, without which
+        transformers builds a mask `[1, 1, tokens, tokens]`.
     """
     name = tokens_key(rows[0])
     ids, labels = (
@@ -300,7 +301,7 @@ def tokens_key(row: Row) -> str:
 
 
 def packed_lengths(batch: Batch) -> list[int]:
-    """Return the tokens of each row of a batch that :func:`pack_rows` has made."""
+    """Return the tokens of each row of a batch from :func:`pack_rows`."""
     positions = batch["input_pos" if "input_pos" in batch else "position_ids"]
     begins = (positions[0] == 0).nonzero()[:, 0].tolist()
     ends = [*begins[1:], positions.shape[1]]

@@ -1,4 +1,4 @@
-"""Whether packed rows train a model as single rows do: looked at before training."""
+"""Check before training that packed rows train a model as single rows do."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .packing import Batch, Row, isolated_rows, not_causal, tokens_key
 
 
 class WatchedAttention:
-    """`scaled_dot_product_attention`, and what its masks are of a single row.
+    """`scaled_dot_product_attention` that checks the masks of a single row.
 
     Attributes:
-        calls: how often it was called.
-        difference: how the first mask that is not causal differs, with the module that gave it;
-            empty where all are.
+        calls: number of calls.
+        difference: description of the first mask that is not causal, with the module that gave it;
+            empty if all masks are causal.
     """
 
     def __init__(self, num_tokens: int, attend: Callable[..., Tensor]) -> None:
@@ -33,7 +33,7 @@ class WatchedAttention:
         self.difference = ""
         self._num_tokens = num_tokens
         self._attend = attend
-        # Names of the modules that run, each within the one before.
+        # Names of the running modules, outermost first.
         self._running: list[str] = []
 
     def __call__(
@@ -44,7 +44,7 @@ class WatchedAttention:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **how: Any,
+        **options: Any,
     ) -> Tensor:
         self.calls += 1
         if not self.difference:
@@ -54,11 +54,11 @@ class WatchedAttention:
                 difference = f"looks at {num_keys} keys with {query.shape[-2]} queries"
             if difference:
                 self.difference = f"{self._running[-1] or 'the model'} {difference}"
-        return self._attend(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        return self._attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     @contextmanager
     def names_of(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the names of the modules that run are known."""
+        """Context manager: track the names of the modules that run."""
 
         def enter(name: str, *_: Any) -> None:
             self._running.append(name)
@@ -75,7 +75,7 @@ class WatchedAttention:
 
 @contextmanager
 def _watching(model: nn.Module, num_tokens: int) -> Iterator[WatchedAttention]:
-    """Inside, attention of a single row of so many tokens is watched."""
+    """Context manager: check attention in forwards of a single row of `num_tokens` tokens."""
     watched = WatchedAttention(num_tokens, functional.scaled_dot_product_attention)
     with replaced(functional, scaled_dot_product_attention=watched), watched.names_of(model):
         yield watched

@@ -95,7 +95,7 @@ class BatchSource:
 
     @property
     def knows_lengths(self) -> bool:
-        """Whether lengths are known without a look at the tensors."""
+        """True if lengths are known without reading the tensors."""
         return False
 
     @property
@@ -125,10 +125,10 @@ class BatchSource:
 
 @dataclass(frozen=True)
 class SplitBatch(BatchSource):
-    """How a batch is split, as a function given as ``split=`` returns it.
+    """A split of a batch, which the function ``split=`` returns.
 
     Attributes:
-        num_rows: rows of the batch: what is never divided, such as a pair or a sequence.
+        num_rows: rows of the batch: units that are never divided, such as a pair or a sequence.
         part: function that returns the batch of some rows, given by ascending numbers.
         lengths: tokens of each row; needed for `micro_batch_tokens`.
     """
@@ -271,7 +271,7 @@ class RowsOfBatch(BatchSource):
         )
 
     def _is_table(self, value: Any) -> TypeGuard[torch.Tensor]:
-        """Whether a value is a tensor of `[rows, columns]`."""
+        """Return whether a value is a tensor `[rows, columns]`."""
         if not isinstance(value, torch.Tensor) or value.is_nested or value.dim() != 2:
             return False
         return value.shape[0] == self.num_rows
@@ -321,7 +321,7 @@ class RowsOfBatch(BatchSource):
 
     @property
     def cuts(self) -> bool:
-        """Whether parts may have fewer columns than the batch."""
+        """True if parts may have fewer columns than the batch."""
         return any(length < self.width for length in self.lengths or ())
 
     def uncut(self) -> RowsOfBatch:
@@ -330,7 +330,7 @@ class RowsOfBatch(BatchSource):
 
     @property
     def treatment(self) -> str:
-        """Whether each key is divided, cut or kept whole, for errors."""
+        """Description of the keys for errors: divided, cut or kept whole."""
         names: dict[str, list[str]] = {}
         for name, value in _values(self._batch, known=self.is_divided):
             how = "kept whole"

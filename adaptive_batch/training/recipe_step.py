@@ -221,11 +221,11 @@ class SumThenDivide(Weighting[StepResult]):
         if self._loss.counts_rows:
             loss = mean * 0
             if labels is not None:
-                # The number of such micro-batches in the step: a whole number, and so exact, if
-                # all are alike.
-                num_such = self._global_rows / (distributed.world_size() * int(labels))
-                loss = mean / num_such
-                self._add(loss.detach(), labels, batch, weight=1 / num_such)
+                # Dividing by the number of such micro-batches in the step is exact if all of them
+                # have the same number of rows.
+                num_equal_parts = self._global_rows / (distributed.world_size() * int(labels))
+                loss = mean / num_equal_parts
+                self._add(loss.detach(), labels, batch, weight=1 / num_equal_parts)
         else:
             loss = mean * (0 if labels is None else count)
             if labels is not None:

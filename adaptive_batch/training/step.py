@@ -446,11 +446,10 @@ class Step:
         evaluates: bool | str,
         doing: str,
     ) -> bool:
-        """Run trials within a step and undo each; return whether all of them fit on all ranks,
-        which run the same number.
+        """Run trials within a step and undo each; return whether all of them fit on all ranks.
 
         Args:
-            trials: functions that run a micro-batch.
+            trials: functions that run a micro-batch, the same number on all ranks.
             rows: the largest micro-batch, for errors.
             evaluates: see :meth:`trial`.
             doing: phrase for the error of a lost rank.
@@ -458,15 +457,16 @@ class Step:
         Raises:
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
+        # An OOM of a trial does not lower the limit of training.
         retry = self.retry.with_sizer(MicroBatchSizer())
         drop = self.saved_gradients.drop_new
         restore = self._snapshot.take()
-        left = iter(trials)
+        remaining = iter(trials)
         has_failed = False
 
         def run(_: MicroBatch | None, is_last: bool) -> None:
             try:
-                next(left)()
+                next(remaining)()
             finally:
                 restore()
 
