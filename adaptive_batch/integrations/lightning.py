@@ -277,7 +277,7 @@ def _loop(trainer: Trainer) -> Any:
     return loop
 
 
-def _metric_states(module: LightningModule) -> Callable[[], None]:
+def _save_metric_states(module: LightningModule) -> Callable[[], None]:
     """Return a function that restores the current state of a module's torchmetrics."""
 
     def copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _over_parts_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
+def _reduce_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Reduce by minimum or maximum if `name` has that word, by the weighted mean otherwise."""
     extreme = _EXTREME.search(name)
     return over_parts(values, weights, extreme[1].lower() if extreme else "mean")

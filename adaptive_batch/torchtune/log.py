@@ -173,7 +173,7 @@ class TrainingLog:
 
     # --- start of a run
 
-    def starts(self, run: ResumedRun, *, replaces: str) -> None:
+    def start(self, run: ResumedRun, *, replaces: str) -> None:
         """Log the start or the resumed checkpoint of training.
 
         Args:
@@ -385,7 +385,7 @@ class TrainingLog:
             self._metrics.log(metrics, step=progress.steps)
         self._bar.advance(f"{progress.epoch + 1}|{progress.steps}|Loss: {self._last_loss:.4f}")
 
-    def ends(self, progress: Progress) -> None:
+    def end(self, progress: Progress) -> None:
         """Log the totals of training, the path of the weights and the next command."""
         trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
         seconds = time.monotonic() - self._began
@@ -414,7 +414,7 @@ class TrainingLog:
         self._metrics.log({"val_loss": loss}, step=step)
 
 
-def _what_is_run(job: Job) -> dict[str, str]:
+def _report_head(job: Job) -> dict[str, str]:
     """Return the identification of this run for the head of its report."""
     cfg = job.cfg
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)

@@ -363,8 +363,8 @@ class ResumedRun:
         now = self._now["conditions"]
         saved = self.saved.get("conditions", {})
         for name in self._differs:
-            saved_value = _shown(name, saved, now)
-            value_now = _shown(name, now, saved)
+            saved_value = _differing_part(name, saved, now)
+            value_now = _differing_part(name, now, saved)
             message = f"{name} {saved_value} -> {value_now}: differs from the checkpoint"
             yield name, message, {"before": saved[name], "after": now[name]}
         for name, (saved_value, value_now) in self._changed.items():
@@ -461,7 +461,7 @@ def compare(
     return differs, in_mid_epoch and any(name in row_keys for name in differs)
 
 
-def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+def _differing_part(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
     """Return the differing values of two settings; for a dataset, the number of rows and the start
     of its fingerprint.
     """
@@ -475,7 +475,7 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
     return value
 
 
-def _name_of_rows(job: Job, data: Data) -> str:
+def _fingerprint_rows(job: Job, data: Data) -> str:
     """Return a fingerprint of the dataset from the number of rows and a sample, independent of
     file paths.
     """

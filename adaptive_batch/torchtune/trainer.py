@@ -181,7 +181,7 @@ class Trainer:
         self._raise_max_seq_len(batch)
         return batch, lengths
 
-    def _take_tokens(self, batch: dict[str, Any]) -> None:
+    def _raise_max_seq_len(self, batch: dict[str, Any]) -> None:
         """Raise the models' `max_seq_len` to a packed batch: torchtune compares it with the whole
         batch, not with each row.
         """
