@@ -122,6 +122,4 @@ def test_with_the_optimizer_in_backward_a_step_cannot_be_skipped(small):
 @pytest.mark.parametrize("lr", ["1e-3", "1e38"])
 def test_weights_that_the_last_step_has_ruined_are_reported(small, lr):
     done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", f"optimizer.lr={lr}")
-    messages = [record["message"] for record in records(done, "nonfinite_weights")]
-    assert len(messages) == (lr == "1e38")
-    assert all(message.startswith("weights are nan or infinite") for message in messages)
+    assert len(records(done, "nonfinite_weights")) == (lr == "1e38")

@@ -428,7 +428,7 @@ def test_a_config_of_torchtune_is_taken(name):
         ("LoRA", {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}, "loss", "not a loss of"),
         ("LoRA", {"collate_fn": "torchtune.data.padded_collate_sft"}, "collate_fn", "remove it"),
         ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim", "give 1, and ranks divide"),
-        ("full", {"ref_checkpointer": None}, "ref_checkpointer", "the reference is a model of its"),
+        ("full", {"ref_checkpointer": None}, "ref_checkpointer", "a separate model"),
         ("LoRA", {"ref_checkpointer": {"_component_": "x"}}, "ref_checkpointer", "their base"),
         (
             "full",
