@@ -231,8 +231,8 @@ class Data:
 
     def loss_val(self, loss: RowLoss) -> RowLoss:
         """Return the loss of rows of validation, of training's loss."""
-        join = None if self._collator_val.packed else loss.join
-        return replace(loss, collate=self._collator_val.to_length, join=join)
+        pack = None if self._collator_val.packed else loss.pack
+        return replace(loss, collate=self._collator_val.to_length, pack=pack)
 
     # --- rows
 

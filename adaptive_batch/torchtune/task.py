@@ -22,7 +22,7 @@ from torchtune.rlhf import get_batch_log_probs
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch.data import lengthened
 from adaptive_batch.errors import SettingError
-from adaptive_batch.training import REFERENCE_VALUES, BatchForm, count_shifted_labels
+from adaptive_batch.training import REFERENCE_VALUES, count_shifted_labels, pack_rows
 
 from .config_errors import (
     as_dict,
@@ -154,12 +154,12 @@ class Task(ABC):
             for row in rows
         ]
 
-    def join(self, rows: Sequence[Row], form: BatchForm) -> tuple[Batch, list[int]]:
+    def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
         """Return one batch of the sequences of rows on the host, without padding, and the tokens of
         each sequence.
         """
         sequences = self.rows_of_sequences(rows)
-        batch = form.join(sequences, ignore_index=self.ignore_index)
+        batch = pack_rows(sequences, ignore_index=self.ignore_index)
         return batch, [len(sequence["tokens"]) for sequence in sequences]
 
     @abstractmethod
@@ -437,11 +437,11 @@ class PreferencePairs(Task):
         answers = batch[_ANSWER_LENGTHS] if _ANSWER_LENGTHS in batch else batch["tokens"]
         return torch.tensor(len(answers) // len(self.fields))
 
-    def join(self, rows: Sequence[Row], form: BatchForm) -> tuple[Batch, list[int]]:
+    def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
         """Pack the chosen and then the rejected answers; return the batch and the tokens of each
         answer, which the batch also contains.
         """
-        batch, lengths = super().join(rows, form)
+        batch, lengths = super().pack(rows)
         batch[_ANSWER_LENGTHS] = torch.tensor(lengths)
         return batch, lengths
 

@@ -17,8 +17,6 @@ from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
-    FORMS,
-    BatchForm,
     MicroBatchSizer,
     RankReport,
     RecipeStep,
@@ -28,6 +26,8 @@ from adaptive_batch.training import (
     TriedStep,
     kinds_to_choose_from,
     norm_to_clip,
+    pack_rows,
+    why_not_packed,
 )
 
 from .config_errors import one_line
@@ -135,7 +135,7 @@ class Trainer:
             row_length=task.length,
             num_real_tokens=data.dataset.num_real_tokens,
             dummy_row=lambda: data.dummy_row,
-            join=self._job.with_values(self._join),
+            pack=self._job.with_values(self._pack),
             counts_rows=task.counts_rows,
             metrics=task.metrics,
             loss_of=task.loss_of,
@@ -173,11 +173,9 @@ class Trainer:
             training.log_memory_stats(training.get_memory_stats(device=job.device))
         return trainer
 
-    def _join(
-        self, rows: Sequence[dict[str, Any]], form: BatchForm
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Pack rows into one batch without padding; see :meth:`Task.join`."""
-        batch, lengths = self._job.task.join(rows, form)
+    def _pack(self, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
+        """Pack rows into one batch without padding; see :meth:`Task.pack`."""
+        batch, lengths = self._job.task.pack(rows)
         self._raise_max_seq_len(batch)
         return batch, lengths
 
@@ -190,24 +188,23 @@ class Trainer:
             if hasattr(model, "max_seq_len"):
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
 
-    def why_unfit(self, kind: str) -> str:
+    def why_not_packed(self) -> str:
         """Return why the longest rows, packed without padding, would train differently from padded
         rows; empty if they would not. A collective.
         """
         task = self._job.task
-        form = FORMS[kind]
 
         def token_loss(batch: dict[str, Any]) -> torch.Tensor:
             self.engine.loss.to_device(batch)
             return task.token_loss(self, batch)
 
         def pack(sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            batch = form.join(sequences, ignore_index=task.ignore_index)
+            batch = pack_rows(sequences, ignore_index=task.ignore_index)
             self._raise_max_seq_len(batch)
             return batch
 
         sequences = task.rows_of_sequences(self._data.longest(2))
-        return form.why_unfit(
+        return why_not_packed(
             self.model,
             token_loss,
             sequences,
@@ -221,10 +218,10 @@ class Trainer:
         time together.
         """
 
-        def why_unfit(kind: str) -> str:
-            reason = self._data.why_unpacked or self.why_unfit(kind)
+        def unpacked_because() -> str:
+            reason = self._data.why_unpacked or self.why_not_packed()
             if reason:
-                log.info("rows are not %s: %s", kind, reason)
+                log.info("rows are not packed: %s", reason)
             return reason
 
         settings = self._job.settings
@@ -233,7 +230,7 @@ class Trainer:
             # Sorting rows by length leaves no random subset of a step to sample.
             configured = configured or "padded"
         return kinds_to_choose_from(
-            why_unfit,
+            unpacked_because,
             configured=configured,
             uniform=settings.uniform_micro_batches,
         )
@@ -248,7 +245,7 @@ class Trainer:
         settings = self._job.settings
         if settings.layout_kind.pads:
             return
-        reason = self.why_unfit(self._data.configured_layout.kind)
+        reason = self.why_not_packed()
         if reason:
             remedy = f"{reason}; or give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)

@@ -1,7 +1,6 @@
 """The training loop: micro-batches, retries after running out of memory, evaluation."""
 
 from .adaptive_step import AdaptiveStep
-from .batch_forms import FORMS, BatchForm
 from .bound_search import (
     BoundSearch,
     Choices,
@@ -19,6 +18,7 @@ from .loop import AdaptiveLoop
 from .model_checks import has_batch_norm
 from .options import StepOptions, Terms
 from .packing import isolated_rows, pack_rows
+from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .recipe_step import (
@@ -42,7 +42,6 @@ from .step_result import (
 )
 
 __all__ = [
-    "FORMS",
     "ON_NONFINITE_LOSS",
     "PLACE_OF_STEP",
     "REFERENCE",
@@ -50,7 +49,6 @@ __all__ = [
     "AdaptiveLoop",
     "AdaptiveRate",
     "AdaptiveStep",
-    "BatchForm",
     "BoundSearch",
     "Choices",
     "ConfiguredSize",
@@ -87,4 +85,5 @@ __all__ = [
     "norm_to_clip",
     "pack_rows",
     "same_answers",
+    "why_not_packed",
 ]

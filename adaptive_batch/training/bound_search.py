@@ -31,7 +31,6 @@ from adaptive_batch._util import (
     option,
 )
 from adaptive_batch.data import (
-    LAYOUT_KINDS,
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
@@ -782,23 +781,19 @@ class ThroughputSearch:
 
 
 def kinds_to_choose_from(
-    why_unfit: Callable[[str], str], *, configured: str | None, uniform: str | None = None
+    why_not_packed: Callable[[], str], *, configured: str | None, uniform: str | None = None
 ) -> tuple[str, ...]:
     """Return the kinds of layouts that a configuration allows. A collective.
 
     Args:
-        why_unfit: function that returns why a packed layout would not train the model as padded
-            rows do; empty if it would.
+        why_not_packed: function that returns why packed rows would train the model differently
+            from padded rows; empty if they would not.
         configured: configured kind; None allows several.
         uniform: see :class:`.MicroBatchLayout`.
     """
     if configured or uniform:
         return (configured or "padded",)
-    return tuple(
-        kind
-        for kind, layout in LAYOUT_KINDS.items()
-        if (layout.pads and layout.sorts) or (not layout.pads and not why_unfit(kind))
-    )
+    return ("grouped",) if why_not_packed() else ("grouped", "packed")
 
 
 def find_limit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,30 +21,32 @@ _POSITIONS = ("position_ids", "positions")
 # Begins the keys of where documents end, and of the number of tokens of the longest.
 _ENDS = "cu_seq"
 _LONGEST = ("max_length", "max_seqlen")
+# Values that documents of several rows keep in one row.
+_OF_TOKENS = (*_TOKENS, *_POSITIONS, "labels", "seq_idx", "attention_mask")
 
 
 class DocumentsOfBatch(BatchSource):
     """A packed batch, whose parts have whole documents, one after the other in one row.
 
-    Tensors of all tokens are divided, ``[rows, columns, ...]``, ``[..., rows, columns]`` or, of a
-    batch without a dimension of rows, ``[columns, ...]``; masks of ``[rows, heads, columns,
-    columns]`` along both. The ends of documents (``cu_seq...``), the length of the longest
-    (``max_length...``, ``max_seqlen...``) and the numbers of documents (``seq_idx``, or a mask with
-    numbers above 1) are those of the part. Positions stay, as they begin again in each document.
-    Tensors, arrays and lists with an entry for each document are divided; numbers and text stay
-    whole. Tokens after the last document of a row are in no part.
+    A part has the tokens of its documents from each tensor of tokens: ``[rows, columns, ...]``,
+    ``[..., rows, columns]`` or, without a dimension of rows, ``[columns, ...]``. It has both
+    dimensions of a mask ``[1, heads, columns, columns]``. The ends of documents (``cu_seq...``),
+    the length of the longest (``max_length...``, ``max_seqlen...``) and the numbers of documents
+    (``seq_idx``, or a mask with numbers above 1) are counted again. Positions are unchanged: they
+    restart in each document. Tensors, arrays and lists with one entry per document are divided;
+    numbers and text are copied. Tokens after the last document of a row are in no part.
 
     Args:
-        batch: tokens with other values by name.
-        spans: where each document begins and ends, in tokens of all rows laid end to end.
+        batch: tokens and other values by name.
+        spans: start and end of each document, in the tokens of all rows laid end to end.
         num_rows: packed rows of the batch.
-        problem: why the batch cannot be split; empty where it can.
+        problem: reason why the documents cannot be separated; empty if they can.
 
     Attributes:
-        num_rows: documents of the batch.
-        num_packed_rows: rows that they are packed into.
-        lengths: tokens of each.
-        width: tokens of all rows.
+        num_rows: number of documents.
+        num_packed_rows: number of rows that contain them.
+        lengths: number of tokens of each document.
+        width: number of tokens of all rows, padding included.
     """
 
     noun = "document"
@@ -82,11 +84,11 @@ class DocumentsOfBatch(BatchSource):
         return f"{documents} packed into {count(rows, 'row')} of {columns} tokens"
 
     def part(self, rows: Sequence[int], /) -> Any:
-        """Return the batch of some documents; the script's own tensors of all of them.
+        """Return the batch of some documents; the script's own tensors if these are all.
 
         Raises:
-            SettingError: the size of a value is neither that of the tokens nor that of the
-                documents, or the first label of a document would be lost.
+            SettingError: a value has neither one entry per token nor one per document, or the
+                first label of a document would be lost.
         """
         if len(rows) == self.num_rows:
             return copy_containers(self._batch)
@@ -98,48 +100,8 @@ class DocumentsOfBatch(BatchSource):
         }
         return like_mapping(self._batch, some)
 
-    def can_divide(self) -> bool:
-        """Return whether each value can be divided by documents, and documents of several rows stay
-        apart in one row.
-        """
-        try:
-            self.part([0])
-        except SettingError:
-            return False
-        return not any(
-            isinstance(value, torch.Tensor) and self._joins_documents(str(key), value)
-            for key, value in self._batch.items()
-        )
-
-    def _joins_documents(self, key: str, value: torch.Tensor) -> bool:
-        """Return whether documents of several rows may see each other by a value in one row."""
-        rows, columns = self._shape
-        begins = torch.tensor([begin for begin, _ in self._spans], device=value.device)
-        if self._is_square_mask(key, value):
-            hidden = _hidden_in(value)
-            row, column = begins // columns, begins % columns
-            if bool((value[row, ..., column, column] == hidden).any()):
-                return True
-            is_begin = torch.zeros(rows * columns, dtype=torch.int32, device=value.device)
-            is_begin[begins] = 1
-            numbers = is_begin.view(rows, columns).cumsum(1)
-            return any(
-                bool(((own != hidden) & (of_row[:, None] != of_row)).any())
-                for own, of_row in zip(value, numbers, strict=True)
-            )
-        is_known = key in (*_TOKENS, *_POSITIONS, "labels", "seq_idx", "attention_mask")
-        if is_known or value.shape != self._shape or value.is_floating_point():
-            return False
-        # Numbers of documents under another name begin again in each row, and each has one run.
-        flat = value.flatten()
-        inner = begins[begins % columns > 0]
-        if not len(inner) or not bool((flat[inner] != flat[inner - 1]).all()):
-            return False
-        have_one_run = all(len(list(groupby(row))) == len(set(row)) for row in value.tolist())
-        return have_one_run and len(set(flat[begins].tolist())) < self.num_rows
-
     def dummy(self) -> Any:
-        """Return the document that has most labels, as the mean of none is no number."""
+        """Return the document with the most labels: the mean loss of no label is NaN."""
         labels = self._batch.get("labels")
         most = 0
         if isinstance(labels, torch.Tensor) and labels.numel() == self.width:
@@ -150,7 +112,7 @@ class DocumentsOfBatch(BatchSource):
 
     @cached_property
     def _shifted_labels(self) -> torch.Tensor | None:
-        """Labels that are tokens, which the model shifts; None of others."""
+        """Labels that equal the tokens, so that the model shifts them; None if they do not."""
         labels = self._batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
             return None
@@ -160,8 +122,9 @@ class DocumentsOfBatch(BatchSource):
         return labels if bool((labels == self._tokens)[is_label].all()) else None
 
     def _lost_labels(self) -> str:
-        """Return what is wrong where the first label of a document counts: the token before, of
-        another document, predicts it in the batch, and none does in a part.
+        """Return the problem if the first token of a document is a label.
+
+        In the batch, the last token of the previous document predicts it; in a part, no token does.
         """
         labels = self._shifted_labels
         # The first of a row has no token before it.
@@ -207,15 +170,11 @@ class DocumentsOfBatch(BatchSource):
     def _tokens_in(
         self, key: str, value: torch.Tensor, documents: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return the tokens of some documents in a tensor; None where it has no dimension of
-        tokens.
-        """
+        """Return the tokens of some documents; None if the tensor has no dimension of tokens."""
         rows, columns = self._shape
         shape = value.shape
-        if self._is_square_mask(key, value):
-            if rows == 1:
-                return self._along(-1, self._along(-2, value, documents), documents)
-            return self._blocks(value, documents) if shape[:1] == (rows,) else None
+        if rows == 1 and "mask" in key and shape[-2:] == (columns, columns):
+            return self._along(-1, self._along(-2, value, documents), documents)
         if rows > 1 and value is self._shifted_labels:
             # In a part the first token of a row may follow another document.
             value = value.clone()
@@ -228,35 +187,17 @@ class DocumentsOfBatch(BatchSource):
             return self._along(-1, value.flatten(-2)[..., None, :], documents)
         return None
 
-    def _is_square_mask(self, key: str, value: torch.Tensor) -> bool:
-        rows, columns = self._shape
-        has_rows = rows == 1 or value.dim() > 2
-        return "mask" in key and has_rows and value.shape[-2:] == (columns, columns)
-
     def _along(self, axis: int, value: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
         spans = [self._spans[number] for number in documents]
-        # Documents that lie side by side are a view.
+        # Adjacent documents are a view.
         if all(end == begin for (_, end), (begin, _) in pairwise(spans)):
             begin, end = spans[0][0], spans[-1][1]
             return value.narrow(axis, begin, end - begin)
         return torch.cat([value.narrow(axis, begin, end - begin) for begin, end in spans], axis)
 
-    def _blocks(self, mask: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
-        """Return the mask of documents from several rows, which see nothing of each other."""
-        num_tokens = sum(self._lengths[number] for number in documents)
-        blocks = mask.new_full((1, *mask.shape[1:-2], num_tokens, num_tokens), _hidden_in(mask))
-        last = 0
-        for number in documents:
-            row, first = divmod(self._spans[number][0], self._shape[1])
-            length = self._lengths[number]
-            own = mask[row, ..., first : first + length, first : first + length]
-            blocks[0, ..., last : last + length, last : last + length] = own
-            last += length
-        return blocks
-
 
 class TokensWithoutEnds(RowsOfBatch):
-    """Tokens and labels of one dimension, which may be one row whose documents nothing shows."""
+    """Tokens and labels of one dimension: perhaps one row of documents with unknown ends."""
 
     num_packed_rows = 1
 
@@ -264,7 +205,7 @@ class TokensWithoutEnds(RowsOfBatch):
         """Return the batch as it is.
 
         Raises:
-            SettingError: it is to be split.
+            SettingError: the batch would be split.
         """
         if len(rows) < self.num_rows:
             remedy = f"nothing shows where documents end; give positions, or {SPLIT_REMEDY}"
@@ -273,42 +214,45 @@ class TokensWithoutEnds(RowsOfBatch):
 
 
 def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
-    """Return a packed batch as documents; None of another batch.
+    """Return a packed batch as documents; None if the batch is divided by rows.
 
-    The first of these that the batch has shows where documents end: keys that begin with
+    The first of these that the batch has shows the ends of documents: keys that begin with
     ``cu_seq``; ``seq_idx``, the number of each token's document; ``position_ids`` or ``positions``,
-    which begin again as the first document of the row does; of a single row an ``attention_mask``
-    with numbers above 1, those of documents. By positions and by a mask, padding at the end belongs
-    to the last document, and by positions a document of one token to the one before it. Several
-    rows are divided by rows without labels, with a value of another size, such as one for each row,
-    or if documents may see each other, in their row or in one of several rows: beside positions a
-    mask shows padding alone, a row begins with another position than the smallest, a mask of
-    tokens x tokens does not hide each document from others, or other numbers of documents begin
-    again in each row.
+    which restart as the first document of the row starts; in a single row, an ``attention_mask``
+    with numbers above 1, the numbers of documents. By positions and by a mask, padding at the end
+    belongs to the last document; by positions, a document of one token belongs to the one before.
+
+    Several rows are divided into documents only if the batch has labels and each value is one of
+    these, or tokens. Otherwise documents of two rows might attend to each other in one row.
     """
     tokens = _tokens_of(batch) if isinstance(batch, Mapping) else None
     if not isinstance(tokens, torch.Tensor) or tokens.is_nested or tokens.dim() not in (1, 2):
         return None
     num_rows, columns = tokens.shape if tokens.dim() == 2 else (1, len(tokens))
     ends, problem = _ends_in(batch, num_rows, columns) if tokens.numel() else ([], "")
-    mask: Any = batch.get("attention_mask")
-    # Of rows with a mask of tokens x tokens nothing else shows their lengths.
-    has_square_mask = num_rows > 1 and isinstance(mask, torch.Tensor) and mask.dim() == 4
-    if ends and (has_square_mask or sum(map(len, ends)) > num_rows):
+    if sum(map(len, ends)) > num_rows:
+        if num_rows > 1 and not _has_only_documents(batch, num_rows, columns):
+            return None
         spans = [
             (row * columns + begin, row * columns + end)
             for row, of_row in enumerate(ends)
             for begin, end in pairwise([0, *of_row])
         ]
-        documents = DocumentsOfBatch(batch, spans, num_rows, problem)
-        # Without labels the share of a part would be that of its documents.
-        can_divide = "labels" in batch and documents.can_divide()
-        return documents if num_rows == 1 or can_divide else None
+        return DocumentsOfBatch(batch, spans, num_rows, problem)
     labels: Any = batch.get("labels")
     has_labels = isinstance(labels, torch.Tensor) and labels.shape == tokens.shape
     if not ends and tokens.dim() == 1 and has_labels and not labels.is_floating_point():
         return TokensWithoutEnds(batch)
     return None
+
+
+def _has_only_documents(batch: Mapping[str, Any], num_rows: int, columns: int) -> bool:
+    """Return whether the batch has labels, and nothing but values of tokens and of documents."""
+    return "labels" in batch and all(
+        str(key).startswith((_ENDS, *_LONGEST))
+        or (key in _OF_TOKENS and getattr(value, "shape", None) == (num_rows, columns))
+        for key, value in batch.items()
+    )
 
 
 def _tokens_of(batch: Mapping[str, Any]) -> Any:
@@ -320,18 +264,9 @@ def _has_numbers(mask: torch.Tensor) -> bool:
     return not mask.is_floating_point() and mask.dim() == 2 and int(mask.max()) > 1
 
 
-def _hidden_in(mask: torch.Tensor) -> float:
-    """Return the value of a mask where a token does not see another one."""
-    least, most = mask.min().item(), mask.max().item()
-    if mask.dtype == torch.bool or least < most:
-        return least if least < most else 0
-    # A mask that hides nothing multiplies by 1, or adds 0.
-    return torch.finfo(mask.dtype).min if not most and mask.is_floating_point() else 0
-
-
 def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[list[list[int]], str]:
-    """Return where documents end in each row, nothing where the batch does not show it; and why
-    they cannot be divided.
+    """Return the ends of the documents of each row, empty if unknown, and the reason why the
+    documents cannot be separated, empty if they can.
     """
     found: list[list[list[int]]] = []
     for key, value in batch.items():
@@ -339,11 +274,11 @@ def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[lis
             try:
                 numbers = torch.as_tensor(value)
             except (TypeError, ValueError):
-                # A list for each row, which has as many as the row has documents.
+                # Lists of different lengths, one per row.
                 return [], ""
             if num_rows > 1 and numbers.shape[:-1] != (num_rows,):
                 return [], ""
-            # Some are filled up with a negative number.
+            # Automodel pads with a negative number.
             rows = numbers.reshape(num_rows, -1).tolist()
             found.append([[end for end in dict.fromkeys(row) if end > 0] for row in rows])
     labels = _table(batch, "labels", num_rows, columns)
@@ -366,22 +301,22 @@ def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[lis
 
 
 def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.Tensor | None:
-    """Return where documents after the first of each row begin: bool, `[rows, columns]`; None where
-    neither numbers nor positions of tokens show it.
+    """Return a bool tensor `[rows, columns]`, true where a document after the first of its row
+    begins; None if neither numbers nor positions show it.
     """
     numbers = _table(batch, "seq_idx", num_rows, columns)
     if numbers is not None:
         return _changes(numbers)
     mask = _table(batch, "attention_mask", num_rows, columns)
     if num_rows > 1 and mask is not None and not _has_numbers(mask):
-        # By a mask of padding alone, documents of a row see each other.
+        # With a mask of padding only, the documents of a row attend to each other.
         return None
     begins = None
     for positions in (_table(batch, key, num_rows, columns) for key in _POSITIONS):
         if positions is not None and begins is None:
             first = positions[:, :1]
             if num_rows > 1 and bool((first != positions.min()).any()):
-                # A row goes on with a document, so that in a part it may follow another one.
+                # A row continues a document: in a part it might follow another document.
                 return None
             is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
             begins = functional.pad(is_begin & (is_begin.cumsum(1) > 1), (0, 1))
@@ -392,7 +327,7 @@ def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.T
 
 
 def _table(batch: Mapping[str, Any], key: str, num_rows: int, columns: int) -> torch.Tensor | None:
-    """Return a value of whole numbers, one for each token, as `[rows, columns]`; None of others."""
+    """Return a value with one integer per token as `[rows, columns]`; None for other values."""
     value: Any = batch.get(key)
     if not isinstance(value, torch.Tensor) or value.numel() != num_rows * columns:
         return None
@@ -400,8 +335,8 @@ def _table(batch: Mapping[str, Any], key: str, num_rows: int, columns: int) -> t
 
 
 def _changes(numbers: torch.Tensor) -> torch.Tensor:
-    """Return where the numbers of documents change; 0 in a mask is padding, after the last
-    document.
+    """Return a bool tensor, true where the number of the document changes. In a mask, 0 is padding
+    after the last document.
     """
     changes = (numbers[:, 1:] != numbers[:, :-1]) & (numbers[:, 1:] != 0)
     return functional.pad(changes, (1, 0))

@@ -19,10 +19,10 @@ from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, m
 from adaptive_batch.distributed import local_part
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .batch_forms import FORMS, BatchForm
 from .gradients import clip_gradients
 from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .packing import isolated_rows
 from .sizing import MicroBatchSizer
 from .step import MicroBatchPlan, RankReport, Step, StepSnapshot, Weighting
 from .step_result import StepResult
@@ -57,8 +57,8 @@ class RowLoss:
         num_real_tokens: returns the tokens of a row without padding.
         dummy_row: returns a row with labels, for a rank that has no row left; needed on several
             ranks.
-        join: ``join(rows, form)`` makes one batch on the host without padding, and returns it with
-            the tokens of each sequence; None if rows are always padded.
+        pack: ``pack(rows)`` makes one batch on the host without padding, and returns it with the
+            number of tokens of each sequence; None if rows are always padded.
         counts_rows: whether `mean_loss` is a mean over rows, which `count_labels` counts. The share
             of a micro-batch is then known before its backward, and weights its loss.
         metrics: names of further means, over rows or labels as the loss.
@@ -75,7 +75,7 @@ class RowLoss:
     row_length: Callable[[Row], int]
     num_real_tokens: Callable[[Row], int]
     dummy_row: Callable[[], Row] | None = None
-    join: Callable[[Sequence[Row], BatchForm], tuple[Batch, list[int]]] | None = None
+    pack: Callable[[Sequence[Row]], tuple[Batch, list[int]]] | None = None
     counts_rows: bool = False
     metrics: tuple[str, ...] = ()
     loss_of: Callable[..., torch.Tensor | None] = lambda **metrics: None
@@ -88,13 +88,12 @@ class RowLoss:
         """Make one batch on the host in a layout, padded to at least `length` tokens a row. Packed
         sequences are isolated inside the context.
         """
-        if layout.pads or self.join is None:
+        if layout.pads or self.pack is None:
             longest = max(map(self.row_length, rows))
             yield self.collate(rows, length or layout.padded(longest))
             return
-        form = FORMS[layout.kind]
-        batch, lengths = self.join(rows, form)
-        with form.isolate(lengths):
+        batch, lengths = self.pack(rows)
+        with isolated_rows(lengths):
             yield batch
 
     def loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -717,8 +716,8 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
-        # Training's kind, if rows can be joined.
-        kind = "padded" if self._loss.join is None else self._step.sizer.layout.kind
+        # Training's kind, if rows can be packed.
+        kind = "padded" if self._loss.pack is None else self._step.sizer.layout.kind
         forward = partial(self._step.sum_losses, loss=self._loss)
         self._sizer.agree()
         with evaluation_mode(self._step.model):

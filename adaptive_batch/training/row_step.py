@@ -28,7 +28,6 @@ from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, needs_times
 
-from .batch_forms import FORMS
 from .bound_search import (
     Choices,
     LongestRows,
@@ -40,6 +39,8 @@ from .bound_search import (
 from .gradients import clip_gradients
 from .model_checks import check_gradients_are_clear
 from .options import StepOptions, Terms
+from .packing import isolated_rows, pack_rows, packed_lengths
+from .packing_check import why_not_packed
 from .part_step import PartStep
 from .parts import BatchSource, Part, RowsOfBatch
 from .step import RankReport
@@ -172,7 +173,7 @@ class RowStep(PartStep):
         layout = options.micro_batch_layout
         if layout is not None:
             self.sizer.use_layout(layout)
-            reason = "" if LAYOUT_KINDS[layout].pads else self._why_unfit(layout)
+            reason = "" if LAYOUT_KINDS[layout].pads else self._why_not_packed()
             if reason:
                 raise SettingError("micro_batch_layout", layout, f"{reason}; or give grouped")
 
@@ -182,9 +183,8 @@ class RowStep(PartStep):
         """Return one batch of rows, on the host. Collating gets copies of the rows, as a step may
         run again.
         """
-        form = FORMS.get(self.sizer.layout.kind)
-        if form is not None:
-            return form.join(rows, ignore_index=IGNORE_INDEX)
+        if not self.sizer.layout.pads:
+            return pack_rows(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
     def _token_loss(self, batch: Batch) -> torch.Tensor:
@@ -207,10 +207,9 @@ class RowStep(PartStep):
 
     def _isolate_rows(self, batch: Batch) -> AbstractContextManager[object]:
         """Keep packed rows from seeing each other, in backward too."""
-        form = FORMS.get(self.sizer.layout.kind)
-        if form is None:
+        if self.sizer.layout.pads:
             return nullcontext()
-        return form.isolate(form.lengths(batch))
+        return isolated_rows(packed_lengths(batch))
 
     def run(self, rows: Sequence[Row], report: RankReport) -> StepResult:
         """Compute the gradients of the mean loss over the labels of a step on all ranks, and clip
@@ -396,11 +395,13 @@ class RowStep(PartStep):
         """Run a few rows in each layout; return the kinds that train the model alike, for a search.
         A collective.
         """
-        return kinds_to_choose_from(self._why_unfit, configured=self._options.micro_batch_layout)
+        return kinds_to_choose_from(
+            self._why_not_packed, configured=self._options.micro_batch_layout
+        )
 
-    def _why_unfit(self, kind: str) -> str:
-        """Return why a packed layout would not train the model as padded rows do; empty if it
-        would. A collective.
+    def _why_not_packed(self) -> str:
+        """Return why packed rows would train the model differently from padded rows; empty if they
+        would not. A collective.
         """
         # A row of one token has no label.
         rows = self.dataset.longest(min(2, len(self.dataset)))
@@ -412,13 +413,12 @@ class RowStep(PartStep):
             ):
                 return "rows are no mappings with `labels` and `tokens` or `input_ids`"
 
-        form = FORMS[kind]
-        return form.why_unfit(
+        return why_not_packed(
             self.model,
             self._token_loss,
             rows,
             collate=lambda rows, length: self._collate([dict(row) for row in rows]),
-            pack=partial(form.join, ignore_index=IGNORE_INDEX),
+            pack=partial(pack_rows, ignore_index=IGNORE_INDEX),
         )
 
     # --- state

@@ -126,7 +126,7 @@ def mean_loss(model: Positioned, batch: dict[str, torch.Tensor]) -> torch.Tensor
     )
 
 
-def packed(rows: Sequence[dict[str, Any]], form: object) -> tuple[dict[str, Any], list[int]]:
+def packed(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
     """Return rows laid end to end, and the tokens of each."""
     return pack_rows(rows, ignore_index=IGNORED), [len(row["tokens"]) for row in rows]
 
@@ -136,7 +136,7 @@ def runner(model: Positioned, way: Way, **options: Any) -> RecipeStep:
     syncs = {"syncs_every_micro_batch": way.syncs_every_micro_batch} if not options else {}
     loss = partial(mean_loss, model)
     run = runner_of(model, way.limit, mean_loss=loss, layout=layout, **syncs, **options)
-    run.loss = replace(run.loss, join=packed)
+    run.loss = replace(run.loss, pack=packed)
     return run
 
 

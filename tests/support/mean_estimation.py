@@ -113,7 +113,7 @@ class _Sampler:
             sharding=Sharding(model, syncs_every_micro_batch=syncs),
             **options,
         )
-        self.engine.loss = replace(self.engine.loss, join=_pack)
+        self.engine.loss = replace(self.engine.loss, pack=_pack)
 
     def _mean_loss(self, batch: Row) -> torch.Tensor:
         has_label = batch["labels"][:, 1:] != IGNORED
@@ -141,7 +141,7 @@ def _collate(rows: Sequence[Row]) -> Row:
     return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED), "x": padded("x", 0)}
 
 
-def _pack(rows: Sequence[Row], form: object) -> tuple[Row, list[int]]:
+def _pack(rows: Sequence[Row]) -> tuple[Row, list[int]]:
     zero = torch.zeros(
         1, rows[0]["x"].shape[1], dtype=torch.float64
     )  # where a row's last token predicts the next row's first

@@ -84,12 +84,9 @@ def in_rows(make):
 def padded(values, key):
     width = max(value.shape[-1] for value in values)
     fill = {"labels": -100, "cu_seqlens": -1000}.get(key, 0)
-    missing = [width - value.shape[-1] for value in values]
-    sides = [(0, size, 0, size) if key.endswith("mask") else (0, size) for size in missing]
-    if values[0].dim() == 2:
-        sides = [side[:2] for side in sides]
-    pairs = zip(values, sides, strict=True)
-    return torch.cat([functional.pad(value, side, value=fill) for value, side in pairs])
+    return torch.cat(
+        [functional.pad(value, (0, width - value.shape[-1]), value=fill) for value in values]
+    )
 
 
 def nested(lengths):
@@ -106,7 +103,6 @@ FORMS_IN_ROWS = {
     "rows of a numbered mask": in_rows(
         lambda lengths: {**FORMS["positions"](lengths), **FORMS["numbered mask"](lengths)}
     ),
-    "rows of masks": in_rows(with_mask),
 }
 
 
@@ -152,9 +148,7 @@ class Attends(nn.Module):
         numbers = documents_in(batch, len(tokens))
         sees = (numbers[:, None] == numbers).tril()
         if batch.get("attention_mask", tokens).dim() == 4:
-            # Padding sees itself, as softmax over nothing is NaN.
-            sees = torch.block_diag(*batch["attention_mask"][:, 0]).bool().tril()
-            sees |= torch.eye(len(tokens), dtype=torch.bool)
+            sees = batch["attention_mask"][0, 0].tril()
         hidden = self.embedding(tokens)
         query, key, value = self.project(hidden).chunk(3, -1)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees)

@@ -50,7 +50,6 @@ from adaptive_batch.torchtune import (
 )
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.training import (
-    FORMS,
     REFERENCE,
     BoundSearch,
     ConfiguredSize,
@@ -148,7 +147,7 @@ def test_what_packed_pairs_take_follows_their_tokens_alone():
     """One long answer beside many short ones: answers x the longest would be far more."""
     rows = [pair((516, 4), torch.Generator()), *[pair((4, 4), torch.Generator())] * 63]
     task = job_on_pairs("LoRA", rows, layout="packed", limit=MicroBatchLimit(1)).job.task
-    batch, lengths = task.join(rows, FORMS["packed"])
+    batch, lengths = task.pack(rows)
     tokens = sum(lengths)
     vocabulary = 4
     logits = torch.randn(1, tokens, vocabulary, requires_grad=True)
@@ -184,9 +183,9 @@ def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
         for name, parameter in wired.model.named_parameters():
             if "lora_b" in name:
                 parameter.zero_()
-    assert wired.trainer.why_unfit("packed") == ""
+    assert wired.trainer.why_not_packed() == ""
     wired.model.output.register_forward_pre_hook(lambda _, given: (given[0].cumsum(1),))
-    assert "mix tokens by torch's" in wired.trainer.why_unfit("packed")
+    assert "mix tokens by torch's" in wired.trainer.why_not_packed()
 
 
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():

@@ -133,14 +133,14 @@ def test_documents_of_one_token_are_told_by_their_numbers():
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
-ONE_EACH = torch.zeros(2, 6, dtype=torch.int64)
 SAME = NUMBERS[:, None, :, None] == NUMBERS[:, None, None]
-CAUSAL = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize(
     ("values", "num_documents"),
     {
+        "positions": ({"position_ids": POSITIONS}, 4),
+        "positions of three axes": ({"position_ids": POSITIONS.expand(3, 2, 6)}, None),
         "a row goes on with a document": (
             {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [3, 4, 5, 6, 7, 8]])},
             None,
@@ -150,45 +150,26 @@ CAUSAL = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
             None,
         ),
         "numbers by another name": ({"position_ids": POSITIONS, "document_ids": NUMBERS}, None),
-        "numbers of the batch": (
-            {"position_ids": POSITIONS, "document_ids": NUMBERS + torch.tensor([[0], [2]])},
-            4,
-        ),
+        "a scale": ({"position_ids": POSITIONS, "scale": 2.0}, None),
         "a mask of padding": (
             {"position_ids": POSITIONS, "attention_mask": torch.ones_like(POSITIONS)},
             None,
         ),
         "a numbered mask": ({"position_ids": POSITIONS, "attention_mask": NUMBERS + 1}, 4),
-        "a mask that hides": ({"position_ids": POSITIONS, "attention_mask": SAME & CAUSAL}, 4),
-        "a mask that adds": (
-            {"position_ids": POSITIONS, "attention_mask": (~SAME).float() * -1e9},
-            4,
-        ),
-        "a mask of what is hidden": ({"position_ids": POSITIONS, "attention_mask": ~SAME}, None),
-        "a mask that hides nothing": ({"seq_idx": ONE_EACH, "attention_mask": SAME | True}, 2),
-        "a mask that adds nothing": ({"seq_idx": ONE_EACH, "attention_mask": SAME * 0.0}, 2),
-        "a causal mask": ({"position_ids": POSITIONS, "attention_mask": CAUSAL}, None),
+        "a mask of tokens x tokens": ({"seq_idx": NUMBERS, "attention_mask": SAME}, None),
+        "numbers": ({"seq_idx": NUMBERS, "max_length_q": 4}, 4),
         "lists of ends": ({"cu_seqlens": [[0, 3, 6], [0, 2, 4, 6]]}, None),
         "tensors of ends": ({"cu_seqlens": [torch.tensor([0, 3, 6]), torch.tensor([0, 6])]}, None),
+        "no labels": ({"position_ids": POSITIONS, "labels": None}, None),
     }.values(),
 )
-def test_rows_are_divided_where_documents_of_one_row_may_see_each_other(values, num_documents):
+def test_several_rows_are_divided_between_documents_only_if_all_values_are_known(
+    values, num_documents
+):
     tokens = torch.randint(VOCABULARY, (2, 6))
-    documents = documents_of({"input_ids": tokens, "labels": tokens.roll(-1, 1), **values})
+    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), **values}
+    documents = documents_of({key: value for key, value in batch.items() if value is not None})
     assert (documents and documents.num_rows) == num_documents
-
-
-@pytest.mark.parametrize("mask", [SAME | True, SAME * 0.0, SAME * 0.0 + 1, SAME.int() * 0 + 1])
-def test_documents_do_not_see_each_other_by_a_mask_that_hides_nothing(mask):
-    tokens = torch.randint(VOCABULARY, (3, 6))
-    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), "seq_idx": tokens * 0}
-    mask = torch.cat([mask, mask[:1]])
-    part = documents_of({**batch, "attention_mask": mask}).part([0, 2])["attention_mask"][0, 0]
-    assert (part[:6, :6] == mask[0, 0]).all()
-    assert (part[6:, 6:] == mask[0, 0]).all()
-    hidden = torch.finfo(torch.float32).min if not mask.any() else 0
-    assert (part[:6, 6:] == hidden).all()
-    assert (part[6:, :6] == hidden).all()
 
 
 def test_a_numbered_mask_of_as_many_rows_as_columns_is_divided_by_tokens():
