@@ -26,7 +26,6 @@ NAMES = {
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "allocator_snapshot": "torch.cuda.memory._snapshot",
     "compilation_callbacks": "torch._dynamo.callback.callback_handler",
-    "compilation_metrics": "torch._dynamo.utils.get_compilation_metrics",
     "current_graph_task_id": "torch._C._current_graph_task_id",
     "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
     "no_torch_functions": "torch._C.DisableTorchFunction",

@@ -190,8 +190,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             return
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
-        # Compilations of the searches' trials are not reported.
-        self.trainer.engine.compilations.forget()
         self.profiler.start()
         first_epoch = self.batches.progress.epoch
         epochs = self.settings.epochs
@@ -259,7 +257,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.validation:
             self.validation.run_where_due(progress.steps)
         self.profiler.end_step()
-        self.trainer.engine.compilations.log_new(self.log.event)
         self.saver.save_where_due(self.trainer, ends=result.ends)
 
     # --- checkpoints

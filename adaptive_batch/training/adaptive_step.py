@@ -314,18 +314,15 @@ class AdaptiveStep(PartStep):
                 part = Part(made["batch"], num_rows, is_trial=True)
                 self.forward_backward(part._replace(statistics=self.statistics.of_part(part)))
 
-        try:
-            return estimate_step(
-                self.model,
-                optimizer,
-                forward_backward,
-                lambda: None,
-                devices,
-                sequence_length=max(1, longest),
-                accumulates=self.sizer.may_split,
-                maximum=check_whole("maximum", maximum),
-                context=context,
-                headroom=headroom,
-            )
-        finally:
-            self.compilations.forget()
+        return estimate_step(
+            self.model,
+            optimizer,
+            forward_backward,
+            lambda: None,
+            devices,
+            sequence_length=max(1, longest),
+            accumulates=self.sizer.may_split,
+            maximum=check_whole("maximum", maximum),
+            context=context,
+            headroom=headroom,
+        )

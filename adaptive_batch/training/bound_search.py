@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -72,7 +71,7 @@ from adaptive_batch.probe import (
     try_again,
 )
 
-from .compilations import Compilation, Compilations, any_number_of_variants, describe_all
+from .compilations import Compilations
 from .gradients import OtherLeaves, SavedGradients
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .options import REMEDIES
@@ -507,13 +506,15 @@ class BoundSearch:
                 if choices and result.max_batch_size and result.throughput is None:
                     rows, most = self._scope.rows, result.max_batch_size
                     search = ThroughputSearch(self._tried, self._dry_run, choices, rows, most)
-                    with any_number_of_variants() if compiles else nullcontext():
+                    config: Any = torch.compiler.config
+                    # Timed micro-batches have more shapes than torch compiles by default.
+                    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
+                    with config.patch(limits) if compiles else nullcontext():
                         result = replace(result, throughput=search())
         finally:
             if compiles:
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
-            engine.compilations.forget()
         if self._leaves_cache:
             largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
             engine.largest_size = largest.size
@@ -660,15 +661,16 @@ class ThroughputSearch:
         self._max_batch_size = max_batch_size
         self._rows = self._in_order(0, max(self._step_rows, _MOST_ROWS))
         self._lengths = list(map(tried.row_length, self._rows))
-        self._compilations = Compilations()
-        self._compiled: list[Compilation] = []
 
     def __call__(self) -> Throughput | None:
         """Return the fastest micro-batches; None if none fit, or all layouts keep recompiling."""
         layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
+        compile_seconds = 0.0
         if is_compiled(self._tried.engine.model):
-            layouts = [layout for layout in layouts if self._settles(layout)]
-            log.info("before micro-batches are timed: %s", describe_all(self._compiled))
+            with Compilations() as compilations:
+                layouts = [layout for layout in layouts if self._settles(layout, compilations)]
+            compile_seconds = compilations.seconds
+            log.info("compiling took %.0f s before micro-batches are timed", compile_seconds)
         of_step = self._dry_run.time(
             [partial(self._tried.try_rows, self._rows[:1]), self._tried.step]
         )
@@ -687,7 +689,7 @@ class ThroughputSearch:
                 return replace(
                     found.with_peak(trial.peak_bytes),
                     seconds=time.perf_counter() - self._began,
-                    compile_seconds=sum(compilation.seconds for compilation in self._compiled),
+                    compile_seconds=compile_seconds,
                 )
         return None
 
@@ -722,41 +724,39 @@ class ThroughputSearch:
         with self._tried.engine.sizer.trying(layout):
             return self._dry_run(layout.rows_within(found.limit, self._longest))
 
-    def _settles(self, layout: MicroBatchLayout) -> bool:
+    def _settles(self, layout: MicroBatchLayout, compilations: Compilations) -> bool:
         """Warm up a layout with new rows, at the largest limit and a quarter of it, until nothing
-        is compiled; return whether that point was reached.
+        is compiled. Return False if a function has too many variants.
         """
         smallest, largest = self._limits(layout)
         quarter = replace(largest, amount=max(smallest.amount, largest.amount // 4))
         sizes = [quarter, largest]
-        variants: Counter[str] = Counter()
-        self._compilations.new()
+        num_variants = {name: len(found) for name, found in compilations.variants.items()}
         for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
             rows = self._in_order(begin, _WARM_ROWS)
             lengths = list(map(self._tried.row_length, rows))
-            is_warm = True
-            pieces = [piece for limit in sizes for piece in micro_batches(lengths, limit, layout)]
-            for piece in pieces:
-                with self._tried.engine.sizer.trying(layout):
-                    micro_batch = partial(self._tried.try_rows, [rows[row] for row in piece.rows])
-                    if self._dry_run.time([micro_batch]) is None:
-                        # The search rejects it again.
-                        sizes = sizes[:1]
-                        continue
-                new = self._compilations.new()
-                self._compiled += new
-                variants.update(graph.function for graph in new if graph.reason)
-                if distributed.any_of_ranks(bool(new)):
-                    is_warm = False
-                if distributed.any_of_ranks(max(variants.values(), default=0) >= _MOST_VARIANTS):
-                    reason = next((graph.reason for graph in new if graph.reason), "on a rank")
-                    log.info(
-                        "%s micro-batches are not chosen: new shapes are compiled again (%s)",
-                        layout.kind,
-                        reason,
-                    )
-                    return False
-            if is_warm:
+            num_compilations = compilations.number
+            for limit in sizes:
+                for piece in micro_batches(lengths, limit, layout):
+                    with self._tried.engine.sizer.trying(layout):
+                        micro_batch = partial(
+                            self._tried.try_rows, [rows[row] for row in piece.rows]
+                        )
+                        if self._dry_run.time([micro_batch]) is None:
+                            # The search rejects the largest limit again.
+                            sizes = sizes[:1]
+            new_variants = [
+                len(found) - num_variants.get(name, 0)
+                for name, found in compilations.variants.items()
+            ]
+            if distributed.any_of_ranks(max(new_variants, default=0) > _MOST_VARIANTS):
+                log.info(
+                    "%s micro-batches are not chosen: their shapes are compiled more than %d times",
+                    layout.kind,
+                    _MOST_VARIANTS,
+                )
+                return False
+            if not distributed.any_of_ranks(compilations.number > num_compilations):
                 break
         return True
 

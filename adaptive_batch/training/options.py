@@ -107,8 +107,8 @@ class StepOptions:
             ``{"beta2": "half_life", "weight_decay": "per_token"}`` or one of them; None for
             neither.
         event: ``event(kind, message, **facts)`` receives events, such as a
-            :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changed limits and
-            recompilations; AdaptiveLoop also reports each step with its rows.
+            :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changed limits;
+            AdaptiveLoop also reports each step with its rows.
         lr_clock: unit of the rate's schedule: ``samples``, ``tokens`` or ``steps``.
 
     Raises:

@@ -115,7 +115,6 @@ class PartStep(Step):
         self.statistics = BatchStatistics(statistics, self)
         self.check = SplitCheck(self)
         self.tried_one_part = False
-        self._report = options.report
         # A rank can finish a micro-batch after an OOM only if its collectives are known.
         self._records_collectives = (
             sharding.is_sharded and self.retry.retries and not is_compiled(model)
@@ -143,9 +142,7 @@ class PartStep(Step):
         self.sizer.noun = rows.noun
         self.record_collectives_of(rows)
         weighting = LabelShares(self, rows)
-        results = self.run_step(weighting, self.agree(weighting, report))
-        self.compilations.log_new(self._report)
-        return results
+        return self.run_step(weighting, self.agree(weighting, report))
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
         """Return the number of labels of a batch of `num_rows` rows, as shares count them."""

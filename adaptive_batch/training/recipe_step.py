@@ -600,7 +600,7 @@ class RecipeStep(Step):
             self.sharding.reset()
             undo()
 
-        with self.compilations.without_garbage():
+        with self.compiling():
             for attempt in retry.attempts(undo=undo_attempt, doing=doing):
                 with attempt:
                     own = micro_batches(lengths, retry.sizer.limit_of_step, layout)

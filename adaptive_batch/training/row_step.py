@@ -313,21 +313,18 @@ class RowStep(PartStep):
                 loss = check_loss(self._mean_loss(made["batch"]))
                 loss.backward()  # type: ignore[no-untyped-call]
 
-        try:
-            return estimate_step(
-                self.model,
-                self._optimizer,
-                forward_backward,
-                self.clip,
-                devices,
-                sequence_length=longest.length,
-                accumulates=self.sizer.may_split,
-                maximum=check_whole("maximum", maximum),
-                context=context,
-                headroom=headroom,
-            )
-        finally:
-            self.compilations.forget()
+        return estimate_step(
+            self.model,
+            self._optimizer,
+            forward_backward,
+            self.clip,
+            devices,
+            sequence_length=longest.length,
+            accumulates=self.sizer.may_split,
+            maximum=check_whole("maximum", maximum),
+            context=context,
+            headroom=headroom,
+        )
 
     # --- what fits
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
@@ -33,9 +33,9 @@ from adaptive_batch.memory import (
     recover,
 )
 
-from .compilations import CompilationLog
+from .compilations import Compilations
 from .gradients import OtherLeaves, SavedGradients
-from .model_checks import optimizers_wait
+from .model_checks import is_compiled, optimizers_wait
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
 
@@ -209,7 +209,6 @@ class Step:
     Attributes:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
-        compilations: counts and logs recompilations.
         other_leaves: finds the trained leaves that the model does not have.
         largest_size: size of the largest micro-batch since the allocator's cache was last emptied,
             in tokens; in rows if lengths are unknown.
@@ -238,7 +237,7 @@ class Step:
             sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
         )
         self.largest_size = 0
-        self.compilations = CompilationLog(model)
+        self._is_compiled = is_compiled(model)
         self.is_trial = False
         self.saved_gradients = SavedGradients({}, self.drop_gradients)
         self.plan = MicroBatchPlan([], 0)
@@ -274,7 +273,7 @@ class Step:
             self.largest_size = 0
 
         try:
-            with self.compilations.without_garbage(), self.other_leaves.watched(saved.set_aside):
+            with self.compiling(), self.other_leaves.watched(saved.set_aside):
                 for attempt in self.retry.attempts(undo=undo, doing="in a step"):
                     with attempt:
                         if self.retry.num_failures:
@@ -399,13 +398,19 @@ class Step:
             raise OutOfMemoryElsewhereError
         return results
 
+    def compiling(self) -> AbstractContextManager[object]:
+        """Return a context that frees the garbage of compilations, if the model was compiled when
+        this step was made.
+        """
+        return Compilations() if self._is_compiled else nullcontext()
+
     # --- trials
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
         """Run a whole micro-batch inside as a trial, which all ranks finish together."""
         micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
-        with micro_batch, self.compilations.without_garbage():
+        with micro_batch, self.compiling():
             self.is_trial = True
             try:
                 yield

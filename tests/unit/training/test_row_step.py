@@ -495,9 +495,8 @@ def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_
         # Compiling takes hundreds of times as long as a micro-batch here.
         assert sum(lengths) / fastest.tokens_per_second < fastest.compile_seconds
     else:
-        reason = "micro-batches are not chosen: new shapes are compiled again ("
+        reason = "micro-batches are not chosen"
         assert all(f"{layout} {reason}" in caplog.text for layout in ("grouped", "packed"))
-        assert "size mismatch" in caplog.text
         assert fastest is None
         assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(lengths)
 
