@@ -29,9 +29,9 @@ from adaptive_batch.torchtune import (
     builder_of,
     check_output_dir,
     left_by_rounding,
-    not_read,
     run_recipe,
     show_details,
+    without_effect,
 )
 
 
@@ -55,7 +55,7 @@ def probe(
         DoesNotFitError: one row does not fit, at any length.
     """
     settings = Settings.from_config(cfg)
-    for message in not_read(settings, cfg).values():
+    for message in without_effect(settings, cfg).values():
         say(message)
     check_output_dir(cfg.output_dir)
     job = Job(cfg, settings, builder or builder_of(cfg))

@@ -1,7 +1,7 @@
 """The parts of the recipes; the only package that imports torchtune or omegaconf."""
 
 from .adapter_model import AdapterModel, builder_of
-from .checks import check_output_dir, not_read, without_effect
+from .checks import check_output_dir, without_effect
 from .data import Data, Sizers
 from .estimates import estimate_devices
 from .job import Job
@@ -49,7 +49,6 @@ __all__ = [
     "estimate_devices",
     "left_by_rounding",
     "no_component_exits",
-    "not_read",
     "reference_tables",
     "run_recipe",
     "run_training",

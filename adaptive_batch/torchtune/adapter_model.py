@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import common_utils
@@ -23,10 +19,11 @@ from torchtune.modules.peft import (
 )
 
 from adaptive_batch import distributed
-from adaptive_batch.checkpoint import parameter_name, reason
+from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
-from .checks import check_adapters_train
+from .checks import has_tensor_parallelism
+from .config_errors import component_of
 from .model import (
     FullModel,
     Weights,
@@ -37,7 +34,13 @@ from .model import (
     whole_bytes,
 )
 
-log = logging.getLogger("adaptive_batch")
+# Keys that torchtune saves with adapters, each with an example.
+_SAVED_WITH_ADAPTERS = {
+    "lora_rank": "give a whole number, such as 8",
+    "lora_alpha": "give a number, such as 16",
+    "lora_attn_modules": "give a list, such as [q_proj,v_proj]",
+    "apply_lora_to_mlp": "give True or False",
+}
 
 
 class AdapterModel(FullModel):
@@ -49,35 +52,26 @@ class AdapterModel(FullModel):
     keeps_base = True
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
-        """Refuse a model without adapters, and adapters to begin with that are of another model."""
-        check_adapters_train(model, cfg)
-        try:
-            begun = _given_adapters(cfg)
-        except SettingError:
-            # A run that resumes has its own, and needs the file no more.
-            if cfg.get("resume_from_checkpoint"):
-                return
-            raise
-        if begun is None:
-            return
-        state = self.state(model)
-        differing = [
-            name
-            for name in sorted(begun.keys() | state.keys())
-            if name not in begun or name not in state or begun[name].shape != state[name].shape
-        ]
-        if differing:
-            name = differing[0]
-            shape, expected = (
-                f"{tuple(tensors[name].shape)}" if name in tensors else "missing"
-                for tensors in (begun, state)
-            )
+        """Check a model with adapters against its block.
+
+        Raises:
+            SettingError: it has no adapters, or not those of its block; the block lacks a key that
+                torchtune saves; or adapters would be divided by tensor parallelism.
+        """
+        if not get_adapter_params(model):
             remedy = (
-                f"its {name} is {shape}, and {expected} in the model; give the model that these"
-                " adapters were trained on"
+                "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give"
+                " a model with adapters, such as torchtune.models.llama3_2.lora_llama3_2_1b"
             )
-            raise _refused(cfg, remedy)
-        _warn_of_other_strength(cfg)
+            raise SettingError("model", component_of(cfg.model), remedy)
+        for key, remedy in _SAVED_WITH_ADAPTERS.items():
+            if cfg.model.get(key) is None:
+                remedy = f"it is missing, and is saved with adapters; {remedy}"
+                raise SettingError(f"model.{key}", None, remedy)
+        _check_adapters_are_made(model, cfg.model)
+        if has_tensor_parallelism(cfg):
+            remedy = "adapters are not divided by tensor parallelism; give 1, and ranks use FSDP"
+            raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
@@ -148,7 +142,7 @@ class AdapterModel(FullModel):
             keys = model.load_state_dict(state, strict=False)
         missing = map(parameter_name, keys.missing_keys)
         self._check_base(model, missing, keys.unexpected_keys, cfg)
-        self._load_adapters(model, weights, cfg)
+        self._load_adapters(model, weights)
 
     def _load_sharded(
         self,
@@ -194,7 +188,7 @@ class AdapterModel(FullModel):
                 model, {name: whole}, device, cpu_offload=offload
             )
         training.validate_no_params_on_meta_device(model)
-        self._load_adapters(model, weights, cfg)
+        self._load_adapters(model, weights)
 
     def _check_base(
         self,
@@ -213,84 +207,44 @@ class AdapterModel(FullModel):
             )
             raise SettingError("model", str(cfg.model._component_), remedy)
 
-    def _load_adapters(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
-        """Load saved or given adapters; keep new ones as initialized otherwise.
+    def _load_adapters(self, model: torch.nn.Module, weights: Weights) -> None:
+        """Load saved adapters; keep new ones as initialized otherwise.
 
         DoRA's magnitudes are initialized from the base model.
         """
         for module in model.modules():
             if hasattr(module, "initialize_dora_magnitude"):
                 module.initialize_dora_magnitude()  # type: ignore[operator]
-        state = self.state(model)
         if weights.is_divided:
-            weights.load_divided(state)
-            return
-        adapters = _given_adapters(cfg) or {}
-        with torch.no_grad():
-            for name, saved in adapters.items():
-                target = state[name]
-                if isinstance(target, DTensor):
-                    saved = saved.to(target.to_local())
-                    saved = distribute_tensor(saved, target.device_mesh, target.placements)
-                target.copy_(saved)
+            weights.load_divided(self.state(model))
 
 
-def _given_path(cfg: DictConfig) -> Path | None:
-    given = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
-    if given is None:
-        return None
-    path = Path(given)
-    if path.exists():
-        return path
-    # torchtune's checkpointers look for the file there.
-    return Path(cfg.checkpointer.output_dir, given)
-
-
-def _warn_of_other_strength(cfg: DictConfig) -> None:
-    """Warn if the given adapters were trained with another `lora_alpha`."""
-    path = _given_path(cfg)
-    assert path is not None
-    try:
-        saved = json.loads(path.with_name("adapter_config.json").read_text())["lora_alpha"]
-        strength = cfg.model.lora_alpha / saved
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-        # The file was moved without adapter_config.json, or this package did not write it.
-        return
-    if strength != 1 and distributed.is_rank_zero():
-        log.warning(
-            "checkpointer.adapter_checkpoint was trained with lora_alpha=%s: with %s its adapters"
-            " act %.3g times as strongly",
-            saved,
-            cfg.model.lora_alpha,
-            strength,
-        )
-
-
-def _given_adapters(cfg: DictConfig) -> Mapping[str, torch.Tensor] | None:
-    """Load the adapters of ``checkpointer.adapter_checkpoint``; None if it is not set.
-
-    Raises:
-        SettingError: the file cannot be read, or torchtune did not save it.
-    """
-    path = _given_path(cfg)
-    if path is None:
-        return None
-    try:
-        adapters = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise _refused(cfg, f"{reason(error)}; give the adapter_model.pt of an epoch") from error
-    if not isinstance(adapters, dict) or any(
-        name.startswith("base_model.") or not isinstance(value, torch.Tensor)
-        for name, value in adapters.items()
-    ):
-        raise _refused(cfg, "it is not in torchtune's form; give the adapter_model.pt of an epoch")
-    return adapters
-
-
-def _refused(cfg: DictConfig, remedy: str) -> SettingError:
-    return SettingError(
-        "checkpointer.adapter_checkpoint", str(cfg.checkpointer.adapter_checkpoint), remedy
-    )
+def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
+    """Raise for a key of adapters that the model's builder ignores."""
+    adapters = {
+        name: module for name, module in model.named_modules() if hasattr(module, "adapter_params")
+    }
+    kinds = {name.rpartition(".")[2] for name in adapters}
+    made = {
+        "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),
+        "apply_lora_to_output": "output" in kinds,
+        "use_dora": any(hasattr(module, "magnitude") for module in adapters.values()),
+        "lora_dropout": any(
+            isinstance(getattr(module, "dropout", None), torch.nn.Dropout)
+            for module in adapters.values()
+        ),
+        "quantize_base": any(
+            getattr(module, "_quantize_base", False) for module in adapters.values()
+        ),
+        "lora_attn_modules": kinds.issuperset(block.lora_attn_modules),
+    }
+    for key, is_made in made.items():
+        if block.get(key) and not is_made:
+            remedy = (
+                f"{component_of(block)} adds no such adapters to the model (it has adapters of"
+                f" {', '.join(sorted(kinds))}); give names of these, or remove it"
+            )
+            raise SettingError(f"model.{key}", block[key], remedy)
 
 
 def builder_of(cfg: DictConfig) -> FullModel | None:

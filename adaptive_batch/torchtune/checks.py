@@ -9,22 +9,18 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batch._util import check_bool, check_share, check_whole
-from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
-from .config_errors import as_dict, check_block, component_of, missing, plainly
+from .config_errors import as_dict, check_block, missing
 from .keys import fields_of, load_function, unread, values_of
 
 if TYPE_CHECKING:
@@ -35,6 +31,9 @@ AUTO = "auto"
 # The second is `auto` where the first alone is given.
 TOKEN_KEYS = ("batch_tokens", "micro_batch_tokens")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
+_OPTIONAL_BLOCKS = (
+    *("lr_scheduler", "checkpointer", "metric_logger", "tensor_parallel_plan", "dataset_val"),
+)
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
 # Annotations of arguments that are truth values.
@@ -58,15 +57,19 @@ def _check_merges(key: str, value: object) -> None:
         raise SettingError(key, value, "merges are lines of text; give merges.txt")
 
 
-def _check_path(key: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise SettingError(key, value, "give a path")
-
-
 def _check_resume(key: str, value: object) -> None:
     if not isinstance(value, bool) and value != AUTO and not os.path.isdir(str(value)):
         remedy = "give True, False, auto, or a checkpoint's folder such as OUTPUT_DIR/step_100"
         raise SettingError(key, value, remedy)
+
+
+def _refuse_adapters(key: str, value: object) -> None:
+    remedy = (
+        "a run resumes from its own adapters by resume_from_checkpoint, and a new one begins with"
+        " new adapters; give checkpoint_dir an epoch's folder, whose weights have its adapters"
+        " merged, and remove this"
+    )
+    raise SettingError(key, value, remedy)
 
 
 _check_warmup = partial(check_whole, least=0, remedy="give a whole number, 0 or more")
@@ -88,29 +91,29 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("tokenizer.max_seq_len", check_whole),
     ("tokenizer.merges_file", _check_merges),
     ("model.lora_rank", check_whole),
+    ("model.lora_alpha", _check_positive),
+    ("model.norm_eps", _check_positive),
+    ("ac_option", check_whole),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
     ("resume_from_checkpoint", _check_resume),
-    ("checkpointer.recipe_checkpoint", _check_path),
-    ("checkpointer.adapter_checkpoint", _check_path),
+    ("checkpointer.adapter_checkpoint", _refuse_adapters),
 )
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
-    for name in ("lr_scheduler", "checkpointer", "metric_logger", "tensor_parallel_plan"):
+    blocks = (
+        "lr_scheduler",
+        "checkpointer",
+        "metric_logger",
+        "tensor_parallel_plan",
+        "dataset_val",
+    )
+    for name in blocks:
         if config.get(name) is not None:
-            check_block(name, config[name])
+            check_block(name, config[name], several=name == "dataset_val")
     for key, check in _VALUES:
         for value in values_at(config, key):
             check(key, value)
-    model = config.get("model")
-    for name in ("lora_alpha", "norm_eps"):
-        # Null fails as late as text does.
-        if isinstance(model, Mapping) and name in model:
-            _check_positive(f"model.{name}", model[name])
-    checkpointer = config.get("checkpointer")
-    if checkpointer is not None:
-        for name in ("checkpoint_dir", "output_dir"):
-            _check_path(f"checkpointer.{name}", checkpointer.get(name))
     for name, value in config.items():
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, Mapping) and "_component_" in block:
@@ -125,12 +128,10 @@ def _check_switches(key: str, block: Mapping[str, Any]) -> None:
     except (SettingError, TypeError, ValueError):
         # The component is built later, and its error names the block.
         return
-    for name, value in block.items():
-        parameter = parameters.get(name)
-        if parameter is None or value is None:
-            continue
-        if isinstance(parameter.default, bool) or parameter.annotation in _BOOLS:
-            check_bool(f"{key}.{name}", value)
+    for name, parameter in parameters.items():
+        is_switch = isinstance(parameter.default, bool) or parameter.annotation in _BOOLS
+        if is_switch and block.get(name) is not None:
+            check_bool(f"{key}.{name}", block[name])
 
 
 def values_at(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
@@ -149,29 +150,9 @@ def values_at(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
 _Rule = tuple[str, Callable[["Settings", Mapping[str, Any]], object], str]
 
 
-def _only_one_by_one(s: Settings) -> bool:
-    """Return whether steps of one size divide into equal micro-batches of one row alone."""
-    size = s.micro_batch.micro_batch_size
-    # Only where each step has the same rows is it known before training how they divide.
-    if s.step_varies or not isinstance(size, int) or not 1 < size < s.step_rows:
-        return False
-    return largest_divisor(s.step_rows, at_most=size) == 1
-
-
-def _offloads_on_cuda(c: Mapping[str, Any]) -> bool:
-    # torchtune takes CUDA where there is one and none is named.
-    device = c.get("device")
-    on_cuda = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
-    return on_cuda and bool(c.get("enable_activation_checkpointing"))
-
-
-def _is_count(option: Any) -> bool:
-    return str(option).isdigit() and int(option) > 0
-
-
-def _has_two_units(s: Settings, c: Mapping[str, Any]) -> bool:
-    clock = s.rate.lr_clock
-    return clock.warmup != clock.decay and c.get("lr_scheduler") is not None
+def _trains_on_cuda(c: Mapping[str, Any]) -> bool:
+    # torchtune takes CUDA where no device is named.
+    return str(c.get("device") or "cuda").startswith("cuda")
 
 
 _RULES: tuple[_Rule, ...] = (
@@ -199,7 +180,10 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "enable_activation_offloading",
-        lambda s, c: c.get("enable_activation_offloading") and not _offloads_on_cuda(c),
+        lambda s, c: (
+            c.get("enable_activation_offloading")
+            and not (_trains_on_cuda(c) and c.get("enable_activation_checkpointing"))
+        ),
         "it needs device=cuda and enable_activation_checkpointing=True; set it to False",
     ),
     (
@@ -211,7 +195,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "ac_option",
-        lambda s, c: s.ac_mode == "selective" and not _is_count(c.get("ac_option")),
+        lambda s, c: s.ac_mode == "selective" and c.get("ac_option") is None,
         "give a whole number n: the activations of every n-th layer are recomputed",
     ),
     (
@@ -236,13 +220,6 @@ _RULES: tuple[_Rule, ...] = (
         "max_rows_per_batch is {s.max_rows_per_batch}; give that or less",
     ),
     (
-        "uniform_micro_batches",
-        lambda s, c: s.uniform_micro_batches in ("rows", "both") and _only_one_by_one(s),
-        "the {s.step_rows} rows of a step divide into equal micro-batches of up to"
-        " {s.micro_batch.micro_batch_size} only one by one; change batch_size or micro_batch_size"
-        " so that one divides the other",
-    ),
-    (
         "micro_batch_layout",
         lambda s, c: not s.layout_kind.is_usual and s.uniform_micro_batches,
         "uniform_micro_batches={s.uniform_micro_batches} needs padded rows; remove one",
@@ -259,13 +236,22 @@ _RULES: tuple[_Rule, ...] = (
         " enable_activation_checkpointing=True instead",
     ),
     (
+        "batch_size_schedule",
+        lambda s, c: None not in (s.batch_size_schedule, s.batch_increase_function),
+        "batch_increase_function is set too, and both set how the batch grows; remove one",
+    ),
+    (
         "gradient_accumulation_steps",
         lambda s, c: s.batch_size_schedule is not None and s.gradient_accumulation_steps > 1,
         "batch_size_schedule gives the rows of a whole step; set it to 1",
     ),
     (
         "lr_clock",
-        lambda s, c: _has_two_units(s, c) and not values_at(c, "lr_scheduler.num_warmup_steps"),
+        lambda s, c: (
+            c.get("lr_scheduler")
+            and s.rate.lr_clock.warmup != s.rate.lr_clock.decay
+            and not values_at(c, "lr_scheduler.num_warmup_steps")
+        ),
         "a warm-up in another unit needs a scheduler with num_warmup_steps, such as"
         " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
     ),
@@ -322,14 +308,15 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
 def _is_one_micro_batch(s: Settings) -> bool:
     """Return whether a step that the noise scale is measured in is one micro-batch."""
     size = s.micro_batch.micro_batch_size
-    rule = s.batch_size_schedule
-    rows: int | None = s.step_rows
-    if rule is not None:
-        # A rule that follows the noise scale stays at its start until there is a measurement.
-        rows = getattr(rule, "start", None) if needs_noise_scale(rule) else None
     if size is None:
         return s.gradient_accumulation_steps == 1 and not s.grow_beyond_maximum
-    return not s.batch_changes and isinstance(size, int) and rows is not None and size >= rows
+    rows = s.step_rows
+    if needs_noise_scale(s.batch_size_schedule):
+        # The schedule stays at its start until there is a measurement.
+        rows = s.batch_size_schedule.start  # type: ignore[union-attr]
+    elif s.batch_changes or s.batch_size_schedule is not None:
+        return False
+    return isinstance(size, int) and size >= rows
 
 
 # Without a micro-batch that is a random part of the step, a schedule that follows the noise scale
@@ -379,12 +366,6 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise SettingError for keys that contradict each other; it names one of them and the fix."""
     _check_values(config)
     _refuse(_RULES, settings, config)
-    reason = why_unpacked(config)
-    if reason and not settings.layout_kind.pads:
-        remedy = f"{reason}; give grouped"
-        raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
-    if settings.validation.is_on:
-        check_block("dataset_val", settings.validation.dataset_val, several=True)
     if settings.optimizer_in_bwd:
         remedy = "with the optimizer in backward {}, or set optimizer_in_bwd=False"
         _refuse(_IN_BACKWARD, settings, config, remedy)
@@ -433,10 +414,7 @@ def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
     Raises:
         SettingError: a key of `needs` is missing, refers to a missing key, or is not a block.
     """
-    try:
-        plain = as_dict(cfg)
-    except OmegaConfBaseException as error:
-        raise plainly(error) or error from error
+    plain = as_dict(cfg)
     # torchtune's configurations for its distributed recipe lack this key.
     if "compile" not in cfg:
         OmegaConf.update(cfg, "compile", False, force_add=True)
@@ -453,16 +431,13 @@ def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
     Raises:
         SettingError: it cannot be made or written to.
     """
-    if not isinstance(given, str | Path) or not str(given):
-        raise SettingError(key, given, "give a folder of yours")
-    folder = Path(given)
     try:
+        folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = f"it cannot be made ({error}); give a folder of yours"
-        raise SettingError(key, str(folder), remedy) from None
-    if not os.access(folder, os.W_OK):
-        raise SettingError(key, str(folder), "it cannot be written to; give a folder of yours")
+        if not str(given) or not os.access(folder, os.W_OK):
+            raise OSError("it cannot be written to")
+    except (OSError, TypeError) as error:
+        raise SettingError(key, given, f"give a folder of yours ({error})") from None
     return folder
 
 
@@ -472,15 +447,10 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
     Raises:
         SettingError: a key for several ranks cannot be used.
     """
-    optimizer = cfg.get("optimizer", None)
-    # Another check refuses an optimizer that is not a block.
-    if not isinstance(optimizer, DictConfig):
-        optimizer = DictConfig({})
-    component = str(optimizer.get("_component_", ""))
-    # Ranks check this before they read all settings.
-    for key, check in _VALUES:
-        if key.startswith(("tensor_parallel_dim", "fsdp_")) and cfg.get(key) is not None:
-            check(key, cfg.get(key))
+    for value in values_at(cfg, "tensor_parallel_dim"):
+        # Ranks check this before they read all settings.
+        check_whole("tensor_parallel_dim", value)
+    component = "".join(map(str, values_at(cfg, "optimizer._component_")))
     dim = int(cfg.get("tensor_parallel_dim") or 1)
     several = world_size > 1
     offloads = several and cfg.get("fsdp_cpu_offload", False)
@@ -505,7 +475,7 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
         ),
         (
             # Fused kernels reject tensors of tensor parallelism; SGD's rejects those of FSDP, too.
-            optimizer.get("fused", False)
+            any(values_at(cfg, "optimizer.fused"))
             and (dim > 1 or (several and component == "torch.optim.SGD")),
             "optimizer.fused",
             f"{component} cannot step divided parameters so; set it to False",
@@ -516,104 +486,49 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
     return dim
 
 
-# Keys that torchtune saves with adapters, each with an example.
-_SAVED_WITH_ADAPTERS = {
-    "lora_rank": "give a whole number, such as 8",
-    "lora_alpha": "give a number, such as 16",
-    "lora_attn_modules": "give a list, such as [q_proj,v_proj]",
-    "apply_lora_to_mlp": "give True or False",
-}
-
-
-def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Check a model with adapters against its block.
-
-    Raises:
-        SettingError: it has no adapters, or not those of its block; the block lacks a key that
-            torchtune saves; or adapters would be divided by tensor parallelism.
-    """
-    component = component_of(cfg.model)
-    if not get_adapter_params(model):
-        remedy = (
-            "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a"
-            " model with adapters, such as torchtune.models.llama3_2.lora_llama3_2_1b"
-        )
-        raise SettingError("model", component, remedy)
-    for key, remedy in _SAVED_WITH_ADAPTERS.items():
-        if key not in cfg.model:
-            remedy = f"it is missing, and is saved with adapters; {remedy}"
-            raise SettingError(f"model.{key}", None, remedy)
-    _check_adapters_are_made(model, cfg.model)
-    if has_tensor_parallelism(cfg):
-        remedy = "adapters are not divided by tensor parallelism; give 1, and ranks use FSDP"
-        raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
-
-
-def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
-    """Raise for a key of adapters that the model's builder ignores."""
-    adapters = {
-        name: module for name, module in model.named_modules() if hasattr(module, "adapter_params")
-    }
-    kinds = {name.rpartition(".")[2] for name in adapters}
-    made = {
-        "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),
-        "apply_lora_to_output": "output" in kinds,
-        "use_dora": any(hasattr(module, "magnitude") for module in adapters.values()),
-        "lora_dropout": any(
-            isinstance(getattr(module, "dropout", None), torch.nn.Dropout)
-            for module in adapters.values()
-        ),
-        "quantize_base": any(
-            getattr(module, "_quantize_base", False) for module in adapters.values()
-        ),
-        "lora_attn_modules": kinds.issuperset(block.lora_attn_modules),
-    }
-    for key, is_made in made.items():
-        if block.get(key) and not is_made:
-            remedy = (
-                f"{component_of(block)} adds no such adapters to the model (it has adapters of"
-                f" {', '.join(sorted(kinds))}); give names of these, or remove it"
-            )
-            raise SettingError(f"model.{key}", block[key], remedy)
-
-
 # --- without effect
+
+# Keys that another key replaces: (key, predicate of settings and config, reason)
+_REPLACED: tuple[_Rule, ...] = (
+    (
+        "gradient_accumulation_steps",
+        # The rate's reference is computed from it, unless one is configured.
+        lambda s, c: (
+            s.batch_tokens
+            and s.gradient_accumulation_steps > 1
+            and (s.rate.lr_scaling == "none" or s.rate.reference_batch_size)
+        ),
+        "batch_tokens sets what a step holds",
+    ),
+    (
+        "shuffle",
+        lambda s, c: s.sample_order != "dataloader" and c.get("shuffle") is False,
+        "sample_order sets the order of rows",
+    ),
+    (
+        "use_maximum_batch_size",
+        lambda s, c: s.batch_size_schedule is not None and s.use_maximum_batch_size,
+        "batch_size_schedule sets the rows of a step",
+    ),
+)
 
 
 def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> dict[str, str]:
     """Return a message for each key that is set and ignored: nothing reads it, it needs another
     key, or another key replaces it.
     """
-    reasons = _ignored(settings, as_dict(cfg))
-    return not_read(settings, cfg) | {
-        key: f"{key} has no effect: {reason}" for key, reason in reasons
-    }
-
-
-def not_read(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> dict[str, str]:
-    """Return a message for each key that nothing reads."""
-    names = unread(type(settings), cfg)
-    return {name: f"{name} has no effect: nothing reads it" for name in names}
-
-
-def _ignored(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield our keys without those that they need, and keys that another key replaces."""
+    config = as_dict(cfg)
     values = values_of(settings)
+    reasons = dict.fromkeys(unread(type(settings), cfg), "nothing reads it")
     for name, key_field in fields_of(type(settings)).items():
         needs = key_field.metadata["option"].needs
-        if not needs or config.get(name) in (None, False, key_field.default):
-            continue
+        is_set = config.get(name) not in (None, False, key_field.default)
         # A need of the form key=value asks for that value.
         pairs = [need.partition("=") for need in needs]
-        if not any(values[key] == value if value else config.get(key) for key, _, value in pairs):
-            yield name, f"it needs {' or '.join(needs)}"
-    # The rate's reference is computed from it, unless one is configured.
-    is_read_by_rate = settings.rate.lr_scaling != "none" and not settings.rate.reference_batch_size
-    accumulates = settings.gradient_accumulation_steps > 1
-    if settings.batch_tokens and accumulates and not is_read_by_rate:
-        yield "gradient_accumulation_steps", "batch_tokens sets what a step holds"
-    order = settings.sample_order
-    if order != "dataloader" and config.get("shuffle") is False:
-        yield "shuffle", f"sample_order={order} sets the order of rows"
-    if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
-        yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
+        is_met = [values[key] == value if value else config.get(key) for key, _, value in pairs]
+        if needs and is_set and not any(is_met):
+            reasons[name] = f"it needs {' or '.join(needs)}"
+    for name, applies, reason in _REPLACED:
+        if applies(settings, config):
+            reasons[name] = reason
+    return {name: f"{name} has no effect: {reason}" for name, reason in reasons.items()}

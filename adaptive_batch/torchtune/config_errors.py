@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
-    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
@@ -42,8 +40,12 @@ _NEEDED = {
 
 def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as dicts and lists, with references resolved."""
-    plain = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
-    assert isinstance(plain, Mapping)
+    plain: Any = cfg
+    if isinstance(cfg, DictConfig):
+        try:
+            plain = OmegaConf.to_container(cfg, resolve=True)
+        except OmegaConfBaseException as error:
+            raise plainly(error) or error from error
     return {str(key): value for key, value in plain.items()}
 
 
@@ -82,17 +84,9 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
         value: value of the configuration.
         several: whether a list of blocks is allowed.
     """
-    blocks = value if several and isinstance(value, list) and value else [value]
-    for block in blocks:
-        component = component_of(block) if isinstance(block, dict) else block
-        if isinstance(block, dict) and isinstance(component, str):
-            continue
-        # The command line sets the component of a block of the file.
-        typed = component_of(component)
-        remedy = _BLOCK
-        if isinstance(typed, str):
-            remedy = f"it is a block; give {key}._component_={typed}, and its other keys likewise"
-        raise SettingError(key, block, remedy)
+    for block in value if several and isinstance(value, list) and value else [value]:
+        if not (isinstance(block, Mapping) and isinstance(block.get("_component_"), str)):
+            raise SettingError(key, block, _BLOCK)
 
 
 @contextmanager
@@ -138,25 +132,22 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
     """Return an error of the configuration or of a full disk as one of ours, or None."""
     if isinstance(error, AdaptiveBatchError):
         return error
-    plain: AdaptiveBatchError | None = None
-    if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
-        plain = missing(str(error.full_key or error.key or "config"))
-    elif isinstance(error, OmegaConfBaseException):
-        as_written = None
-        if isinstance(error, InterpolationResolutionError) and error.parent_node is not None:
-            written: Any = OmegaConf.to_container(error.parent_node, resolve=False)
-            as_written = written[error.key]
-        remedy = f"{str(error).partition(chr(10))[0]}; give it a value of its own"
-        plain = SettingError(str(error.full_key or error.key or "config"), as_written, remedy)
+    plain: AdaptiveBatchError
+    if isinstance(error, OmegaConfBaseException):
+        key = str(error.full_key or error.key or "config")
+        plain = missing(key)
+        if not isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
+            remedy = f"{str(error).partition(chr(10))[0]}; give it a value of its own"
+            plain = SettingError(key, None, remedy)
     elif isinstance(error, InstantiationError):
-        named = re.match("Error loading '([^']*)'", str(error))
-        plain = SettingError("_component_", named and named[1], one_line(error))
+        plain = SettingError("_component_", None, one_line(error))
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         # Writing a log raises it; checkpoints have their own error.
         resumes = "resume_from_checkpoint=True resumes from what was saved, if anything was"
         plain = AdaptiveBatchError(f"{error.strerror}: free disk space in output_dir; {resumes}")
-    if plain is not None:
-        plain.__cause__ = error
+    else:
+        return None
+    plain.__cause__ = error
     return plain
 
 
@@ -173,27 +164,15 @@ def one_line(error: BaseException) -> str:
 def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     """Raise SettingError for a file that is not a YAML block, and for an invalid argument."""
     with _reading("--config", path):
-        cfg = OmegaConf.load(path)
-    if not isinstance(cfg, DictConfig):
-        raise SettingError(
-            "--config", path, "it holds a list; give a block of keys, as in torchtune's configs"
-        )
-    for key in cfg:
-        if not isinstance(key, str) or key == "config":
-            raise SettingError(
-                "--config",
-                path,
-                f"it has the key {key!r}; give each a name, and none the name config",
-            )
+        cfg: Any = OmegaConf.load(path)
+    are_names = all(isinstance(key, str) and key != "config" for key in cfg)
+    if not (isinstance(cfg, DictConfig) and are_names):
+        remedy = "give a block of keys, as in torchtune's configs, with names other than config"
+        raise SettingError("--config", path, remedy)
     # An argument may replace a key that another removes.
-    removals = [argument for argument in arguments if argument.startswith("~")]
-    for argument in removals:
+    for argument in sorted(arguments, key=lambda argument: not argument.startswith("~")):
         with _reading("argument", argument):
-            merged(cfg, [argument])
-    for argument in arguments:
-        if argument not in removals:
-            with _reading("argument", argument):
-                merged(cfg, [*removals, argument])
+            cfg = merged(cfg, [argument])
 
 
 def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:

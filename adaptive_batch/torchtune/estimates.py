@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from torchtune import modules
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_whole, count, format_bytes
+from adaptive_batch._util import count, format_bytes
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     AllocatorSettings,
@@ -42,11 +42,10 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.memory import auto_headroom
 
-from .checks import TO_PLAN, check_parallel, complete, has_tensor_parallelism, not_read
+from .checks import TO_PLAN, check_parallel, complete, has_tensor_parallelism, without_effect
 from .config_errors import instantiate, merged
 from .fake_run import FakeRun
 from .job import own_compiler, task_of
-from .keys import load_function
 from .model import FullModel
 from .settings import Settings
 
@@ -77,7 +76,7 @@ def estimate_devices(
     if distributed.is_launched():
         remedy = "run the estimate in one process; give ranks by estimate.world_size"
         raise SettingError("estimate.devices", estimate_settings.devices, remedy)
-    for message in not_read(settings, cfg).values():
+    for message in without_effect(settings, cfg).values():
         show(message)
     estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices), builder)
     show("the training step runs on fake tensors")
@@ -131,6 +130,8 @@ class Estimator:
         self._alike = (
             group_by_kernels(devices) if self._on_accelerator else [list(range(len(devices)))]
         )
+        wanted = settings.estimate.sequence_lengths or (settings.probe.sequence_length,)
+        self._wanted = [self._resolved(length) for length in wanted]
         self._skeleton: torch.nn.Module | None = None
         self._paged: list[str] = []
 
@@ -142,9 +143,8 @@ class Estimator:
             fit, and a sentence for each thing that is not counted.
         """
         estimate_settings = self._settings.estimate
-        _, wanted = estimate_settings.lengths_of(self._settings.probe)
         lengths, devices, run = self._estimate(
-            self._cfg, [self._resolved(length) for length in wanted], estimate_settings.world_size
+            self._cfg, self._wanted, estimate_settings.world_size
         )
         self._skeleton = run.job.skeleton
         not_counted = [*self._paged, *run.left_out]
@@ -243,26 +243,12 @@ class Estimator:
         return lengths, tuple(devices), run
 
     def _resolved(self, length: int | str) -> int | str:
-        """Return a length as a number if the configuration alone determines it."""
-        if length != "max_seq_len":
+        """Return a length as a number if the configuration has it."""
+        limit = self._cfg.tokenizer.get("max_seq_len")
+        if length != "max_seq_len" or limit is None:
             return length
-        block = self._cfg.tokenizer
-        if "max_seq_len" in block:
-            limit = block.max_seq_len
-        else:
-            takes = inspect.signature(load_function(block._component_, key="tokenizer")).parameters
-            # Only the tokenizer itself knows.
-            if "max_seq_len" not in takes:
-                return length
-            limit = takes["max_seq_len"].default
-        if limit is None:
-            key, lengths = self._settings.estimate.lengths_of(self._settings.probe)
-            value = length if len(lengths) == 1 else list(lengths)
-            raise SettingError(
-                key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens"
-            )
         task = task_of(self._cfg, instantiate("loss", self._cfg.loss))
-        return check_whole("tokenizer.max_seq_len", limit) * len(task.fields)
+        return int(limit) * len(task.fields)
 
     def changes(self, length: LengthEstimate, *, fits: bool) -> Iterator[Change]:
         """Estimate each single change at the first length, on each device.
@@ -273,7 +259,6 @@ class Estimator:
         """
         options = self._settings.estimate
         maximum = self._settings.probe.maximum
-        first, *_ = options.lengths_of(self._settings.probe)[1]
         assert self._skeleton is not None
         changes = candidates(
             self._cfg,
@@ -288,7 +273,7 @@ class Estimator:
             try:
                 _, devices, _ = self._estimate(
                     with_overrides(self._cfg, candidate.overrides),
-                    [candidate.sequence_length or self._resolved(first)],
+                    [candidate.sequence_length or self._wanted[0]],
                     candidate.world_size or options.world_size,
                     is_change=True,
                     allocator=candidate.allocator,

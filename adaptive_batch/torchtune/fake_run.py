@@ -209,8 +209,8 @@ class FakeRun:
 
         longest = self.job.max_row_length
         if longest and tokens > longest:
-            key, _ = self.job.settings.estimate.lengths_of(self.job.settings.probe)
-            raise SettingError(key, length, f"the model takes {longest} tokens at most")
+            remedy = f"the model takes {longest} tokens at most"
+            raise SettingError("estimate.sequence_lengths", length, remedy)
         return rows, tokens
 
     def estimate(

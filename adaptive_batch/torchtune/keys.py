@@ -20,7 +20,7 @@ from adaptive_batch._util import Option, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EXAMPLES
 
-from .config_errors import component_of, one_line
+from .config_errors import building, component_of, one_line
 
 T = TypeVar("T")
 
@@ -44,12 +44,33 @@ _THEIRS = {
 TORCHTUNE_KEYS: Mapping[str, str] = {
     name: policy for policy, names in _THEIRS.items() for name in names.split()
 }
+# Keys of torchtune's other configs, and the recipes that read them.
 _OTHER_RECIPES = {
-    "quantizer": "quantization-aware training is torchtune's qat_distributed",
-    "policy_model": "reinforcement learning is torchtune's ppo_full_finetune_single_device",
+    "quantizer": "qat_distributed trains for it, and quantize does not train",
+    "policy_model": "ppo_full_finetune_single_device trains by reinforcement learning",
+    "tasks": "eleuther_eval does not train",
+    "max_new_tokens": "generate does not train",
 }
-# Keys of torchtune's configs that do not train.
-_NOT_TRAINING = {"tasks": "eleuther_eval", "max_new_tokens": "generate", "quantizer": "quantize"}
+_CRITICAL_BATCH = (
+    "this key was removed; log_gradient_noise_scale=True estimates the batch beyond which more rows"
+    " improve a step little, and docs/accuracy.md#does-a-growing-batch-pay compares rules that grow"
+    " the batch"
+)
+# Keys and functions of earlier releases: dotted name -> the fix.
+REMOVED: dict[str, str] = {
+    "probe.critical_batch": _CRITICAL_BATCH,
+    "probe.critical_batch_from": _CRITICAL_BATCH,
+    "probe.critical_batch_rows": _CRITICAL_BATCH,
+    "probe.critical_batch_tolerance": _CRITICAL_BATCH,
+    "probe.tune": (
+        "this key was removed; adaptive_estimate with estimate.changes=True estimates single"
+        " changes, and docs/configuration.md#recommended-settings lists which settings to use"
+    ),
+    "adaptive_batch.schedules.by_critical_batch": (
+        "this function was removed; give the same batches to adaptive_batch.schedules.steps, as in"
+        " {batch_sizes: [16, 24, 64], thresholds: [1e5tok, 1e6tok]}"
+    ),
+}
 # Similarity of a typo: lr_scale is taken for lr_scaling, compile_mode (0.74) not for compile.
 _CLOSE = 0.77
 
@@ -110,7 +131,8 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
         for key in value:
             if key not in names:
                 remedy = f"there is no such key; {nearest(str(key), names)}"
-                raise SettingError(f"{name}.{key}", value[key], remedy)
+                path = f"{name}.{key}"
+                raise SettingError(path, value[key], REMOVED.get(path, remedy))
         return keys(**read_keys(keys, value, prefix=f"{name}."))
 
     return read
@@ -127,15 +149,10 @@ def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
         settings: Dataclass of our top-level keys.
         config: Configuration as given, with its references.
     """
-    for key, recipe in _NOT_TRAINING.items():
-        if key in config and "dataset" not in config and "checkpointer" in config:
-            remedy = f"this is not a config of training: `tune run {recipe}` runs it"
+    for key, recipe in _OTHER_RECIPES.items():
+        if config.get(key) is not None:
+            remedy = f"this is a config of another recipe: torchtune's {recipe}; remove the key"
             raise SettingError(key, component_of(config[key]), remedy)
-    for key, reason in _OTHER_RECIPES.items():
-        value = config.get(key)
-        if value is not None:
-            remedy = f"{reason}; remove it to train every weight as it is"
-            raise SettingError(key, component_of(value), remedy)
     known = {*keys_of(settings), *TORCHTUNE_KEYS}
     for name in unread(settings, config):
         matches = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
@@ -153,45 +170,6 @@ def unread(settings: type, config: Mapping[str, Any] | DictConfig) -> list[str]:
         is_resolved = ":" in reference or "${" in reference
         read.update(words if is_resolved else words[:1])
     return [str(name) for name in config if str(name) not in read]
-
-
-# --- keys and functions of earlier releases
-
-_CRITICAL_BATCH = (
-    "log_gradient_noise_scale=True estimates the batch beyond which more rows improve a step"
-    " little, and docs/accuracy.md#does-a-growing-batch-pay compares rules that grow the batch"
-)
-
-# Dotted key -> the fix, which follows "KEY=VALUE: this key was removed; ".
-REMOVED: dict[str, str] = {
-    "probe.critical_batch": _CRITICAL_BATCH,
-    "probe.critical_batch_from": _CRITICAL_BATCH,
-    "probe.critical_batch_rows": _CRITICAL_BATCH,
-    "probe.critical_batch_tolerance": _CRITICAL_BATCH,
-    "probe.tune": (
-        "adaptive_estimate with estimate.changes=True estimates single changes of the settings, and"
-        " docs/configuration.md#recommended-settings lists which settings to use"
-    ),
-}
-
-# Dotted path of a function -> the fix, which follows "KEY=PATH: this function was removed; ".
-REMOVED_FUNCTIONS: dict[str, str] = {
-    "adaptive_batch.schedules.by_critical_batch": (
-        "give the same batches to adaptive_batch.schedules.steps, as in {batch_sizes: [16, 24, 64],"
-        " thresholds: [1e5tok, 1e6tok]}"
-    ),
-}
-
-
-def check_removed(config: Mapping[str, Any]) -> None:
-    """Raise SettingError if a plain configuration has a removed key, whatever its value."""
-    for key, remedy in REMOVED.items():
-        *blocks, name = key.split(".")
-        values: Any = config
-        for block in blocks:
-            values = values.get(block) if isinstance(values, Mapping) else None
-        if isinstance(values, Mapping) and name in values:
-            raise SettingError(key, values[name], f"this key was removed; {remedy}")
 
 
 # --- documentation
@@ -248,19 +226,15 @@ def load_function(path: object, *, key: str) -> Any:
     Raises:
         SettingError: it cannot be imported; the message has torchtune's reason.
     """
-    replacement = REMOVED_FUNCTIONS.get(str(path))
-    if replacement is not None:
-        raise SettingError(key, path, f"this function was removed; {replacement}")
     if not isinstance(path, str):
         remedy = "give the dotted path of a function, such as my_module.my_function"
         raise SettingError(key, path, remedy)
     try:
         return _get_component_from_path(path)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         remedy = "run from the folder of its module, or put that folder on PYTHONPATH"
-        raise SettingError(
-            key, path, f"it cannot be imported: {one_line(error)}; {remedy}"
-        ) from error
+        remedy = f"it cannot be imported: {one_line(error)}; {remedy}"
+        raise SettingError(key, path, REMOVED.get(path, remedy)) from error
 
 
 def _load(value: object, *, key: str) -> Any:
@@ -269,14 +243,6 @@ def _load(value: object, *, key: str) -> Any:
     component = value.get("_component_")
     build = load_function(component, key=f"{key}._component_")
     arguments = {str(name): given for name, given in value.items() if name != "_component_"}
-    try:
+    remedy = f"for a function itself write {key}: {component}"
+    with building(f"{key}._component_", component, remedy):
         return build(**arguments)
-    except SettingError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise SettingError(
-            f"{key}._component_",
-            component,
-            f"it is called with {arguments} to build the function, and failed: {error}; "
-            f"for a function itself write {key}: {component}",
-        ) from error

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.dtypes import nf4tensor
-from torchtune import config, modules, training
+from torchtune import modules, training
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
@@ -27,6 +27,7 @@ from adaptive_batch.errors import SettingError
 
 from .checks import has_tensor_parallelism
 from .config_errors import building, component_of, instantiate, one_line
+from .model_files import ModelFiles
 
 
 class Weights(ABC):
@@ -70,14 +71,12 @@ class FullModel:
             model: model with or without memory.
             cfg: configuration of the recipe.
         """
-        remedy = "this recipe trains every weight; train adapters with adaptive_lora_finetune, or"
         if get_adapter_params(model):
-            component = component_of(cfg.model)
-            raise SettingError("model", component, f"{remedy} give a model without adapters")
-        adapters = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
-        if adapters is not None:
-            key = "checkpointer.adapter_checkpoint"
-            raise SettingError(key, str(adapters), f"{remedy} remove it")
+            remedy = (
+                "this recipe trains every weight; train adapters with adaptive_lora_finetune, or"
+                " give a model without adapters"
+            )
+            raise SettingError("model", component_of(cfg.model), remedy)
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
@@ -403,8 +402,6 @@ def compute_rotary_buffers(
 
 # --- frozen models
 
-_SECOND_REMEDY = "give a block like checkpointer, with the files of this model"
-
 
 class FrozenModel:
     """The frozen model that a task compares with: the base of adapters, or a second model.
@@ -519,29 +516,12 @@ class SecondModel:
 
 
 class _WholeWeights(Weights):
-    """Loads the weights of a second model, as torchtune's checkpointer reads them.
-
-    Args:
-        block: block of the checkpointer.
-        key: its key.
-    """
+    """Weights of a second model, which rank zero reads."""
 
     def __init__(self, block: DictConfig, *, key: str) -> None:
-        self._block = block
-        self._key = key
         # None on other ranks, where nothing asks it.
-        self._checkpointer: Any = distributed.on_rank_zero(self._build)
-
-    def _build(self) -> Any:
-        with building(self._key, self._block.get("_component_"), _SECOND_REMEDY):
-            return config.instantiate(self._block, should_load_recipe_state=False)
+        self._files: Any = distributed.on_rank_zero(lambda: ModelFiles(block, key=key))
 
     def load_weights(self) -> Mapping[str, Any]:
         """Return the state dict on rank zero; empty on others."""
-
-        def load() -> Mapping[str, Any]:
-            with building(self._key, self._block.get("_component_"), _SECOND_REMEDY):
-                weights: Mapping[str, Any] = self._checkpointer.load_checkpoint()
-            return weights[training.MODEL_KEY]  # type: ignore[no-any-return]
-
-        return distributed.on_rank_zero(load) or {}
+        return distributed.on_rank_zero(lambda: self._files.load_weights()) or {}

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torchtune import training
 
-from adaptive_batch._util import move_into_place, sync_folder
+from adaptive_batch._util import check_choice, move_into_place, sync_folder
 from adaptive_batch.checkpoint import SavedFile, reason, saving
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import is_out_of_memory
@@ -68,38 +67,39 @@ def exports_in(output_dir: Path) -> list[Export]:
 
 
 class ModelFiles:
-    """Loads the base model, and exports epochs; each export is complete or absent.
+    """Loads a model, and exports epochs; each export is complete or absent.
 
     Args:
-        cfg: the `checkpointer` block of the configuration.
+        cfg: block of a checkpointer of torchtune.
+        key: its key in the configuration.
 
     Raises:
-        SettingError: the base checkpoint is not there.
+        SettingError: the checkpoint is not there.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self._output_dir = Path(cfg.output_dir)
-        self._model_type = cfg.get("model_type")
+    def __init__(self, cfg: DictConfig, *, key: str = "checkpointer") -> None:
+        self._key = key
+        self._cfg = cfg
+        self._output_dir = check_output_dir(cfg.output_dir, key=f"{key}.output_dir")
         self._temporary = self._output_dir / ".saving"
-        check_output_dir(self._output_dir, key="checkpointer.output_dir")
-        self._base = Path(cfg.checkpoint_dir)
-        if not self._base.is_dir():
-            raise SettingError(
-                "checkpointer.checkpoint_dir",
-                str(self._base),
-                "there is no such folder; see `tune download`",
-            )
+        self._base = Path(str(cfg.checkpoint_dir))
+        if "model_type" in cfg:
+            types = [*training.ModelType.__members__]
+            check_choice(f"{key}.model_type", cfg.model_type, types)
         try:
             self._checkpointer = instantiate(
-                "checkpointer", cfg, output_dir=str(self._temporary), should_load_recipe_state=False
+                key,
+                cfg,
+                checkpoint_dir=str(self._base),
+                output_dir=str(self._temporary),
+                should_load_recipe_state=False,
             )
         except SettingError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError | ValueError):
                 raise
-            key = "checkpoint_files" if "No file with name" in str(cause) else "checkpoint_dir"
             remedy = f"{reason(cause).rstrip('.')}; give what `tune download` wrote"
-            raise SettingError(f"checkpointer.{key}", cfg[key], remedy) from cause
+            raise SettingError(f"{key}.checkpoint_dir", cfg.checkpoint_dir, remedy) from cause
         with suppress(OSError):
             # torchtune's checkpointer has made it.
             self._temporary.rmdir()
@@ -115,28 +115,22 @@ class ModelFiles:
                 replaced.rename(target)
 
     def load_weights(self) -> dict[str, Any]:
-        """Load the state dict of the base model, in torchtune's naming.
+        """Load the state dict of the model, in torchtune's naming.
 
         Raises:
-            CheckpointError: a file cannot be read; it is named.
+            SettingError: the files cannot be read.
         """
         try:
             state: dict[str, Any] = self._checkpointer.load_checkpoint()[training.MODEL_KEY]
         except Exception as error:
-            for path in self._checkpointer._checkpoint_paths:
-                damage = _unreadable(Path(path))
-                if damage:
-                    raise CheckpointError(
-                        f"checkpoint file {path} cannot be read ({damage}); copy or download it"
-                        " again, or take another checkpoint"
-                    ) from error
             if is_out_of_memory(error):
                 raise
+            kind = self._cfg.get("model_type", "this model")
             remedy = (
-                f"the weights of checkpoint_dir cannot be read as such ({one_line(error)}); give"
-                " the kind that they are of"
+                f"its files cannot be read as weights of {kind} ({one_line(error)}); give the"
+                f" {self._key}.model_type that they are of, or copy or download them again"
             )
-            raise SettingError("checkpointer.model_type", str(self._model_type), remedy) from error
+            raise SettingError(f"{self._key}.checkpoint_dir", str(self._base), remedy) from error
         return state
 
     def check_base(
@@ -226,19 +220,6 @@ class ModelFiles:
                 save_file(adapters, path, metadata={"format": "pt"})
             else:
                 torch.save(adapters, path)
-
-
-def _unreadable(path: Path) -> str | None:
-    """Return why a file of weights cannot be read; None where it can."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                list(file.keys())
-        else:
-            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        return reason(error)
-    return None
 
 
 def _flush_to_disk(folder: Path) -> None:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from adaptive_batch._util import auto_or_whole, check_share, check_whole, one_of, option
+from adaptive_batch._util import auto_or_whole, check_headroom, check_whole, one_of, option
 from adaptive_batch.data import LAYOUT_KINDS, UNIFORM, Batching, LayoutKind
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
-from adaptive_batch.memory import parse_size
+from adaptive_batch.memory import check_device_memory, parse_size
 from adaptive_batch.probe import needs_times
 from adaptive_batch.schedules import (
     RULES,
@@ -40,7 +40,6 @@ from .keys import (
     TORCHTUNE_KEYS,
     block,
     check_names,
-    check_removed,
     function,
     group,
     keys_of,
@@ -65,36 +64,27 @@ def _length(name: str, value: Any) -> None:
 def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise SettingError(name, value, "give a list of lengths, such as [512, 1024, 2048]")
-    for number, length in enumerate(value):
+    for length in value:
         _length(name, length)
-        if length in value[:number]:
-            raise SettingError(name, value, f"{length} is there twice; leave one out")
-    return tuple(value)
+    return tuple(dict.fromkeys(value))
 
 
-def _size(name: str, value: Any) -> int:
-    try:
-        if value == 0 and not isinstance(value, bool):
-            return 0
-        # A float would be a share of the device, whose size is not known here.
-        if isinstance(value, float):
-            raise ValueError
+def _context(name: str, value: Any) -> int:
+    if isinstance(value, str):
+        check_device_memory(name, value)
         return parse_size(value, total_bytes=0)
-    except ValueError:
-        remedy = 'give a size such as "600MiB", or a whole number of bytes'
-        raise SettingError(name, value, remedy) from None
+    remedy = 'give a size such as "600MiB", or a whole number of bytes'
+    return check_whole(name, value, least=0, remedy=remedy)
+
+
+def _headroom(name: str, value: Any) -> None:
+    is_size = value != "auto" and isinstance(value, int | str) and value != 0
+    check = check_device_memory if is_size else check_headroom
+    check(name, value)
 
 
 def _devices(name: str, value: Any) -> None:
     parse_devices(value)
-
-
-def _headroom(name: str, value: Any) -> Any:
-    if isinstance(value, float):
-        check_share(name, value)
-    elif value != "auto":
-        _size(name, value)
-    return value
 
 
 def _validation_batches(name: str, value: Any) -> None:
@@ -103,25 +93,17 @@ def _validation_batches(name: str, value: Any) -> None:
 
 
 def _norm(name: str, value: Any) -> float:
-    try:
+    with suppress(TypeError, ValueError):
         # torchtune's recipes accept "inf".
-        norm = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        norm = math.nan
-    if not norm > 0:
-        raise SettingError(name, value, "give a norm above 0, such as 1.0, or null")
-    return norm
+        if not isinstance(value, bool) and float(value) > 0:
+            return float(value)
+    raise SettingError(name, value, "give a norm above 0, such as 1.0, or null")
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
-    names = value
-    example = "[tok_embeddings,output]"
-    if name == "resume_allow_changes":
-        names = [value] if isinstance(value, str) else value
-        example = "[dataset]"
-    if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
-        raise SettingError(name, value, f"give a list of names, such as {example}")
-    return tuple(names)
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise SettingError(name, value, "give a list of names, such as [dataset] or [output]")
+    return tuple(value)
 
 
 @dataclass(frozen=True)
@@ -169,13 +151,7 @@ class EstimateSettings:
     world_size: int = option(1, partial(check_whole, most=10**5))
     changes: bool = option(True)
     headroom: int | float | str = option("auto", _headroom)
-    context: int | None = option(None, _size)
-
-    def lengths_of(self, probe: ProbeSettings) -> tuple[str, tuple[int | str, ...]]:
-        """Return the key that gives the lengths, and the lengths."""
-        if self.sequence_lengths:
-            return "estimate.sequence_lengths", self.sequence_lengths
-        return "probe.sequence_length", (probe.sequence_length,)
+    context: int | None = option(None, _context)
 
 
 @dataclass(frozen=True)
@@ -483,15 +459,7 @@ class Settings(Batching):
     def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
         """Read and check a whole recipe configuration."""
         config = as_dict(given)
-        check_removed(config)
         check_names(cls, given)
-        schedule = config.get("batch_size_schedule")
-        # Refused before either is imported.
-        if config.get("batch_increase_function") is not None and schedule is not None:
-            remedy = (
-                "batch_increase_function is set too; both set how the batch grows, so remove one"
-            )
-            raise SettingError("batch_size_schedule", schedule, remedy)
         values = read_keys(cls, config)
         if values.get("batch_tokens") and not values["micro_batch"].is_given:
             # The tokens of a step do not imply the size of a micro-batch.

@@ -14,15 +14,14 @@ from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
-from support.cli import MODEL, make_setup, same_weights
+from support.cli import MODEL, make_setup
 from support.cli import OURS as FULL
 from support.stops import stopped_after
 from torchtune.models.qwen2 import lora_qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.torchtune import NextTokens
-from adaptive_batch.torchtune.checks import check_adapters_train
+from adaptive_batch.torchtune import AdapterModel, NextTokens
 
 POINTS = (*LORA, "epochs=1", "save_every_n_steps=3", "save_adapter_weights_only=True")
 
@@ -141,7 +140,7 @@ def test_an_adapter_key_that_the_builder_ignores_is_refused(small):
     block = {**SMALL_BLOCK, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
     with torch.device("meta"):
         model = lora_qwen2(**block)
-    check_adapters_train(model, OmegaConf.create({"model": block}))
+    AdapterModel().check(model, OmegaConf.create({"model": block}))
     for key, value in {
         "lora_attn_modules": ["q_proj", "k_proj"],
         "apply_lora_to_mlp": True,
@@ -152,48 +151,8 @@ def test_an_adapter_key_that_the_builder_ignores_is_refused(small):
     }.items():
         cfg = OmegaConf.create({"model": {**block, key: value}})
         with pytest.raises(SettingError, match="adds no such adapters") as refused:
-            check_adapters_train(model, cfg)
+            AdapterModel().check(model, cfg)
         assert refused.value.key == f"model.{key}"
-
-
-def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun, capsys):
-    path = begun.output_dir / "epoch_0" / "adapter_model.pt"
-    given = f"checkpointer.adapter_checkpoint={path}"
-    # The rate of the first step of the warm-up is 0.
-    one_step = ("epochs=1", "max_steps_per_epoch=1")
-    finished = small.run_in_process(OURS, *LORA, *one_step, given)
-    assert same_weights(adapters(finished, 0), adapters(begun, 0))
-    fresh = small.run_in_process(OURS, *LORA, *one_step)
-    assert not same_weights(adapters(fresh, 0), adapters(begun, 0))
-    assert "trained with lora_alpha" not in "".join(capsys.readouterr())
-    small.run_in_process(OURS, *LORA, *one_step, given, "model.lora_alpha=32")
-    says = "was trained with lora_alpha=8: with 32 its adapters act 4 times as strongly"
-    assert says in "".join(capsys.readouterr())
-    with pytest.raises(SettingError, match=r"lora_a\.weight is \(4, 32\), and \(8, 32\) in"):
-        small.run_in_process(OURS, *LORA, given, "model.lora_rank=8")
-    peft = path.with_name("adapter_model.safetensors")
-    with pytest.raises(SettingError, match=r"in torchtune's form|; give the adapter_model\.pt"):
-        small.run_in_process(OURS, *LORA, f"checkpointer.adapter_checkpoint={peft}")
-    nested = begun.output_dir / "nested.pt"
-    torch.save({"optimizer": {"step": 1}}, nested)
-    with pytest.raises(SettingError, match="it is not in torchtune's form; give the adapter_model"):
-        small.run_in_process(OURS, *LORA, f"checkpointer.adapter_checkpoint={nested}")
-    with pytest.raises(SettingError, match=r"^checkpointer\.adapter_checkpoint=.* every weight"):
-        small.run_in_process(FULL, given)
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_run_that_resumes_has_its_own_adapters(small, begun, is_there):
-    folder = stopped_after(begun, small, 6)
-    other = begun.output_dir / "epoch_0" / ("adapter_model.pt" if is_there else "removed.pt")
-    resumed = small.run_in_process(
-        OURS,
-        *POINTS,
-        f"output_dir={folder}",
-        "resume_from_checkpoint=True",
-        f"checkpointer.adapter_checkpoint={other}",
-    )
-    assert same_epoch(resumed, begun, 0)
 
 
 def test_adapters_train_with_the_optimizer_in_backward(small):

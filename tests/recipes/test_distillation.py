@@ -84,7 +84,7 @@ def test_a_changed_ratio_is_named_when_a_run_resumes(small, lora, capsys):
         (
             OURS,
             ("teacher_checkpointer.checkpoint_dir=nowhere",),
-            "teacher_checkpointer",
+            "teacher_checkpointer.checkpoint_dir",
             "nowhere",
         ),
     ],
@@ -96,7 +96,7 @@ def test_an_invalid_teacher_is_refused_before_weights_load(
     if "~teacher_model" in own:
         own = [override for override in own if not override.startswith("teacher_model")]
         own.remove("~teacher_model")
-    if key != "teacher_checkpointer":
+    if key != "teacher_checkpointer.checkpoint_dir":
         own.append("checkpointer.checkpoint_dir=nowhere")
     with pytest.raises(SettingError, match=says) as refused:
         small.run_in_process(recipe, *own)

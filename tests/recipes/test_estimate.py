@@ -334,11 +334,6 @@ REFUSED = [
     ),
     ("fsdp_cpu_offload", "qwen2", {"estimate": FEW_LENGTHS, "fsdp_cpu_offload": True}),
     ("estimate.sequence_lengths", "qwen2", {"estimate": {"sequence_lengths": [300]}}),
-    (
-        "estimate.sequence_lengths",
-        "qwen2",
-        {"estimate": {"sequence_lengths": [32, "max_seq_len"]}},
-    ),
     ("tokenizer", "qwen2", {"estimate": {"sequence_lengths": None}}),
     (
         "tokenizer",

@@ -50,7 +50,6 @@ REFUSED = {
         "batch_increase_function=3",
     ],
     "batch_increase_function._component_": [
-        f"batch_increase_function._component_={COMPONENTS}.exits",
         f"batch_increase_function._component_={COMPONENTS}.four_more",
     ],
     "batch_increase_function.factor": [
@@ -105,7 +104,6 @@ REFUSED = {
         "optimizer_in_bwd=True micro_batch_tokens=100",
     ],
     "uniform_micro_batches": [
-        "uniform_micro_batches=rows micro_batch_size=3 batch_size=7",
         f"{PICTURES} uniform_micro_batches=lengths",
         "optimizer_in_bwd=True uniform_micro_batches=rows",
     ],
@@ -237,7 +235,7 @@ REFUSED = {
         "optimizer._component_=torch.optim.LBFGS ~optimizer.fused",
         "optimizer._component_=torch.optim.SGD optimizer.momentum=0.9 optimizer.dampening=abc",
     ],
-    "checkpointer": ["checkpointer.model_type=5", "checkpointer.nosuch=1"],
+    "checkpointer": ["checkpointer.nosuch=1"],
     "checkpointer.checkpoint_dir": ["checkpointer.checkpoint_files=model.safetensors"],
     "metric_logger": ["metric_logger=null"],
     "profiler": [
@@ -333,7 +331,7 @@ def test_a_value_that_no_component_takes_is_refused_by_each_recipe(small, recipe
 
 
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_estimate"])
-@pytest.mark.parametrize("key", ["dataset", "model"])
+@pytest.mark.parametrize("key", ["dataset", "model", "batch_increase_function._component_"])
 def test_a_component_that_ends_the_program_is_an_error_that_names_it(small, recipe, key):
     exits = (f"{key}=support.components.exits", "estimate.devices=1GiB")
     with pytest.raises(AdaptiveBatchError, match=r"in exits \(.*components\.py:\d+\)"):
@@ -352,12 +350,9 @@ def test_a_terminal_shows_an_error_in_one_line(small):
     assert "Traceback" not in finished.output
 
 
-@pytest.mark.parametrize("model_type", ["LLAMA3"])
-def test_weights_of_another_family_are_refused_as_they_are_read(small, model_type):
-    with pytest.raises(
-        SettingError, match=rf"^checkpointer\.model_type='{model_type}': the weights"
-    ):
-        small.run_in_process(OURS, f"checkpointer.model_type={model_type}")
+def test_weights_of_another_family_are_refused_as_they_are_read(small):
+    with pytest.raises(SettingError, match=r"cannot be read as weights of LLAMA3 .*model_type"):
+        small.run_in_process(OURS, "checkpointer.model_type=LLAMA3")
 
 
 def test_a_model_larger_than_the_host_memory_is_refused(small):

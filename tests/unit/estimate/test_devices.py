@@ -152,6 +152,6 @@ def test_the_default_context_depends_on_the_device(name, mebibytes):
 
 @pytest.mark.parametrize("given", [-1, True, 0.5, "much", "600", [1]])
 def test_an_invalid_context_is_refused(given):
-    says = rf'^estimate\.context={re.escape(repr(given))}: give a size such as "600MiB"'
+    says = rf"^estimate\.context={re.escape(repr(given))}: give a size such as "
     with pytest.raises(SettingError, match=says):
         block(EstimateSettings)("estimate", {"context": given})

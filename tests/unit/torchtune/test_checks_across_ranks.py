@@ -67,7 +67,6 @@ PLAN = {"tensor_parallel_plan": {"_component_": "a.b"}}
         ("tensor_parallel_dim", {"tensor_parallel_dim": 0}),
         ("tensor_parallel_plan", {"tensor_parallel_dim": 2}),
         ("fsdp_cpu_offload", {"fsdp_cpu_offload": True, "device": "cpu"}),
-        ("fsdp_cpu_offload", {"fsdp_cpu_offload": "yes"}),
         ("fsdp_cpu_offload", {"fsdp_cpu_offload": True, "optimizer": BITSANDBYTES}),
         ("optimizer.fused", {"tensor_parallel_dim": 2, "optimizer": FUSED} | PLAN),
     ],

@@ -122,14 +122,12 @@ def test_a_full_disk_says_what_is_needed_and_leaves_what_was_saved(block, out):
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("checkpoint_dir", "/nowhere", "there is no such folder; see `tune download`"),
+        ("checkpoint_dir", "/nowhere", "give what `tune download` wrote"),
         ("checkpoint_dir", "/etc", "config.json"),
-        (
-            "checkpoint_files",
-            ["nothing.safetensors"],
-            "No file with name: nothing.safetensors found in ",
-        ),
-        ("output_dir", "/proc/nothing", "cannot be made"),
+        ("checkpoint_dir", None, "give what `tune download` wrote"),
+        ("output_dir", "/proc/nothing", "give a folder of yours"),
+        ("output_dir", None, "give a folder of yours"),
+        ("model_type", "QWEN9", "give one of .*QWEN2"),
     ],
 )
 def test_a_base_that_is_not_there_is_named_with_its_key(block, key, value, told):
@@ -137,3 +135,9 @@ def test_a_base_that_is_not_there_is_named_with_its_key(block, key, value, told)
     with pytest.raises(SettingError, match=told) as error:
         ModelFiles(block)
     assert error.value.key == f"checkpointer.{key}"
+
+
+def test_a_file_that_is_not_there_is_named(block):
+    block.checkpoint_files = ["nothing.safetensors"]
+    with pytest.raises(SettingError, match=r"No file with name: nothing\.safetensors found in "):
+        ModelFiles(block)

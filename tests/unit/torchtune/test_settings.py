@@ -139,7 +139,7 @@ VALUES = {
     "probe.assumed_maximum": (0,),
     "probe.serach": ("binary",),
     "probe.sequence_length": ("shortest",),
-    "probe.sequence_lengths": ([], [64, 32, 64]),
+    "probe.sequence_lengths": ([], [64, "all"]),
 }
 UNMEASURED = (
     {},
