@@ -205,7 +205,7 @@ class ModelFiles:
                 "q_proj": config["num_attention_heads"],
                 "k_proj": config["num_key_value_heads"],
             }
-            in_turns = self._checkpointer._model_type != training.ModelType.QWEN2
+            in_turns = self._cfg.model_type != "QWEN2"
             kind = "lora_B"
             halves = (2, -1)
             if in_turns:
