@@ -130,12 +130,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.log.start(self.resumed, replaces=self.store.replaces)
         self.log.changes(self.resumed, without_effect=self.job.without_effect)
         if self.watch and self.resumed.lost:
-            self.watch.call_at_end(
-                partial(
-                    self.resumed.lost.write_down,
-                    event=self.log.event,
-                    conditions=self.sizers.training.conditions,
-                )
+            self.watch.on_end = partial(
+                self.resumed.lost.write_down, conditions=self.sizers.training.conditions
             )
 
     def _setup_model(self) -> None:
@@ -222,9 +218,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # Read the next step's rows while the device is busy.
         self.data.dataset.expect(step.following)
         self.profiler.begin_step(step.progress)
-        if self.watch:
-            self.watch.beat(f"step {step.progress.steps + 1}")
-        else:
+        if not self.watch:
             # With several ranks, the longest row was tried before training.
             self.limit_finder.try_longer(self.trainer, self.batches, rows)
 

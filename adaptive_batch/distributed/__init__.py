@@ -30,11 +30,10 @@ from .collectives import (
 from .ddp import Replicas, sharding_of
 from .fsdp import Sharding, local_part, reshard, shapes_worked_out_apart, whole_tensor
 from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_request
-from .watchdog import End, Watchdog
+from .watchdog import Watchdog
 
 __all__ = [
     "EXIT_STATUS",
-    "End",
     "Preemption",
     "Replicas",
     "Sharding",

@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 _PATIENCE = timedelta(hours=12)
 _CONNECT = timedelta(minutes=5)
 _COME = timedelta(minutes=10)
+# Ranks of another machine than one that has failed wait this long.
+_COLLECTIVE = timedelta(minutes=10)
 _patient_group: Any = None
 # Tensor-parallel size: consecutive ranks that share one copy of the model and see the same rows.
 _ranks_of_a_model = 1
@@ -125,7 +127,13 @@ def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
     """
     global _ranks_of_a_model, _patient_group
     store, rank, size = meet_ranks()
-    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=_COLLECTIVE,
+    )
     _ranks_of_a_model = ranks_of_a_model
     _patient_group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 

@@ -23,7 +23,7 @@ from torchtune import config, training, utils
 from adaptive_batch import distributed
 from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog, raising_on_request
-from adaptive_batch.errors import AdaptiveBatchError, RankLostError, SettingError
+from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import expand_segments
 from adaptive_batch.training import differences
 
@@ -186,7 +186,6 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
         for name in ("adaptive_batch", "torchtune"):
             logging.getLogger(name).setLevel(logging.ERROR)
     watch = Watchdog()
-    watch.start()
     try:
         _check_same(cfg)
         _begin_group(
@@ -194,19 +193,11 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
         )
         with no_component_exits():
             yield watch
-    except SystemExit:
-        watch.stop()
-        raise
     # A failure ends the process here.
     except KeyboardInterrupt as error:
         watch.fail(str(error) or _INTERRUPTED)
-    except RankLostError as error:
-        # Only a rank that ran out of memory reports its limit.
-        kind = "out_of_memory" if "limit" in error.facts else "error"
-        watch.fail(error, kind=kind, facts=error.facts)
-    except BaseException as error:
+    except Exception as error:
         watch.fail(plainly(error) or error)
-    watch.stop()
     distributed.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import inspect
 import json
 import random
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write, count, fingerprint
 from adaptive_batch.checkpoint import Checkpoint
 from adaptive_batch.data import Batches, MicroBatchLimit
-from adaptive_batch.distributed import End
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, ReferenceBatch, write_rate
@@ -517,6 +517,8 @@ class LostRun:
         self._path = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._name = name
         self._trials_name = trials_name
+        # The rank that fails may be on another machine.
+        self._launch = distributed.from_rank_zero(distributed.launch_name)
         self._facts: dict[str, Any] = distributed.from_rank_zero(
             lambda: self._read(resumes=resumes)
         )
@@ -539,21 +541,25 @@ class LostRun:
 
     def write_down(
         self,
-        end: End,
+        kind: str,
+        message: str,
+        facts: Mapping[str, Any],
         *,
-        event: Callable[..., object],
         conditions: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Log the end of all ranks, and record facts for a restart.
 
         Args:
-            end: reason of the end.
-            event: function of a kind, a message and facts.
+            kind, message, facts: reason of the end.
             conditions: function that returns the conditions of a training limit.
         """
-        event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
+        record = {"kind": "ended", "time": round(time.time(), 3), "message": message}
+        record |= {"rank": distributed.rank(), "reason": kind, **facts}
+        # Rank 0, which keeps the run log open, may hang in a collective.
+        with self._path.with_name("run.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
         shrinks = self._settings.on_out_of_memory == "shrink"
-        self.keep(end.facts, conditions() if shrinks else None)
+        self.keep(facts, conditions() if shrinks else None)
 
     def keep(self, facts: Mapping[str, Any], conditions: Mapping[str, Any] | None) -> None:
         """Record the end of the ranks, and keep facts of earlier attempts.
@@ -568,15 +574,13 @@ class LostRun:
         if "limit" in facts and conditions is not None:
             kept |= {"limit": facts["limit"], "unit": facts["unit"], **conditions}
         if kept:
-            self._facts |= {"run": self._name, "launch": distributed.launch_name(), **kept}
+            self._facts |= {"run": self._name, "launch": self._launch, **kept}
             atomic_write(self._path, json.dumps(self._facts))
 
     def _read(self, *, resumes: bool) -> dict[str, Any]:
         try:
             facts: dict[str, Any] = json.loads(self._path.read_text())
-            is_restart = (
-                facts["launch"] is not None and facts["launch"] == distributed.launch_name()
-            )
+            is_restart = facts["launch"] is not None and facts["launch"] == self._launch
             if not (is_restart or (resumes and facts["run"] == self._name)):
                 self._path.unlink()
                 return {}

@@ -31,7 +31,7 @@ def finished(setup: SmallSetup, *overrides: str, **options) -> Attempt:
 def refused(setup: SmallSetup, *overrides: str, **options) -> str:
     """Return the output of ranks that all end soon, with one message."""
     (attempt,) = launch(setup, 2, *overrides, **options)
-    assert attempt.exit_statuses == [1, 1], attempt.output[-6000:]
+    assert all(attempt.exit_statuses), attempt.output[-6000:]
     assert attempt.spread < 10
     messages = re.findall(r"^(?:[A-Z]\w+Error: |rank \d+:)", attempt.output, flags=re.MULTILINE)
     assert messages[0].startswith("rank ") or len(messages) == 1, attempt.output[-6000:]

@@ -39,7 +39,6 @@ from adaptive_batch import distributed
 from adaptive_batch._util import replaced
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Watchdog
-from adaptive_batch.errors import RankLostError
 from adaptive_batch.memory import (
     RandomState,
     TensorSnapshot,
@@ -306,37 +305,31 @@ class Training:
 class _Notes:
     """Notes of a rank for the process that started it, which outlives the rank."""
 
-    def __init__(self, folder: Path, watch: Watchdog) -> None:
+    def __init__(self, folder: Path) -> None:
         self._file = (folder / f"rank{distributed.rank()}").open("a")
-        self._watch = watch
 
     def write(self, **facts: Any) -> None:
-        self._watch.beat("a note")
         self._file.write(json.dumps({**facts, "at": time.monotonic()}) + "\n")
         self._file.flush()
 
 
 def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
     """Run each place; a rank that cannot go on ends all, as the recipe has it."""
-    watch = Watchdog(stall_seconds=PATIENCE_SECONDS)
-    watch.start()
-    notes = _Notes(Path(folder), watch)
+    watch = Watchdog()
+    notes = _Notes(Path(folder))
     gc.collect()
     # a release collects garbage, and what is imported need not be looked through every time
     gc.freeze()
     try:
-        if way.trials:
-            _run_trials(way, places, notes)
-        else:
-            _run_steps(way, places, notes)
+        run = _run_trials if way.trials else _run_steps
+        run(way, places, notes, lambda: watch.time_limit(PATIENCE_SECONDS, "a place"))
     except BaseException as error:
         notes.write(error=f"{type(error).__name__}: {error}")
-        watch.fail(error, kind="out_of_memory" if isinstance(error, RankLostError) else "error")
+        watch.fail(error)
     dist.barrier()
-    watch.stop()
 
 
-def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
+def _run_steps(way: Way, places: Sequence[Place], notes: _Notes, time_limit: Any) -> None:
     training = Training(way, warm=not any(place.first_step for place in places))
     undisturbed: dict[int, Any] = {}
     for number, place in enumerate(places):
@@ -347,7 +340,8 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
             training,
             lambda phases: notes.write(phases=phases),
         )
-        found = training.two_steps(fault)
+        with time_limit():
+            found = training.two_steps(fault)
         capacity = training.engine.sizer.limit()
         if not any(place.operations):
             notes.write(seen=fault.seen)
@@ -360,7 +354,7 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
         notes.write(ends=number, replayed=capacity != START, differing=differing)
 
 
-def _run_trials(way: Way, places: Sequence[Place], notes: _Notes) -> None:
+def _run_trials(way: Way, places: Sequence[Place], notes: _Notes, time_limit: Any) -> None:
     training = Training(way)
     before = training_state(training.model, training.optimizer)
     with training.rehearsal() as trial:
@@ -373,7 +367,7 @@ def _run_trials(way: Way, places: Sequence[Place], notes: _Notes) -> None:
                 training,
                 lambda phases: notes.write(phases=phases),
             )
-            with fault:
+            with time_limit(), fault:
                 failed = not trial(3).fits
             if not any(place.operations):
                 notes.write(seen=fault.seen)

@@ -7,7 +7,9 @@ attempts[-1].output, attempts[-1].exit_statuses
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 import sys
 import time
 import uuid
@@ -17,11 +19,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from support.cli import OURS, SmallSetup, losses, weights
 from support.processes import start_child, wait_for
-from support.ranks import environment_of_rank, reserved_port
+from support.ranks import environment_of_rank
 
 TIMEOUT = 150.0  # seconds after which the ranks of an attempt are killed
+# Seconds from the end of a rank with an error to the others' SIGTERM and SIGKILL: torchrun sends
+# the first at once, and here ranks that end by themselves keep their exit status.
+TERMINATE_AFTER = 2.0
+KILL_AFTER = 8.0
 
 
 @dataclass
@@ -64,7 +71,6 @@ def launch(
     environment: Callable[[int], dict[str, str]] = lambda rank: {},
     during: Callable[[list[int]], None] = lambda processes: None,
     before: str = "",
-    ends_others_after: float = TIMEOUT,
 ) -> list[Attempt]:
     """Run the recipe on ranks until it ends well or has been started again `restarts` times.
 
@@ -78,28 +84,28 @@ def launch(
             ``OVERRIDES`` goes to that rank alone.
         during: called in each attempt with the process numbers of the ranks, as soon as they run.
         before: the dotted path of a function without arguments that each rank calls first.
-        ends_others_after: seconds after a rank has failed at which the others are told to end, as
-            torchrun tells them at once; by default never, as they are to end by themselves.
     """
     arguments, output_dir = setup._arguments(recipe, overrides, None)
     attempts: list[Attempt] = []
     common = {**setup._environment(), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     while True:
         common["TORCHELASTIC_RESTART_COUNT"] = str(len(attempts))
         folder = setup.fresh_folder()
         files = [folder / f"{rank}.txt" for rank in range(world_size)]
-        with reserved_port() as port:
-            processes = []
-            for rank, file in enumerate(files):
-                variables = {**common, **environment_of_rank(rank, world_size, port)}
-                variables |= environment(rank)
-                own = variables.pop("OVERRIDES", "").split()
-                argv = [recipe, *arguments[2:], *own]
-                processes.append(
-                    start_child(_rank, argv, before, environment=variables, streams=[file])
-                )
-            during([process.pid or 0 for process in processes])
-            spread = _wait(processes, ends_others_after)
+        # The ranks' store, which torchrun hosts.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes = []
+        for rank, file in enumerate(files):
+            variables = {**common, **environment_of_rank(rank, world_size, store.port)}
+            variables |= environment(rank)
+            own = variables.pop("OVERRIDES", "").split()
+            argv = [recipe, *arguments[2:], *own]
+            processes.append(
+                start_child(_rank, argv, before, environment=variables, streams=[file])
+            )
+        during([process.pid or 0 for process in processes])
+        spread = _wait(processes)
         # A file is not there yet where a rank was killed at once.
         outputs = [file.read_text(errors="replace") if file.exists() else "" for file in files]
         statuses = [process.exitcode for process in processes]
@@ -108,17 +114,20 @@ def launch(
             return attempts
 
 
-def _wait(processes: list[Any], ends_others_after: float) -> float:
+def _wait(processes: list[Any]) -> float:
     """Wait until all have ended; return the seconds from the first end to the last."""
     ends: list[float] = []
+    signals = [(TERMINATE_AFTER, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL)]
 
     def note() -> None:
         statuses = [process.exitcode for process in processes]
         now = time.monotonic()
         ends.extend([now] * (len(statuses) - statuses.count(None) - len(ends)))
-        if any(statuses) and now - ends[0] > ends_others_after:
-            for process in processes:
-                process.terminate()
+        if any(statuses) and signals and now - ends[0] > signals[0][0]:
+            _, number = signals.pop(0)
+            for process, status in zip(processes, statuses, strict=True):
+                if status is None:
+                    os.kill(process.pid, number)
 
     wait_for(processes, TIMEOUT, each=note)
     return time.monotonic() - ends[0] if ends else 0.0
