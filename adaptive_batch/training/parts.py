@@ -1,4 +1,4 @@
-"""The parts of a batch that run one after the other, and how many labels each of them has."""
+"""Split a batch into parts that run one after the other, and count the labels of each part."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
 
-# A dict is known at once; for an abstract class alone Python looks through its subclasses.
+# `isinstance` of a dict is fast; of `Mapping` it searches the subclasses.
 _MAPPING = (dict, Mapping)
-# A tuple, since `list | tuple` is made anew each time.
+# A tuple: `list | tuple` would build a union at each call.
 _LIST = (list, tuple)
 
-# Their first dimension is the number of rows where several are equally common.
+# If several first dimensions are equally common, that of these keys is the number of rows.
 _ROW_KEYS = ("input_ids", "tokens", "attention_mask", "labels")
-# A pair or triplet of mappings may be collated views; a list of more has one for each row.
+# Two or three mappings may be collated views; a longer list has one mapping per row.
 _MOST_VIEWS = 3
 
-# Tensors of one sequence that a collate function pads together, each with the value of its padding;
-# None where the mask or the labels alone show the padding.
+# Padding values of the tensors that a collate function pads together; None if only the mask or the
+# labels show the padding.
 _PADDING = {
     "attention_mask": 0,
     "completion_mask": 0,
@@ -45,19 +45,19 @@ SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) 
 
 
 class Part(NamedTuple):
-    """Rows of a batch that run at once: what a `forward_backward` function is called with.
+    """Rows of a batch that run at once: the argument of a `forward_backward` function.
 
     Attributes:
-        batch: these rows, in the form that the whole batch has.
-        num_rows: how many they are.
-        share: weight of the part's mean loss in the loss of the batch; 1.0 where it is the whole.
+        batch: the rows, in the form of the whole batch.
+        num_rows: number of rows.
+        share: weight of the part's mean loss in the loss of the batch; 1.0 for the whole batch.
             Multiply the loss by it before ``backward()``.
-        is_first: whether it is the first part that an attempt at the batch runs here: what an
-            attempt before it has counted is to be dropped.
-        is_last: whether it is the last part of the batch.
-        is_trial: whether it only shows what fits, or whether a split changes the loss: metrics and
-            logs should leave it out.
-        statistics: what the step's ``statistics`` function returned, summed over the parts of the
+        is_first: whether this is the first part of an attempt. Reset the metrics of the batch: an
+            earlier attempt may have run out of memory.
+        is_last: whether this is the last part of the batch.
+        is_trial: whether this is a trial of a search or of the split check, which metrics and logs
+            should ignore.
+        statistics: results of the step's ``statistics`` function, summed over the parts of the
             batch; empty without such a function, and within it.
     """
 
@@ -76,12 +76,12 @@ class BatchSource:
     Attributes:
         num_rows: rows of the batch.
         part: function that returns the batch of some rows, given by ascending numbers.
-        noun: what a row is called in messages.
-        lengths: tokens of each row; None if nothing shows them.
-        width: columns that rows are padded to; 0 if nothing shows them.
-        is_packed: whether rows are documents that lie one after the other in one row.
+        noun: name of a row in messages.
+        lengths: tokens of each row; None if unknown.
+        width: padded length of the rows; 0 if unknown.
+        is_packed: whether the rows are documents of packed rows.
         cuts: whether parts may have fewer columns than the batch.
-        treatment: how each key is divided, for errors.
+        treatment: description of the division of each key, for errors.
     """
 
     num_rows: int
@@ -111,15 +111,15 @@ class BatchSource:
         return ""
 
     def dummy(self) -> Any:
-        """Return a part that runs with weight 0 if other ranks have more parts."""
+        """Return a part that runs with weight 0 while other ranks run their last parts."""
         return self.part([0])
 
     def to_check(self) -> BatchSource:
-        """Return the batch as the check of a split divides it."""
+        """Return the batch in the form that the split check divides."""
         return self
 
     def uncut(self) -> BatchSource:
-        """Return the batch whose parts keep all columns."""
+        """Return this batch in a form whose parts keep all columns."""
         return self
 
 
@@ -151,32 +151,29 @@ class SplitBatch(BatchSource):
 class RowsOfBatch(BatchSource):
     """A batch whose tensors have the rows as their first dimension.
 
-    The number of rows is the first dimension that most tensors share, arrays of NumPy among them.
-    Mappings, tuples and lists are split key by key. Tensors of this many rows and lists with an
-    item for each row are divided, nested and sparse tensors and packed sequences among them; what
-    else lies in the batch stays whole. Where no tensor lies outside of lists, lists that are
-    equally long have an item for each row, unless all tensors in them share a first dimension.
+    The number of rows is the most common first dimension of the tensors and NumPy arrays. Mappings,
+    tuples and lists are split key by key. Tensors with this number of rows are divided; so are
+    nested and sparse tensors, packed sequences, and lists with one item per row. Other values are
+    kept whole. If all tensors are in lists, and the lists are equally long, each list has one item
+    per row. The exception are lists of tensors that all have the same first dimension.
 
-    A part leaves out the trailing columns that hold padding in all of its rows: 0 in
-    ``attention_mask`` and ``completion_mask``, -100 in ``labels``. Without ``attention_mask``
-    padding is the last token of a row of ``tokens`` or ``input_ids``, repeated without labels.
-    Where a tensor under another name is as wide, such as ``decoder_input_ids``, parts keep all
-    columns.
+    A part has no columns that are padding in all of its rows. Padding is 0 in ``attention_mask``
+    and ``completion_mask``, and -100 in ``labels``. Without ``attention_mask``, padding is the
+    repetition of a row's last token in ``tokens`` or ``input_ids``, without labels. Parts keep all
+    columns if another tensor is as wide, such as ``decoder_input_ids``.
 
     Args:
         batch: tensors in any nesting of mappings, tuples and lists, or a list of rows.
         trims: whether unused columns are cut.
-        row_lengths: tokens of each row, so that all columns after them are padding; None where they
-            are not known.
-        is_divided: whether each key is divided, as an earlier batch shows; keys that are not in it
-            are decided here.
+        row_lengths: tokens of each row, after which all columns are padding; None if unknown.
+        is_divided: whether each key of an earlier batch was divided. Other keys are decided here.
 
     Attributes:
         num_rows: rows of the batch.
         is_divided: whether each key is divided.
 
     Raises:
-        SettingError: nothing shows the number of rows.
+        SettingError: the number of rows is unknown.
     """
 
     def __init__(
@@ -207,7 +204,7 @@ class RowsOfBatch(BatchSource):
 
     @property
     def width(self) -> int:
-        """Columns that rows are padded to; 0 where nothing shows them."""
+        """Padded length of the rows; 0 if unknown."""
         if isinstance(self._batch, _MAPPING):
             for name in ("attention_mask", "tokens", "input_ids"):
                 table = self._batch.get(name)
@@ -217,7 +214,7 @@ class RowsOfBatch(BatchSource):
 
     @cached_property
     def lengths(self) -> list[int] | None:
-        """Columns that each row uses; None where nothing shows them."""
+        """Number of columns that each row uses; None if unknown."""
         used = self._used_columns()
         if used is None:
             return None
@@ -226,7 +223,7 @@ class RowsOfBatch(BatchSource):
         return lengths
 
     def _used_columns(self) -> torch.Tensor | None:
-        """Return which columns each row uses: bool, `[rows, columns]`; None if nothing shows it."""
+        """Return a bool tensor `[rows, columns]`, true where a column is used; None if unknown."""
         if not isinstance(self._batch, _MAPPING):
             return None
         mask = self._batch.get("attention_mask")
@@ -244,7 +241,7 @@ class RowsOfBatch(BatchSource):
         has_other_width = self._is_table(tokens) and tokens.shape != mask.shape
         if not self._trims or has_other_width or self._has_other_tensor_as_wide():
             return ~used
-        # In an additive mask 0 shows a token, and a large negative number hides it.
+        # An additive mask is 0 for a token and a large negative number for padding.
         if bool((mask < 0).any()) and mask is not labels:
             return ~used
         for name, padding in _PADDING.items():
@@ -252,12 +249,12 @@ class RowsOfBatch(BatchSource):
             if padding is not None and self._is_table(table) and table.shape == mask.shape:
                 used |= (table != padding).to(used.device)
         if mask is labels:
-            # After the last label of a row its padding is one token, again and again.
+            # After the last label of a row, its padding repeats one token.
             used |= tokens != tokens[:, -1:]
         return used
 
     def _has_other_tensor_as_wide(self) -> bool:
-        """Return whether a tensor is as wide as the rows, and perhaps not padded as they are."""
+        """Return whether another tensor is as wide as the rows, and may have other padding."""
         if self._row_lengths is not None:
             return False
         named = [self._batch.get(name) for name in _PADDING]
@@ -277,10 +274,10 @@ class RowsOfBatch(BatchSource):
         return value.shape[0] == self.num_rows
 
     def part(self, rows: Sequence[int], /) -> Any:
-        """Return the batch of some rows; the script's own tensors of all of them.
+        """Return the batch of some rows; the script's own tensors if these are all rows.
 
         Raises:
-            SettingError: a key that was divided in an earlier batch has another number of rows.
+            SettingError: a key that an earlier batch divided has a different number of rows.
         """
         if len(rows) == self.num_rows:
             return copy_containers(self._batch)
@@ -306,14 +303,14 @@ class RowsOfBatch(BatchSource):
             some_rows = _select(value, rows)
             is_cut = used_width is not None and self._is_table(value)
             if is_cut and value.shape[1] == self.width:
-                # Models call view() on their labels, which needs rows that lie side by side.
+                # Models call view() on their labels, which needs contiguous rows.
                 return some_rows[:, :used_width].contiguous()
             return some_rows
 
         return take(self._batch, "")
 
     def dummy(self) -> Any:
-        """Return the row that has most labels, as the mean of none is no number."""
+        """Return the row with the most labels: the mean loss of no label is NaN."""
         labels = self._batch.get("labels") if isinstance(self._batch, _MAPPING) else None
         if not self._is_table(labels):
             return self.part([0])
@@ -325,7 +322,7 @@ class RowsOfBatch(BatchSource):
         return any(length < self.width for length in self.lengths or ())
 
     def uncut(self) -> RowsOfBatch:
-        """Return the same batch, whose parts keep all columns."""
+        """Return the same batch in a form whose parts keep all columns."""
         return RowsOfBatch(self._batch, trims=False, is_divided=self.is_divided)
 
     @property
@@ -342,8 +339,8 @@ class RowsOfBatch(BatchSource):
 
 
 def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
-    """Return the number of rows, None where nothing shows it, and the names of lists that have an
-    item for each row where they alone show it.
+    """Return the number of rows, None if unknown. If only lists show it, also return the names of
+    the lists with one item per row.
     """
     entries = sorted(
         named_items(batch) or [("", batch)], key=lambda entry: entry[0] not in _ROW_KEYS
@@ -361,8 +358,8 @@ def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
 
 
 def _hold_rows(lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether lists have an item for each row, and not the tensors of all rows, which share
-    their first dimension.
+    """Return whether each list has one item per row. Otherwise the items are tensors of all rows,
+    with the same first dimension.
     """
     items = lists[0]
     if len(set(map(len, lists))) > 1 or len(items) < 2:
@@ -372,13 +369,15 @@ def _hold_rows(lists: Sequence[Sequence[Any]]) -> bool:
     lengths = {_length(value) for items in lists for item in items for _, value in _values(item)}
     if len(lists) == 1 and isinstance(items[0], _MAPPING) and len(items) > _MOST_VIEWS:
         return True
-    # One list of tensors may have a table beside those of all rows.
+    # A single list of tensors of all rows may also have one tensor of another size.
     num_dimensions = 2 if len(lists) == 1 and is_array(items[0]) else 1
     return None in lengths or len(lengths) > num_dimensions
 
 
 def _form(value: Any) -> Any:
-    """Return the type of a value, with its keys, the forms of its items or its dimensions."""
+    """Return the keys of a mapping, the forms of a list's items, or the type and dimensions of
+    another value.
+    """
     if isinstance(value, _MAPPING):
         return frozenset(value)
     if _is_list(value):
@@ -387,19 +386,19 @@ def _form(value: Any) -> Any:
 
 
 def _most_common(lengths: Iterable[int | None]) -> int | None:
-    """Return the most common length, of several the first; None without one."""
+    """Return the most common length, the first of several; None if there is no length."""
     lengths = [length for length in lengths if length is not None]
     return Counter(lengths).most_common(1)[0][0] if lengths else None
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Return whether a value may have an item for each row; a named tuple has not."""
+    """Return whether a value is a list or a tuple, but no named tuple."""
     return isinstance(value, _LIST) and not hasattr(value, "_fields")
 
 
 def _length(value: Any) -> int | None:
-    """Return the first dimension of a tensor or an array, or the items of a list; None of another
-    value.
+    """Return the first dimension of a tensor or an array, or the length of a list; None for other
+    values.
     """
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
@@ -414,7 +413,7 @@ def is_array(value: Any) -> bool:
     """Return whether a value is a tensor, an array of NumPy or a packed sequence."""
     if isinstance(value, torch.Tensor | PackedSequence):
         return True
-    # The type is asked, as the attribute of a PIL image copies its pixels.
+    # Ask the type: the attribute of a PIL image would copy its pixels.
     return hasattr(type(value), "__array_interface__") and hasattr(value, "ndim")
 
 
@@ -427,12 +426,12 @@ def arrays_in(value: Any) -> Iterator[Any]:
 
 
 def _lengths_in(values: Iterable[Any]) -> Iterator[int | None]:
-    """Return the first dimensions of all tensors and arrays in some values."""
+    """Return the first dimensions of all tensors and arrays in the values."""
     return (_length(array) for value in values for array in arrays_in(value))
 
 
 def named_items(value: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Return the items of a container by name; nothing of another value."""
+    """Return the items of a container with their names; an empty list for other values."""
     if isinstance(value, _MAPPING):
         prefix = f"{name}." if name else ""
         return [(f"{prefix}{key}", item) for key, item in value.items()]
@@ -444,8 +443,8 @@ def named_items(value: Any, name: str = "") -> list[tuple[str, Any]]:
 def _values(
     value: Any, name: str = "", *, known: Collection[str] = (), num_rows: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a batch by name. A list is one of them if its name is known, or if it has
-    no tensors, or an item for each row and not tensors of all rows.
+    """Yield the values of a batch with their names. A list is one value if its name is known, if it
+    has no tensors, or if it has one item per row that is no tensor of all rows.
     """
     is_value = name in known
     if _is_list(value) and not is_value and f"{name}[0]" not in known:
@@ -460,7 +459,7 @@ def _values(
 
 
 def _select(value: Any, rows: Sequence[int]) -> Any:
-    """Return rows of a value that has an entry for each."""
+    """Return some rows of a value with one entry per row."""
     if isinstance(value, PackedSequence):
         sequences = unpack_sequence(value)
         is_sorted = value.sorted_indices is None
@@ -478,9 +477,7 @@ def _select(value: Any, rows: Sequence[int]) -> Any:
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy the containers of a batch, the inner ones too, so that a function may pop from them and
-    be called again. Tensors are not copied.
-    """
+    """Copy all containers of a batch, but no tensors, so that a function may pop from them."""
     if not isinstance(value, _MAPPING):
         return rebuild(value, "", lambda item, name: copy_containers(item))
     try:
@@ -488,13 +485,13 @@ def copy_containers(value: Any) -> Any:
         for key, item in value.items():
             copy_of_value[key] = copy_containers(item)
     except (RuntimeError, TypeError):
-        # It is immutable.
+        # The mapping is immutable.
         return value
     return copy_of_value
 
 
 def rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
-    """Return a copy of a container whose items are changed; another value as it is."""
+    """Return a copy of a container with changed items; return other values unchanged."""
     items = [change(item, item_name) for item_name, item in named_items(value, name)]
     if isinstance(value, _MAPPING):
         return like_mapping(value, dict(zip(value, items, strict=True)))
@@ -504,8 +501,8 @@ def rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
 
 
 def like_mapping(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in the type of a mapping where that can be built of them, as of
-    transformers' BatchEncoding.
+    """Return the items in a mapping of the same type, such as BatchEncoding; in a dict if this type
+    cannot be built.
     """
     if type(mapping) is dict:
         return items
@@ -516,25 +513,26 @@ def like_mapping(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 class LabelCounter:
-    """Counts the labels that the mean loss of a part is taken over.
+    """Counts the labels that the mean loss of a part averages over.
 
-    Without a function that says so, ``labels`` of `[rows, columns]` may be shifted by the model,
-    which leaves the first of each row out, or by the collate function. The check of the first split
-    shows which.
+    ``labels`` of `[rows, columns]` are shifted by the collate function or by the model. In the
+    second case the first label of each row has no loss. The check of the first split shows which
+    case it is.
 
     Args:
-        num_labels: function that returns the labels of a batch, or the sum of their weights; None
-            for its ``labels`` that are not -100, and where it has none, for its rows.
+        num_labels: function that returns the number of labels of a batch, or the sum of their
+            weights. None counts the ``labels`` that are not -100, or the rows of a batch without
+            labels.
     """
 
     def __init__(self, num_labels: Callable[[Any], Any] | None) -> None:
         self._num_labels = num_labels
 
     def candidates(self, batch: Any, num_rows: int) -> tuple[float, float]:
-        """Return the labels of a batch without and with the first of each row.
+        """Return the number of labels without and with the first label of each row.
 
         Raises:
-            SettingError: `num_labels` returned no number.
+            SettingError: `num_labels` did not return a number.
         """
         without = self.count(batch, num_rows, counts_first=False)
         if self._num_labels is not None:
@@ -542,28 +540,28 @@ class LabelCounter:
         return without, self.count(batch, num_rows, counts_first=True)
 
     def count(self, batch: Any, num_rows: int, *, counts_first: bool) -> float:
-        """Return the labels of a batch."""
+        """Return the number of labels of a batch."""
         if self._num_labels is not None:
             return label_count(self._num_labels(batch))
         labels = batch.get("labels") if isinstance(batch, _MAPPING) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
             return num_rows
         if labels.is_nested:
-            # Its rows have no columns to slice.
+            # A nested tensor has no columns to slice.
             return sum(self._count(row[None], counts_first) for row in labels.unbind())
         return self._count(labels, counts_first)
 
     @staticmethod
     def _count(labels: torch.Tensor, counts_first: bool) -> int:
-        # A column of labels is one label for each row.
+        # A single column has one label per row.
         if labels.dim() == 2 and labels.shape[1] > 1 and not counts_first:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).count_nonzero())
 
 
 def has_shifted_labels(batch: Any) -> bool:
-    """Return whether each label of a batch is the token after it, as where collate has shifted
-    them, and not its own.
+    """Return whether each label equals the next token, because the collate function has shifted the
+    labels, and not the token at its own place.
     """
     if not isinstance(batch, Mapping):
         return False
@@ -584,11 +582,11 @@ def label_count(count: Any) -> float:
     """Return the result of a user's `num_labels` as a number.
 
     Raises:
-        SettingError: it is not a finite number, or it is below 0.
+        SettingError: the result is negative or not finite.
     """
     remedy = (
-        "give a function that returns a number, 0 or more: how many labels are averaged over, or"
-        " the sum of their weights"
+        "give a function that returns the number of labels that the loss averages over, or the sum"
+        " of their weights: 0 or more"
     )
     try:
         tensor = torch.as_tensor(count, dtype=torch.float64 if type(count) is float else None)

@@ -17,14 +17,14 @@ from .parts import BatchSource, RowsOfBatch, SplitBatch, arrays_in
 
 
 class CustomSplit:
-    """A script's own function that splits a batch, whose results are looked at.
+    """Calls a script's own split function and checks its results.
 
     Args:
-        split: function that returns :class:`SplitBatch` of a batch.
+        split: function that returns the :class:`SplitBatch` of a batch.
 
     Raises:
-        SettingError: when called: it returns something else, or its part of all rows leaves some
-            out.
+        SettingError: when called, if the function returns something else, or if rows are missing in
+            the part of all rows.
     """
 
     def __init__(self, split: Callable[[Any], Any]) -> None:
@@ -38,7 +38,7 @@ class CustomSplit:
 
         def part(numbers: Sequence[int]) -> Any:
             some_rows = rows.part(list(numbers))
-            # One part alone, or the check before the first split, has them all.
+            # A single part, and the check before the first split, have all rows.
             if len(numbers) == rows.num_rows:
                 self._check_all_rows(some_rows, batch, rows.num_rows)
             return some_rows
@@ -48,12 +48,12 @@ class CustomSplit:
     split_sample = __call__
 
     def _check_all_rows(self, all_rows: Any, batch: Any, num_rows: int) -> None:
-        """Refuse a part of all rows whose tensors have fewer or more rows than the batch's."""
+        """Refuse a part of all rows if a tensor has fewer or more rows than in the batch."""
         tensors = {"a tensor": (batch, all_rows)}
         if isinstance(all_rows, Mapping) and isinstance(batch, Mapping):
             tensors = {key: (batch[key], all_rows[key]) for key in all_rows.keys() & batch.keys()}
         for key, pair in tensors.items():
-            # Not items of another form, nor rows that are columns.
+            # Skip values that are no tensors, and tensors whose second dimension is the rows.
             have_rows_first = (
                 isinstance(tensor, torch.Tensor)
                 and tensor.dim()
@@ -63,19 +63,20 @@ class CustomSplit:
             if all(have_rows_first) and len(pair[0]) != len(pair[1]):
                 split = f"SplitBatch of {count(num_rows, 'row')}"
                 remedy = (
-                    f"the part of all of them has {key} of first dimension {len(pair[1])}, and the"
-                    f" batch of {len(pair[0])}; give num_rows and part of the whole batch"
+                    f"in the part of all rows, {key} has {len(pair[1])} rows, but in the batch"
+                    f" {len(pair[0])}; num_rows and part must cover the whole batch"
                 )
                 raise SettingError("split", split, remedy)
 
 
 class RowSplitter:
-    """Splits batches by rows, each key as the first batch of several rows is split; packed ones by
-    documents.
+    """Splits packed batches between documents, and other batches between rows.
+
+    The first batch with several rows decides which keys are divided.
 
     Args:
         trims: whether unused columns are cut.
-        keeps_rows: whether several packed rows are divided by rows too, and not by documents.
+        keeps_rows: whether several packed rows are divided by rows, and not by documents.
     """
 
     def __init__(self, *, trims: bool, keeps_rows: bool = False) -> None:
@@ -84,13 +85,13 @@ class RowSplitter:
         self._is_divided: dict[str, bool] = {}
 
     def __call__(self, batch: Any) -> RowsOfBatch | DocumentsOfBatch:
-        """Return a batch as rows; later batches are divided as it is.
+        """Return a batch as rows; later batches are divided alike.
 
         Raises:
-            SettingError: nothing shows the number of rows.
+            SettingError: the number of rows is unknown.
         """
         rows = self.split_sample(batch, self._is_divided)
-        # In a batch of one row, a tensor of all rows may have a first dimension of 1 too.
+        # In a batch of one row, a first dimension of 1 does not show that a tensor has rows.
         if type(rows) is RowsOfBatch and rows.num_rows > 1:
             self._is_divided = rows.is_divided
         return rows
@@ -98,8 +99,8 @@ class RowSplitter:
     def split_sample(
         self, batch: Any, is_divided: Mapping[str, bool] | None = None
     ) -> RowsOfBatch | DocumentsOfBatch:
-        """Return a sample of a search as rows. Later batches, which may have another form, are not
-        divided as it is.
+        """Return a sample of a search as rows. It does not decide for later batches, which may have
+        another form.
         """
         documents = documents_of(batch)
         if documents is not None and not (self._keeps_rows and documents.num_packed_rows > 1):
@@ -110,14 +111,14 @@ class RowSplitter:
 def length_in_sample(
     sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
 ) -> int:
-    """Return the tokens of the longest row of a sample of one, of a packed one those of all its
-    documents, and leave random numbers as they were; 0 where nothing shows them.
+    """Return the number of tokens of a sample of one row, of all documents if it is packed; 0 if
+    unknown. Random numbers are restored.
     """
     with RandomState(device):
         try:
             rows = split(sample(1))
         except SettingError:
-            # A batch without a tensor can be tried, if not split.
+            # A batch without a tensor can be tried, but not split.
             return 0
         return (sum if rows.is_packed else max)(rows.lengths or [0])
 
@@ -125,8 +126,10 @@ def length_in_sample(
 def counted_sample(
     sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
 ) -> Callable[[int], Any]:
-    """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
-    earlier one had as many, or a batch no larger than one for fewer rows.
+    """Return a sample function that refuses a batch with fewer rows than requested.
+
+    The number of rows of some batches is unknown. A batch is refused only if an earlier batch had
+    the requested number of rows, or if it is not larger than a batch of fewer requested rows.
     """
     has_rows = False
     first: tuple[int, int] | None = None
@@ -137,7 +140,7 @@ def counted_sample(
         try:
             rows = split(batch)
         except SettingError:
-            # A batch without a tensor can be tried, if not split.
+            # A batch without a tensor can be tried, but not split.
             return batch
         if rows.is_packed:
             return batch
@@ -147,7 +150,7 @@ def counted_sample(
         first = first or (num_rows, size)
         is_constant = num_rows > first[0] and size == first[1]
         if found < num_rows and (has_rows or not found or is_constant):
-            remedy = "make as many, the longest more than once where there are no others"
+            remedy = "return the requested number of rows; repeat the longest ones if necessary"
             raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
         return batch
 

@@ -310,7 +310,10 @@ def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_searc
     training = Training()
     step = AdaptiveStep(training.model, lambda part: training.forward_backward(part.batch))
     find = partial(find_max_batch_size, training.model)
-    for rows, says in ((8, r"sample\(\d+\) of 8 rows': make as"), (0, r"sample\(1\) of 0 rows'")):
+    for rows, says in (
+        (8, r"sample\(\d+\) of 8 rows': return the"),
+        (0, r"sample\(1\) of 0 rows'"),
+    ):
         same = {key: value[:rows] for key, value in sample(8).items()}
         with pytest.raises(SettingError, match=says):
             find(training.optimizer, training.forward_backward, lambda number, same=same: same)

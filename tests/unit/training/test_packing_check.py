@@ -172,8 +172,8 @@ ACCEPTED = {
     "a window longer than rows": lambda: Masked(partial(window, size=40)),
     "no window in use, transformers": lambda: from_config(Qwen2Config(**WIDE, sliding_window=8)),
 }
-SEES = "attention in layers.0 lets token {} of a row see {} tokens and not all {} up to"
-UNSEEN = "is seen in it: attention of its own"
+SEES = "attention lets token {} of a row see {} tokens and not all {} up to"
+UNSEEN = "does not call torch.nn.functional.scaled_dot_product_attention"
 POSITIONS, MIXES = "use input_pos", "mix tokens by torch's scaled_dot_product_attention alone"
 REFUSED = {
     "gemma2": (lambda: gemma2(**SHAPE, head_dim=8, query_pre_attn_scalar=8), UNSEEN),
@@ -191,13 +191,13 @@ REFUSED = {
     "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
     "a window": (lambda: Masked(window), SEES.format(20, 20, 21)),
     "a prefix": (lambda: Masked(prefix), SEES.format(0, 10, 1)),
-    "a sink": (lambda: Masked(with_sink), "attention in layers.0 looks at 41 keys with 40 queries"),
-    "a token that none may see": (lambda: Masked(blocked), "attention in layers.0 lets token "),
+    "a sink": (lambda: Masked(with_sink), "attention looks at 41 keys with 40 queries"),
+    "a token that none may see": (lambda: Masked(blocked), "attention lets token "),
     "a bias by distance": (lambda: Masked(nearer_is_more), "adds a bias to the scores"),
     "not causal": (lambda: Masked(lambda *_: None), "lets tokens see later ones"),
     "a window, transformers": (
         lambda: from_config(MistralConfig(**WIDE, sliding_window=39)),
-        "a layer sees 39 tokens, and packed it would see all 40 of the longest row",
+        "a layer attends to 39 tokens, but in packed rows to all 40 of the longest row",
     ),
 }
 
@@ -222,7 +222,7 @@ def test_a_model_that_does_not_is_refused(case):
 )
 def test_a_collate_function_that_changes_the_longest_row_is_named(changes, key):
     refusal = reason(ACCEPTED["learned positions"](), changes=changes)
-    assert refusal.startswith(f"collate changes the {key} of the longest row, and packed rows")
+    assert refusal.startswith(f"collate changes the {key} of the longest row, but packed rows")
 
 
 def test_a_loss_that_does_not_shift_labels_is_not_blamed_on_the_model():
