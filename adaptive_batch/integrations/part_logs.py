@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 import torch
+
+from adaptive_batch._util import replaced
+from adaptive_batch.training import Part
+
+# Attributes of TRL's trainers that hold metrics: lists with one number per batch.
+_LISTS = ("_metrics", "_stored_metrics")
 
 _REDUCTIONS: dict[str, Callable[[Any], Any]] = {"sum": sum, "min": min, "max": max}
 _EXTREME = re.compile(r"(?<![a-z])(min|max)(?:imum)?(?![a-z])", re.IGNORECASE)
@@ -43,32 +51,6 @@ def _reduce_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) 
     return over_parts(values, weights, extreme[1].lower() if extreme else "mean")
 
 
-def log_calls(
-    log: Callable[[dict[str, Any]], object],
-    logged: Sequence[tuple[float, Sequence[Mapping[str, Any]]]],
-) -> None:
-    """Reduce the ``log`` calls of all micro-batches, and log each result once.
-
-    Args:
-        log: function that logs values by name.
-        logged: weight and ``log`` calls of each micro-batch.
-    """
-    # Calls of different parts match if they have the same position and the same names.
-    matching: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
-    for weight, calls in logged:
-        for position, values in enumerate(calls):
-            names = tuple(values)
-            matching[position, names].append((weight, values))
-    for (_, names), pairs in matching.items():
-        weights, values_of_parts = zip(*pairs, strict=True)
-        log(
-            {
-                name: _reduce_by_name(name, [values[name] for values in values_of_parts], weights)
-                for name in names
-            }
-        )
-
-
 def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str = "") -> None:
     """Replace the numbers that micro-batches appended to lists by one number per list.
 
@@ -87,3 +69,115 @@ def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str 
             # If only some micro-batches appended a number, their weights are unknown.
             own_weights = weights if len(new) == len(weights) else [1.0] * len(new)
             lists[-len(new) :] = [_reduce_by_name(name, new, own_weights)]
+
+
+class PartLogs:
+    """Logs and metric attributes of a trainer during the micro-batches of one batch.
+
+    Metric attributes hold numbers, texts and tensors, also nested in mappings and lists.
+
+    Args:
+        trainer: trainer with a method ``log`` for a mapping of values by name.
+
+    Attributes:
+        weights: weight of each micro-batch so far.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.weights: list[float] = []
+        # The `log` calls of each micro-batch.
+        self._calls: list[list[dict[str, Any]]] = []
+        self._before = _copy_metrics(vars(trainer))
+        self._undo = self.snapshot()
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the current logs and metric attributes."""
+        num_calls = len(self._calls)
+        num_weights = len(self.weights)
+        saved = _copy_metrics(vars(self._trainer))
+
+        def restore() -> None:
+            del self._calls[num_calls:]
+            del self.weights[num_weights:]
+            attributes = vars(self._trainer)
+            for name in _copy_metrics(attributes).keys() - saved.keys():
+                del attributes[name]
+            attributes.update(_copy_metrics(saved))
+
+        return restore
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Collect the ``log`` calls of a micro-batch instead of logging them."""
+        calls: list[dict[str, Any]] = []
+        self._calls.append(calls)
+
+        def log(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+            calls.append(
+                {
+                    name: value.detach() if isinstance(value, torch.Tensor) else value
+                    for name, value in values.items()
+                }
+            )
+
+        with replaced(self._trainer, log=log):
+            yield
+
+    @contextmanager
+    def of_part(self, part: Part, weight: float) -> Iterator[None]:
+        """Collect a micro-batch of a training step; undo trials, dummies and failed attempts."""
+        if part.is_trial or not part.share:
+            undo = self.snapshot()
+            with self.collect():
+                yield
+            undo()
+            return
+        if part.is_first:
+            # An earlier attempt may have updated the metrics, on ranks with enough memory too.
+            self._undo()
+        with self.collect():
+            yield
+        self.weights.append(weight)
+
+    def log(self) -> None:
+        """Reduce the logs and list entries of the micro-batches to one value for the batch."""
+        for name in _LISTS:
+            if name in self._before:
+                merge_lists(vars(self._trainer)[name], self._before[name], self.weights)
+        # Calls of different parts match if they have the same position and the same names.
+        matching: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
+        for weight, calls in zip(self.weights, self._calls, strict=True):
+            for position, values in enumerate(calls):
+                matching[position, tuple(values)].append((weight, values))
+        for (_, names), pairs in matching.items():
+            weights, values_of_parts = zip(*pairs, strict=True)
+            self._trainer.log(
+                {
+                    name: _reduce_by_name(
+                        name, [values[name] for values in values_of_parts], weights
+                    )
+                    for name in names
+                }
+            )
+
+
+def _copy_metrics(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes that are metrics; containers are copied, tensors are not."""
+    metrics = {}
+    for name, value in attributes.items():
+        leaves = list(_leaves(value))
+        if all(isinstance(leaf, int | float | str | torch.Tensor) for leaf in leaves):
+            metrics[name] = copy.deepcopy(value, {id(leaf): leaf for leaf in leaves})
+    return metrics
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in nested mappings and lists."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | deque):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

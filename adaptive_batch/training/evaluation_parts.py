@@ -1,19 +1,16 @@
-"""Runs the batches of an evaluation that another library's trainer has made; a batch that runs out
-of memory runs again in parts, whose results are joined.
-"""
+"""Evaluation of the batches of another library's trainer, in parts where memory runs out."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 from adaptive_batch import distributed
 from adaptive_batch.data import NO_LIMIT, MicroBatch, split_by_rows
@@ -23,59 +20,43 @@ from adaptive_batch.memory import RandomState, device_memory
 
 from .oom_retry import OOMRetry
 from .options import StepOptions
-from .parts import (
-    BatchSource,
-    LabelCounter,
-    SplitBatch,
-    copy_containers,
-    named_items,
-    rebuild,
-)
+from .parts import BatchSource, LabelCounter, SplitBatch, arrays_in, copy_containers
 from .sizing import MicroBatchSizer
 from .splitters import CustomSplit, RowSplitter
 
 log = logging.getLogger("adaptive_batch")
 
-# Results of rows by name: numbers that parts have one of, and outputs with an entry for each row.
-Results = dict[str, Any]
-# Counts of a part: labels without the first of each row, all labels, and rows.
+# Counts of a part: labels without the first of each row, all labels, and rows. The loss of a batch
+# is the mean of the losses of its parts, weighted by one of the three, or it is their sum.
 _Counts = tuple[float, float, int]
-_ROWS = 2
-# Numbers of parts combine as a mean that is weighted by one of the three counts, or as a sum.
-_SUM = 3
-# Differences of numbers that rounding may cause, as shares of them.
+_LATER_LABELS, _LABELS, _ROWS, _SUM = range(4)
+# Shares by which results may differ by rounding, in float32 and in 16 bits.
 _TOLERANCE_FLOAT32 = 1e-3
-_TOLERANCE = 1.5e-2
-# A difference that weights of another kind hardly come to.
+_TOLERANCE_16_BITS = 0.05
+# Wrong weights make a larger difference.
 _ROUNDING = 1e-6
-# Outputs depend on other rows if they differ by this share of their norm in 16 bits, or if this
-# share of whole numbers differs.
-_OTHER_OUTPUTS = 0.05
-_OTHER_NUMBERS = 0.1
-_PADDING = -100
 
 
 class EvaluationParts:
     """Runs batches without gradients, each at once until memory runs out.
 
-    The limit of a part is apart from training's and from other ranks', and is tried again as in
-    training. Parts keep all columns of the batch. At the first split, and at later ones at growing
-    distances, the first part runs again, whole and in halves: that shows which weights give the
-    number of the whole, and outputs that differ by more than rounding are refused.
+    Each rank has its own limit of a part, which recovers as in training. Parts keep all columns of
+    the batch. At the first split the first part runs again, whole and in halves. This shows the
+    weights of the losses of parts; if several fit, a later split decides. Outputs that depend on
+    other rows are refused.
 
     Args:
-        model: model that is evaluated.
+        model: model to evaluate.
         split: function that returns :class:`SplitBatch` of a batch; None splits it by rows.
         num_labels: function that counts labels, see :class:`.AdaptiveStep`.
         is_sum: whether the loss is known to be a sum.
-        is_shifted: whether the loss leaves the first label of each row out, as far as is known.
         is_exact: whether the model runs without autocast.
-        must_check: whether results that cannot be compared are refused; False warns of them.
+        join: function that joins the outputs of parts.
         fix: fix of a batch that cannot run in parts, in the imperative.
-        options: how a step runs.
+        options: options of the step.
 
     Attributes:
-        model: as given.
+        model: model to evaluate.
         sizer: limits a part.
     """
 
@@ -86,27 +67,28 @@ class EvaluationParts:
         split: Callable[[Any], SplitBatch] | None,
         num_labels: Callable[[Any], Any] | None,
         is_sum: bool = False,
-        is_shifted: bool = False,
         is_exact: bool,
-        must_check: bool = False,
+        join: Callable[[Sequence[Any]], Any],
         fix: str,
         options: StepOptions,
     ) -> None:
         self.model = model
+        self._join = join
         self._fix = fix
         self._is_exact = is_exact
-        self._must_check = must_check
         self._has_others = distributed.world_size() > 1
         self._split: RowSplitter | CustomSplit = (
             RowSplitter(trims=False, keeps_rows=True) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
+        # Weights that no check has excluded, the likeliest first.
+        self._weights = [_SUM, _ROWS] if is_sum else [_LATER_LABELS, _LABELS, _ROWS, _SUM]
         self._parameter = next(model.parameters())
-        self._memory = options.memory or device_memory(
+        memory = options.memory or device_memory(
             self._parameter.device, shared_by=distributed.local_world_size()
         )
         self.sizer = MicroBatchSizer(
-            memory=self._memory,
+            memory=memory,
             policy=options.oom_policy,
             on_change=partial(
                 options.report_change, kind="validation_limit", prefix="evaluation: "
@@ -116,281 +98,180 @@ class EvaluationParts:
             self._sharding = sharding_of(model)
         self._retry = OOMRetry(
             self.sizer,
-            memory=self._memory,
+            memory=memory,
             sharding=self._sharding,
             retries=options.on_out_of_memory == "shrink",
             remedies="shorten the rows, or keep fewer predictions on the device",
         )
-        # The likeliest first.
-        self._all_weights = [0, 1, _ROWS, _SUM] if is_shifted else [1, 0, _ROWS, _SUM]
-        if is_sum:
-            self._all_weights.reverse()
-        # Ways that no check has excluded, for each number.
-        self._weights: dict[str, list[int]] = {}
-        self._num_splits = 0
 
     def run(
         self,
         batch: Any,
-        forward: Callable[[Any], Results],
+        forward: Callable[[Any], tuple[Any, Any]],
         *,
-        prepare: Callable[[Any], Any],
         snapshot: Callable[[], Callable[[], object]],
-    ) -> tuple[Results, list[float]]:
-        """Return the results of a batch, and the weight of each part that has run.
+    ) -> tuple[Any, Any, list[float]]:
+        """Return the loss and the outputs of a batch, and the weight of each part.
 
         Args:
-            batch: batch of the trainer.
-            forward: function that returns the results of the batch as it is, or of a prepared part.
-            prepare: function that prepares the batch for the split.
-            snapshot: function that returns the function which puts everything back as it is now.
+            batch: batch on the device.
+            forward: function that returns the loss of a batch or part, None without one, and its
+                outputs: nested tensors with an entry for each row.
+            snapshot: function that returns a function that restores the caller's state.
 
         Raises:
-            DoesNotFitError: one row alone ran out of memory, or the results of parts are not those
-                of the batch.
+            DoesNotFitError: one row alone ran out of memory, or parts have other results than the
+                batch.
         """
         rows: BatchSource | None = None
-        kept = copy_containers(batch)
-
-        def split() -> BatchSource:
-            try:
-                split_rows = self._split(prepare(kept))
-            except SettingError as error:
-                raise self._cannot_split(str(error)) from error
-            self.sizer.begin_step(split_rows.num_rows)
-            if split_rows.is_packed:
-                raise self._cannot_split("documents are packed into one row")
-            return split_rows
-
+        # Other ranks take no part in this batch.
         with distributed.alone():
             self.sizer.agree()
             self.sizer.begin_step(NO_LIMIT)
             if self.sizer.limit_of_step.amount < NO_LIMIT:
-                rows = split()
+                rows = self._rows_of(batch)
             undo = snapshot()
+            random_state = RandomState(self._parameter.device)
 
             def undo_attempt() -> None:
-                nonlocal rows, undo
+                nonlocal rows
                 self._sharding.reset()
                 undo()
+                random_state.restore()
                 if rows is None:
-                    rows = split()
-                    undo = snapshot()
+                    rows = self._rows_of(batch)
                     self._retry.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
 
-            attempts = self._retry.attempts(undo=undo_attempt, doing="in an evaluation")
-            for attempt in attempts:
+            for attempt in self._retry.attempts(undo=undo_attempt, doing="in an evaluation"):
                 with attempt:
                     if rows is None:
-                        results = forward(batch), [1.0]
+                        results = *forward(copy_containers(batch)), [1.0]
                     else:
-                        results = self._run_parts(rows, forward, snapshot)
+                        results = self._run_in_parts(rows, forward, snapshot)
         return results
 
-    def _run_parts(
+    def _rows_of(self, batch: Any) -> BatchSource:
+        try:
+            rows = self._split(batch)
+        except SettingError as error:
+            raise self._cannot_split(str(error)) from error
+        if rows.is_packed:
+            raise self._cannot_split("documents are packed into one row")
+        self.sizer.begin_step(rows.num_rows)
+        return rows
+
+    def _run_in_parts(
         self,
         rows: BatchSource,
-        forward: Callable[[Any], Results],
+        forward: Callable[[Any], tuple[Any, Any]],
         snapshot: Callable[[], Callable[[], object]],
-    ) -> tuple[Results, list[float]]:
-        pieces = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
-        self._retry.set_suspects([MicroBatch([*piece], rows.width) for piece in pieces])
-        results, counts = self._run_each(rows, pieces, forward)
-        if len(pieces) == 1:
-            return results[0], [1.0]
-        self._num_splits += 1
-        joined, is_ambiguous = self._join(results, counts)
-        # A check may have left several weights; where these differ now, check again.
-        if self._num_splits & (self._num_splits - 1) == 0 or (self._weights and is_ambiguous):
-            self._check(rows, pieces[0], forward, snapshot)
-            joined, is_ambiguous = self._join(results, counts)
-            if self._weights and is_ambiguous:
-                self._leave_unchecked("several ways to add up its losses fit the first part")
-        weight, *_ = self._weights.get("loss", self._all_weights)
+    ) -> tuple[Any, Any, list[float]]:
+        parts = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
+        self._retry.set_suspects([MicroBatch([*part], rows.width) for part in parts])
+        losses, outputs, counts = self._run_each(rows, parts, forward)
+        if len(parts) == 1:
+            return losses[0], outputs[0], [1.0]
+        if len({tuple(_factors(weight, counts)) for weight in self._weights}) > 1:
+            self._check(rows, parts[0], forward, snapshot)
+        weight = self._weights[0]
         # Metrics of rows whose losses are added up are means over rows.
-        return joined, _factors(min(weight, _ROWS), counts)
+        weights = _factors(min(weight, _ROWS), counts)
+        return _add_up(weight, losses, counts), self._join(outputs), weights
 
     def _run_each(
-        self, rows: BatchSource, pieces: Sequence[Sequence[int]], forward: Callable[[Any], Results]
-    ) -> tuple[list[Results], list[_Counts]]:
-        results = []
+        self,
+        rows: BatchSource,
+        parts: Sequence[Sequence[int]],
+        forward: Callable[[Any], tuple[Any, Any]],
+    ) -> tuple[list[Any], list[Any], list[_Counts]]:
+        losses = []
+        outputs = []
         counts = []
         error = self._cannot_split("other ranks would wait for the collectives of its parts")
-        for piece in pieces:
-            part = rows.part(piece)
-            # Before a function pops its labels.
-            counts.append((*self._labels.candidates(part, len(piece)), len(piece)))
-            with (
-                self._sharding.micro_batch(evaluates=True),
-                distributed.refuse_collectives(error) if self._has_others else nullcontext(),
-            ):
-                results.append(forward(part))
-        return results, counts
-
-    # --- checks
+        for numbers in parts:
+            part = rows.part(numbers)
+            # Before the function pops the labels.
+            counts.append((*self._labels.candidates(part, len(numbers)), len(numbers)))
+            with distributed.refuse_collectives(error) if self._has_others else nullcontext():
+                loss, output = forward(part)
+            if any(tensor.shape[:1] != (len(numbers),) for tensor in arrays_in(output)):
+                raise self._cannot_split("an output has no entry per row")
+            losses.append(loss)
+            outputs.append(output)
+        return losses, outputs, counts
 
     def _check(
         self,
         rows: BatchSource,
-        piece: Sequence[int],
-        forward: Callable[[Any], Results],
+        part: Sequence[int],
+        forward: Callable[[Any], tuple[Any, Any]],
         snapshot: Callable[[], Callable[[], object]],
     ) -> None:
-        """Compare the results of a part with those of its halves.
-
-        Raises:
-            DoesNotFitError: they differ.
-        """
-        if len(piece) == 1:
+        """Compare the results of a part with those of its halves; keep the weights that fit."""
+        if len(part) == 1:
             self._leave_unchecked("no two rows fit at once")
             return
         undo = snapshot()
-        random_state = RandomState(self._memory.device)
-        middle = len(piece) // 2
-        (whole,), _ = self._run_each(rows, [piece], forward)
+        random_state = RandomState(self._parameter.device)
+        middle = len(part) // 2
+        (loss,), (whole,), _ = self._run_each(rows, [part], forward)
         undo()
-        halves, counts = self._run_each(rows, [piece[:middle], piece[middle:]], forward)
-        draws = random_state.changed()
-        random_state.restore()
+        losses, outputs, counts = self._run_each(rows, [part[:middle], part[middle:]], forward)
         undo()
-        if draws:
+        if random_state.changed():
+            random_state.restore()
             self._leave_unchecked("it draws random numbers")
             return
-        joined, _ = self._join(halves, counts)
-        others = _leaves(joined)
-        for name, (value, *parts) in self._by_name([whole, *halves]).items():
-            if _is_number(value):
-                self._check_weights(name, value, parts, counts)
-            elif self._differ(value, others[name]):
-                form = tuple(value.shape)
-                raise self._cannot_split(f"a row's {name} of {form} depend on others")
-
-    @property
-    def _is_float32(self) -> bool:
         # Evaluation may cast the model.
-        return self._is_exact and self._parameter.dtype.itemsize >= torch.float32.itemsize
-
-    def _differ(self, whole: torch.Tensor, halves: torch.Tensor) -> bool:
-        """Return whether outputs differ by more than rounding."""
-        if not whole.is_floating_point():
-            # Generated tokens may differ by rounding, in number too.
-            is_like = whole.shape == halves.shape
-            return is_like and float((whole != halves).double().mean()) > _OTHER_NUMBERS
-        tolerance = _TOLERANCE_FLOAT32 if self._is_float32 else _OTHER_OUTPUTS
-        if whole.shape != halves.shape:
-            return True
-        return bool((whole - halves).norm() > tolerance * whole.norm())
-
-    def _check_weights(
-        self, name: str, whole: Any, parts: Sequence[Any], counts: Sequence[_Counts]
-    ) -> None:
-        if math.isnan(float(whole)):
-            return
-        tolerance = _TOLERANCE_FLOAT32 if self._is_float32 else _TOLERANCE
-        totals = self._totals(name, parts, counts)
-        # NaN where a half without labels counts; losses of both signs may cancel out.
-        values = [abs(float(value)) for value in (whole, *parts)]
-        scale = max(filter(math.isfinite, values), default=0.0)
-        differences = {weight: abs(float(total - whole)) for weight, total in totals.items()}
-        least = min(filter(math.isfinite, differences.values()), default=math.inf)
-        if least > tolerance * scale:
-            raise self._cannot_split(f"the {name} is not a mean or a sum over rows or labels")
-        near = 10 * least + _ROUNDING * scale
-        # The nearest first.
-        self._weights[name] = sorted(
-            (weight for weight in totals if differences[weight] <= near),
-            key=differences.__getitem__,
-        )
+        is_float32 = self._is_exact and self._parameter.dtype.itemsize >= torch.float32.itemsize
+        tolerance = _TOLERANCE_FLOAT32 if is_float32 else _TOLERANCE_16_BITS
+        for ours, halves in zip(arrays_in(whole), arrays_in(self._join(outputs)), strict=True):
+            # Generated tokens may differ by rounding.
+            if ours.is_floating_point() and (
+                ours.shape != halves.shape or (ours - halves).norm() > tolerance * ours.norm()
+            ):
+                raise self._cannot_split(f"outputs {tuple(ours.shape)} depend on other rows")
+        if loss is None:
+            del self._weights[1:]
+        elif not loss.isnan():
+            # NaN if a weight counts a half without labels. Losses of both signs may cancel out.
+            totals = [float(_add_up(weight, losses, counts) - loss) for weight in self._weights]
+            differences = torch.tensor(totals).abs().nan_to_num(math.inf)
+            scale = max(abs(float(each)) for each in (loss, *losses))
+            if differences.min() > tolerance * scale:
+                raise self._cannot_split("the loss is not a mean or a sum over rows or labels")
+            fits = differences <= 10 * differences.min() + _ROUNDING * scale
+            self._weights = [self._weights[number] for number in fits.nonzero()]
 
     def _leave_unchecked(self, reason: str) -> None:
-        if self._must_check:
+        """Use the likeliest weight from now on."""
+        if self._has_others:
             raise self._cannot_split(f"its results cannot be checked, as {reason}")
-        if self._num_splits == 1:
-            log.warning(
-                "evaluation: results of parts are not checked, as %s; they are those of the batch"
-                " if no row depends on the others and the loss is a mean over labels",
-                reason,
-            )
-
-    # --- results
-
-    def _by_name(self, results: Sequence[Results]) -> dict[str, list[Any]]:
-        leaves = [_leaves(result) for result in results]
-        if any(each.keys() != leaves[0].keys() for each in leaves):
-            raise self._cannot_split("its parts have results of different forms")
-        return {name: [each[name] for each in leaves] for name in leaves[0]}
-
-    def _join(self, results: Sequence[Results], counts: Sequence[_Counts]) -> tuple[Results, bool]:
-        """Join the results of all parts: numbers by their weights, and outputs by rows, whose other
-        columns are padded where parts differ.
-
-        Returns:
-            The results, and whether the weights that are left give different numbers.
-        """
-        joined: Results = {}
-        is_open = False
-        for name, values in self._by_name(results).items():
-            if _is_number(values[0]):
-                totals = [*self._totals(name, values, counts).values()]
-                joined[name] = totals[0]
-                difference = float(max(totals) - min(totals))
-                is_open |= difference > _ROUNDING * abs(float(min(totals)))
-            else:
-                joined[name] = self._join_rows(name, values, counts)
-
-        def replace(value: Any, name: str) -> Any:
-            return joined[name] if name in joined else rebuild(value, name, replace)
-
-        return {name: replace(value, name) for name, value in results[0].items()}, is_open
-
-    def _join_rows(self, name: str, values: Sequence[Any], counts: Sequence[_Counts]) -> Any:
-        for value, (*_, rows) in zip(values, counts, strict=True):
-            if not isinstance(value, torch.Tensor) or value.shape[:1] != (rows,):
-                form = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
-                raise self._cannot_split(f"{name}, {form} of {rows} rows, has no entry per row")
-        if values[0].dim() == 1:
-            return torch.cat([*values])
-        all_rows = [row for value in values for row in value]
-        return pad_sequence(all_rows, batch_first=True, padding_value=_PADDING)
-
-    def _totals(
-        self, name: str, values: Sequence[Any], counts: Sequence[_Counts]
-    ) -> dict[int, Any]:
-        """Return the number of all parts by each weight that is left."""
-        return {
-            weight: sum(
-                factor * value
-                for factor, value in zip(_factors(weight, counts), values, strict=True)
-                if factor
-            )
-            for weight in self._weights.get(name, self._all_weights)
-        }
+        del self._weights[1:]
+        log.warning(
+            "evaluation: results of parts are not checked, as %s; they are those of the batch if no"
+            " row depends on the others and the loss is a mean over labels",
+            reason,
+        )
 
     def _cannot_split(self, problem: str) -> DoesNotFitError:
-        """Return the error of a batch that cannot run in parts, for a reason."""
         return DoesNotFitError(
             f"a batch of the evaluation ran out of memory, and cannot run in parts: {problem};"
             f" {self._fix}"
         )
 
 
-def _leaves(value: Any, name: str = "") -> Results:
-    """Return the values in a container by name, without None."""
-    if value is not None and not isinstance(value, Mapping | list | tuple):
-        return {name: value}
-    items = named_items(value, name)
-    return {path: leaf for key, item in items for path, leaf in _leaves(item, key).items()}
-
-
-def _is_number(value: Any) -> bool:
-    is_array = isinstance(value, torch.Tensor)
-    return (is_array and not value.dim() and value.dtype != torch.bool) or isinstance(
-        value, int | float
-    )
-
-
 def _factors(weight: int, counts: Sequence[_Counts]) -> list[float]:
-    """Return the factor of each part's number."""
+    """Return the factor of the loss of each part."""
     total: float = 0 if weight == _SUM else sum(count[weight] for count in counts)
-    # The loss of no label is NaN or 0, of any part.
+    # Without any label each loss is NaN or 0.
     return [count[weight] / total if total else 1.0 for count in counts]
+
+
+def _add_up(weight: int, losses: Sequence[Any], counts: Sequence[_Counts]) -> Any:
+    """Return the loss of all parts; None without losses."""
+    if losses[0] is None:
+        return None
+    weighted = zip(_factors(weight, counts), losses, strict=True)
+    # The loss of a part without labels may be NaN.
+    return sum(factor * loss for factor, loss in weighted if factor)

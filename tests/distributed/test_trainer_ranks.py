@@ -15,7 +15,7 @@ from support.ranks import run_on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from adaptive_batch import DoesNotFitError, distributed
-from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, _Reduction
+from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
 
 
 def collate(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -93,23 +93,6 @@ def test_two_ranks_train_what_trainer_does_and_retry_together(accumulates):
         assert weights <= 1e-5
         assert loss_in_parts <= 2e-6
         assert weights_in_parts <= 1e-5
-
-
-def agreed(*seen: tuple[bool | None, bool | None]) -> list[bool | None]:
-    """Return the reduction that a rank takes after each step."""
-    reduction = _Reduction()
-    answers = []
-    for of_ranks in seen:
-        if reduction.is_seen_sum is None:
-            reduction.is_seen_sum = of_ranks[distributed.rank()]
-        reduction.agree()
-        answers.append(reduction.is_seen_sum)
-    return answers
-
-
-def test_ranks_agree_on_whether_a_loss_is_a_sum_once_any_has_seen_it():
-    seen = [(None, None), (None, False), (True, True)]
-    assert run_on_ranks(agreed, 2, *seen) == [[None, False, False]] * 2
 
 
 class Gathers(AdaptiveTrainer):

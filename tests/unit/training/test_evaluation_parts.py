@@ -9,10 +9,23 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import EvaluationParts
 
 
+def evaluation_of(model, join=torch.cat):
+    return EvaluationParts(
+        model,
+        split=None,
+        num_labels=None,
+        is_exact=True,
+        join=join,
+        fix="",
+        options=StepOptions(),
+    )
+
+
 @pytest.mark.parametrize("place", ["check", "outputs"])
-def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(place, monkeypatch):
+def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(place):
     model = nn.Linear(4, 1)
     left = [place]
+    snapshots = []
 
     def fail(at):
         if left and left[0] == at:
@@ -23,23 +36,19 @@ def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(pl
         if len(batch["x"]) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         outputs = model(batch["x"]).detach()
-        return {"loss": outputs.square().mean(), "outputs": outputs}
+        return outputs.square().mean(), outputs
 
     def snapshot():
-        is_of_check = evaluation._num_splits
+        snapshots.append("")
+        is_of_check = len(snapshots) > 1
         return lambda: is_of_check and fail("check")
 
-    options = {"split": None, "num_labels": None, "fix": "", "options": StepOptions()}
-    evaluation = EvaluationParts(model, is_exact=True, **options)
-    join = evaluation._join
-    monkeypatch.setattr(evaluation, "_join", lambda *args: fail("outputs") or join(*args))
+    evaluation = evaluation_of(model, lambda outputs: fail("outputs") or torch.cat(outputs))
     batch = {"x": torch.randn(8, 4)}
-    results, weights = evaluation.run(
-        batch, forward, prepare=lambda batch: batch, snapshot=snapshot
-    )
+    loss, outputs, weights = evaluation.run(batch, forward, snapshot=snapshot)
     expected = model(batch["x"]).detach()
-    torch.testing.assert_close(results["outputs"], expected)
-    torch.testing.assert_close(results["loss"], expected.square().mean())
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(loss, expected.square().mean())
     assert weights == [0.25] * 4
     assert evaluation.sizer.limit_of_step == MicroBatchLimit(2)
 
@@ -55,12 +64,8 @@ def test_several_packed_rows_are_divided_by_rows():
         if len(batch["input_ids"]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         outputs = model(batch["input_ids"]).detach()
-        return {"loss": outputs.square().mean(), "outputs": outputs}
+        return outputs.square().mean(), outputs
 
-    options = {"split": None, "num_labels": None, "fix": "", "options": StepOptions()}
-    evaluation = EvaluationParts(model, is_exact=True, **options)
-    results, weights = evaluation.run(
-        batch, forward, prepare=lambda batch: batch, snapshot=lambda: lambda: None
-    )
-    torch.testing.assert_close(results["outputs"], model(tokens).detach())
+    _, outputs, weights = evaluation_of(model).run(batch, forward, snapshot=lambda: lambda: None)
+    torch.testing.assert_close(outputs, model(tokens).detach())
     assert weights == [0.25] * 4
