@@ -89,9 +89,9 @@ class AdaptiveArguments(PlainArguments):
             grows: ``none``, ``linear`` or ``sqrt`` in rows / `per_device_train_batch_size`.
             AdaptiveTrainer only.
         loss_reduction: ``mean`` weights the loss of a micro-batch by its share of the labels;
-            ``sum`` adds the losses unweighted; ``auto`` chooses ``sum`` if the trainer divides the
-            loss by the labels of the whole step, or if a Transformers CTC model has
-            ``ctc_loss_reduction="sum"``.
+            ``sum`` adds the losses unweighted; ``auto`` chooses ``sum`` for losses of TRL's
+            GRPOTrainer that are divided by the tokens of the step, and for a Transformers CTC
+            model with ``ctc_loss_reduction="sum"``.
 
     Raises:
         SettingError: a value is invalid.

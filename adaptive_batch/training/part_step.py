@@ -120,7 +120,7 @@ class PartStep(Step):
             sharding.is_sharded and self.retry.retries and not is_compiled(model)
         )
         if sizer.waits_for_search:
-            log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
+            log.info("auto: batches run whole until a search has found what fits")
 
     def run_rows(self, rows: BatchSource, report: RankReport) -> list[Any]:
         """Run forward and backward of a batch, in parts that fit.
