@@ -1,9 +1,9 @@
-"""The tables of docs/comparison.md: measures them all, two at a time, and draws them into the page.
+"""Measure the tables of docs/comparison.md, two at a time, and write them into the page.
 
     python benchmarks/compare.py [--only TABLE ...] [--draw] [--output DIR]
 
-Each table has its own command, compare_TABLE.py, which writes a dated record. A table is drawn
-from its newest record, which it links; ``--draw`` measures nothing.
+Each table has its own command, compare_TABLE.py, which writes a dated record. The page shows the
+newest record of each table and links it. ``--draw`` writes the page without measuring.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def newest_record(table: str, folder: Path = RESULTS) -> Path:
 
 
 def cells_of_searches(record: Record) -> list[list[str]]:
-    """A line for each search: rows of one length, then rows of varying lengths."""
+    """Return a line for each search: rows of equal length, then rows of varying length."""
     both: dict[tuple[str, str], list[Record]] = {}
     for result in record["results"]:
         both.setdefault((result["program"], result["search"]), []).append(result)
     lines = [
         [
-            *("", "one length: found of true", "trials", "out of memory"),
-            *("varying: found of true", "trials", "out of memory", "left behind"),
+            *("search", "equal lengths: rows found, of the true maximum", "trials", "OOMs"),
+            *("varying lengths: rows found, of the true maximum", "trials", "OOMs"),
+            "state that the search changed",
         ]
     ]
     for (program, search), results in both.items():
@@ -60,8 +61,13 @@ def cells_of_searches(record: Record) -> list[list[str]]:
 
 
 def cells_of_estimators(record: Record) -> list[list[str]]:
-    """A line for each estimator."""
-    lines = [["", "rows", "median error", "worst", "ran out of memory: said to fit"]]
+    """Return a line for each estimator."""
+    lines = [
+        [
+            *("estimator", "published peaks", "median error", "worst error"),
+            "OOM runs predicted to fit",
+        ]
+    ]
     for result in record["results"]:
         said_fits = f"{result['said_fits']} of {result['ran_out']}"
         lines.append(
@@ -77,11 +83,11 @@ def cells_of_estimators(record: Record) -> list[list[str]]:
 
 
 def cells_of_resume(record: Record) -> list[list[str]]:
-    """A line for each way to resume."""
+    """Return a line for each way to resume."""
     lines = [
         [
-            *("", "steps done again", "rows lost", "rows repeated", "order"),
-            *("weights with dropout", "without"),
+            *("method", "steps repeated", "rows lost", "rows repeated", "order of rows"),
+            *("final weights with dropout", "final weights without dropout"),
         ]
     ]
     for result in record["results"]:
@@ -91,20 +97,20 @@ def cells_of_resume(record: Record) -> list[list[str]]:
                 str(result["steps_done_again"]),
                 str(result["rows_lost"]),
                 str(result["rows_repeated"]),
-                "the same" if result["same_order"] else "another",
-                "the same bits" if result["same_bits"] else "others",
-                "the same bits" if result["same_bits_without_dropout"] else "others",
+                "same" if result["same_order"] else "different",
+                "same bits" if result["same_bits"] else "different",
+                "same bits" if result["same_bits_without_dropout"] else "different",
             ]
         )
     return lines
 
 
 def cells_of_batching(record: Record) -> list[list[str]]:
-    """A line for each way to make batches."""
+    """Return a line for each way to make batches."""
     lines = [
         [
-            *("", "padding", "batches", "largest over mean tokens", "batches over the budget"),
-            *("rows seen once", "seconds"),
+            *("method", "padding", "batches", "tokens of the largest batch / mean"),
+            *("batches above the budget", "rows used", "time (s)"),
         ]
     ]
     for result in record["results"]:
@@ -161,7 +167,7 @@ def versions_of(table: str, record: Record) -> Iterable[tuple[str, str]]:
 
 
 def page_with_tables(page: str, folder: Path = RESULTS) -> str:
-    """Return the page with each table drawn again between its two marks."""
+    """Return the page with each table written again between its two marks."""
     for table in CELLS:
         begin = page.index("-->", page.index(f"<!-- {table}: ")) + len("-->")
         end = page.index(END, begin)
@@ -170,7 +176,7 @@ def page_with_tables(page: str, folder: Path = RESULTS) -> str:
 
 
 def measure(table: str, output: Path) -> tuple[str, float, int]:
-    """Run the command of a table; returns it, its seconds and its exit status."""
+    """Run the command of a table; return the table, the seconds and the exit status."""
     script = f"benchmarks/compare_{table}.py"
     others = [] if output == RESULTS else ["--output", str(output)]
     start = time.perf_counter()
@@ -188,7 +194,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=CELLS, default=list(CELLS), metavar="TABLE")
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
+    parser.add_argument("--draw", action="store_true", help="write the page without measuring")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     failed = 0
@@ -202,7 +208,7 @@ def main() -> int:
             print(f"{table:<12} {seconds:>6.0f} s{'' if status == 0 else '  FAILED'}")
             failed |= status
         print(f"{'in all':<12} {time.perf_counter() - start:>6.0f} s")
-    # Elsewhere there may be no record of each table, and the page's links lead here.
+    # The page links records of this folder, and another folder may not have all of them.
     if not failed and arguments.output == RESULTS:
         page = page_with_tables(PAGE.read_text(encoding="utf-8"), arguments.output)
         PAGE.write_text(page, encoding="utf-8")
