@@ -1,14 +1,14 @@
 #!/bin/bash
-# Trains on several nodes under Slurm, and goes on after a time limit, a preemption or a lost node:
+# Trains on several nodes under Slurm. Continues after a time limit, a preemption or a lost node:
 #
 #   sbatch --nodes 4 --gpus-per-node 8 examples/slurm.sh CONFIG OUTPUT_DIR [key=value ...]
 #
-# OUTPUT_DIR is on a file system that all nodes share. See docs/many_gpus.md#clusters.
+# OUTPUT_DIR must be on a shared file system. See docs/many_gpus.md#clusters.
 #
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# This script alone gets SIGTERM, ten minutes before the time limit.
+# Slurm sends SIGTERM to this script only, ten minutes before the time limit.
 #SBATCH --signal=B:TERM@600
 set -u
 config=$1
@@ -23,17 +23,17 @@ srun tune run --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" \
   save_every_n_steps=200 keep_last_n_checkpoints=2 resume_from_checkpoint=auto "$@" &
 training=$!
 
-# srun passes the signal on to torchrun on each node, and torchrun to its ranks. They finish the step, save and end with 75.
+# srun forwards the signal to torchrun on each node, and torchrun to its ranks. They finish the step, save and exit with 75.
 trap 'kill -TERM "$training"' TERM
 wait "$training"
 status=$?
-# The trap has ended that wait, and the ranks are still saving.
+# The signal interrupts `wait` while the ranks are still saving.
 while kill -0 "$training" 2>/dev/null; do
   wait "$training"
   status=$?
 done
 
-# torchrun makes 1 of each rank's 75. The run log says whether the run was asked to end.
+# torchrun exits with 1 even if its ranks exit with 75. The run log records whether the run was asked to end.
 if tail -n 1 "$output_dir/adaptive_batch/run.jsonl" 2>/dev/null | grep -q '"kind": "preempted"'; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
