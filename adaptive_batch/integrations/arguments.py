@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -17,12 +15,12 @@ from torch.utils.data import IterableDataset
 from adaptive_batch._util import check_options, count, instance_of, one_of, option
 from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import check_device_memory, is_out_of_memory
 from adaptive_batch.schedules import RULES
 from adaptive_batch.training import (
     AdaptiveStep,
     LongestRows,
     Part,
+    ProbeOptions,
     SplitBatch,
     StepOptions,
     Terms,
@@ -47,22 +45,6 @@ _MOST_ROWS = 4096
 
 def _one(batch: Any) -> int:
     return 1
-
-
-def _function(key: str, value: object) -> None:
-    if not callable(value):
-        raise SettingError(key, value, "give a function")
-
-
-@contextmanager
-def naming_fix(fix: str) -> Iterator[None]:
-    """Append a fix to the out-of-memory error of an evaluation step, which is never split."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise torch.OutOfMemoryError(f"{error}; {fix}") from error
 
 
 @dataclass(frozen=True)
@@ -101,17 +83,14 @@ class AdaptiveArguments(PlainArguments):
     split: Callable[[Any], SplitBatch] | None = None
     num_labels: Callable[[Any], Any] | None = None
     options: StepOptions = field(default_factory=StepOptions)
-    batch_increase_function: Callable[[int, int], int] | None = option(None, _function)
+    batch_increase_function: Callable[[int, int], int] | None = None
     lr_scaling: str = option("none", one_of(*RULES))
 
     def __post_init__(self) -> None:
         check_options(self)
         configured_size(self.micro_batch_size, self.micro_batch_tokens)
-        check_device_memory("device_memory", self.device_memory)
-        instance_of(StepOptions, "options", self.options)
-        if self.options.max_grad_norm is not None:
-            remedy = "the trainer clips; set its own max_grad_norm or gradient_clip_val"
-            raise SettingError("max_grad_norm", self.options.max_grad_norm, remedy)
+        ProbeOptions(self.device_memory, self.headroom)
+        instance_of(StepOptions, "options", self.options).check_of_step()
         if self.lr_scaling != "none" and self.batch_increase_function is None:
             remedy = "batches do not grow; give batch_increase_function too"
             raise SettingError("lr_scaling", self.lr_scaling, remedy)
@@ -150,7 +129,7 @@ class AdaptiveArguments(PlainArguments):
         batch_size: int,
         accumulates: bool,
     ) -> None:
-        """Find the largest micro-batch that fits if a size is ``auto``.
+        """Find the largest micro-batch that fits.
 
         The trials run the model's own precision, recomputation and optimizer.
 
@@ -166,9 +145,6 @@ class AdaptiveArguments(PlainArguments):
             DoesNotFitError: one row does not fit.
             SettingError: the dataset is a stream, or the row lengths are unknown.
         """
-        # `waits_for_search` stays set after a search over rows of unknown length.
-        if step.max_batch_size is not None or not step.sizer.waits_for_search:
-            return
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
             raise self.not_searched("the search needs one map-style training dataset")

@@ -7,9 +7,11 @@ Lightning still handles clipping, precision, accumulation, loggers and checkpoin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -25,18 +27,20 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.distributed import Replicas
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import check_segments, expand_segments_in_script
+from adaptive_batch.memory import check_segments, expand_segments_in_script, is_out_of_memory
 from adaptive_batch.training import AdaptiveStep, Part
 
-from .arguments import TERMS, AdaptiveArguments, naming_fix
+from .arguments import TERMS, AdaptiveArguments
 from .part_logs import over_parts
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
-# Private method of Lightning's loop that creates the closure of a batch; replaced during training.
+log = logging.getLogger("adaptive_batch")
+
+# Private methods of Lightning's loop. The first creates the closure of a batch; it is replaced
+# during training.
 _MAKES_CLOSURE = "_make_closure"
-# Steps of the strategy that are never split: their logged values need not be means over rows.
-_EVALUATIONS = ("validation_step", "test_step", "predict_step")
+_USED = (_MAKES_CLOSURE, "_make_zero_grad_fn", "_make_backward_fn", "_training_step")
 # Parameters after `name` and `value`.
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
 # Reductions of metrics other than a mean over rows.
@@ -74,64 +78,70 @@ class AdaptiveCallback(Callback):
         # Lightning moves the model to its device later.
         expand_segments_in_script()
         self.step: AdaptiveStep | None = None
-        # The current batch.
-        self._batch: _Batch | None = None
+        # Function that runs a micro-batch of the current batch.
+        self._run_part: Callable[[Part], _Result] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_segments(trainer.strategy.root_device)
-        for name in _EVALUATIONS:
-            naming = naming_fix(f"{name} runs whole batches: lower batch_size of its DataLoader")
-            vars(trainer.strategy)[name] = naming(getattr(trainer.strategy, name))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
             remedy = "call an AdaptiveStep in training_step, in place of this callback"
             raise SettingError("automatic_optimization", False, remedy)
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        for name in _USED:
+            if not hasattr(loop, name):
+                raise AdaptiveBatchError(
+                    f"lightning {lightning.__version__} has no {name} in its automatic"
+                    " optimization; take lightning 2.5 or 2.6, or call an AdaptiveStep by manual"
+                    " optimization"
+                )
 
-        def forward_backward(part: Part) -> _Result | None:
-            assert self._batch is not None, "a step runs within a batch"
-            return self._batch.run(part)
+        def forward_backward(part: Part) -> _Result:
+            assert self._run_part is not None, "a step runs within a batch"
+            return self._run_part(part)
 
         forward_backward.__name__ = f"{type(pl_module).__name__}.training_step"
         self.step = self.adaptive.new_step(_Step, trainer.strategy.model, forward_backward)
-        loop = _loop(trainer)
-        is_sum = self.adaptive.loss_reduction == "sum"
-        vars(loop)[_MAKES_CLOSURE] = lambda kwargs, optimizer, batch_idx: Closure(
-            lambda: self._run_batch(
-                trainer, _Batch(trainer, kwargs, optimizer, batch_idx, is_sum=is_sum)
-            )
+        vars(loop)[_MAKES_CLOSURE] = lambda *arguments: Closure(
+            partial(self._run_batch, trainer, *arguments)
         )
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
-        for name in _EVALUATIONS:
-            vars(trainer.strategy).pop(name, None)
+    def _run_batch(
+        self,
+        trainer: Trainer,
+        kwargs: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        batch_idx: int,
+    ) -> ClosureResult:
+        """Run ``training_step`` and backward of a batch in micro-batches; return its loss.
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        # Lightning does not call teardown after an error.
-        self.teardown(trainer, pl_module, "fit")
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            replicas = Replicas(trainer.strategy.model)
-            replicas.begin_step()
-            # The training step bypasses DDP's forward, which broadcasts the buffers of rank 0.
-            with replicas.micro_batch(evaluates=True):
-                pass
-
-    def _run_batch(self, trainer: Trainer, batch: _Batch) -> ClosureResult:
-        """Run a batch and return its loss; clear gradients first unless Lightning accumulates."""
+        Args:
+            trainer: trainer that owns the loop.
+            kwargs: arguments of ``training_step``.
+            optimizer: optimizer of the model.
+            batch_idx: index of the batch.
+        """
         assert self.step is not None, "training has begun"
-        if batch.clear_gradients is not None:
-            batch.clear_gradients()
-        self._batch = batch
-        try:
-            self._find_bound(trainer, self.step)
-            results = [result for result in self.step(batch.rows) if result is not None]
-        finally:
-            self._batch = None
+        if "batch" not in kwargs:
+            remedy = "take batch and batch_idx, whose rows can be split"
+            raise SettingError("training_step", f"takes {', '.join(kwargs)}", remedy)
+        clear_gradients = trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(
+            batch_idx, optimizer
+        )
+        # None while Lightning accumulates gradients.
+        if clear_gradients is not None:
+            clear_gradients()
+        self._run_part = partial(
+            _run_part,
+            trainer,
+            kwargs,
+            optimizer,
+            self.adaptive.loss_reduction == "sum",
+            _save_metric_states(trainer.lightning_module),
+        )
+        self._find_bound(trainer, self.step)
+        results = self.step(kwargs["batch"])
         _log_results(trainer.lightning_module, results)
         losses = [result.loss for result in results if result.loss is not None]
         loss = torch.stack(losses).sum() if losses else None
@@ -161,6 +171,28 @@ class AdaptiveCallback(Callback):
             accumulates=trainer.accumulate_grad_batches > 1,
         )
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            replicas = Replicas(trainer.strategy.model)
+            replicas.begin_step()
+            # The training step bypasses DDP's forward, which broadcasts the buffers of rank 0.
+            with replicas.micro_batch(evaluates=True):
+                pass
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # Lightning does not call teardown after an error.
+        self.teardown(trainer, pl_module, "fit")
+        if is_out_of_memory(exception) and not trainer.training:
+            log.error(
+                "a batch of an evaluation ran out of memory; evaluations run whole batches: lower"
+                " batch_size of the DataLoader"
+            )
+
 
 _Logged = tuple[Any, Metric | None, dict[str, Any]]
 
@@ -184,97 +216,48 @@ class _Result:
     logged: dict[str, _Logged]
 
 
-class _Batch:
-    """Batch of Lightning's training loop.
-
-    Args:
-        trainer: trainer that owns the loop.
-        kwargs: arguments of ``training_step``.
-        optimizer: optimizer of the model.
-        batch_idx: index of the batch.
-        is_sum: whether the losses of micro-batches are added unweighted.
-
-    Attributes:
-        rows: the batch.
-        clear_gradients: function that clears gradients; None while Lightning accumulates them.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        kwargs: Mapping[str, Any],
-        optimizer: torch.optim.Optimizer,
-        batch_idx: int,
-        *,
-        is_sum: bool,
-    ) -> None:
-        if "batch" not in kwargs:
-            remedy = "take batch and batch_idx, whose rows can be split"
-            raise SettingError("training_step", f"takes {', '.join(kwargs)}", remedy)
-        self.rows = kwargs["batch"]
-        self._kwargs = kwargs
-        self._is_sum = is_sum
-        self._loop = _loop(trainer)
-        self._module: LightningModule = trainer.lightning_module
-        self.clear_gradients = self._loop._make_zero_grad_fn(batch_idx, optimizer)
-        self._backward = self._loop._make_backward_fn(optimizer)
-        self._restore_metrics = _save_metric_states(self._module)
-
-    def run(self, part: Part) -> _Result | None:
-        """Run a micro-batch; return None and undo its metrics for a trial or a dummy."""
-        if part.is_trial or not part.share:
-            restore_metrics = _save_metric_states(self._module)
-            self._run(part)
-            restore_metrics()
-            return None
-        if part.is_first:
-            # An earlier attempt may have updated the metrics.
-            self._restore_metrics()
-        return self._run(part)
-
-    def _run(self, part: Part) -> _Result:
-        logged: dict[str, _Logged] = {}
-        weight = part.num_rows if self._is_sum else part.share
-        with _logs_into(logged, self._module):
-            result = self._loop._training_step({**self._kwargs, "batch": part.batch})
-            loss: torch.Tensor | None = result.closure_loss
-            # The graph would keep the micro-batch's activations alive.
-            outputs = recursive_detach(result.extra)
-            if loss is not None:
-                # An unsplit batch stays bitwise equal to Lightning's.
-                if part.share != 1.0 and not self._is_sum:
-                    loss = loss * part.share
-                self._run_backward(loss, part)
-                loss = loss.detach()
-        return _Result(part.num_rows, weight, loss, outputs, logged)
-
-    def _run_backward(self, loss: torch.Tensor, part: Part) -> None:
-        hooks: dict[str, Any] = {}
-        if not part.is_last:
-            # The gradients of the batch are still incomplete.
-            hooks["post_backward"] = lambda loss, module: loss.detach()
-        if part.is_trial:
-            # Lightning's backward hooks expect gradients, and the check of a split computes none.
-            loss.backward()  # type: ignore[no-untyped-call]
-        elif self._backward is not None:
-            with replaced(self._module.trainer.precision_plugin, **hooks):
-                self._backward(loss)
-
-
-def _loop(trainer: Trainer) -> Any:
-    """Return Lightning's loop of automatic optimization.
-
-    Raises:
-        AdaptiveBatchError: this Lightning release is not supported.
-    """
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    for name in (_MAKES_CLOSURE, "_make_zero_grad_fn", "_make_backward_fn", "_training_step"):
-        if not hasattr(loop, name):
-            raise AdaptiveBatchError(
-                f"lightning {lightning.__version__} has no {name} in its automatic optimization;"
-                " take lightning 2.5 or 2.6, or call an AdaptiveStep by manual optimization"
-            )
-    return loop
+def _run_part(
+    trainer: Trainer,
+    kwargs: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    is_sum: bool,
+    restore_metrics: Callable[[], None],
+    part: Part,
+) -> _Result:
+    """Run a micro-batch; undo the metrics of a trial, a dummy or a failed attempt."""
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    module = trainer.lightning_module
+    is_counted = not part.is_trial and part.share > 0
+    if not is_counted:
+        restore_metrics = _save_metric_states(module)
+    elif part.is_first:
+        # An earlier attempt may have updated the metrics.
+        restore_metrics()
+    logged: dict[str, _Logged] = {}
+    with _logs_into(logged, module):
+        result = loop._training_step({**kwargs, "batch": part.batch})
+        loss: torch.Tensor | None = result.closure_loss
+        # The graph would keep the micro-batch's activations alive.
+        outputs = recursive_detach(result.extra)
+        if loss is not None:
+            # An unsplit batch stays bitwise equal to Lightning's.
+            if part.share != 1.0 and not is_sum:
+                loss = loss * part.share
+            backward = loop._make_backward_fn(optimizer)
+            hooks: dict[str, Any] = {}
+            if not part.is_last:
+                # The gradients of the batch are still incomplete.
+                hooks["post_backward"] = lambda loss, module: loss.detach()
+            if part.is_trial:
+                # Lightning's backward hooks expect gradients, and a split check computes none.
+                loss.backward()  # type: ignore[no-untyped-call]
+            elif backward is not None:
+                with replaced(trainer.precision_plugin, **hooks):
+                    backward(loss)
+            loss = loss.detach()
+    if not is_counted:
+        restore_metrics()
+    return _Result(part.num_rows, part.num_rows if is_sum else part.share, loss, outputs, logged)
 
 
 def _save_metric_states(module: LightningModule) -> Callable[[], None]:

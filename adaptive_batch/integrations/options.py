@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from adaptive_batch._util import Option, check_headroom, one_of
+from adaptive_batch._util import Option, one_of
 
 
 def _plain(default: Any, metavar: str, meaning: str, **checked: Option) -> Any:
@@ -26,9 +26,7 @@ class PlainArguments:
     device_memory: int | float | str | None = _plain(
         None, "SIZE", "memory that the search may use, such as 12GiB"
     )
-    headroom: float | str = _plain(
-        "auto", "SHARE", "share of that memory to leave free; 0.05", option=Option(check_headroom)
-    )
+    headroom: float | str = _plain("auto", "SHARE", "share of that memory to leave free; 0.05")
     loss_reduction: str = _plain(
         "auto",
         "NAME",

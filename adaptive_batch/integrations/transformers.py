@@ -246,8 +246,10 @@ class AdaptiveTrainer(Trainer):
         return adaptive
 
     def _find_bound(self, step: AdaptiveStep) -> None:
+        if not step.sizer.waits_for_search:
+            return
         has_own_inputs = type(self)._prepare_inputs is not Trainer._prepare_inputs
-        if step.sizer.waits_for_search and has_own_inputs and not self._cuts_inputs:
+        if has_own_inputs and not self._cuts_inputs:
             reason = "this trainer generates its rows in each step; no trial can run before"
             raise self.adaptive.not_searched(reason)
         # Trials run without the gradient scaler.
