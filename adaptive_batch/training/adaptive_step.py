@@ -1,16 +1,15 @@
-"""A step of any script: the batch that it has made, split into parts that fit, and run again where
-memory runs out.
+"""The step of any script: split a batch into parts that fit, and repeat it after an OOM.
 
-    def forward_backward(part):
-        loss = model(**part.batch).loss * part.share
-        loss.backward()
-        return loss.detach()
+def forward_backward(part):
+    loss = model(**part.batch).loss * part.share
+    loss.backward()
+    return loss.detach()
 
-    step = AdaptiveStep(model, forward_backward)
-    for batch in loader:
-        losses = step(batch)
-        optimizer.step()
-        optimizer.zero_grad()
+step = AdaptiveStep(model, forward_backward)
+for batch in loader:
+    losses = step(batch)
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -47,47 +46,48 @@ log = logging.getLogger("adaptive_batch")
 
 
 class AdaptiveStep(PartStep):
-    """Calls a function of the script's once for each part of a batch that fits, and again where
-    memory runs out.
+    """Calls a function of the script for each part of a batch, in smaller parts after an OOM.
 
-    It needs no data, optimizer, rate or scaler: autocast, ``scaler.scale(loss)``,
-    ``accelerator.backward``, clipping and accumulation stay in the script. Gradients of earlier
-    batches are kept; those of a batch are the same, to rounding, whatever it is split into. With
-    one part they have the script's own bits.
+    The script keeps its data, optimizer, rate and scaler: autocast, ``scaler.scale(loss)``,
+    ``accelerator.backward``, clipping and accumulation stay in it. The step adds to the gradients
+    of earlier batches. The gradients of a batch do not depend on the split, except for rounding; a
+    batch of one part has the bits of the script alone.
 
-    A failed attempt is undone: gradients, random numbers and running statistics are restored. Other
-    side effects of `forward_backward`, such as metrics, happen in each attempt.
+    After an OOM the step restores gradients, random numbers and running statistics. Other side
+    effects of `forward_backward`, such as metrics, happen in each attempt.
 
-    On several ranks the model must be divided by `fully_shard` or wrapped in DDP. All ranks call
-    the step alike, and retry together.
+    On several ranks, shard the model with `fully_shard` or wrap it in DDP. All ranks call the step
+    together, and repeat it together.
 
     Args:
-        model: model on its device; its modules are those that it has in the first step.
-        forward_backward: ``forward_backward(part)`` runs forward and backward of ``part.batch``,
-            with the mean loss multiplied by ``part.share``; see :class:`Part`. Its results are
-            collected.
-        micro_batch_size: the most rows of a part: a number, ``auto`` for what :meth:`find_bound`
-            finds, or None for the whole batch.
-        micro_batch_tokens: the most tokens of a part, padding included; not together with
-            `micro_batch_size`. Needs the length of each row, see :class:`RowsOfBatch`, or `split`.
-        split: function that returns :class:`SplitBatch` of a batch: for pairs, sequences along
-            another dimension, states. None splits each tensor by its first dimension.
+        model: model on its device. Do not add modules to it after the first step.
+        forward_backward: function ``forward_backward(part)`` that runs forward and backward of
+            ``part.batch``, with the mean loss multiplied by ``part.share``; see :class:`Part`. The
+            step returns its results.
+        micro_batch_size: the most rows of a part: a number; ``auto`` for the result of
+            :meth:`find_bound`; None for the whole batch.
+        micro_batch_tokens: the most tokens of a part, padding included: a number or ``auto``. Give
+            only one of both. The length of each row must be known, see :class:`RowsOfBatch`, or
+            given by `split`.
+        split: function that returns the :class:`SplitBatch` of a batch, for rows that belong
+            together, such as pairs, and for tensors whose first dimension is not the rows. None
+            splits each tensor by its first dimension.
         num_labels: function that returns the number of labels that the loss of a batch averages
-            over, or the sum of their weights for a weighted mean. None counts ``labels``
-            that are not -100, after the shift by one or before it, as the loss of the first split
-            shows; of a batch without ``labels`` its rows.
-        statistics: ``statistics(part)`` returns a mapping of names to numbers or tensors. It is run
-            on each part before the first backward, without gradients; the sums over the parts are
-            ``part.statistics`` in `forward_backward`. With ``count_labels_over="ranks"`` they are
-            sums over all ranks. None if a loss needs none.
-        options: how a step runs.
+            over, or the sum of their weights for a weighted mean. None counts the ``labels`` that
+            are not -100. The check of the first split shows whether the first label of each row
+            counts. A batch without ``labels`` counts its rows.
+        statistics: function ``statistics(part)`` that returns a mapping of names to numbers or
+            tensors. It runs on each part without gradients before the first backward.
+            `forward_backward` finds the sums over the parts in ``part.statistics``; with
+            ``count_labels_over="ranks"`` they are sums over all ranks.
+        options: options of a step.
 
     Attributes:
-        model: model that is trained.
-        memory: memory of its device.
-        sharding: how several ranks hold it.
-        sizer: limits a part.
-        is_trial: whether a trial or a check of a split runs now, and not training.
+        model: model that trains.
+        memory: memory of the model's device.
+        sharding: FSDP or DDP modules of the model.
+        sizer: limit of a part.
+        is_trial: whether a trial or a check of a split runs, and not training.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -135,7 +135,7 @@ class AdaptiveStep(PartStep):
     def of(
         cls, model: nn.Module, **arguments: Any
     ) -> Callable[[Callable[[Part], Any]], AdaptiveStep]:
-        """Return a decorator that makes an AdaptiveStep of a `forward_backward` function."""
+        """Return a decorator that turns a `forward_backward` function into an AdaptiveStep."""
 
         def decorate(forward_backward: Callable[[Part], Any]) -> AdaptiveStep:
             return cls(model, forward_backward, **arguments)
@@ -144,17 +144,17 @@ class AdaptiveStep(PartStep):
 
     @property
     def max_batch_size(self) -> int | None:
-        """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
+        """Most rows that fit at once, found by :meth:`find_bound`; None before it."""
         return self.sizer.max_batch_size
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Rows of each micro-batch of the last batch, on this rank."""
+        """Micro-batches of the last batch on this rank."""
         return self.plan.micro_batches
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the last batch, on the rank that has most."""
+        """Number of micro-batches of the last batch, on the rank with the most."""
         return self.plan.number
 
     # --- a step
@@ -163,30 +163,29 @@ class AdaptiveStep(PartStep):
         """Run forward and backward of a batch, in parts that fit.
 
         Args:
-            batch: whatever the script has made, on the host or on the device.
+            batch: batch of the script, on the host or on the device.
 
         Returns:
-            The results of `forward_backward` in the order of the parts, without parts that have no
-            label.
+            The results of `forward_backward` of the parts with labels, in their order.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: this rank ran out of memory and cannot notify the others; end the
                 process.
-            SettingError: the loss of the batch is not the sum of its parts' shares, so that it
-                cannot be split.
+            SettingError: the batch cannot be split, for example because its loss is not the sum
+                of the weighted losses of its parts.
         """
         rows = self._split_batch(batch)
         report = RankReport(batch_size=distributed.maximum(rows.num_rows))
         try:
             return self.run_rows(rows, report)
         finally:
-            # Also where the step has run out of memory for good.
+            # Also if the step ended with an OOM.
             if self.tried_one_part and self.num_micro_batches > 1:
                 self.tried_one_part = False
                 log.warning(
-                    "a batch is split, and what fits was tried without the gradients of other"
-                    " parts: give find_bound batch_size="
+                    "a batch is split, but find_bound tried parts without the gradients of other"
+                    " parts in memory: call it with batch_size="
                 )
 
     # --- what fits
@@ -202,19 +201,19 @@ class AdaptiveStep(PartStep):
         batch_size: int | None = None,
         accumulates: bool = False,
     ) -> ProbeResult:
-        """Find the most rows that fit in a whole training step, and limit parts to them; leave
-        training as it was, bit for bit.
+        """Find the most rows that fit in a whole training step, and limit parts to them. Weights,
+        optimizer, gradients and random numbers are restored to the bit.
 
         Args:
             optimizer: optimizer of the model's parameters.
-            sample: function that returns the `n` worst rows as a batch: the longest that training
-                may meet, collated.
-            device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as
-                0.9, or None for what is available.
+            sample: function ``sample(n)`` that returns a collated batch of the `n` longest rows
+                that training may have.
+            device_memory: memory that a trial may use: a size such as ``"12GiB"``; a share such as
+                0.9; None for the available memory.
             headroom: share of that memory that stays free; see :class:`ProbeOptions`.
             maximum: the most rows that are tried.
-            batch_size: rows of the script's batches. If they do not fit, the search is repeated
-                with the gradients of a first part in memory. None if they fit or are unknown.
+            batch_size: rows of the script's batches. If they do not fit at once, the search is
+                repeated with the gradients of an earlier part in memory. None if they fit.
             accumulates: whether the script accumulates the gradients of several batches.
 
         Raises:
@@ -234,17 +233,17 @@ class AdaptiveStep(PartStep):
         scope = SearchScope(
             rows, accumulates=accumulates or self.sizer.may_split, whole_step_rows=batch_size
         )
-        try_sample = partial(self._try_sample, beside_gradients=accumulates)
+        try_sample = partial(self._try_sample, has_gradients=accumulates)
         return self.search(TriedStep(self, optimizer, try_sample), scope, options)
 
     def _try_sample(
-        self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True
+        self, make_batch: Callable[[], Any], *, has_gradients: bool, is_last: bool = True
     ) -> None:
         """Run forward and backward of a batch at once, as a trial.
 
         Args:
             make_batch: function that makes the batch.
-            beside_gradients: whether the gradients of earlier batches are there.
+            has_gradients: whether the gradients of earlier batches are in memory.
             is_last: whether gradients are reduced.
         """
 
@@ -254,16 +253,16 @@ class AdaptiveStep(PartStep):
 
         def run() -> None:
             comes = gradients_must_come(self.model, self.forward_backward)
-            # Gradients that are not reduced are not the parameters' yet.
+            # Parameters have no gradients before the reduction.
             with comes if is_last else nullcontext():
                 self.try_part(whole, is_last=is_last)
 
-        if not beside_gradients:
+        if not has_gradients:
             run()
             return
         gradients = self.save_gradients()
         if self.sizer.may_split:
-            # From its second part on, a batch has its own gradients besides the earlier ones.
+            # From the second part on, a batch has its own gradients in memory, too.
             gradients.fill_new()
         run()
         gradients.add_up()
@@ -278,21 +277,20 @@ class AdaptiveStep(PartStep):
         context: int | None = None,
         headroom: int | float | str = "auto",
     ) -> MemoryEstimate:
-        """Estimate how many rows of a sample a step can hold on CUDA devices that are not here.
+        """Estimate how many rows of a sample fit in a step on CUDA devices that are not here.
 
         Args:
-            optimizer: optimizer of the model's parameters; its state is made again.
-            sample: function that returns the `n` longest rows as a batch, as in :meth:`find_bound`.
+            optimizer: optimizer of the model's parameters; the estimate creates its state.
+            sample: function ``sample(n)`` as in :meth:`find_bound`.
             devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
-            maximum: more rows are of no interest.
-            context: bytes that the driver's context takes of each device; None for 770
-                MiB of an H100 or H200, and 500 MiB of others.
-            headroom: memory that stays free besides that: bytes, a size or a share; ``auto`` as in
+            maximum: the most rows that are estimated.
+            context: bytes of the driver's context on each device; None for 770 MiB on an H100 or
+                H200, and 500 MiB on others.
+            headroom: memory that also stays free: bytes, a size or a share; ``auto`` as in
                 :func:`adaptive_batch.estimate_memory`.
 
         Raises:
-            SettingError: an argument cannot be used, or the model needs values, which fake tensors
-                do not have.
+            SettingError: an argument cannot be used, or the model reads values of fake tensors.
         """
         from adaptive_batch.estimate import DevicesAsHost, estimate_step
 

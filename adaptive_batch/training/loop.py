@@ -1,4 +1,4 @@
-"""A training loop of the public objects: growing batches, steps that fit, and the learning rate.
+"""A training loop with batches that grow, steps that fit, and a learning rate that follows.
 
 loop = AdaptiveLoop(
     model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size="max"
@@ -56,46 +56,48 @@ class AdaptiveLoop:
     """Yields the rows of each step, computes the gradients of their mean loss, and sets the
     learning rate. The script iterates and steps the optimizer.
 
-    Iterating yields the remaining steps of the current epoch, each row once. :meth:`run` leaves the
-    gradients of a step and sets its learning rate. Several ranks build and call the loop alike,
-    around a model that `fully_shard` has divided; each gets its own rows.
+    Iterating yields the remaining steps of the current epoch; each row is in one step.
+    :meth:`run` computes the gradients of a step and sets its learning rate. On several ranks, shard
+    the model with `fully_shard`; all ranks build and call the loop together, and each gets its own
+    rows.
 
-    The loop composes :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate`.
-    Arguments that are keys of the configuration have the meaning of docs/configuration.md.
+    The loop is made of :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate`.
+    Arguments with the name of a key in docs/configuration.md have the meaning of the key.
 
     Args:
-        model: model on its device; its modules are those that it has in the first step.
-        optimizer: optimizer of its parameters; the state of another that steps the rest is in no
-            trial.
-        dataset: map-style.
+        model: model on its device. Do not add modules to it after the first step.
+        optimizer: optimizer of the model's parameters. Trials do not contain the state of other
+            optimizers.
+        dataset: map-style dataset.
         collate: function that makes one padded batch of a list of rows, on the host.
-        mean_loss: function that returns the loss of a batch on the device: a tensor of one number,
-            averaged over its labels, whatever other rows are there.
-        batch_size: rows of a step on one device, before a rule changes it; ``"max"`` for the most
-            that fit, which :meth:`find_bound` finds before the first epoch.
-        num_labels: function that returns how many labels a batch has that `mean_loss` averages
-            over, or the sum of their weights; None for ``labels`` that are not -100, see
+        mean_loss: function that returns the loss of a batch on the device: a tensor with one
+            number, the mean over the labels of the batch.
+        batch_size: rows of a step on one device, before a rule changes it. ``"max"`` for the most
+            that fit; :meth:`find_bound` finds it before the first epoch.
+        num_labels: function that returns the number of labels that `mean_loss` averages over, or
+            the sum of their weights; None for ``labels`` that are not -100, see
             :class:`AdaptiveStep`.
-        row_length: function that returns the tokens of a row, or a number where all rows are alike;
-            None for those of its ``tokens`` or ``input_ids``.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts,
-            0 included.
-        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked each step.
-        micro_batch_size: rows at once; None for the bound, or without a search for all rows of a
-            step.
-        micro_batch_tokens: padded tokens at once, ``auto`` for the result of :meth:`find_bound`,
-            see its `objective`; not together with `micro_batch_size`.
-        lr_scheduler: a ``LambdaLR``, built for steps of `batch_size` rows; a batch that grows does
-            not stretch it, see :class:`AdaptiveRate`. None for the rate that the optimizer holds
-            before :meth:`run`, whoever sets it.
+        row_length: function that returns the number of tokens of a row; a number if all rows have
+            the same length; None for the length of ``tokens`` or ``input_ids``.
+        batch_increase_function: function ``f(epoch, batch_size)`` that returns the rows to add. It
+            is called at the beginning of each epoch, the first included.
+        batch_size_schedule: function ``rule(progress)`` that returns the rows of a step on one
+            device. It is called before each step.
+        micro_batch_size: most rows at once; None for the bound, or for all rows of a step before a
+            search.
+        micro_batch_tokens: most padded tokens at once; ``auto`` for the result of
+            :meth:`find_bound`, see its `objective`. Give only one of both.
+        lr_scheduler: a ``LambdaLR`` for steps of `batch_size` rows. It does not take longer if the
+            batch grows, see :class:`AdaptiveRate`. None for the rate in the optimizer before
+            :meth:`run`.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
-        reference_batch_size: global batch that the optimizer's rates belong to: rows, or
+        reference_batch_size: global batch that the optimizer's rates were chosen for: rows, or
             ``"8192tok"``; None for `batch_size` on all ranks.
-        sampling: order of rows, steps that hold tokens, and whether rules may pass the bound.
-        options: how a step runs.
+        sampling: order of rows, steps that hold tokens, and whether rules may exceed the bound.
+        options: options of a step.
 
     Attributes:
-        learning_rate: rate of the last step, of the optimizer's first group; None before it.
+        learning_rate: rate of the last step in the optimizer's first group; None before it.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -125,10 +127,10 @@ class AdaptiveLoop:
         sampling = instance_of(Sampling, "sampling", sampling)
         options = instance_of(StepOptions, "options", options)
         check_parameters(model, optimizer)
-        # One row stands for the maximum until it is found.
+        # With "max", the batch size is 1 until it is found.
         rows_of_step = 1
         if batch_size != "max":
-            remedy = "give a whole number, 1 or more, or max for the most that fit"
+            remedy = "give a whole number, 1 or more, or max for the most rows that fit"
             rows_of_step = check_whole("batch_size", batch_size, remedy=remedy)
         if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
             micro_batch_tokens = "auto"
@@ -159,11 +161,11 @@ class AdaptiveLoop:
             self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
         if options.event is not None:
             self._batches.tell(options.event)
-        # Else a new epoch would draw a random number.
+        # Without a generator, each epoch would draw a random number.
         self._loader: DataLoader[Any] = DataLoader(
             rows, batch_sampler=self._batches, collate_fn=list, generator=torch.Generator()
         )
-        # The rows of each step that was handed out and is not done, the oldest first.
+        # Rows of each step that was yielded and has not been run, the oldest first.
         self._waiting: deque[list[Any]] = deque()
         self._has_begun = False
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
@@ -191,7 +193,7 @@ class AdaptiveLoop:
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
         self._awaits_optimizer = self._sees_steps = False
-        # Some of torchao's optimizers have no hooks, nor has accelerate's wrapper of one.
+        # Some optimizers of torchao and accelerate's wrapper have no hooks.
         with suppress(AttributeError):
             optimizer.register_step_post_hook(self._note_optimizer_step)
             self._sees_steps = True
@@ -207,17 +209,18 @@ class AdaptiveLoop:
         round_to_power_of_two: bool = False,
         objective: str = "throughput",
     ) -> ProbeResult:
-        """Find how many of the longest rows fit in a whole training step; leave training as it was,
-        bit for bit.
+        """Find the most of the longest rows that fit in a whole training step. Weights, optimizer,
+        gradients and random numbers are restored to the bit.
 
-        Larger steps run as several micro-batches; with their gradients in memory fewer rows fit, so
-        the bound belongs to the current batch. Call it after :meth:`load_state_dict`, and after
-        `batch_size` was set above the bound. For the arguments see :class:`ProbeOptions`.
+        Larger steps run as several micro-batches. Fewer rows fit then, because gradients are in
+        memory, so the bound depends on the batch size. Call this method after
+        :meth:`load_state_dict`, and after you set `batch_size` above the bound. See
+        :class:`ProbeOptions` for the other arguments.
 
         Args:
-            objective: choice of ``micro_batch_tokens="auto"``: ``throughput`` for the micro-batches
-                with most tokens per second within the bound, by a few timed trials; ``largest``
-                for the largest that fit.
+            objective: micro-batches of ``micro_batch_tokens="auto"``: ``throughput`` for those with
+                the most tokens per second, timed in a few trials; ``largest`` for the largest that
+                fit.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -242,8 +245,8 @@ class AdaptiveLoop:
             result = self._step.find_bound(
                 options,
                 order=batches.order,
-                # On fewer ranks than training began with, a batch that is cut to the bound has more
-                # rows than the bound.
+                # On fewer ranks than at the beginning, a batch at the bound has more rows than
+                # the bound.
                 accumulates=batching.grow_beyond_maximum or batches.ranks > ranks,
                 step_rows=step_rows,
                 timed_rows=timed_rows,
@@ -260,11 +263,10 @@ class AdaptiveLoop:
         context: int | None = None,
         headroom: int | float | str = "auto",
     ) -> MemoryEstimate:
-        """Estimate how many of the longest rows a step of this loop can hold on CUDA devices that
-        are not here.
+        """Estimate how many of the longest rows fit in a step on CUDA devices that are not here.
 
-        The rows are collated as in training, on the host; `to_device` is not called. For the other
-        arguments and errors see :func:`adaptive_batch.estimate_memory`.
+        Rows are collated on the host, as in training; `to_device` is not called. See
+        :func:`adaptive_batch.estimate_memory` for the other arguments and errors.
         """
         return self._step.estimate(devices, maximum=maximum, context=context, headroom=headroom)
 
@@ -286,17 +288,17 @@ class AdaptiveLoop:
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """Current limit of a micro-batch. An OOM lowers it, and later steps try the former one."""
+        """Current limit of a micro-batch. An OOM lowers it for some steps."""
         return self._step.sizer.limit(self._batches.rows_on_largest_rank(self.batch_size))
 
     @property
     def max_batch_size(self) -> int | None:
-        """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
+        """Most rows that fit at once, found by :meth:`find_bound`; None before it."""
         return self._step.sizer.max_batch_size
 
     @property
     def num_out_of_memory(self) -> int:
-        """Steps that were run again after running out of memory."""
+        """Number of OOMs in training steps so far."""
         return self._step.sizer.num_out_of_memory
 
     @property
@@ -305,8 +307,8 @@ class AdaptiveLoop:
         return self._step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield this rank's rows of each remaining step of the epoch. Steps may be taken ahead of
-        :meth:`run`.
+        """Yield this rank's rows of each remaining step of the epoch. A script may take several
+        steps before it runs the first.
         """
         self._find_batch_size()
         batches = self._batches
@@ -321,7 +323,7 @@ class AdaptiveLoop:
             yield rows
 
     def __len__(self) -> int:
-        """Return the remaining steps of the current epoch, as the rules answer now."""
+        """Return the remaining steps of the current epoch."""
         return self.num_steps(self.progress.epoch + 1)
 
     def __bool__(self) -> bool:
@@ -329,8 +331,8 @@ class AdaptiveLoop:
         return True
 
     def num_steps(self, epochs: int) -> int:
-        """Return the remaining optimizer steps until `epochs` epochs are done, as the rules answer
-        now.
+        """Return the remaining optimizer steps of `epochs` epochs. Rules that depend on training
+        may change it.
         """
         self._find_batch_size()
         return self._batches.count_steps(epochs)
@@ -349,13 +351,13 @@ class AdaptiveLoop:
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             NonfiniteLossError: the loss or the gradients are NaN or infinite, with
-                ``on_nonfinite_loss="stop"``; no gradient is left.
-            RankLostError: this rank ran out of memory and cannot notify the others; end the
-                process, so that they end too.
-            SettingError: the step has more rows than the bound, which a search tried without the
+                ``on_nonfinite_loss="stop"``. Gradients are cleared.
+            RankLostError: this rank ran out of memory and cannot notify the others. End the
+                process, so that the others end too.
+            SettingError: the step has more rows than the bound, which was tried without the
                 gradients of earlier micro-batches; the loss or its labels cannot be used; or
                 splitting changes the loss.
-            ValueError: other rows than were handed out, or gradients are there.
+            ValueError: the rows are not those of the next step, or gradients are not cleared.
         """
         step = self._step
         self._check_rows_of_step(rows)
@@ -390,19 +392,18 @@ class AdaptiveLoop:
         return result
 
     def _check_rows_of_step(self, rows: Sequence[Any]) -> None:
-        """Refuse rows that are those of another step than the one that comes next."""
+        """Refuse rows that do not belong to the next step."""
         waiting = self._waiting
         if not waiting or len(rows) != len(waiting[0]):
             next_rows = f"{len(waiting[0])} rows come next" if waiting else "none are waiting"
             raise ValueError(
-                f"{len(rows)} rows were given, and {next_rows}: run each step that is handed out"
-                " once, in order"
+                f"{len(rows)} rows were given, but {next_rows}: run each step once, in the order of"
+                " the loop"
             )
-        # Rows may have been copied on their way, so only those of another step are known to be
-        # wrong.
+        # A script may copy rows, so refuse only the very rows of another step.
         if not _are_same(rows, waiting[0]) and any(_are_same(rows, later) for later in waiting):
             raise ValueError(
-                "a step that was handed out before has not been run: run each step once, in order"
+                "an earlier step has not been run: run each step once, in the order of the loop"
             )
 
     def _report_start(self) -> None:
@@ -422,13 +423,13 @@ class AdaptiveLoop:
         )
 
     def _end_epoch(self) -> None:
-        """Report the epoch that is over, and go to the next one."""
+        """Report the end of the epoch, and begin the next one."""
         message, facts = self._batches.describe_epoch()
         self._batches.report("epoch", message, **facts)
         self._batches.end_epoch()
 
     def _find_batch_size(self) -> None:
-        """Search for the batch that training begins with, if it is ``"max"`` and not known."""
+        """Find the batch size of training if it is ``"max"`` and not known."""
         if self._built_with["batch_size"] == "max" and self.max_batch_size is None:
             self.find_bound()
 
@@ -444,14 +445,14 @@ class AdaptiveLoop:
         The script saves the weights, the optimizer's state and the random states.
 
         Raises:
-            ValueError: the gradients of the last step wait for ``optimizer.step()``; a resumed run
-                would lose that step.
+            ValueError: ``optimizer.step()`` was not called after the last step; a resumed run would
+                lose this step.
         """
-        # A step that a GradScaler skips leaves no gradients.
+        # After a step that a GradScaler skips there are no gradients.
         if self._awaits_optimizer and self._step.has_gradients():
             raise ValueError(
-                "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
-                " here would lose that step; save after optimizer.step()"
+                "optimizer.step() was not called after the last run(), so a resumed run would lose"
+                " this step; save after optimizer.step()"
             )
         return {
             "batches": self._batches.state_dict(),
@@ -461,16 +462,15 @@ class AdaptiveLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, in a loop that was built as the saved one was, before
-        :meth:`find_bound` or without it.
+        """Resume from a saved state. Build the loop with the same arguments first.
 
-        A bound that was found before is kept; otherwise it is the saved one. Either may have been
-        tried for smaller steps than the state brings: :meth:`run` then refuses, and asks for
-        :meth:`find_bound`. On another number of ranks a step keeps its number of rows.
+        A bound that this loop has found is kept; otherwise the saved bound is used. If the steps of
+        the state are larger than those that the bound was found for, :meth:`run` raises; call
+        :meth:`find_bound` again. On another number of ranks a step keeps its number of rows.
 
         Raises:
-            SettingError: rows would come in another order, the rate would follow another batch, or
-                the state does not belong to a loop.
+            SettingError: the order of rows or the rate would change, or the state does not belong
+                to a loop.
         """
         check_state(state, ("batches", "step", "rate", "built_with"), owner="a loop")
         check_built_alike(
@@ -482,7 +482,7 @@ class AdaptiveLoop:
         self._step.load_state_dict(state["step"])
         self._rate.load_state_dict(state["rate"])
         if state["rate"]["reference"]:
-            # The ranks that training began with may have been more.
+            # Training may have begun on another number of ranks.
             self._rate.refer_to(ReferenceBatch(**state["rate"]["reference"]))
 
 

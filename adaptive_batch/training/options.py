@@ -21,11 +21,11 @@ from .step_result import ON_NONFINITE_LOSS
 
 log = logging.getLogger("adaptive_batch")
 
-# Options of a loop alone, with the place where the script of a bare step does the same.
+# Options that only a loop has, with the place of the same in a script with AdaptiveStep.
 _OF_LOOP = {
     "max_grad_norm": "clip between step(batch) and optimizer.step()",
     "to_device": "move part.batch in forward_backward",
-    "on_nonfinite_loss": "look at what step(batch) returns",
+    "on_nonfinite_loss": "check the results of step(batch)",
     "scale_with_batch": "give it to AdaptiveRate",
     "lr_clock": "give it to AdaptiveRate",
 }
@@ -45,10 +45,10 @@ class Terms:
     Attributes:
         function: function whose loss is split.
         num_labels: argument that counts labels.
-        split: fix of rows that are divided wrongly, in the imperative.
-        share: fix of a mean that has the wrong weight, in the imperative.
-        sum: fix of a loss that is a sum, in the imperative.
-        totals: fix of a loss that needs totals of the batch, after a space; empty without one.
+        split: fix for a wrong division of rows, in the imperative.
+        share: fix for a mean with a wrong weight, in the imperative.
+        sum: fix for a loss that is a sum, in the imperative.
+        totals: fix for a loss that needs totals of the batch, after a space; empty without one.
     """
 
     function: str = "forward_backward"
@@ -80,11 +80,11 @@ class StepOptions:
     """Options of a step.
 
     Attributes:
-        max_grad_norm: norm that all gradients are clipped to; None clips nothing. Only AdaptiveLoop
-            takes it, `to_device`, `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`; a bare
-            step leaves them to the script.
+        max_grad_norm: maximum norm of all gradients; None does not clip. Only AdaptiveLoop takes
+            this option, `to_device`, `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`. With
+            AdaptiveStep, the script does this itself.
         to_device: function that returns a batch on the device; None moves tensors in mappings and
-            sequences, and objects with ``to``.
+            sequences, and objects with a method ``to``.
         on_out_of_memory: ``shrink`` repeats a step with a smaller limit, ``raise`` raises the
             error.
         oom_policy: decides when a limit is tried again after an OOM; None for the default
@@ -92,20 +92,19 @@ class StepOptions:
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last
             micro-batch.
         overlap_reduction: under DDP, True reduces gradients during the backward of the last part,
-            as DDP does; an OOM there ends all ranks, see `RankLostError`.
-        count_labels_over: ``rank`` weights a part by the labels of this rank's batch, so that
-            FSDP's mean over ranks is the script's; ``ranks`` weights it by the labels of all ranks.
+            as DDP does. An OOM there ends all ranks with a `RankLostError`.
+        count_labels_over: ``rank`` weights a part by the labels of this rank's batch; FSDP and DDP
+            average over ranks, as without a split. ``ranks`` weights it by the labels of all ranks.
         memory: memory of the model's device; None asks torch.
         on_nonfinite_loss: reaction to a loss that is NaN or infinite. ``warn`` logs a line;
             ``skip`` and ``stop`` also check the norm of the gradients. ``skip`` clears the
             gradients, so that ``optimizer.step()`` changes nothing, and ``stop`` raises.
-        micro_batch_layout: ``padded``, ``grouped`` or ``packed``; None for padded, or with
-            ``micro_batch_tokens="auto"`` for the fastest layout of :meth:`AdaptiveLoop.find_bound`.
-            Packed rows are mappings with ``labels`` and ``tokens`` or ``input_ids``, which
-            :func:`pack_rows` joins instead of `collate`.
-        scale_with_batch: values of the optimizer that follow the batch besides the rate:
-            ``{"beta2": "half_life", "weight_decay": "per_token"}`` or one of them; None for
-            neither.
+        micro_batch_layout: ``padded``, ``grouped`` or ``packed``. None is ``padded``; with
+            ``micro_batch_tokens="auto"`` it is the fastest layout that
+            :meth:`AdaptiveLoop.find_bound` finds. For ``packed``, rows are mappings with ``labels``
+            and ``tokens`` or ``input_ids``, and :func:`pack_rows` replaces `collate`.
+        scale_with_batch: values of the optimizer that follow the batch, in addition to the rate:
+            ``{"beta2": "half_life", "weight_decay": "per_token"}`` or one of them.
         event: ``event(kind, message, **facts)`` receives events, such as a
             :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changed limits;
             AdaptiveLoop also reports each step with its rows.
@@ -160,11 +159,11 @@ class StepOptions:
             value = getattr(self, field.name)
             if field.name in _OF_LOOP and value != field.default:
                 raise SettingError(
-                    field.name, value, f"it is of AdaptiveLoop; {_OF_LOOP[field.name]}"
+                    field.name, value, f"only AdaptiveLoop takes it; {_OF_LOOP[field.name]}"
                 )
         layout = self.micro_batch_layout
         if layout is not None and not LAYOUT_KINDS[layout].pads:
             remedy = (
-                "a batch that is made cannot be packed; give padded or grouped, or use AdaptiveLoop"
+                "a collated batch cannot be packed; give padded or grouped, or use AdaptiveLoop"
             )
             raise SettingError("micro_batch_layout", layout, remedy)

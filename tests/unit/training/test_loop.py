@@ -142,10 +142,10 @@ def test_rows_that_are_taken_ahead_change_nothing():
 
 def test_only_rows_that_were_handed_out_are_run():
     one = training()
-    with pytest.raises(ValueError, match="4 rows were given, and none are waiting"):
+    with pytest.raises(ValueError, match="4 rows were given, but none are waiting"):
         one.loop.run(ROWS[:4])
     rows = next(iter(one.loop))
-    with pytest.raises(ValueError, match="3 rows were given, and 4 rows come next"):
+    with pytest.raises(ValueError, match="3 rows were given, but 4 rows come next"):
         one.loop.run(rows[:3])
     one.loop.run(rows)
     assert one.loop.progress.samples == 4
