@@ -191,8 +191,6 @@ class Target:
         budget_bytes: memory for the allocator.
         taken: other uses with their bytes: headroom, the CUDA context.
         lengths: rows that fit for each estimated length.
-        reference_rows: for each length, the most rows of a separate reference forward, by allocated
-            memory; empty without a reference.
     """
 
     name: str
@@ -200,7 +198,6 @@ class Target:
     budget_bytes: int
     taken: tuple[tuple[str, int], ...] = ()
     lengths: tuple[Fit, ...] = ()
-    reference_rows: tuple[int, ...] = ()
 
     def is_called(self, name: str) -> bool:
         """Return whether a name or size refers to this device."""
@@ -292,10 +289,6 @@ class MemoryEstimate:
                 if too_large := fit.describe_too_large():
                     lines.append(f"  a row{_format_length(fit.sequence_length)}: {too_large}")
                 lines.append(f"  {fit.explain()}")
-            for fit, reference_rows in zip(device.lengths, device.reference_rows, strict=False):
-                rows = self.format_rows(reference_rows)
-                of_length = _format_length(fit.sequence_length)
-                lines.append(f"  the reference alone: {rows} rows{of_length} at once")
         checks = [length.check for length in self.lengths if length.check and length.check.is_off]
         lines += [f"warning: {check.warning}" for check in checks]
         lines += [f"left out: {sentence}" for sentence in self.left_out]

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 # The value of `resume_from_checkpoint` for jobs that are started again by the same command.
 AUTO = "auto"
-# The second is `auto` where the first alone is given.
-TOKEN_KEYS = ("batch_tokens", "micro_batch_tokens")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
 _OPTIONAL_BLOCKS = (
     *("lr_scheduler", "checkpointer", "metric_logger", "tensor_parallel_plan", "dataset_val"),

@@ -90,10 +90,14 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
 
 
 @contextmanager
-def building(
-    key: str, value: object, remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 shows where"
+def refusing(
+    key: str,
+    value: object,
+    remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 shows where",
+    *,
+    problem: str = "it cannot be built",
 ) -> Iterator[None]:
-    """Context manager: turn errors of building a component into a SettingError of its key."""
+    """Context manager: turn errors of a component into a SettingError of its key."""
     try:
         yield
     except (AdaptiveBatchError, OmegaConfBaseException):
@@ -103,19 +107,7 @@ def building(
         message = one_line(error)
         if not isinstance(error, InstantiationError):
             message = f"{type(error).__name__}: {message}"
-        raise SettingError(key, value, f"it cannot be built: {message}; {remedy}") from error
-
-
-@contextmanager
-def computing(
-    key: str, block: DictConfig, problem: str = "it cannot be computed"
-) -> Iterator[None]:
-    """Context manager: turn errors of calling a component into a SettingError of its block."""
-    try:
-        yield
-    except Exception as error:
-        remedy = f"{problem} ({one_line(error)}); check its arguments"
-        raise SettingError(key, as_dict(block), remedy) from error
+        raise SettingError(key, value, f"{problem}: {message}; {remedy}") from error
 
 
 def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
@@ -124,7 +116,7 @@ def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> An
     Raises:
         SettingError: it cannot be built with the values of the block.
     """
-    with building(key, block.get("_component_")):
+    with refusing(key, block.get("_component_")):
         return config.instantiate(block, *arguments, **more)
 
 

@@ -41,8 +41,8 @@ from adaptive_batch.training import (
     RowLoss,
 )
 
-from .checks import TOKEN_KEYS, why_unpacked
-from .config_errors import building, one_line
+from .checks import why_unpacked
+from .config_errors import refusing
 from .job import Job
 from .keys import values_of
 from .rows import DatasetRows
@@ -50,6 +50,12 @@ from .task import COLLATE_REMEDY
 
 # Columns whose memory follows the tokens of a row; images, for example, do not.
 _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
+
+# Keys that take tokens for the memory of a row.
+_MEASURING_KEYS = (
+    *("batch_tokens", "micro_batch_tokens", "uniform_micro_batches", "micro_batch_layout"),
+    "pad_to_multiple_of",
+)
 
 # Rows that are collated before weights load, to see that they can be.
 _COLLATED_FIRST = 4
@@ -129,14 +135,11 @@ class Collator:
 
     def check(self, rows: Sequence[dict[str, Any]]) -> None:
         """Refuse rows that cannot be collated."""
-        try:
+        configured = self._job.cfg.get("collate_fn")
+        problem = "it fails on the dataset's rows"
+        with refusing("collate_fn", configured, COLLATE_REMEDY, problem=problem):
             batch = self.collate([dict(row) for row in rows])
             _ = batch["labels"]
-        except Exception as error:
-            # Of collate functions of the user's, it may be any.
-            problem = f"it fails on the dataset's rows ({type(error).__name__}: {one_line(error)})"
-            remedy = f"{problem}; {COLLATE_REMEDY}"
-            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy) from error
         self._check_complete(rows, batch)
 
 
@@ -205,7 +208,7 @@ class Data:
         remedy = (
             "give the tokenizer's files (those of demo_cpu are made by `make demo`) and arguments"
         )
-        with building("tokenizer", job.cfg.tokenizer._component_, remedy):
+        with refusing("tokenizer", job.cfg.tokenizer._component_, remedy):
             tokenizer = config.instantiate(job.cfg.tokenizer)
         dataset, packed = _dataset(job, "dataset", tokenizer)
         dataset_val = None
@@ -287,6 +290,10 @@ class Data:
                 raise SettingError("probe.sequence_length", length, remedy)
             length = int(limit) * len(self._task.fields)
         tokens = int(length)
+        most = self._job.max_row_length or sys.maxsize
+        if tokens > most:
+            remedy = f"the model takes {count(most, 'token')} at most; give that or less"
+            raise SettingError("probe.sequence_length", length, remedy)
 
         def resized(row: dict[str, Any]) -> dict[str, Any]:
             # A picture of a row can be neither cut nor repeated with its text.
@@ -315,25 +322,10 @@ class Data:
         """Read the rows of each probed length.
 
         Raises:
-            SettingError: a length is beyond the model's.
+            SettingError: a length is beyond the model's, or rows cannot be resized.
         """
         probe = self._settings.probe
-        limit = self._job.max_row_length or sys.maxsize
-        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
-            key = "probe.sequence_lengths"
-            if length == probe.sequence_length:
-                key = "probe.sequence_length"
-            tokens = length
-            if not isinstance(length, int):
-                rows = self.trial_rows(length)
-                tokens = (rows.beside_longest or rows).length
-            if int(tokens) > limit:
-                remedy = (
-                    f"the model takes {count(limit, 'token')} at most, not {tokens}; give fewer, or"
-                    f" set tokenizer.max_seq_len={limit} or less"
-                )
-                raise SettingError(key, length, remedy)
-            # Reading the rows raises for columns that cannot be resized.
+        for length in (probe.sequence_length, *probe.sequence_lengths):
             self.trial_rows(length)
 
     def _trial_order(self, longest: int = sys.maxsize) -> torch.Tensor:
@@ -442,16 +434,10 @@ class Data:
             order=None,
             divisible=settings.uniform_micro_batches in ("rows", "both"),
         )
-        if len(steps) == 0:
+        if len(steps) <= settings.drop_last:
             remedy = (
-                f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or"
-                " give alone"
-            )
-            raise SettingError("long_rows", settings.long_rows, remedy)
-        if settings.drop_last and len(steps) == 1:
-            remedy = (
-                "a step holds all rows of an epoch, and drop_last would drop it; lower"
-                " batch_tokens, or set drop_last=False"
+                "no step of an epoch is trained: every row has more tokens, or drop_last drops the"
+                " only step; change it, long_rows or drop_last"
             )
             raise SettingError("batch_tokens", settings.batch_tokens, remedy)
 
@@ -460,7 +446,7 @@ class Data:
         num_validated = self._settings.validation.rows_of(
             len(self.dataset_val), batch_size=self._settings.batch_size, ranks=self._job.ranks
         )
-        if not self._have_labels(self.dataset_val, num_validated):
+        if not self.dataset_val.has_label(num_validated):
             remedy = "no row that is validated on has a label; see its train_on_input and masks"
             raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
 
@@ -469,26 +455,12 @@ class Data:
         num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
         with RandomState(self._job.device):
             self.collator.check([self.dataset[number] for number in range(num_first)])
-        if self._have_labels(self.dataset, len(self.dataset)):
-            return
-        reason = "no row has a label after its first token; see its train_on_input and masks"
-        max_seq_len = self._job.cfg.tokenizer.get("max_seq_len")
-        if max_seq_len is not None:
-            reason += f", and tokenizer.max_seq_len={max_seq_len}, to which rows are cut"
-        raise SettingError("dataset", _names(self._job.cfg.dataset), reason)
-
-    def _have_labels(self, rows: DatasetRows, num_rows: int) -> bool:
-        """Return whether any of the first rows has a label after its first token."""
-        with RandomState(self._job.device):
-            return any(self._has_label(rows[number]) for number in range(num_rows))
-
-    def _has_label(self, row: dict[str, Any]) -> bool:
-        targets = [labels for _, labels in self._task.sequences(row)]
-        if any(labels is None for labels in targets):
-            return bool(self._task.count_labels(self.collator.collate([dict(row)])))
-        return any(
-            int(label) != self._task.ignore_index for labels in targets for label in labels[1:]
-        )
+        if not self.dataset.has_label(len(self.dataset)):
+            remedy = (
+                "no row has a label after its first token; see its train_on_input and masks, and"
+                " tokenizer.max_seq_len, to which rows are cut"
+            )
+            raise SettingError("dataset", _names(self._job.cfg.dataset), remedy)
 
     @property
     def _measured_by_more(self) -> list[str]:
@@ -513,17 +485,12 @@ class Data:
         return reason
 
     def _check_tokens_measure_rows(self) -> None:
-        settings = self._settings
-        values = values_of(settings)
-        keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if values[key]]
-        if not settings.layout_kind.is_usual:
-            keys.append("micro_batch_layout")
-        if settings.pad_to_multiple_of > 1:
-            keys.append("pad_to_multiple_of")
+        values = values_of(self._settings)
+        keys = [key for key in _MEASURING_KEYS if values[key] not in (None, 1, "padded")]
         columns = self._measured_by_more
         if keys and columns:
             remedy = (
-                f"rows have {', '.join(columns)}, which no tokens measure; remove it, and use"
+                f"the memory of {', '.join(columns)} does not depend on tokens; remove it, and use"
                 " micro_batch_size"
             )
             raise SettingError(keys[0], values[keys[0]], remedy)
@@ -569,7 +536,7 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
     remedy = "check its source and arguments"
     if block.get("streaming", False):
         remedy = "set streaming=False"
-    with building(key, name, remedy):
+    with refusing(key, name, remedy):
         try:
             dataset = config.instantiate(block, tokenizer)
         except StopIteration:

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import inspect
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import cast
 
 import torch
 from omegaconf import DictConfig
 from torchtune import modules
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, format_bytes
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     AllocatorSettings,
@@ -42,7 +39,14 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.memory import auto_headroom
 
-from .checks import TO_PLAN, check_parallel, complete, has_tensor_parallelism, without_effect
+from .checks import (
+    TO_PLAN,
+    check_parallel,
+    complete,
+    has_tensor_parallelism,
+    values_at,
+    without_effect,
+)
 from .config_errors import instantiate, merged
 from .fake_run import FakeRun
 from .job import own_compiler, task_of
@@ -133,7 +137,6 @@ class Estimator:
         wanted = settings.estimate.sequence_lengths or (settings.probe.sequence_length,)
         self._wanted = [self._resolved(length) for length in wanted]
         self._skeleton: torch.nn.Module | None = None
-        self._paged: list[str] = []
 
     def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], list[str]]:
         """Estimate each length.
@@ -147,17 +150,14 @@ class Estimator:
             self._cfg, self._wanted, estimate_settings.world_size
         )
         self._skeleton = run.job.skeleton
-        not_counted = [*self._paged, *run.left_out]
+        not_counted = list(run.left_out)
         if self._settings.micro_batch.needs_search:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
             )
-        if self._on_accelerator and any(device.reference_rows for device in devices):
-            not_counted.append(
-                "memory that the reference's micro-batches leave in the allocator's cache, and"
-                " blocks that are larger than their tensors"
-            )
+        if run.trainer.engine.reference is not None:
+            not_counted.append("the reference, which runs before the step with rows of its own")
         architectures = [device.architecture for device in self._devices if self._on_accelerator]
         not_counted += left_out(
             run.trainer.models, architectures, world_size=estimate_settings.world_size
@@ -190,21 +190,15 @@ class Estimator:
         devices = [
             device.target(context_bytes=context, headroom=headroom) for device in self._devices
         ]
-        maximum = self._settings.probe.maximum
         # Reversed, so that the lengths of the first kind stay.
         for members in reversed(self._alike):
             targets = [devices[number] for number in members]
-            reference_rows: list[tuple[int, ...]] = [()] * len(members)
             with self._run(cfg, wanted, world_size, self._devices[members[0]]) as run:
-                plan = run.job.settings.search_plan
+                settings = run.job.settings
                 # All lengths are checked before the first is estimated.
                 rows = [run.rows_of(length)[0] for length in wanted]
-                step = run.step(
-                    rows[0],
-                    accumulates=plan.has_several or run.job.settings.micro_batch.needs_search,
-                    keeps_gradients=distributed.world_size() > 1
-                    and not run.job.settings.sync_gradients_every_micro_batch,
-                )
+                accumulates = settings.search_plan.has_several or settings.micro_batch.needs_search
+                step = run.step(rows[0], accumulates=accumulates)
                 estimates = [
                     run.estimate(
                         step, length, targets, is_checked=not is_change, allocator=allocator
@@ -212,34 +206,10 @@ class Estimator:
                     for length in wanted
                 ]
                 lengths, fits = zip(*estimates, strict=True)
-                if run.has_paged_states and not is_change:
-                    paged = step.resident.optimizer
-                    larger = [
-                        replace(target, budget_bytes=target.budget_bytes + paged)
-                        for target in targets
-                    ]
-                    for length in wanted:
-                        found, fits_paged = run.estimate(
-                            step, length, larger, is_checked=False, allocator=allocator
-                        )
-                        self._paged += [
-                            f"{target.name}: without the paged states ({format_bytes(paged)}),"
-                            f" which may lie on the host, {count(fit.max_batch_size, 'row')} of"
-                            f" {found.sequence_length} tokens fit"
-                            for target, fit in zip(targets, fits_paged, strict=True)
-                        ]
-                if run.trainer.engine.reference is not None and not is_change:
-                    curves = [run.reference_curve(rows_of_length) for rows_of_length in rows]
-                    reference_rows = [
-                        tuple(
-                            maximum if fitting is None else min(fitting, maximum)
-                            for fitting in (curve.max_rows(target.budget_bytes) for curve in curves)
-                        )
-                        for target in targets
-                    ]
-            results = zip(members, targets, zip(*fits, strict=True), reference_rows, strict=True)
-            for number, target, own_fits, own_rows in results:
-                devices[number] = replace(target, lengths=own_fits, reference_rows=own_rows)
+            for number, target, own_fits in zip(
+                members, targets, zip(*fits, strict=True), strict=True
+            ):
+                devices[number] = replace(target, lengths=own_fits)
         return lengths, tuple(devices), run
 
     def _resolved(self, length: int | str) -> int | str:
@@ -323,20 +293,8 @@ class Estimator:
                 remedy = needs_values(error)
                 if remedy is None:
                     raise
-                raise _named(cfg, error, remedy) from error
-
-
-def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:
-    """Return the error that names the component whose code reads values of fake tensors."""
-    key = "model"
-    loss = str(cfg.loss._component_).rpartition(".")[2]
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module) and type(owner).__name__ == loss:
-            key = "loss"
-    if runs_in_optimizer(error):
-        key = "optimizer"
-    return SettingError(key, str(cfg[key]._component_), remedy)
+                key = "optimizer" if runs_in_optimizer(error) else "model"
+                raise SettingError(key, str(cfg[key]._component_), remedy) from error
 
 
 # --- single changes
@@ -382,24 +340,15 @@ def candidates(
             allocator=AllocatorSettings(expandable_segments=True),
         )
     half = tokens // 2
-    changes = [*_memory_changes(cfg, model), *_optimizer_changes(cfg, world_size)]
-    changes += _operation_changes(cfg, model)
-    for applies, overrides, cost in changes:
-        if applies:
-            yield Candidate(tuple(overrides), cost)
     if tokens >= 256:
         overrides = (f"tokenizer.max_seq_len={half}",)
         yield Candidate(overrides, f"rows are cut to {half} tokens", sequence_length=half)
+    changes = [*_changes_of_memory(cfg, model), *_changes_of_optimizer(cfg, world_size)]
     if "lora_attn_modules" in cfg.model:
-        for applies, overrides, cost in _adapter_changes(cfg.model):
-            if applies:
-                yield Candidate(tuple(overrides), cost)
-    if world_size > 1 and not cfg.get("fsdp_reshard_after_forward", True):
-        cost = "each layer is gathered again in backward"
-        yield Candidate(("fsdp_reshard_after_forward=True",), cost)
-    if world_size > 1 and cfg.get("sync_gradients_every_micro_batch", None) is False:
-        cost = "gradients are reduced after each micro-batch"
-        yield Candidate(("sync_gradients_every_micro_batch=True",), cost)
+        changes += _changes_of_adapters(cfg.model)
+    for applies, changed, cost in changes:
+        if applies:
+            yield Candidate(tuple(changed), cost)
     for ranks in (2, 4, 8, 16, 32, 64, 128):
         if ranks > world_size:
             cost = f"{ranks} devices, which exchange each layer's parameters; rows of each device"
@@ -410,81 +359,42 @@ def candidates(
 _Changes = list[tuple[bool, Sequence[str], str]]
 
 
-def _memory_changes(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
-    """Return changes of the activations that are kept for backward."""
-    recomputed = _share_of_layers(model) / 3
-    recomputes = (
-        cfg.get("enable_activation_checkpointing", False) or cfg.get("ac_mode", None) is not None
-    )
-    budget = cfg.get("activation_memory_budget", None)
+def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
+    """Return changes of what is kept for backward, of the loss and of the dtype."""
+    recomputes = cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode") is not None
     is_compiled = bool(cfg.get("compile", False)) and str(cfg.device) != "cpu"
     has_budget = is_compiled and not has_tensor_parallelism(cfg) and check_compiler() is None
-    return [
-        (
-            not recomputes,
-            ["enable_activation_checkpointing=True"],
-            f"each layer's forward runs again in backward: about {recomputed:.0%} more compute",
-        ),
-        (
-            not recomputes,
-            ["ac_mode=selective", "ac_option=2"],
-            f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute",
-        ),
-        # Each is estimated, as a smaller share may need more memory.
-        *(
-            (
-                has_budget and share < (1.0 if budget is None else float(budget)),
-                [f"activation_memory_budget={share}"],
-                "each compiled part computes in backward what is cheapest to compute again",
-            )
-            for share in (0.5, 0.3, 0.15)
-        ),
-    ]
-
-
-def _optimizer_changes(cfg: DictConfig, world_size: int) -> _Changes:
-    """Return changes of the optimizer, its states and its step."""
-    optimizer = str(cfg.optimizer._component_)
-    in_backward = ["optimizer_in_bwd=True"]
-    if int(cfg.get("gradient_accumulation_steps", 1) or 1) > 1:
-        in_backward.append("gradient_accumulation_steps=1")
-    if cfg.get("clip_grad_norm", None) is not None:
-        in_backward.append("clip_grad_norm=null")
-    given = {key: cfg.optimizer.get(key, None) for key in ("fused", "foreach")}
-    return [
-        (
-            not cfg.get("optimizer_in_bwd", False)
-            and not (world_size > 1 and optimizer.startswith("torchao.")),
-            in_backward,
-            "no accumulation, no clipping, and no retry of a step that runs out of memory",
-        ),
-        (
-            optimizer in ("torch.optim.AdamW", "torch.optim.Adam"),
-            [
-                f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit",
-                *(f"~optimizer.{key}" for key, value in given.items() if value is not None),
-            ],
-            "the optimizer's states are rounded to 8 bits",
-        ),
-        (
-            optimizer in _FUSED and not any(given.values()),
-            ["optimizer.fused=True"],
-            "the optimizer's step is one kernel: results differ by rounding",
-        ),
-    ]
-
-
-def _operation_changes(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
-    """Return changes of norms, of the loss and of the dtype."""
-    loss = str(cfg.loss._component_)
+    budget = 1.0
+    for value in values_at(cfg, "activation_memory_budget"):
+        budget = float(value)
     dtype = str(cfg.dtype)
+    loss = str(cfg.loss._component_)
     distils = cfg.get("kd_loss", None) is not None
     chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
     # All losses take logits in the same chunks.
     losses = ("loss", "kd_loss") if distils else ("loss",)
     return [
         (
-            dtype in ("bf16", "bfloat16", "fp16", "float16")
+            not recomputes,
+            ["enable_activation_checkpointing=True"],
+            "each layer's forward runs again in backward: up to a third more compute",
+        ),
+        (
+            not recomputes,
+            ["ac_mode=selective", "ac_option=2"],
+            "every second layer's forward runs again: up to a sixth more compute",
+        ),
+        # Each is estimated, as a smaller share may need more memory.
+        *(
+            (
+                has_budget and share < budget,
+                [f"activation_memory_budget={share}"],
+                "each compiled part computes in backward what is cheapest to compute again",
+            )
+            for share in (0.5, 0.3, 0.15)
+        ),
+        (
+            dtype in ("bf16", "bfloat16")
             and any(type(module) is modules.RMSNorm for module in model.modules()),
             ["fused_rms_norm=True"],
             "norms are one operation each: results differ by rounding",
@@ -508,7 +418,50 @@ def _operation_changes(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
     ]
 
 
-def _adapter_changes(block: DictConfig) -> _Changes:
+def _changes_of_optimizer(cfg: DictConfig, world_size: int) -> _Changes:
+    """Return changes of the optimizer, its states and its step, and of several ranks."""
+    optimizer = str(cfg.optimizer._component_)
+    in_backward = ["optimizer_in_bwd=True"]
+    if int(cfg.get("gradient_accumulation_steps", 1) or 1) > 1:
+        in_backward.append("gradient_accumulation_steps=1")
+    if cfg.get("clip_grad_norm", None) is not None:
+        in_backward.append("clip_grad_norm=null")
+    given = [key for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
+    is_divided = world_size > 1
+    return [
+        (
+            not cfg.get("optimizer_in_bwd", False)
+            and not (is_divided and optimizer.startswith("torchao.")),
+            in_backward,
+            "no accumulation, no clipping, and no retry of a step that runs out of memory",
+        ),
+        (
+            optimizer in ("torch.optim.AdamW", "torch.optim.Adam"),
+            [
+                f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit",
+                *(f"~optimizer.{key}" for key in given),
+            ],
+            "the optimizer's states are rounded to 8 bits",
+        ),
+        (
+            optimizer in _FUSED and not any(cfg.optimizer[key] for key in given),
+            ["optimizer.fused=True"],
+            "the optimizer's step is one kernel: results differ by rounding",
+        ),
+        (
+            is_divided and not cfg.get("fsdp_reshard_after_forward", True),
+            ["fsdp_reshard_after_forward=True"],
+            "each layer is gathered again in backward",
+        ),
+        (
+            is_divided and cfg.get("sync_gradients_every_micro_batch", None) is False,
+            ["sync_gradients_every_micro_batch=True"],
+            "gradients are reduced after each micro-batch",
+        ),
+    ]
+
+
+def _changes_of_adapters(block: DictConfig) -> _Changes:
     """Return changes of the adapters, and the base in four bits instead of its dtype."""
     module, _, name = str(block._component_).rpartition(".")
     builders = import_module(module)
@@ -544,17 +497,3 @@ def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     keys = [override for override in overrides if not override.startswith(("--", "PYTORCH"))]
     changed: DictConfig = merged(cfg, keys)
     return changed
-
-
-def _share_of_layers(model: torch.nn.Module) -> float:
-    """Return the share of a forward's multiplications in the layers, by parameters."""
-    sizes = {"layers": 0, "others": 0}
-    for name, parameter in model.named_parameters():
-        # Looking up multiplies nothing.
-        if "embeddings" not in name or not hasattr(model, "output"):
-            sizes["layers" if "layers." in name else "others"] += parameter.numel()
-    has_output = isinstance(getattr(model, "output", None), torch.nn.Linear)
-    # A tied output layer multiplies by the embeddings.
-    if not has_output and hasattr(model, "tok_embeddings"):
-        sizes["others"] += cast(torch.nn.Embedding, model.tok_embeddings).weight.numel()
-    return sizes["layers"] / max(1, sum(sizes.values()))

@@ -83,7 +83,6 @@ class FakeRun:
     ) -> None:
         self.device = device
         self._compiled_parts = CompiledParts(device)
-        self.has_paged_states = False
         self.reads_data = reads_data
         self._left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
@@ -150,17 +149,8 @@ class FakeRun:
     # --- data
 
     def _read_what_is_at_hand(self) -> Data:
-        try:
-            with _offline():
-                return Data.read(self.job)
-        except SettingError as error:
-            if error.key not in ("tokenizer", "dataset") or error.__cause__ is None:
-                raise
-            remedy = (
-                f"{error.remedy}; or give estimate.sequence_lengths=[512,1024,2048] and no"
-                " collate_fn, so that no file is read"
-            )
-            raise SettingError(error.key, error.value, remedy) from error.__cause__
+        with _offline():
+            return Data.read(self.job)
 
     def _with_values(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that makes batches of real values, whatever is fake around it."""
@@ -234,7 +224,7 @@ class FakeRun:
             allocator=allocator,
         )
 
-    def step(self, rows: MakeRows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
+    def step(self, rows: MakeRows, *, accumulates: bool) -> FakeStep:
         """Build model and optimizer, and return the step that training would run; for the arguments
         see :class:`FakeStep`.
         """
@@ -252,32 +242,19 @@ class FakeRun:
         if self.job.cfg.compile:
             for loss_fn in self.job.task.losses:
                 self._compiled_parts.take_over_attributes(loss_fn)
-        return self._fake_step(rows, accumulates=accumulates, keeps_gradients=keeps_gradients)
-
-    def reference_curve(self, rows: MakeRows) -> MemoryCurve:
-        """Return the curve of peaks of a reference that runs before the step. Call :meth:`step`
-        first.
-        """
-        reference = self.trainer.engine.reference
-        assert reference is not None, "the reference runs within training's micro-batches"
-        step = self._fake_step(rows, accumulates=False, keeps_gradients=False)
-        few, more = trace_pair(step, lambda size: reference.try_rows(rows(size)))
-        return MemoryCurve.from_traces(few, more)
-
-    def _fake_step(self, rows: MakeRows, *, accumulates: bool, keeps_gradients: bool) -> FakeStep:
-        trainer = self.trainer
-        tried = trainer.tried()
+        tried = self.trainer.tried()
+        keep_gradients = None
+        if tried.keep_gradients:
+            keep_gradients = partial(tried.keep_gradients, rows(1))
         return FakeStep(
-            model=trainer.models,
+            model=self.trainer.models,
             optimizer=tried.optimizer,
             forward_backward=self.forward_backward(rows),
             step=tried.step,
             accumulates=accumulates,
             device=self.device,
-            sharding=trainer.engine.sharding,
-            keep_gradients=(
-                (lambda: trainer.engine.keep_gradients(rows(1))) if keeps_gradients else None
-            ),
+            sharding=self.trainer.engine.sharding,
+            keep_gradients=keep_gradients,
         )
 
     def forward_backward(self, rows: MakeRows) -> Callable[[int], object]:
@@ -321,8 +298,10 @@ class FakeRun:
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         component = str(self.job.cfg.optimizer._component_)
         if component.startswith(_BITSANDBYTES):
-            self.has_paged_states = ".Paged" in component
-            self._leave_out("bitsandbytes: its states are counted by their documented sizes")
+            self._leave_out(
+                "bitsandbytes: its states are counted by their documented sizes, and paged ones,"
+                " which may lie on the host, as if on the device"
+            )
             with self.device.mode:
                 return StatesOfBitsandbytes(parameters, component)
         with self.device.mode:
@@ -407,21 +386,17 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
             state = self.state[parameter]
-            is_8bit = self._is_8bit and parameter.numel() >= 4096
-            if state:
+            if parameter.grad is None or state:
                 continue
+            is_8bit = self._is_8bit and parameter.numel() >= 4096
             for number in range(self._moments):
                 dtype = torch.uint8 if is_8bit else torch.float32
                 state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
                 if is_8bit:
-                    state[f"absmax{number}"] = torch.zeros(
-                        -(-parameter.numel() // 256), dtype=torch.float32
-                    )
+                    blocks = -(-parameter.numel() // 256)
+                    state[f"absmax{number}"] = torch.zeros(blocks, dtype=torch.float32)
 
 
 # --- torchtune's offloading of activations on fake tensors

@@ -22,7 +22,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
 from .checks import TO_TRAIN, check_output_dir, complete, without_effect
-from .config_errors import component_of, computing, instantiate, one_line
+from .config_errors import as_dict, component_of, instantiate, one_line, refusing
 from .model import FullModel, SecondModel, num_token_embeddings
 from .settings import Settings
 from .task import Distillation, NextTokens, PreferencePairs, Task, takes_pairs
@@ -241,7 +241,9 @@ class Job:
         if not type(optimizer).__module__.startswith("torch.optim."):
             return
         parameter.grad = torch.zeros_like(parameter)
-        with computing("optimizer", self.cfg.optimizer, "its step fails"):
+        remedy = "check its arguments"
+        block = as_dict(self.cfg.optimizer)
+        with refusing("optimizer", block, remedy, problem="its step fails"):
             optimizer.step()
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

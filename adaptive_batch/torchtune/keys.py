@@ -20,7 +20,7 @@ from adaptive_batch._util import Option, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EXAMPLES
 
-from .config_errors import building, component_of, one_line
+from .config_errors import component_of, one_line, refusing
 
 T = TypeVar("T")
 
@@ -244,5 +244,5 @@ def _load(value: object, *, key: str) -> Any:
     build = load_function(component, key=f"{key}._component_")
     arguments = {str(name): given for name, given in value.items() if name != "_component_"}
     remedy = f"for a function itself write {key}: {component}"
-    with building(f"{key}._component_", component, remedy):
+    with refusing(f"{key}._component_", component, remedy):
         return build(**arguments)

@@ -26,7 +26,7 @@ from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
 from .checks import has_tensor_parallelism
-from .config_errors import building, component_of, instantiate, one_line
+from .config_errors import component_of, instantiate, one_line, refusing
 from .model_files import ModelFiles
 
 
@@ -73,8 +73,8 @@ class FullModel:
         """
         if get_adapter_params(model):
             remedy = (
-                "this recipe trains every weight; train adapters with adaptive_lora_finetune, or"
-                " give a model without adapters"
+                "it has adapters; train them with adaptive_lora_finetune, or give a model without"
+                " adapters"
             )
             raise SettingError("model", component_of(cfg.model), remedy)
 
@@ -304,7 +304,7 @@ def build_sharded(
             raise SettingError(
                 "tensor_parallel_dim", dim, f"{one_line(error)} Give a divisor of both"
             ) from error
-        with building("tensor_parallel_plan", cfg.tensor_parallel_plan._component_):
+        with refusing("tensor_parallel_plan", cfg.tensor_parallel_plan._component_):
             _check_plan_of_tied(plan, tied, dim)
             parallelize_module(model, mesh["tp"], parallelize_plan=plan)
     # Checkpointing wraps what tensor parallelism has divided, and FSDP wraps both.
@@ -484,7 +484,9 @@ class SecondModel:
     def skeleton(self, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
         with self._naming_key():
-            return self.builder.skeleton(self.cfg, dtype=dtype)
+            model = self.builder.skeleton(self.cfg, dtype=dtype)
+            self.builder.check(model, self.cfg)
+        return model
 
     def loading(self) -> Callable[..., torch.nn.Module]:
         """Find the files of the weights; return a function of dtype and device that builds the

@@ -26,7 +26,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import AdaptiveRate
 
-from .config_errors import as_dict, building, computing, instantiate
+from .config_errors import as_dict, instantiate, refusing
 from .job import Job
 from .keys import load_function
 
@@ -124,7 +124,7 @@ def check_scheduler(cfg: DictConfig) -> None:
         "it is called with an optimizer, num_training_steps, last_epoch and its other keys; give"
         " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     )
-    with building("lr_scheduler", block._component_, remedy):
+    with refusing("lr_scheduler", block._component_, remedy):
         built = config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1)
     if isinstance(built, ReduceLROnPlateau):
         remedy = (
@@ -135,7 +135,8 @@ def check_scheduler(cfg: DictConfig) -> None:
     if follows_clock(built):
         schedule = schedule_factor(built)
         # A warm-up may hide errors of the rate at first.
-        with computing("lr_scheduler", block, "it gives no rate"):
+        remedy = "check its arguments"
+        with refusing("lr_scheduler", as_dict(block), remedy, problem="it gives no rate"):
             factors = [float(schedule(clock)) for clock in (0, steps // 2, steps - 1)]
         if not all(map(math.isfinite, factors)):
             remedy = (

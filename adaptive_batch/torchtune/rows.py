@@ -7,6 +7,7 @@ import struct
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from adaptive_batch._util import (
 )
 from adaptive_batch.data import ReadAhead, count_other_bytes, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.memory import RandomState
 
 from .checks import values_at
 from .config_errors import as_dict, component_files, one_line
@@ -126,6 +128,11 @@ class DatasetRows(Dataset[Any]):
         """Bytes of each row without its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
         return self._numbers[:, _OTHER_BYTES]
 
+    def has_label(self, num_rows: int) -> bool:
+        """Return whether any of the first rows has a label after its first token."""
+        with RandomState(self._job.device):
+            return any(self._measure(number, self[number])[_LABELS] for number in range(num_rows))
+
     def recount(self) -> str:
         """Drop the lengths if a row that any rank has read has another length; a collective once
         they are counted.
@@ -183,10 +190,8 @@ class DatasetRows(Dataset[Any]):
         )
         remedy = "this epoch keeps its steps, and all rows are counted again before the next"
         if self._cache_file is not None:
-            try:
-                self._cache_file.unlink(missing_ok=True)
-            except OSError as error:
-                remedy += f"; remove {self._cache_file} before you resume this run ({error})"
+            with suppress(OSError):
+                self._cache_file.unlink()
         log.warning("%s: %s; %s", self._key, self._changed, remedy)
 
     @property
@@ -293,18 +298,11 @@ class DatasetRows(Dataset[Any]):
         """Return the values of a row under a key as an array `[tokens]`."""
         if isinstance(ids, torch.Tensor):
             ids = ids.cpu()
-        is_list = isinstance(ids, list | tuple)
-        if is_list or len(getattr(ids, "shape", ())) == 1:
-            array: np.ndarray[Any, Any]
-            try:
-                if is_list:
-                    # numpy takes four times as long to find out what a list holds.
-                    packed = struct.pack(f"{len(ids)}q", *ids)
-                    array = np.frombuffer(packed, np.int64)
-                else:
-                    array = np.asarray(ids)
-            except (TypeError, ValueError, struct.error):
-                array = np.empty((0, 0))
+        with suppress(TypeError, ValueError, struct.error):
+            if isinstance(ids, list | tuple):
+                # numpy takes four times as long to find out what a list holds.
+                ids = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
+            array = np.asarray(ids)
             if array.ndim == 1 and array.dtype.kind in "iu":
                 return array
         raise self._refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +15,6 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
-from torchtune.modules.peft import get_adapter_params
 from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch._torch import PrivateNames
@@ -26,12 +24,10 @@ from adaptive_batch.training import REFERENCE_VALUES, count_shifted_labels, pack
 
 from .config_errors import (
     as_dict,
-    building,
     check_block,
     component_of,
-    computing,
     instantiate,
-    missing,
+    refusing,
 )
 from .keys import load_function
 from .model import SecondModel, num_token_embeddings
@@ -40,7 +36,7 @@ from .settings import fraction
 Row = Any
 Batch = dict[str, Any]
 Collate = Callable[[Sequence[Row]], Batch]
-# Number of classes in trial logits for a loss.
+# Number of classes in logits that a loss is checked with.
 _CLASSES = 8
 COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
@@ -281,7 +277,7 @@ class NextTokens(Task):
         if name is None:
             name = "torchtune.data.padded_collate_sft"
         collate = load_function(name, key="collate_fn")
-        with building("collate_fn", self.cfg.get("collate_fn"), COLLATE_REMEDY):
+        with refusing("collate_fn", self.cfg.get("collate_fn"), COLLATE_REMEDY):
             signature(collate).bind([], padding_idx=pad_id, ignore_idx=self.ignore_index)
         return partial(collate, padding_idx=pad_id, ignore_idx=self.ignore_index)
 
@@ -299,14 +295,57 @@ class NextTokens(Task):
                 " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
             )
             raise SettingError("loss", component, remedy)
-        if model is None:
-            _check_loss_computes(self.loss_fn, self.cfg)
-        elif takes_chunks(self.loss_fn) and not hasattr(model, "set_num_output_chunks"):
+        # User-defined losses may take other inputs.
+        if model is None and type(self.loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
+            self._check_mean("loss", self.loss_fn, num_models=1)
+        for key, part in (("model", model), ("teacher_model", second)):
+            if part is None or not takes_chunks(self.loss_fn):
+                continue
+            if not hasattr(part, "set_num_output_chunks"):
+                remedy = (
+                    f"{component_of(self.cfg[key])} has no set_num_output_chunks, so it cannot"
+                    " return chunks; give a loss without chunks, such as torch.nn.CrossEntropyLoss"
+                )
+                raise SettingError("loss", component, remedy)
+
+    def _check_mean(self, key: str, loss_fn: Any, *, num_models: int) -> None:
+        """Raise SettingError for a loss that fails, or is not the mean over label tokens, so that
+        it would depend on the split of a step.
+
+        Args:
+            key: key of the loss.
+            loss_fn: loss of the logits of all models and of labels.
+            num_models: number of models.
+        """
+        block = as_dict(self.cfg[key])
+        problem = "it cannot be computed from logits in the chunks of loss"
+        with refusing(key, block, "check its arguments", problem=problem):
+            num_chunks = self.loss_fn.num_output_chunks if takes_chunks(self.loss_fn) else 1
+            num_tokens = 3 * num_chunks
+            generator = torch.Generator().manual_seed(0)
+            logits = torch.randn(num_models, 1, num_tokens, _CLASSES, generator=generator)
+            label = 1 if self.ignore_index != 1 else 2
+
+            def loss_of(*labelled: int) -> torch.Tensor:
+                labels = torch.full((1, num_tokens), self.ignore_index)
+                labels[0, list(labelled)] = label
+                if not takes_chunks(self.loss_fn):
+                    return torch.as_tensor(loss_fn(*logits[:, 0], labels[0]))
+                chunks = [list(tensor.chunk(num_chunks, dim=1)) for tensor in logits]
+                return torch.as_tensor(loss_fn(*chunks, labels))
+
+            last = num_tokens - 1
+            whole = loss_of(0, last)
+            # The logits of a token without a label must not count.
+            logits[:, :, 1] = 0
+            mean = (loss_of(0) + loss_of(last)) / 2
+        if whole.dim() or not torch.allclose(whole, mean, rtol=1e-4):
             remedy = (
-                f"{component_of(self.cfg.model)} has no set_num_output_chunks, so it cannot return"
-                " chunks; give torch.nn.CrossEntropyLoss"
+                f"for two label tokens it is {whole.tolist()}, and the mean of both is"
+                f" {mean.tolist()}: it is not the mean over tokens with a label, so it would depend"
+                " on how a step is split; give a loss of torchtune, or reduction=mean"
             )
-            raise SettingError("loss", component, remedy)
+            raise SettingError(key, block, remedy)
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
         """Have the models return chunks if the loss takes chunks."""
@@ -346,28 +385,6 @@ def flat(logits: Any) -> Any:
 def takes_chunks(loss_fn: Any) -> bool:
     """Return whether a loss takes logits in chunks."""
     return type(loss_fn).__name__ == "CEWithChunkedOutputLoss"
-
-
-def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
-    """Raise if a loss of torch or torchtune fails, or is not the mean cross-entropy of labels."""
-    # User-defined losses may take other inputs.
-    if not type(loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
-        return
-    label = 1 if loss_fn.ignore_index != 1 else 2
-    with computing("loss", cfg.loss):
-        if takes_chunks(loss_fn):
-            num_labels = loss_fn.num_output_chunks
-            logits = [torch.zeros(1, 1, _CLASSES)] * num_labels
-            loss = loss_fn(logits, torch.full((1, num_labels), label))
-        else:
-            loss = loss_fn(torch.zeros(2, _CLASSES), torch.full((2,), label))
-    expected = math.log(_CLASSES)
-    if loss.dim() or not math.isclose(loss, expected, rel_tol=1e-4):
-        remedy = (
-            f"equal logits of {_CLASSES} classes give {loss.tolist()}, and their mean cross-entropy"
-            f" is {expected:.4g}; give torch.nn.CrossEntropyLoss with reduction=mean"
-        )
-        raise SettingError("loss", as_dict(cfg.loss), remedy)
 
 
 # --- preference pairs
@@ -450,17 +467,19 @@ class PreferencePairs(Task):
     def second_model(self, *, keeps_base: bool) -> SecondModel | None:
         """Return the reference if every weight trains; the reference of adapters is their base."""
         key = "ref_checkpointer"
-        given = self.cfg.get(key)
-        if not keeps_base and given is None:
+        given = as_dict(self.cfg).get(key)
+        if keeps_base:
+            if given is not None:
+                remedy = (
+                    "the reference of adapters is their base, with adapters disabled; remove it"
+                )
+                raise SettingError(key, component_of(given), remedy)
+            return None
+        if given is None:
             problem = "every weight is trained, so the reference is a separate model"
             remedy = "give the block of checkpointer, with the files of the reference"
             raise SettingError(key, None, f"{problem}; {remedy}")
-        if keeps_base and given is not None:
-            remedy = "the reference of adapters is their base, with adapters disabled; remove it"
-            raise SettingError(key, component_of(given), remedy)
-        if keeps_base:
-            return None
-        check_block(key, as_dict(self.cfg)[key])
+        check_block(key, given)
         return SecondModel(self.cfg, checkpointer_key=key)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
@@ -472,7 +491,15 @@ class PreferencePairs(Task):
                 " tokens by `tune run adaptive_full_finetune`"
             )
             raise SettingError("loss", cfg.loss.get("_component_"), remedy)
-        _check_pair_loss(self.loss_fn, cfg)
+        zeros = torch.zeros(2)
+        with refusing("loss", as_dict(cfg.loss), "check its arguments", problem="it fails"):
+            shapes = [tuple(part.shape) for part in self.loss_fn(zeros, zeros, zeros, zeros)]
+        if shapes != [(2,)] * 3:
+            remedy = (
+                f"of two pairs it returns shapes {shapes}; it must return losses, rewards of chosen"
+                " and rewards of rejected answers, [pairs] each"
+            )
+            raise SettingError("loss", as_dict(cfg.loss), remedy)
         if cfg.get("collate_fn") is not None:
             remedy = "pairs are collated by torchtune.data.padded_collate_dpo; remove it"
             raise SettingError("collate_fn", cfg.collate_fn, remedy)
@@ -598,20 +625,6 @@ def takes_pairs(loss_fn: Any) -> bool:
         return False
 
 
-def _check_pair_loss(loss_fn: Any, cfg: DictConfig) -> None:
-    """Raise SettingError unless the loss returns a loss and two rewards for each pair."""
-    zeros = torch.zeros(2)
-    with computing("loss", cfg.loss):
-        losses, chosen_rewards, rejected_rewards = loss_fn(zeros, zeros, zeros, zeros)
-        shapes = [tuple(part.shape) for part in (losses, chosen_rewards, rejected_rewards)]
-    if shapes != [(2,)] * 3:
-        remedy = (
-            f"of two pairs it returns shapes {shapes}; it must return losses, rewards of chosen and"
-            " rewards of rejected answers, [pairs] each"
-        )
-        raise SettingError("loss", as_dict(cfg.loss), remedy)
-
-
 # --- distillation
 
 private = PrivateNames("distillation")
@@ -641,9 +654,7 @@ class Distillation(NextTokens):
         super().__init__(cfg, loss_fn)
         given = as_dict(cfg)
         for key in ("teacher_model", "teacher_checkpointer", "kd_loss"):
-            if given.get(key) is None:
-                raise missing(key)
-            check_block(key, given[key])
+            check_block(key, given.get(key))
         ratio = given.get("kd_ratio")
         self.kd_ratio = 0.5 if ratio is None else ratio
         fraction("kd_ratio", self.kd_ratio)
@@ -662,19 +673,21 @@ class Distillation(NextTokens):
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
         """Raise SettingError for losses that do not fit together, and for an unfit teacher."""
-        super().check(model)
-        size = self.cfg.get("reference_micro_batch_size")
-        if size is not None:
-            remedy = (
-                "the loss needs the teacher's logits of every token, and keeping them until the"
-                " training micro-batch would take more memory than it saves; remove it"
-            )
-            raise SettingError("reference_micro_batch_size", size, remedy)
+        super().check(model, second)
+        ignored = getattr(self.kd_loss_fn, "ignore_index", self.ignore_index)
+        if ignored != self.ignore_index:
+            remedy = f"loss ignores the label {self.ignore_index}, and both must; give that"
+            raise SettingError("kd_loss.ignore_index", ignored, remedy)
         if model is None:
-            self._check_chunks()
-            self._check_kd_loss()
-        elif second is not None:
-            self._check_teacher(model, second)
+            self._check_mean("kd_loss", self.kd_loss_fn, num_models=2)
+            return
+        sizes = [num_token_embeddings(part) for part in (model, second) if part is not None]
+        if len({*sizes} - {None}) > 1:
+            remedy = (
+                f"it has {sizes[1]} token embeddings, and the student {sizes[0]}; give a teacher of"
+                " the student's family with the same number"
+            )
+            raise SettingError("teacher_model", component_of(self.cfg.teacher_model), remedy)
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over label tokens; leave both parts of it in the batch."""
@@ -693,81 +706,6 @@ class Distillation(NextTokens):
         """Return the loss by its parts, of a batch or of a step."""
         class_loss = metrics["class_loss"]
         return (1 - self.kd_ratio) * class_loss + self.kd_ratio * metrics["kd_loss"]
-
-    # --- checks
-
-    def _check_chunks(self) -> None:
-        """Raise SettingError if the two losses take different numbers of chunks."""
-        chunks = getattr(self.kd_loss_fn, "num_output_chunks", None)
-        expected = self.loss_fn.num_output_chunks if takes_chunks(self.loss_fn) else None
-        if chunks != expected:
-            remedy = (
-                f"its num_output_chunks is {chunks}, and that of loss is {expected}; for a loss"
-                " without chunks give torchtune.modules.loss.ForwardKLLoss, for one with chunks"
-                " ForwardKLWithChunkedOutputLoss with the same number"
-            )
-            raise SettingError("kd_loss", component_of(self.cfg.kd_loss), remedy)
-
-    def _check_kd_loss(self) -> None:
-        """Raise SettingError for a loss that fails, ignores another label, or is not the mean over
-        label tokens, so that it would depend on the split of a step.
-        """
-        ignored = getattr(self.kd_loss_fn, "ignore_index", self.ignore_index)
-        if ignored != self.ignore_index:
-            remedy = f"loss ignores the label {self.ignore_index}, and both must; give that"
-            raise SettingError("kd_loss.ignore_index", ignored, remedy)
-        num_chunks = getattr(self.kd_loss_fn, "num_output_chunks", None)
-        num_tokens = 3 * (num_chunks or 1)
-        logits = torch.randn(2, 1, num_tokens, 8, generator=torch.Generator().manual_seed(0))
-        label = 1 if self.ignore_index != 1 else 2
-
-        def loss_of(*labelled: int) -> torch.Tensor:
-            labels = torch.full((1, num_tokens), self.ignore_index)
-            labels[0, list(labelled)] = label
-            if num_chunks is None:
-                return torch.as_tensor(self.kd_loss_fn(*logits[:, 0], labels[0]))
-            chunks = [list(tensor.chunk(num_chunks, dim=1)) for tensor in logits]
-            return torch.as_tensor(self.kd_loss_fn(*chunks, labels))
-
-        last = num_tokens - 1
-        with computing("kd_loss", self.cfg.kd_loss):
-            whole = loss_of(0, last)
-            # The logits of a token without a label must not count.
-            logits[:, :, 1] = 0
-            mean = (loss_of(0) + loss_of(last)) / 2
-        if whole.dim() or not torch.allclose(whole, mean, rtol=1e-4):
-            remedy = (
-                f"for two label tokens it is {whole.tolist()}, and the mean of both is"
-                f" {mean.tolist()}: it is not the mean over tokens with a label, so it would depend"
-                " on how a step is split; give torchtune.modules.loss.ForwardKLLoss or one like it"
-            )
-            raise SettingError("kd_loss", as_dict(self.cfg.kd_loss), remedy)
-
-    def _check_teacher(self, student: torch.nn.Module, teacher: torch.nn.Module) -> None:
-        """Raise SettingError for a teacher with adapters, with another vocabulary, or without
-        chunks.
-        """
-        component = component_of(self.cfg.teacher_model)
-        if get_adapter_params(teacher):
-            remedy = (
-                "it has adapters; give the model without adapters, and a checkpoint with merged"
-                " weights"
-            )
-            raise SettingError("teacher_model", component, remedy)
-        sizes = [num_token_embeddings(model) for model in (student, teacher)]
-        if None not in sizes and sizes[0] != sizes[1]:
-            remedy = (
-                f"it has {sizes[1]} token embeddings, and the student {sizes[0]}; give a teacher of"
-                " the student's family with the same number"
-            )
-            raise SettingError("teacher_model", component, remedy)
-        if takes_chunks(self.loss_fn) and not hasattr(teacher, "set_num_output_chunks"):
-            remedy = (
-                "it has no set_num_output_chunks, so it cannot return chunks; give"
-                " torch.nn.CrossEntropyLoss as loss, and torchtune.modules.loss.ForwardKLLoss as"
-                " kd_loss"
-            )
-            raise SettingError("teacher_model", component, remedy)
 
 
 class _HasLabels(TorchFunctionMode):

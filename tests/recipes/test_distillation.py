@@ -78,7 +78,7 @@ def test_a_changed_ratio_is_named_when_a_run_resumes(small, lora, capsys):
     ("recipe", "overrides", "key", "says"),
     [
         ("adaptive_lora_finetune", (), "teacher_model", "`tune run adaptive_distill`"),
-        (OURS, ("~teacher_model",), "teacher_model", "it is missing"),
+        (OURS, ("~teacher_model",), "teacher_model", "give a block"),
         (OURS, ("kd_ratio=2",), "kd_ratio", "give a number from 0 to 1"),
         (OURS, ("teacher_model.vocab_size=77",), "teacher_model", "it has 77 token embeddings"),
         (

@@ -416,21 +416,6 @@ def test_states_of_bitsandbytes_have_their_documented_sizes(name, moments, is_8b
             by_hand += moments * 4 * elements
     assert plan.lengths[0].resident.optimizer == by_hand
     assert any(sentence.startswith("bitsandbytes: ") for sentence in plan.left_out)
-    without = any("without the paged states" in sentence for sentence in plan.left_out)
-    assert without == name.startswith("Paged")
-
-
-def test_rows_fit_while_paged_states_lie_on_the_host():
-    paged = {"_component_": "bitsandbytes.optim.PagedAdamW", "fused": None}
-    plan, _ = small(optimizer=paged)
-    length = plan.lengths[0]
-    needed = max(length.one_row_bytes, length.optimizer_peak_bytes)
-    room = needed - length.resident.optimizer // 2
-    plan, said = small(optimizer=paged, estimate={"devices": [room], "headroom": 0})
-    assert plan.devices[0].lengths[0].max_batch_size == 0
-    (sentence,) = [one for one in plan.left_out if "without the paged states" in one]
-    assert int(re.search(r"host, (\d+) row", sentence)[1]) > 0
-    assert sentence in said
 
 
 def test_a_context_larger_than_the_device_leaves_no_memory():

@@ -254,7 +254,7 @@ def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_the
     job.check_model()
     with pytest.raises(
         SettingError,
-        match=r"^model='[\w.]*test_checks\.LooksAtValues': this recipe trains every weight",
+        match=r"^model='[\w.]*test_checks\.LooksAtValues': it has adapters; train them",
     ):
         job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
 
