@@ -10,8 +10,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +29,7 @@ Result = TypeVar("Result")
 
 # Rank 0 may read or write a checkpoint or tokenize a dataset while the others wait.
 _PATIENCE = timedelta(hours=12)
-_CONNECT = timedelta(minutes=5)
-_COME = timedelta(minutes=10)
+_JOIN = timedelta(minutes=10)
 # Ranks of another machine than one that has failed wait this long.
 _COLLECTIVE = timedelta(minutes=10)
 _patient_group: Any = None
@@ -41,8 +40,6 @@ _ranks_of_a_model = 1
 _SETTLE_SECONDS = 0.1
 # True within `alone`.
 _is_alone = ContextVar("_is_alone", default=False)
-# Names of this process's attempts by rendezvous address.
-_attempts: dict[tuple[str, ...], str] = {}
 
 
 def is_launched() -> bool:
@@ -56,37 +53,32 @@ def launch_name() -> str | None:
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return None
-    return f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
+    # The start of torchrun in ticks since boot: containers reuse process ids.
+    began = ""
+    with contextlib.suppress(OSError):
+        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{run}/{platform.node()}/{os.getppid()}/{began}"
 
 
-def _began(process: int) -> str:
-    """Return the start time of a process in ticks since boot: containers reuse process ids."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
+@cache
 def meet_ranks() -> tuple[Store, int, int]:
-    """Connect to the other ranks in the store of torchrun's environment; a collective that needs no
-    process group.
+    """Connect to the other ranks in the store of torchrun's environment; the first call is a
+    collective that needs no process group.
 
     torchrun's store outlives a restart, and this attempt must not read keys of earlier attempts.
     torchrun's restart count does not identify an attempt: it does not count a restart of a healthy
     node after a failure on another node.
 
     Returns:
-        A new connection to this attempt's keys in the store, this rank, and the number of ranks.
+        This attempt's keys in the store, this rank, and the number of ranks.
 
     Raises:
-        torch.distributed.DistNetworkError: the store did not answer for 5 minutes.
-        RankLostError: other ranks did not join within 10 minutes.
+        RankLostError, torch.distributed.DistStoreError, torch.distributed.DistNetworkError: other
+            ranks or the store did not answer within 10 minutes.
     """
-    store, rank, size = next(rendezvous("env://", timeout=_CONNECT))
-    place = tuple(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    if place not in _attempts:
-        _attempts[place] = _attempt(PrefixStore("adaptive_batch/attempts", store), rank, size)
-    return PrefixStore(f"adaptive_batch/{_attempts[place]}", store), rank, size
+    store, rank, size = next(rendezvous("env://", timeout=_JOIN))
+    name = _attempt(PrefixStore("adaptive_batch/attempts", store), rank, size)
+    return PrefixStore(f"adaptive_batch/{name}", store), rank, size
 
 
 def _attempt(store: Store, rank: int, size: int) -> str:
@@ -96,28 +88,22 @@ def _attempt(store: Store, rank: int, size: int) -> str:
     All ranks of an attempt exit before the next attempt starts, so no rank gets an old name.
     """
     if rank:
-        number = store.add("asked", 1)
-        try:
-            store.wait([f"answer/{number}"], _COME)
-        except dist.DistStoreError as error:
-            raise RankLostError(f"rank 0 did not join within {_COME}", {}) from error
-        name = store.get(f"answer/{number}").decode()
+        name = store.get(f"answer/{store.add('asked', 1)}").decode()
         store.add(f"{name}/taken", 1)
         return name
     name = uuid.uuid4().hex
-    until = time.monotonic() + _COME.total_seconds()
-    while True:
-        num_arrived = store.add(f"{name}/taken", 0)
-        if num_arrived >= size - 1:
-            break
-        num_asked = store.add("asked", 0)
-        num_answered = store.add("answered", 0)
-        for number in range(num_answered + 1, num_asked + 1):
-            store.set(f"answer/{number}", name)
-        store.add("answered", num_asked - num_answered)
-        if time.monotonic() > until:
-            raise RankLostError(f"{num_arrived + 1} of {size} ranks joined within {_COME}", {})
-        time.sleep(0.01)
+    until = time.monotonic() + _JOIN.total_seconds()
+    num_joined = 0
+    while num_joined < size - 1:
+        answered = store.add("answered", 0)
+        if store.add("asked", 0) > answered:
+            store.set(f"answer/{answered + 1}", name)
+            store.add("answered", 1)
+        elif time.monotonic() > until:
+            raise RankLostError(f"{num_joined + 1} of {size} ranks joined within {_JOIN}", {})
+        else:
+            time.sleep(0.01)
+        num_joined = store.add(f"{name}/taken", 0)
     return name
 
 
@@ -240,8 +226,6 @@ def minimum(value: int) -> int:
 
 def maximum(value: int) -> int:
     """Return the maximum of `value` over all ranks."""
-    if world_size() == 1:
-        return value
     return all_reduce_max([value])[0]
 
 
@@ -281,8 +265,6 @@ def all_gather(value: Result) -> list[Result]:
 
 def any_of_ranks(flag: bool) -> bool:
     """Return whether `flag` is true on any rank."""
-    if world_size() == 1:
-        return flag
     return bool(maximum(flag))
 
 
@@ -301,10 +283,10 @@ def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
     """
     if world_size() == 1:
         return compute()
-    own = _outcome(compute) if is_rank_zero() else None
-    envelope: list[Any] = [own and own.packed]
-    dist.broadcast_object_list(envelope, src=0, group=group or _patient_group)
-    result: Result = (own or _unpacked(envelope[0])).result()
+    own = _outcome(compute) if is_rank_zero() else (None, None)
+    outcomes = [_sendable(own)]
+    dist.broadcast_object_list(outcomes, src=0, group=group or _patient_group)
+    result: Result = _result(own if is_rank_zero() else outcomes[0])
     return result
 
 
@@ -315,12 +297,10 @@ def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Res
     if world_size() == 1:
         return [compute()]
     own = _outcome(compute)
-    envelopes: list[Any] = [None] * world_size()
-    dist.all_gather_object(envelopes, own.packed, group=group or _patient_group)
-    return [
-        (own if of == rank() else _unpacked(envelope)).result()
-        for of, envelope in enumerate(envelopes)
-    ]
+    outcomes: list[Any] = [None] * world_size()
+    dist.all_gather_object(outcomes, _sendable(own), group=group or _patient_group)
+    outcomes[rank()] = own
+    return [_result(outcome) for outcome in outcomes]
 
 
 def on_rank_zero(act: Callable[[], Result]) -> Result | None:
@@ -332,38 +312,30 @@ def on_rank_zero(act: Callable[[], Result]) -> Result | None:
     return results[0] if results else None
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """Result or error of a computation, and its pickle for other ranks."""
-
-    value: Any
-    error: BaseException | None
-    packed: bytes = b""
-
-    def result(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
-def _outcome(compute: Callable[[], Any]) -> _Outcome:
+def _outcome(compute: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return the result of a function and None, or None and its error."""
     try:
-        value = compute()
-        return _Outcome(value, None, pickle.dumps((value, None)))
+        return compute(), None
     except BaseException as error:
-        return _Outcome(None, error, pickle.dumps((None, _sendable(error))))
+        return None, error
 
 
-def _unpacked(packed: bytes) -> _Outcome:
-    return _Outcome(*pickle.loads(packed))
+def _result(outcome: tuple[Any, BaseException | None]) -> Any:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
-def _sendable(error: BaseException) -> BaseException:
-    """Return the error, or a RuntimeError with its text if pickling would change it."""
+def _sendable(
+    outcome: tuple[Any, BaseException | None],
+) -> tuple[Any, BaseException | None]:
+    """Return an outcome whose error is a RuntimeError with its text if pickling would change it."""
+    value, error = outcome
     with contextlib.suppress(Exception):
         if str(pickle.loads(pickle.dumps(error))) == str(error):
-            return error
-    return RuntimeError(f"rank {rank()} failed with {type(error).__name__}: {error}")
+            return outcome
+    return value, RuntimeError(f"rank {rank()} failed with {type(error).__name__}: {error}")
 
 
 def has_group() -> bool:

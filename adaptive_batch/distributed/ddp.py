@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,13 +24,8 @@ from .fsdp import Sharding
 
 private = PrivateNames("DDP")
 
-# Approximate bucket size of gradient reduction; DDP's default.
-_BUCKET_BYTES = 25 * 2**20
-
-# Kinds of gradients. The maximum over ranks is a kind that all ranks can use.
-_NO_GRADIENT = 0
-_SPARSE = 1
-_DENSE = 2
+# Gradients up to this size are reduced together, with a copy of them.
+_SMALL_BYTES = 2**20
 
 
 class Replicas(Sharding):
@@ -119,23 +115,26 @@ class Replicas(Sharding):
                 dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
 
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks in place; a gradient stays None if all ranks have None."""
+        """Average gradients over ranks in place; a gradient stays None if all ranks have None. A
+        sparse gradient becomes dense.
+        """
         if self.reduces_in_backward:
             return
         parameters = self.parameters
-        kinds = distributed.all_reduce_max([_kind_of(parameter.grad) for parameter in parameters])
-        gradients = []
-        for parameter, kind in zip(parameters, kinds, strict=True):
-            if kind == _NO_GRADIENT:
-                continue
-            gradient = _as_kind(kind, parameter)
-            parameter.grad = gradient
-            if kind == _SPARSE:
-                self._reduce_in_place(gradient)
+        are_used = distributed.all_reduce_max(
+            [parameter.grad is not None for parameter in parameters]
+        )
+        small: dict[object, list[torch.Tensor]] = {}
+        for parameter in compress(parameters, are_used):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad = parameter.grad.to_dense()
+            if gradient.nbytes > _SMALL_BYTES:
+                self._reduce([gradient])
             else:
-                gradients.append(gradient)
-        for bucket in _buckets(gradients):
-            self._reduce(bucket)
+                small.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for gradients in small.values():
+            self._reduce(gradients)
 
     def _reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         # A large gradient is reduced without a copy, since memory estimates do not count one.
@@ -168,44 +167,3 @@ def sharding_of(model: nn.Module, *, overlaps: bool = False, **options: Any) -> 
             if isinstance(module, DistributedDataParallel):
                 return Replicas(module, overlaps=overlaps)
     return Sharding(model, **options)
-
-
-def _kind_of(gradient: torch.Tensor | None) -> int:
-    if gradient is None:
-        return _NO_GRADIENT
-    return _SPARSE if gradient.is_sparse else _DENSE
-
-
-def _as_kind(kind: int, parameter: nn.Parameter) -> torch.Tensor:
-    """Convert a parameter's gradient to the kind that all ranks use; zeros if it is None."""
-    gradient = parameter.grad
-    if kind == _DENSE:
-        if gradient is None:
-            return torch.zeros_like(parameter)
-        return gradient.to_dense()
-    if gradient is not None:
-        # Gradients of embeddings whose outputs were added share their values.
-        return gradient.clone()
-    # Gradient of an embedding without used rows.
-    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    no_values = parameter.detach()[:0]
-    return torch.sparse_coo_tensor(indices, no_values, parameter.shape, check_invariants=False)
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the gradients in buckets of one dtype and device."""
-    bucket: list[torch.Tensor] = []
-    num_bytes = 0
-    for gradient in gradients:
-        is_other = bucket and (gradient.dtype, gradient.device) != (
-            bucket[0].dtype,
-            bucket[0].device,
-        )
-        if bucket and (is_other or num_bytes + gradient.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket = []
-            num_bytes = 0
-        bucket.append(gradient)
-        num_bytes += gradient.nbytes
-    if bucket:
-        yield bucket

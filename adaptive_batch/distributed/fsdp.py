@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -61,14 +61,15 @@ class Sharding:
         self._finishes = finishes
         self.is_sharded = bool(self._modules) and distributed.world_size() > 1
         self._known: dict[str, list[Callable[[], object]]] = {}
+        # Kind of the micro-batch that runs or has failed.
         self._kind = ""
         self._calls: list[Callable[[], object]] = []
-        self._is_running = False
         self._is_inside = False
-        for group in _param_groups(self._states) if self.is_sharded else ():
-            private(group, "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params")
-            group._all_gather_comm = _Recorded(group._all_gather_comm, self)
-            group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
+        if self.is_sharded:
+            for group in _param_groups(self._states):
+                private(group, "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params")
+                group._all_gather_comm = _Recorded(group._all_gather_comm, self)
+                group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
 
     # --- micro-batches
 
@@ -78,9 +79,10 @@ class Sharding:
         """
         return self.is_sharded or (is_last and self.reduces_in_backward)
 
+    @contextmanager
     def micro_batch(
         self, *, is_last: bool = True, evaluates: bool | str = False, is_trial: bool = False
-    ) -> AbstractContextManager[object]:
+    ) -> Iterator[None]:
         """Record the collectives of one micro-batch: forward and backward, or forward only.
 
         Args:
@@ -90,23 +92,15 @@ class Sharding:
                 whose collectives differ.
             is_trial: whether this is a trial.
         """
-        if not self._modules:
-            return nullcontext()
-        return self._recorded(is_last=is_last, evaluates=evaluates)
-
-    @contextmanager
-    def _recorded(self, *, is_last: bool, evaluates: bool | str) -> Iterator[None]:
-        """Record the collectives of a micro-batch."""
         if self.is_sharded and not self._syncs_every and not evaluates:
             for module in self._modules:
                 module.set_requires_gradient_sync(is_last, recurse=False)
-        self._kind = self._kind_of(is_last, evaluates)
+        self._kind = kind = self._kind_of(is_last, evaluates)
         self._calls = []
-        self._is_running = True
         self._is_inside = False
         yield
-        self._is_running = False
-        self._known.setdefault(self._kind, list(self._calls))
+        self._kind = ""
+        self._known.setdefault(kind, list(self._calls))
         # Without a backward, parameters stay unsharded.
         if evaluates:
             self.reset()
@@ -137,7 +131,7 @@ class Sharding:
         """
         if distributed.world_size() == 1:
             return True
-        is_known = self._is_running and not self._is_inside and self._kind in self._known
+        is_known = self._kind in self._known and not self._is_inside
         return self.is_sharded and self._finishes and is_known
 
     @property
@@ -160,10 +154,10 @@ class Sharding:
 
     def finish(self) -> None:
         """Run the remaining collectives of a failed micro-batch; call :meth:`reset` first."""
-        if self._is_running and self.is_sharded:
+        if self._kind and self.is_sharded:
             for call in self._known[self._kind][len(self._calls) :]:
                 call()
-        self._is_running = False
+        self._kind = ""
 
     def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
         """Run only the collectives of a micro-batch."""
@@ -173,8 +167,10 @@ class Sharding:
     def reset(self) -> None:
         """Reset FSDP's modules to their state between two steps, and drop unsharded gradients."""
         for root in self._roots():
-            parameters = _fsdp_parameters(root._state_ctx.all_states)
-            sharded = [parameter.sharded_param for parameter in parameters]
+            groups = _param_groups(root._state_ctx.all_states)
+            sharded = [
+                parameter.sharded_param for group in groups for parameter in group.fsdp_params
+            ]
             gradients = [parameter.grad for parameter in sharded]
             # FSDPModule.reset_iter_state() of a root that may be outside this model.
             root._reset_iter_state()
@@ -182,12 +178,12 @@ class Sharding:
             for parameter, gradient in zip(sharded, gradients, strict=True):
                 parameter.grad = gradient
         for parameter in self._fsdp_parameters():
-            # torch before 2.15 keeps the gradient in this attribute, later releases in `grad`
-            # below.
+            # torch before 2.15 keeps the gradient in the first attribute, later releases in the
+            # second.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
-        for unsharded in self.unsharded_parameters():
-            unsharded.grad = None
+            if hasattr(parameter, "unsharded_param"):
+                parameter.unsharded_param.grad = None
 
     def unsharded_parameters(self) -> Iterator[torch.Tensor]:
         """Yield the unsharded parameters of forward and backward."""
@@ -216,7 +212,7 @@ class Sharding:
         return list({id(state): state for state in together if state._is_root}.values())
 
     def _fsdp_parameters(self) -> Iterator[Any]:
-        return _fsdp_parameters(self._states)
+        return chain.from_iterable(group.fsdp_params for group in _param_groups(self._states))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,9 +277,8 @@ class _Recorded:
         self._comm = comm
         self._sharding = sharding
 
-    def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._comm.allocate(*arguments, **options)
-        return tensor
+    def allocate(self, *arguments: Any, **options: Any) -> Any:
+        return self._comm.allocate(*arguments, **options)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
@@ -293,22 +288,19 @@ class _Recorded:
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options
         )
         self._sharding._is_inside = False
-        sizes = output_tensor.numel(), input_tensor.numel()
         zeros = partial(torch.zeros, dtype=output_tensor.dtype, device=output_tensor.device)
-        self._sharding._calls.append(
-            partial(_run_with_zeros, self._comm, sizes, zeros, group=group, **options)
-        )
+        output_size, input_size = output_tensor.numel(), input_tensor.numel()
+
+        def run_with_zeros() -> None:
+            self._comm(
+                output_tensor=zeros(output_size),
+                input_tensor=zeros(input_size),
+                group=group,
+                **options,
+            )
+
+        self._sharding._calls.append(run_with_zeros)
         return result
-
-
-def _run_with_zeros(
-    comm: Callable[..., object],
-    sizes: tuple[int, int],
-    zeros: Callable[[int], torch.Tensor],
-    **options: Any,
-) -> None:
-    output, input = map(zeros, sizes)
-    comm(output_tensor=output, input_tensor=input, **options)
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
@@ -322,7 +314,3 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 def _param_groups(states: Iterable[Any]) -> Iterator[Any]:
     """Yield the parameter groups that FSDP gathers together."""
     return chain.from_iterable(state._fsdp_param_groups for state in states)
-
-
-def _fsdp_parameters(states: Iterable[Any]) -> Iterator[Any]:
-    return chain.from_iterable(group.fsdp_params for group in _param_groups(states))

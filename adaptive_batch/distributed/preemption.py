@@ -6,10 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 # Stopped on request and saved; restart to resume: "temporary failure; the user is invited to
 # retry" (sysexits.h).
@@ -26,20 +25,15 @@ class Terminated(KeyboardInterrupt):
     """Stop request that ends the process immediately."""
 
 
-@contextmanager
-def raising_on_request() -> Iterator[None]:
-    """Context manager in which SIGTERM and SIGHUP raise :class:`Terminated` in the main thread;
-    Ctrl-C still raises KeyboardInterrupt.
+def raising_on_request() -> AbstractContextManager[None]:
+    """Create a context manager in which SIGTERM and SIGHUP raise :class:`Terminated` in the main
+    thread; Ctrl-C still raises KeyboardInterrupt.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    previous = _handle([number for number in _REQUESTS if number != signal.SIGINT], end)
-    try:
-        yield
-    finally:
-        _put_back(previous)
+    return _handled_by(end, [number for number in _REQUESTS if number != signal.SIGINT])
 
 
 class Preemption:
@@ -58,58 +52,45 @@ class Preemption:
     def __init__(self, *, same_within: float = 0.0) -> None:
         self.requested = False
         self._same_within = same_within
-        self._asked_at = 0.0
-        # Previous handlers by signal while this context is active.
-        self._before: dict[int, Any] = {}
+        self._requested_at = 0.0
+        self._handlers = ExitStack()
 
     def __enter__(self) -> Preemption:
-        self._before = _handle(_REQUESTS, self._note)
+        self._handlers.enter_context(_handled_by(self._note, _REQUESTS))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put_back()
+        self._handlers.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.requested and now - self._asked_at > self._same_within:
-            self._put_back()
-            os.kill(os.getpid(), number)
-            return
         if not self.requested:
-            self._asked_at = now
-            if number == signal.SIGINT:
-                _tell_the_terminal()
-        self.requested = True
-        if not self._same_within:
-            self._put_back()
+            self.requested = True
+            self._requested_at = time.monotonic()
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                message = (
+                    "interrupted: finishing and saving the step; Ctrl-C again stops immediately"
+                )
+                # Python's streams may be in mid-write.
+                with suppress(OSError):
+                    os.write(2, f"\n{message}\n".encode())
+            if not self._same_within:
+                self._handlers.close()
+        elif time.monotonic() - self._requested_at > self._same_within:
+            self._handlers.close()
+            os.kill(os.getpid(), number)
 
-    def _put_back(self) -> None:
-        _put_back(self._before)
-        self._before = {}
 
-
-def _handle(numbers: Sequence[int], handler: Callable[..., None]) -> dict[int, Any]:
-    """Set a handler for signals that are not ignored; return the previous handlers."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
+@contextmanager
+def _handled_by(handler: Callable[..., None], numbers: Sequence[int]) -> Iterator[None]:
+    """Context manager that sets a handler for signals that are not ignored."""
     before = {}
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            # None means that the handler was not set by Python.
-            before[number] = signal.signal(number, handler) or signal.SIG_DFL
-    return before
-
-
-def _put_back(before: Mapping[int, Any]) -> None:
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def _tell_the_terminal() -> None:
-    """Print the effect of Ctrl-C on one rank; bypass Python's streams, which may be in
-    mid-write.
-    """
-    if os.environ.get("RANK", "0") == "0":
-        message = "interrupted: finishing and saving the step; Ctrl-C again stops immediately"
-        with suppress(OSError):
-            os.write(2, f"\n{message}\n".encode())
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                # None means that the handler was not set by Python.
+                before[number] = signal.signal(number, handler) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -49,7 +49,9 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self._store, self._rank, _ = meet_ranks()
+        store, self._rank, _ = meet_ranks()
+        # A connection of its own: the main thread may hang in a call of the store.
+        self._store = store.clone()  # type: ignore[attr-defined]
         self.on_end: Callable[[str, str, Mapping[str, Any]], object] = lambda *_: None
 
     def fail(self, error: BaseException | str) -> NoReturn:

@@ -1,5 +1,4 @@
 import pickle
-import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -95,7 +94,7 @@ def names_of(attempt, store, size):
             return collectives._attempt(Dying(store, ends_at) if ends_at else store, rank, size)
         except RankEnded:
             return None
-        except RankLostError:
+        except (RankLostError, dist.DistStoreError):
             return "waited in vain"
 
     with ThreadPoolExecutor(size) as pool:
@@ -103,8 +102,9 @@ def names_of(attempt, store, size):
 
 
 def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypatch):
-    monkeypatch.setattr(collectives, "_COME", timedelta(seconds=0.3))
+    monkeypatch.setattr(collectives, "_JOIN", timedelta(seconds=0.3))
     store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
     first, second = names_of({}, store, 4), names_of({}, store, 4)
     assert len({*first}) == len({*second}) == 1
     # ranks that had asked when rank zero ended, one that ended before it asked, and one that has
@@ -117,7 +117,7 @@ def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypat
 
 
 def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
-    monkeypatch.setattr(collectives, "_COME", timedelta(seconds=0.1))
+    monkeypatch.setattr(collectives, "_JOIN", timedelta(seconds=0.1))
     with pytest.raises(RankLostError, match=r"1 of 2 ranks joined within 0:00:00\.1"):
         collectives._attempt(dist.HashStore(), 0, 2)
 
@@ -162,7 +162,6 @@ def run_rank(rank: int, folder: Path) -> None:
         "FileNotFoundError": caught_from_rank_zero(lambda: Path("/nowhere/at/all").read_text()),
         "SystemExit": caught_from_rank_zero(lambda: failing(SystemExit(3))),
         "HoldsALambda": caught_from_rank_zero(lambda: failing(HoldsALambda())),
-        "unpicklable": caught_from_rank_zero(lambda: lambda: None),
     }
     (folder / f"rank{rank}").write_bytes(pickle.dumps(facts))
     dist.destroy_process_group()
@@ -219,11 +218,3 @@ def test_an_error_that_cannot_be_sent_is_told(ranks):
     )
     assert ranks[0]["HoldsALambda"][:2] == ("HoldsALambda", "held")
     assert ranks[1]["HoldsALambda"][:2] == ("RuntimeError", "rank 0 failed with HoldsALambda: held")
-
-
-def test_a_result_that_cannot_be_sent_fails_on_every_rank(ranks):
-    for facts in ranks:
-        assert isinstance(facts["unpicklable"], tuple)
-        assert re.search(
-            "pickle|local object", facts["unpicklable"][1]
-        )  # Python 3.13 says the latter
