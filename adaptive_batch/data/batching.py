@@ -34,18 +34,21 @@ class Sampling:
     Attributes:
         shuffle: whether `dataloader` shuffles the rows in each epoch.
         seed: seed of the order.
-        sample_order: `dataloader`: torchtune's order; beyond 1,048,576 rows another permutation in
-            each epoch. `random`: shuffled in each epoch. `seqlen`: short to long.
-        sample_window: rows within which `seqlen` sorts, after a shuffle; None: the whole dataset.
-        batch_tokens: real tokens of a step on one device, in place of `batch_size` rows. It sets
-            `micro_batch_tokens: auto` unless a micro-batch size is set.
-        min_rows_per_batch: fewest rows of a step of `batch_tokens` on one device, even if they
-            have more tokens; the last step of an epoch may have fewer.
-        max_rows_per_batch: most rows of a step of `batch_tokens` on one device.
-        long_rows: row with more than `batch_tokens` tokens: `error`; `drop`, which is logged; or
-            `alone`: a step of its own.
-        grow_beyond_maximum: `True`: a batch that grows beyond the maximum runs as more
-            micro-batches; `False`: it is cut to the maximum, which is logged.
+        sample_order: order of the rows. `dataloader`: torchtune's order, but a different
+            permutation above 1,048,576 rows. `random`: shuffled in each epoch. `seqlen`: from the
+            shortest row to the longest.
+        sample_window: number of shuffled rows that `seqlen` sorts at a time; None: all rows of the
+            dataset.
+        batch_tokens: number of real tokens (without padding) of a step on one device; replaces
+            `batch_size`. Sets `micro_batch_tokens: auto` unless you set a micro-batch size.
+        min_rows_per_batch: minimum number of rows of a step with `batch_tokens`, even if they have
+            more tokens. The last step of an epoch may have fewer.
+        max_rows_per_batch: maximum number of rows of a step with `batch_tokens`.
+        long_rows: handling of a row with more than `batch_tokens` tokens. `error`: end the run.
+            `drop`: leave the row out and log it. `alone`: train the row in a step of its own.
+        grow_beyond_maximum: whether a growing batch may exceed the maximum batch size. `True`: a
+            larger batch runs as several micro-batches. `False`: the batch is limited to the
+            maximum, and a line is logged.
 
     Raises:
         SettingError: a value cannot be used.

@@ -111,14 +111,14 @@ class ProbeSettings(ProbeOptions):
     """The `probe` block.
 
     Attributes:
-        sequence_length: length of the rows in trials: `longest`: the longest rows of the dataset;
-            `max_seq_len`: the tokenizer's limit; or a number of tokens.
-        sequence_lengths: lengths for `adaptive_probe`, a list; each is searched for, in place of
-            `probe.sequence_length`.
-        trial_timeout: on several ranks, the seconds after which a trial that hangs ends all ranks.
-        assumed_maximum: rows that fit, for `preview`, which tries nothing.
-        cache: whether to reuse earlier results in `{output_dir}/adaptive_batch/probe.json` with the
-            same settings and versions. A reused maximum is tried once.
+        sequence_length: length of the rows in trials. `longest`: the longest rows of the dataset.
+            `max_seq_len`: the limit of the tokenizer. Or a number of tokens.
+        sequence_lengths: list of lengths for `adaptive_probe`, which searches for each of them.
+            Replaces `probe.sequence_length`.
+        trial_timeout: on several ranks, seconds after which a trial that hangs ends all ranks.
+        assumed_maximum: maximum batch size that `preview` assumes, as it runs no search.
+        cache: whether to reuse results in `{output_dir}/adaptive_batch/probe.json` from runs with
+            the same settings and versions. A reused maximum is tried once.
     """
 
     sequence_length: int | str = option("longest", _length)
@@ -136,14 +136,16 @@ class EstimateSettings:
     """The `estimate` block, for ``adaptive_estimate``.
 
     Attributes:
-        devices: devices to estimate for: a size such as `80GiB`, a name such as `H100`, or a list.
-        sequence_lengths: a list of lengths, each as `probe.sequence_length`; None: that one.
-        world_size: ranks that share the model.
-        changes: whether to estimate single changes of the configuration too.
-        headroom: memory that stays free: a size such as `2GiB`, a number of bytes, or a share such
-            as `0.05`; `auto`: as `probe.headroom`.
-        context: bytes of the driver's context and libraries outside of the allocator, or a size
-            such as `600MiB`; None: 770MiB for an H100 or H200, 500MiB for others.
+        devices: devices to estimate for: a size such as `80GiB`, a name such as `H100`, or a list
+            of these.
+        sequence_lengths: list of row lengths, in the form of `probe.sequence_length`. None: the
+            length of `probe.sequence_length`.
+        world_size: number of ranks that shard the model.
+        changes: whether to also estimate single changes of the configuration.
+        headroom: memory that stays free: a size such as `2GiB`, a number of bytes, or a fraction
+            such as `0.05`. `auto`: as for `probe.headroom`.
+        context: memory of the CUDA context and libraries outside of the allocator: a number of
+            bytes, or a size such as `600MiB`. None: 770 MiB for an H100 or H200, 500 MiB otherwise.
     """
 
     devices: object = option(None, _devices)
@@ -159,16 +161,16 @@ class RateSettings:
     """Keys of the learning rate, and of what else of the optimizer follows the batch.
 
     Attributes:
-        lr_scaling: factor of the learning rate: `linear`: batch / reference; `sqrt`: its square
-            root. The batch is the global batch of the step.
-        reference_batch_size: global batch that `lr` was chosen for: rows, or tokens as in
-            `8192tok`. Default: `batch_size` x `gradient_accumulation_steps` x ranks, before a
-            search.
-        scale_with_batch: values of the optimizer that follow batch / `reference_batch_size`:
-            `{beta2: half_life}`, `{weight_decay: per_token}` or both. See
-            [below](#what-follows-the-batch).
-        lr_clock: unit of warm-up and decay of `lr_scheduler`: `samples`, `tokens` or `steps`; or
-            one for each, as in `{warmup: steps, decay: tokens}`.
+        lr_scaling: factor of the learning rate. `linear`: the global batch of the step /
+            `reference_batch_size`. `sqrt`: the square root of this ratio.
+        reference_batch_size: global batch for which `lr` was chosen: a number of rows, or of tokens
+            such as `8192tok`. Default: the configured `batch_size` x `gradient_accumulation_steps`
+            x ranks.
+        scale_with_batch: other optimizer settings that follow the batch: `{beta2: half_life}`,
+            `{weight_decay: per_token}` or both. See [below](#what-follows-the-batch).
+        lr_clock: unit in which `lr_scheduler` measures the progress of training: `samples`,
+            `tokens` or `steps`. Warm-up and decay may differ: `{warmup: steps, decay: tokens}`. See
+            [below](#the-learning-rates-clock).
     """
 
     lr_scaling: str = option("none", one_of(*RULES))
@@ -194,11 +196,11 @@ class ValidationSettings:
     """Keys of validation during training, which needs `run_val_every_n_steps`.
 
     Attributes:
-        dataset_val: dataset block to validate on, or a list of them.
-        run_val_every_n_steps: optimizer steps between validations, which log `val_loss`.
-        batch_size_val: rows at once in validation: a number; `auto`: found by a separate search;
-            default: `batch_size`.
-        max_validation_batches: number of batches to validate on; None or -1: all.
+        dataset_val: dataset block for validation, or a list of blocks.
+        run_val_every_n_steps: optimizer steps between two validations. Each logs `val_loss`.
+        batch_size_val: number of rows of a validation batch. `auto`: found by a separate search.
+            Default: `batch_size`.
+        max_validation_batches: maximum number of batches of a validation. None or -1: all.
     """
 
     # check_together checks the blocks.
@@ -244,16 +246,17 @@ class SavingSettings:
     """Keys of checkpoints and of resuming.
 
     Attributes:
-        save_every_n_steps: optimizer steps between two resume points.
-        keep_last_n_checkpoints: resume points to keep, those after epochs included; None: all, or
-            the newest if `save_every_n_steps` is not set. The weights of epochs stay.
-        enable_async_checkpointing: whether a resume point is written while training continues.
-        keep_final_state: whether a resume point is saved after the last epoch too, so that a larger
-            `epochs` continues the run. `False`: weights alone, as torchtune.
-        overwrite_output_dir: whether a new run may begin in an `output_dir` with saves of other
-            runs, which are deleted once its first save is complete.
-        resume_allow_changes: names of keys that may differ from the checkpoint's, as in
-            `[dataset]`.
+        save_every_n_steps: optimizer steps between two resume points, which are checkpoints of the
+            whole training state.
+        keep_last_n_checkpoints: number of resume points to keep, including those after epochs.
+            None: all, or only the newest if `save_every_n_steps` is not set. Weights of epochs are
+            never deleted.
+        enable_async_checkpointing: whether training continues while a resume point is written.
+        keep_final_state: whether to save a resume point after the last epoch, so that the run
+            continues if you raise `epochs`. `False`: save only weights, as torchtune does.
+        overwrite_output_dir: whether a new run may start in an `output_dir` with checkpoints of
+            other runs. They are deleted after the first save of the new run.
+        resume_allow_changes: list of keys that may differ from the checkpoint, such as `[dataset]`.
     """
 
     save_every_n_steps: int | None = option(None, check_whole)
@@ -294,43 +297,46 @@ class Settings(Batching):
     """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning.
 
     Attributes:
-        use_maximum_batch_size: whether to set `batch_size` to the largest that fits, at most the
-            rows of an epoch (see `probe.round_to_power_of_two`).
-        batch_increase_function: dotted path of `f(epoch, batch_size) -> int`, or a block with
-            `_component_` that builds one: rows to add to `batch_size` at the start of each epoch.
-            See [below](#growth-functions).
-        batch_size_schedule: dotted path of `rule(progress) -> int`, or a block that builds one:
-            rows of a step on one device, or real tokens with `batch_tokens`. See
-            [below](#schedules-of-the-batch).
-        preview: whether to print what training will do and stop before weights load.
-        reference_micro_batch_size: pairs at once in the reference of `adaptive_dpo`, which then
-            runs before the step: a number; `auto`: all tokens that fit; None: with each
-            micro-batch of training. See
-            [preference pairs](torchtune.md#pairs-at-once-in-the-reference).
-        micro_batch_layout: layout of a micro-batch: `padded`: to the longest row; `grouped`:
-            padded, but sorted by length within the step; `packed`: rows without padding, each sees
-            itself alone; None: `padded`, or the fastest with `auto`.
-        uniform_micro_batches: what all micro-batches of a step have equal: `rows`, `lengths` or
-            `both`, for pipelines and compiled graphs.
-        pad_to_multiple_of: padded lengths are rounded up to a multiple of this number, for fewer
-            shapes to compile.
-        fused_rms_norm: whether torchtune's `RMSNorm` is one operation, without float32 copies;
-            results differ by rounding.
-        activation_memory_budget: share of the activations that compiled parts keep for backward,
-            0 to 1; the rest is recomputed. Needs `compile: True`.
-        on_out_of_memory: `shrink`: repeat the step with smaller micro-batches and try the former
-            limit later; `raise`: end the run, the default with the optimizer in backward.
-        on_nonfinite_loss: step whose loss is NaN or infinite: `warn` logs it, `skip` leaves
-            weights and optimizer unchanged, `stop` ends the run. See
+        use_maximum_batch_size: whether to search for the largest batch that fits in memory, and
+            train with it. The batch has at most the rows of an epoch. See
+            `probe.round_to_power_of_two`.
+        batch_increase_function: function `f(epoch, batch_size) -> int` that returns the rows to add
+            to `batch_size` at the start of each epoch: its dotted path, or a block with
+            `_component_` that builds it. See [below](#growth-functions).
+        batch_size_schedule: function `rule(progress) -> int` that returns the rows of a step on one
+            device, or its real tokens with `batch_tokens`: its dotted path, or a block with
+            `_component_` that builds it. See [below](#schedules-of-the-batch).
+        preview: whether to print the plan of the training and stop before weights load.
+        reference_micro_batch_size: number of pairs in a micro-batch of the DPO reference, which
+            then runs before the step. `auto`: as many tokens as fit. None: the reference runs
+            within each micro-batch of training. See [preference
+            pairs](torchtune.md#pairs-at-once-in-the-reference).
+        micro_batch_layout: `padded`: rows are padded to the longest row of the micro-batch.
+            `grouped`: the same, after sorting the rows of the step by length. `packed`: rows are
+            concatenated without padding, and attention does not cross rows. None: `padded`, or the
+            fastest layout with `auto`.
+        uniform_micro_batches: property that is equal in all micro-batches of a step: `rows`,
+            `lengths` or `both`. For pipelines and compiled graphs.
+        pad_to_multiple_of: padded lengths are rounded up to a multiple of this number, which
+            reduces the number of shapes to compile.
+        fused_rms_norm: whether to run torchtune's `RMSNorm` as one operation without float32
+            copies. Results differ by rounding.
+        activation_memory_budget: fraction of the activations, from 0 to 1, that compiled code keeps
+            for backward. The rest is recomputed. Needs `compile: True`.
+        on_out_of_memory: `shrink`: repeat the step with smaller micro-batches, and try the former
+            limit again later. `raise`: end the run; the default with the optimizer in backward.
+        on_nonfinite_loss: handling of a step whose loss is NaN or infinite. `warn`: log it. `skip`:
+            leave weights and optimizer unchanged. `stop`: end the run. See
             [below](#a-loss-that-is-not-finite).
         sync_gradients_every_micro_batch: whether several ranks reduce gradients after each
-            micro-batch; `False`: after the last, with less traffic and more memory.
-        drop_last: whether the last, short step of an epoch is dropped.
+            micro-batch. `False`: only after the last one, which sends less data and needs more
+            memory.
+        drop_last: whether to drop the last, short step of an epoch.
         log_gradient_noise_scale: whether to measure and log the gradient noise scale. Needs
-            `micro_batch_size`, rows in random order and two or more micro-batches in a step.
+            `micro_batch_size`, a random order of rows and at least two micro-batches in a step.
         verbose: whether to print the resolved configuration and torchtune's log.
-        probe: the search for the largest batch.
-        estimate: the estimate for other devices.
+        probe: options of the search for the largest batch; see below.
+        estimate: options of the estimate for other devices; see below.
     """
 
     use_maximum_batch_size: bool = option(False, resume="report")
@@ -501,25 +507,26 @@ def reference_tables() -> dict[str, str]:
         "estimate": table(EstimateSettings, prefix="estimate."),
         "resume": "\n".join(
             [
-                "| another than the checkpoint's | |",
+                "| difference from the checkpoint | effect |",
                 "|---|---|",
                 (
-                    f"| {refused} | refused with both values, unless `resume_allow_changes` lists"
+                    f"| {refused} | an error with both values, unless `resume_allow_changes` lists"
                     " the key |"
                 ),
                 f"| within an epoch also {rows}; with `batch_tokens` {by_tokens} | the same |",
-                "| optimizer, `optimizer_in_bwd` | refused |",
+                "| the class of the optimizer, `optimizer_in_bwd` | an error |",
                 (
-                    "| everything else that results depend on, epochs and batch size among it |"
+                    "| settings of the optimizer (except `fused`, `foreach`, `capturable`), `seed`,"
+                    " `max_steps_per_epoch` | the checkpoint's value is used; a line is logged |"
+                ),
+                (
+                    "| `optimizer.lr`, `optimizer.weight_decay`, `max_steps_per_epoch`, if"
+                    " `resume_allow_changes` lists them | the new value is used; a line is"
                     " logged |"
                 ),
                 (
-                    "| settings of the optimizer (but `fused`, `foreach`, `capturable`), `seed`,"
-                    " `max_steps_per_epoch` | the checkpoint's are kept, which is logged |"
-                ),
-                (
-                    "| `optimizer.lr`, `optimizer.weight_decay`, `max_steps_per_epoch`, where"
-                    " `resume_allow_changes` lists them | taken from now on, which is logged |"
+                    "| any other key that results depend on, such as `epochs` or `batch_size` | the"
+                    " new value is used; a line is logged |"
                 ),
             ]
         ),

@@ -265,20 +265,22 @@ class ProbeOptions:
     """Options of a search.
 
     Attributes:
-        search: `predict`: fit a line through the peaks and try sizes that should fit. `binary`:
-            bisect 1 to `maximum`. `halve`: halve `maximum` until a size fits.
-        objective: what `auto` chooses within the maximum: `throughput`: the micro-batches with the
-            most real tokens a second, timed in a few trials; `largest`: as much at once as fits.
-        device_memory: memory that training may use: a size such as `12GiB`, or a share of the
-            device such as `0.9`; None: what is free, plus what this process holds.
-        headroom: share of it that stays free, from 0 to below 1; `auto`: 0.01 on one GPU with
-            expandable segments where trials are whole steps, and 0.05 elsewhere.
-        maximum: the most rows that are tried.
-        round_to_power_of_two: whether to train with the power of two at or below the maximum
-            batch size, which is tried too. It stays the same while the maximum varies by some
-            rows from run to run.
-        trial_seconds: seconds that a trial may take; a size that would take longer is not tried.
-            None: no limit.
+        search: search strategy. `predict`: predict sizes that should fit from the peaks of earlier
+            trials. `binary`: bisect from 1 to `maximum`. `halve`: start at `maximum` and halve
+            until a size fits.
+        objective: goal of `auto` within the maximum batch size. `throughput`: the micro-batches
+            with the most real tokens per second, which are timed. `largest`: the largest
+            micro-batches.
+        device_memory: memory that training may use: a size such as `12GiB`, or a fraction of the
+            device such as `0.9`. None: the free memory plus the memory of this process.
+        headroom: fraction of this memory that stays free, from 0 to below 1. `auto`: 0.01 on one
+            GPU with expandable segments if trials are whole steps, otherwise 0.05.
+        maximum: maximum number of rows to try.
+        round_to_power_of_two: whether to train with the largest power of two up to the maximum
+            batch size, which is tried too. The batch size then stays the same if the maximum
+            differs slightly between runs.
+        trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not
+            tried. None: no limit.
         memory_key: name of `device_memory` in errors.
 
     Raises:

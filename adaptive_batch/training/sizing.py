@@ -122,12 +122,12 @@ class ConfiguredSize:
     """Configured size of a micro-batch: in rows or in tokens, or neither.
 
     Attributes:
-        micro_batch_size: most rows at once: a number; `auto`: found by a search (see
-            `probe.objective`); None: `batch_size`. The rows of a step run in as few micro-batches
-            as that allows.
-        micro_batch_tokens: most tokens at once, padding included: a number, at least the longest
-            row; `auto`: found by a search; None: no limit in tokens. The rows of a step are
-            grouped by length. Not for rows with images.
+        micro_batch_size: maximum number of rows of a micro-batch. `auto`: found by a search (see
+            `probe.objective`). None: `batch_size`. A step has as few micro-batches as the limit
+            allows.
+        micro_batch_tokens: maximum number of tokens of a micro-batch, including padding; at least
+            the longest row. `auto`: found by a search. None: no limit in tokens. With a limit, the
+            rows of a step are grouped by length. Not supported for rows with images.
     """
 
     micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
