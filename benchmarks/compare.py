@@ -144,8 +144,8 @@ def drawn(table: str, path: Path) -> str:
     """Return a table in Markdown, with its command and a link to its record."""
     record = json.loads(path.read_text(encoding="utf-8"))
     heading, *lines = CELLS[table](record)
-    separator = ["---"] * len(heading)
-    rows = [f"| {' | '.join(cells)} |" for cells in (heading, separator, *lines)]
+    rows = [f"| {' | '.join(cells)} |" for cells in (heading, *lines)]
+    rows.insert(1, f"|{'---|' * len(heading)}")
     versions = ", ".join(f"{name} {version}" for name, version in versions_of(table, record))
     measured = f"Measured on {record['date']} by `{record['command']}` in {record['seconds']:.0f} s"
     source = f"[{path.name}](../benchmarks/results/{path.name})"

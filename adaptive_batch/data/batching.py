@@ -40,7 +40,7 @@ class Sampling:
         sample_window: number of shuffled rows that `seqlen` sorts at a time; None: all rows of the
             dataset.
         batch_tokens: number of real tokens (without padding) of a step on one device; replaces
-            `batch_size`. Sets `micro_batch_tokens: auto` unless you set a micro-batch size.
+            `batch_size`. The default micro-batch size is then `micro_batch_tokens: auto`.
         min_rows_per_batch: minimum number of rows of a step with `batch_tokens`, even if they have
             more tokens. The last step of an epoch may have fewer.
         max_rows_per_batch: maximum number of rows of a step with `batch_tokens`.

@@ -311,10 +311,8 @@ class Settings(Batching):
             then runs before the step. `auto`: as many tokens as fit. None: the reference runs
             within each micro-batch of training. See [preference
             pairs](torchtune.md#pairs-at-once-in-the-reference).
-        micro_batch_layout: `padded`: rows are padded to the longest row of the micro-batch.
-            `grouped`: the same, after sorting the rows of the step by length. `packed`: rows are
-            concatenated without padding, and attention does not cross rows. None: `padded`, or the
-            fastest layout with `auto`.
+        micro_batch_layout: `padded`, `grouped` or `packed`; see [below](#micro-batch-layouts).
+            None: `padded`, or the fastest layout with `auto`.
         uniform_micro_batches: property that is equal in all micro-batches of a step: `rows`,
             `lengths` or `both`. For pipelines and compiled graphs.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of this number, which

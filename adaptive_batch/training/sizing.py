@@ -123,8 +123,7 @@ class ConfiguredSize:
 
     Attributes:
         micro_batch_size: maximum number of rows of a micro-batch. `auto`: found by a search (see
-            `probe.objective`). None: `batch_size`. A step has as few micro-batches as the limit
-            allows.
+            `probe.objective`). None: `batch_size`.
         micro_batch_tokens: maximum number of tokens of a micro-batch, including padding; at least
             the longest row. `auto`: found by a search. None: no limit in tokens. With a limit, the
             rows of a step are grouped by length. Not supported for rows with images.
