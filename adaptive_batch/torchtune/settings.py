@@ -304,8 +304,7 @@ class Settings(Batching):
             to `batch_size` at the start of each epoch: its dotted path, or a block with
             `_component_` that builds it. See [below](#growth-functions).
         batch_size_schedule: function `rule(progress) -> int` that returns the rows of a step on one
-            device, or its real tokens with `batch_tokens`: its dotted path, or a block with
-            `_component_` that builds it. See [below](#schedules-of-the-batch).
+            device, or its real tokens with `batch_tokens`. See [below](#schedules-of-the-batch).
         preview: whether to print the plan of the training and stop before weights load.
         reference_micro_batch_size: number of pairs in a micro-batch of the DPO reference, which
             then runs before the step. `auto`: as many tokens as fit. None: the reference runs
