@@ -70,35 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument(
         "--output", metavar="FILE", help="the page, if not OUTPUT_DIR/adaptive_batch/report.html"
     )
-    _add_emulate(
-        commands.add_parser(
-            "emulate",
-            help="run a training program on an emulated GPU, and report its memory",
-            usage="adaptive-batch emulate --device h100 [options] -- python train.py ...",
-        )
+    emulate = commands.add_parser(
+        "emulate",
+        help="run a training program on an emulated GPU, and report its memory",
+        usage="adaptive-batch emulate --device h100 [options] -- python train.py ...",
     )
-    run = commands.add_parser(
-        "run",
-        help="run a program with Transformers' Trainer, in micro-batches that fit",
-        usage="adaptive-batch run [options] -- python train.py ...",
-    )
-    add_options(run)
-    run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
-    # Folders can have arbitrary names, and a terminal may support only ASCII.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    options = parser.parse_args(arguments)
-    try:
-        return _run(options)
-    except SettingError as error:
-        commands.choices[options.command].error(str(error))
-    except AdaptiveBatchError as error:
-        print(f"{options.command}: {error}", file=sys.stderr)
-        return 1
-
-
-def _add_emulate(emulate: argparse.ArgumentParser) -> None:
     emulate.add_argument("--device", metavar="NAME", help="a device, or a size such as 24GiB")
     emulate.add_argument(
         "--architecture",
@@ -122,23 +98,32 @@ def _add_emulate(emulate: argparse.ArgumentParser) -> None:
         action="store_true",
         help="install the CUDA build of an installed CPU build of torch into the cache folder",
     )
-    emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
+    run = commands.add_parser(
+        "run",
+        help="run a program with Transformers' Trainer, in micro-batches that fit",
+        usage="adaptive-batch run [options] -- python train.py ...",
+    )
+    add_options(run)
+    for command in (emulate, run):
+        command.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
+    # Folders can have arbitrary names, and a terminal may support only ASCII.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    options = parser.parse_args(arguments)
+    try:
+        return _run(options)
+    except SettingError as error:
+        commands.choices[options.command].error(str(error))
+    except AdaptiveBatchError as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 1
 
 
-def _run_program(options: argparse.Namespace) -> int:
-    from adaptive_batch.integrations.program import run_program
-
-    program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    if not program:
-        raise SettingError("PROGRAM", None, "give the program after --")
-    return run_program(program, given_options(options))
-
-
-def _emulate(options: argparse.Namespace) -> int:
+def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
     from adaptive_batch.emulate import EmulationError, emulate, install_cuda_build
     from adaptive_batch.estimate import DEVICES
 
-    program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if options.list:
         for device in DEVICES:
             if device.compute_capability:
@@ -149,7 +134,7 @@ def _emulate(options: argparse.Namespace) -> int:
         if options.install:
             return install_cuda_build()
         if options.device is None or not program:
-            raise EmulationError("give --device NAME and, after --, the program")
+            raise SettingError("--device", options.device, "give it and, after --, the program")
         # Background jobs of a shell ignore Ctrl-C, as do their children.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return emulate(
@@ -161,7 +146,7 @@ def _emulate(options: argparse.Namespace) -> int:
             json_file=options.json,
             output=options.output,
         )
-    except (EmulationError, SettingError) as error:
+    except EmulationError as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 2
 
@@ -206,10 +191,15 @@ def emulated_device(name_or_size: str, architecture: str) -> Device:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.command == "emulate":
-        return _emulate(options)
-    if options.command == "run":
-        return _run_program(options)
+    if options.command in ("emulate", "run"):
+        program = options.program[1:] if options.program[:1] == ["--"] else options.program
+        if options.command == "emulate":
+            return _emulate(options, program)
+        if not program:
+            raise SettingError("PROGRAM", None, "give the program after --")
+        from adaptive_batch.integrations.program import run_program
+
+        return run_program(program, given_options(options))
     if options.command == "audit":
         from adaptive_batch.report import audit
 

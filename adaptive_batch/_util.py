@@ -18,10 +18,10 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from fractions import Fraction
 from functools import partial
 from importlib import import_module
-from pathlib import Path, PurePath
+from importlib.util import find_spec
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -231,17 +231,15 @@ class ProgressBar:
         self._shown = shown
         self._last_line = time.monotonic()
         self._bar = None
-        if shown and sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                # tqdm is optional.
-                return
+        # tqdm is optional.
+        if shown and sys.stderr.isatty() and find_spec("tqdm"):
+            from tqdm import tqdm
+
             self._bar = tqdm(total=total, desc=what, initial=done, unit=f" {unit}")
 
     def advance(self, what: str | None = None) -> None:
         """Count one unit as done and optionally change the description."""
-        self._done = self._done + 1
+        self._done += 1
         if what is not None:
             self._what = what
         if self._bar is not None:
@@ -387,16 +385,16 @@ def cache_directory() -> Path:
 def fingerprint(*parts: object) -> str:
     """Hash settings to 24 hexadecimal digits, equally in every process and on every machine.
 
-    The order of a mapping's keys is ignored. Types matter: ``1``, ``"1"``, ``1.0`` and ``True`` all
-    differ, but a path equals its text and a tuple a list.
+    The order of a dictionary's keys is ignored. Types matter: ``1``, ``"1"``, ``1.0`` and ``True``
+    all differ, but a path equals its text and a tuple a list.
 
     Args:
-        parts: None, bool, int, float, str, path, and lists and mappings of these.
+        parts: None, bool, int, float, str, path, and lists and dictionaries of these.
 
     Raises:
         TypeError: a part has another type, such as a tensor.
     """
-    text = json.dumps(_as_json(parts), sort_keys=True)
+    text = json.dumps(parts, sort_keys=True, default=os.fspath)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -430,19 +428,6 @@ def described_with_files(value: object) -> object:
     return value
 
 
-def _as_json(part: object) -> object:
-    """Return a part with keys of mappings as JSON, which distinguishes 1 from "1", and paths as
-    text.
-    """
-    if isinstance(part, Mapping):
-        return {json.dumps(key): _as_json(value) for key, value in part.items()}
-    if isinstance(part, list | tuple):
-        return [_as_json(item) for item in part]
-    if isinstance(part, PurePath):
-        return str(part)
-    return part
-
-
 def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
     """Build a value of an annotated type from JSON.
 
@@ -454,33 +439,28 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
     Raises:
         TypeError, ValueError: The value does not match the type.
     """
+    build = partial(from_json, optional=optional)
     if is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{value!r} is not a mapping")
-        arguments = {}
-        for name, hint in get_type_hints(kind).items():
-            if name in value:
-                arguments[name] = from_json(hint, value[name], optional=optional)
-            elif name not in optional:
-                raise TypeError(f"{name} is missing")
+        given = dict(value)
+        hints = get_type_hints(kind)
+        missing = hints.keys() - given.keys() - set(optional)
+        if missing:
+            raise TypeError(f"{min(missing)} is missing")
+        arguments = {name: build(hints[name], given[name]) for name in hints if name in given}
         return kind(**arguments)  # type: ignore[operator]
-    if get_origin(kind) is UnionType:
-        if value is None:
-            return None
-        return from_json(get_args(kind)[0], value, optional=optional)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"{value!r} is not a list")
+    origin = get_origin(kind)
+    if origin is UnionType:
+        return None if value is None else build(get_args(kind)[0], value)
+    if origin is dict:
+        _, hint = get_args(kind)
+        return {name: build(hint, item) for name, item in dict(value).items()}
+    if origin is tuple:
         kinds = get_args(kind)
         if kinds[-1] is Ellipsis:
             kinds = kinds[:1] * len(value)
-        pairs = zip(kinds, value, strict=True)
-        return tuple(from_json(*pair, optional=optional) for pair in pairs)
-    if get_origin(kind) is dict and isinstance(value, Mapping):
-        _, hint = get_args(kind)
-        return {name: from_json(hint, item, optional=optional) for name, item in value.items()}
-    if kind in (float, Fraction):
-        return kind(value)
+        return tuple(build(*pair) for pair in zip(kinds, value, strict=True))
+    if kind is float:
+        return float(value)
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value

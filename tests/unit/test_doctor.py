@@ -68,7 +68,7 @@ def test_findings_are_one_aligned_line_each():
     assert check(lines.append)
     assert len({re.match(r".*?\S +ok     (?=\S)", line).end() for line in lines}) == 1
     subjects = {line.split("  ")[0] for line in lines}
-    assert subjects >= {"python", "torch", "torchtune", "import torchtune", "tune", "cpu"}
+    assert subjects >= {"python", "torch", "torchtune", "import torchtune", "tune"}
     assert (
         str(Finding("longer", "2", "pip install 'x==3'"))
         == "WRONG  2; fix it with: pip install 'x==3'"
@@ -85,15 +85,10 @@ def test_installed_versions_are_found():
     assert installed_version("no-such-distribution") is None
 
 
-def test_devices_are_printed_with_their_memory_in_gib():
-    accelerators, *devices = check_devices()
+def test_accelerators_are_counted():
+    (accelerators,) = check_devices()
     assert accelerators.text.startswith(
         f"{torch.accelerator.device_count()} seen by torch {torch.__version__}"
-    )
-    assert devices[0].subject == "cpu"
-    assert len(devices) == 1 + torch.accelerator.device_count()
-    assert all(
-        re.search(r"\d+\.\d GiB\), \d+\.\d GiB of it available$", device.text) for device in devices
     )
 
 

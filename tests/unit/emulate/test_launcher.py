@@ -38,11 +38,15 @@ def test_the_list_has_the_devices_with_cuda(capsys):
     assert "MI300X" not in said
 
 
-def test_a_program_has_to_be_given(capsys):
-    assert main(["emulate", "--device", "h100"]) == 2
-    assert "the program" in capsys.readouterr().err
-
-
-def test_a_wrong_device_ends_in_one_line(capsys):
-    assert main(["emulate", "--device", "h1000", "--", "python"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h100"], "--device='h100': give it and, after --, the program"),
+        (["--device", "h1000", "--", "python"], "--device='h1000': "),
+    ],
+)
+def test_a_missing_program_and_an_unknown_device_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["emulate", *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
