@@ -231,7 +231,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             rows,
             step,
             batch_size=self.batches.batch_size,
-            ends=self.saver.preemption.requested,
+            stop_requested=self.saver.preemption.requested,
             measures_noise=self.monitor.measures_noise(step),
         )
         if not self.monitor.drops(step, result, lr=rates["lr"]):
@@ -251,7 +251,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.validation:
             self.validation.run_where_due(progress.steps)
         self.profiler.end_step()
-        self.saver.save_where_due(self.trainer, ends=result.ends)
+        self.saver.save_where_due(self.trainer, stop_requested=result.stop_requested)
 
     # --- checkpoints
 

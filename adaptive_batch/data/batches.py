@@ -151,7 +151,7 @@ class Batches(Sampler[list[int]]):
 
     _progress: Progress
     _epoch: PlannedEpoch
-    # A schedule is called on rank zero for all; False calls it on each, which `Step.agree`
+    # A schedule is called on rank zero for all; False calls it on each, which `Step.agree_on_plan`
     # compares.
     asks_rank_zero = False
     # An epoch is divided into steps before it is trained, which may read lengths and ask rules,

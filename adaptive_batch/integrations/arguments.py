@@ -166,7 +166,7 @@ class AdaptiveArguments(PlainArguments):
                 accumulates=accumulates,
             )
             maximum = found.max_batch_size
-            longest = longest.beside_longest
+            longest = longest.padded_to_longest
         log.info(
             "micro-batch limit: %s of the longest rows fit, found in %s",
             count(found.max_batch_size, "row"),

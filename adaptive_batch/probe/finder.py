@@ -178,9 +178,9 @@ def run_search(
     run_trial: Callable[[int], Trial],
     *,
     search: Search,
-    fewest: int = 1,
+    min_rows: int = 1,
     trial_seconds: float | None = None,
-    seconds_of_fewest: float = 0.0,
+    min_rows_seconds: float = 0.0,
     round_to_power_of_two: bool = False,
     sequence_length: int = 0,
     resident_bytes: int = 0,
@@ -194,10 +194,10 @@ def run_search(
     Args:
         run_trial: function that runs a trial of the given rows; see :class:`.DryRun`.
         search: search strategy.
-        fewest: smallest size to try.
+        min_rows: smallest size to try.
         trial_seconds: time limit of a trial; None for no limit. The time per row falls with the
             rows, so sizes grow until the next one would take too long.
-        seconds_of_fewest: duration of `fewest` rows before the first trial.
+        min_rows_seconds: duration of `min_rows` rows before the first trial.
         round_to_power_of_two: whether to round the size for training down, and to try it too.
         sequence_length, resident_bytes, budget_bytes: fields of the result.
 
@@ -209,7 +209,7 @@ def run_search(
 
     def run(size: int) -> Trial:
         start = time.perf_counter()
-        trial = _agree(run_trial(size))
+        trial = combine_over_ranks(run_trial(size))
         seconds.append(time.perf_counter() - start)
         trials.append(trial)
         log.info("trial %d: %s", len(trials), _outcome(trial))
@@ -221,8 +221,8 @@ def run_search(
 
     maximum = search.maximum
     if trial_seconds is not None:
-        search.try_at_most(max(fewest, rows_in_time(fewest, seconds_of_fewest)))
-    while (size := search.candidate) is not None and size >= fewest:
+        search.try_at_most(max(min_rows, rows_in_time(min_rows, min_rows_seconds)))
+    while (size := search.candidate) is not None and size >= min_rows:
         trial = run(size)
         search.record(trial)
         if trial_seconds is not None and trial.fits:
@@ -273,7 +273,7 @@ def _outcome(trial: Trial) -> str:
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
     """Try an earlier result again; return None if it no longer fits."""
     start = time.perf_counter()
-    trial = _agree(run_trial(known.max_batch_size))
+    trial = combine_over_ranks(run_trial(known.max_batch_size))
     if not trial.fits:
         log.info(
             "the earlier result of %d rows no longer fits; probing again",
@@ -301,7 +301,7 @@ def read_result(store: Store, value: str, *, name: str = "fingerprint") -> Probe
         return None
 
 
-def _agree(trial: Trial) -> Trial:
+def combine_over_ranks(trial: Trial) -> Trial:
     """Combine the trial of all ranks.
 
     It fits if it fits on all ranks. Peaks are the largest; the trace is that of rank zero, which

@@ -22,15 +22,15 @@ from typing import NamedTuple
 from adaptive_batch.memory import MemoryCurve, Trace
 
 # Share of the budget for the first trial of an expected curve, if bytes are not counted.
-SURE = 0.95
+FIRST_TRIAL_SHARE = 0.95
 # A peak that differs by more than this part of its rise contradicts an expected curve.
-ALIKE = 0.1
+CURVE_TOLERANCE = 0.1
 # The same limit if bytes are counted.
-EQUAL = 1e-6
+CURVE_TOLERANCE_EXACT = 1e-6
 # Reduction of an expected size after a retry of the allocator; doubled each time.
-NEAR = 0.05
+RETRY_REDUCTION = 0.05
 # After an OOM, the search ends at a gap of this part of the rows.
-CLOSE = 0.012
+END_GAP = 0.012
 
 # Extrapolation of peaks.
 
@@ -39,9 +39,9 @@ KNEE = 3 / 8
 # Peaks grow at most like rows ** 1.35 (measured: up to 1.3).
 STEEPEST = 1.35
 # While rows take less than this share of the peak, the ops that fill the budget are still hidden.
-GENTLE = 1 / 4
+MIN_ROW_SHARE = 1 / 4
 # A line is extrapolated at most to this multiple of the tried rows.
-LEAP = 32
+MAX_EXTRAPOLATION = 32
 # Peaks that agree to this part of their rise have no noise; noise is about 1e-2.
 EXACT = 1e-4
 # Maximum error of a noisy peak.
@@ -54,7 +54,7 @@ NEARLY = 0.975
 # Step near the end of a noisy search, so that its result is within 1%.
 FINE = 0.01
 # An estimated end this close counts as reached.
-REACHED = 0.002
+END_TOLERANCE = 0.002
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Search(ABC):
     def __init__(self, limit: int) -> None:
         assert limit >= 1, limit
         self.maximum = limit
-        self._useful_rows = limit
+        self._limit = limit
         self._trials: list[Trial] = []
 
     @property
@@ -126,7 +126,7 @@ class Search(ABC):
 
     def try_at_most(self, rows: int) -> None:
         """Limit the next trials to `rows`, within the initial maximum."""
-        self.maximum = min(self._useful_rows, max(1, rows, self.best))
+        self.maximum = min(self._limit, max(1, rows, self.best))
 
     def record(self, trial: Trial) -> None:
         """Record the trial of the candidate."""
@@ -182,7 +182,7 @@ class Predictive(Search):
         granularity_bytes: resolution of peaks; an accelerator's allocator reserves blocks.
         expected: expected curve of an estimate or of earlier trials, used until a trial contradicts
             it.
-        fewest: rows of the first trial without an expected curve.
+        min_rows: rows of the first trial without an expected curve.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Predictive(Search):
         *,
         budget_bytes: int,
         maximum: int,
-        fewest: int = 1,
+        min_rows: int = 1,
         resident_bytes: int = 0,
         granularity_bytes: int = 1,
         expected: MemoryCurve | None = None,
@@ -202,22 +202,22 @@ class Predictive(Search):
         self._rounding = 2 * granularity_bytes / self._free_bytes
         self._granularity_bytes = granularity_bytes
         self._expected = expected
-        self._fewest = fewest
+        self._min_rows = min_rows
 
     @property
     def candidate(self) -> int | None:
         best = self.best
         too_many = self._too_many
         failed = any(not trial.fits for trial in self._trials)
-        if self._expected is not None and self._bears_out(self._expected):
+        if self._expected is not None and self._agrees_with_trials(self._expected):
             return self._rows_by_expectation(self._expected)
         if not self._trials:
-            return min(self._fewest, self.maximum)
+            return min(self._min_rows, self.maximum)
         if best == 0:
             return self._rows_below_expected()
         resolution = 1.0
         if failed:
-            resolution = max(1, CLOSE * best)
+            resolution = max(1, END_GAP * best)
         if too_many - best <= resolution:
             return None
         measured = measured_curve(self._trials)
@@ -225,7 +225,7 @@ class Predictive(Search):
         # If the traces allow `too_many` rows, that trial has contradicted them.
         if traced < too_many:
             return traced if traced > best else None
-        refuted = self._refutes_budget()
+        refuted = self._worst_early_oom()
         if refuted is not None:
             return self._rows_from_below(refuted)
         points = self._points()
@@ -247,15 +247,17 @@ class Predictive(Search):
         too_many = self._too_many
         if self._expected is None or too_many == 1:
             return None
-        part = 1 - NEAR * 2 ** (len(self._trials) - 1) if self._trials[-1].retried else 0.5
+        part = (
+            1 - RETRY_REDUCTION * 2 ** (len(self._trials) - 1) if self._trials[-1].retried else 0.5
+        )
         return max(1, math.floor(too_many * max(part, 0.5)))
 
-    def _bears_out(self, curve: MemoryCurve) -> bool:
+    def _agrees_with_trials(self, curve: MemoryCurve) -> bool:
         """Return whether all trials agree with a curve."""
         if any(not trial.fits for trial in self._trials):
             return False
         is_counted = self._granularity_bytes == 1
-        may_differ = EQUAL if is_counted else ALIKE
+        may_differ = CURVE_TOLERANCE_EXACT if is_counted else CURVE_TOLERANCE
         return all(abs(self._scale(curve, trial) - 1) <= may_differ for trial in self._trials)
 
     def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
@@ -272,7 +274,7 @@ class Predictive(Search):
         # Exact if bytes are counted; allocators reserve whole blocks.
         is_exact = self._granularity_bytes == 1
         if not self._trials:
-            sure = 1 if is_exact else SURE
+            sure = 1 if is_exact else FIRST_TRIAL_SHARE
             return max(1, self._allowed(curve, sure * self._budget_bytes))
         scale = self._scale(curve, self._trials[-1])
         resident = self._resident_bytes
@@ -280,9 +282,9 @@ class Predictive(Search):
         rows = self._allowed(curve, resident + room)
         best = self.best
         # With many rows, the last percent is within the noise and not worth an OOM.
-        if not is_exact and CLOSE * rows > 1:
+        if not is_exact and END_GAP * rows > 1:
             rows = math.floor(rows * (1 - UNCERTAIN))
-            if rows - best <= CLOSE * best:
+            if rows - best <= END_GAP * best:
                 return None
             return rows
         # With few rows, try one more if at most two blocks are missing: they may be partly free.
@@ -300,7 +302,7 @@ class Predictive(Search):
         rows = curve.max_rows(int(budget_bytes))
         return self.maximum if rows is None else min(rows, self.maximum)
 
-    def _refutes_budget(self) -> Trial | None:
+    def _worst_early_oom(self) -> Trial | None:
         """Return the trial with the highest peak among those with an OOM below the budget.
 
         It is None if no trial had one, or for an allocator that reserves blocks.
@@ -337,7 +339,7 @@ class Predictive(Search):
         step = 2 * (best - max(fewer, default=0))
         # The next allocation of the failed trial is the only uncertainty.
         if sure_rows == best:
-            step = math.floor(CLOSE * refuted.batch_size)
+            step = math.floor(END_GAP * refuted.batch_size)
         return best + max(1, min(step, (too_many - best) // 2))
 
     def _points(self) -> list[Point]:
@@ -394,14 +396,14 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     if proportional:
         return _reach(previous, last, 1, 1.0)
     # Without this, a flat peak just below the budget would take one trial for each row.
-    if resident_known and row * last.rows < GENTLE * last.share:
+    if resident_known and row * last.rows < MIN_ROW_SHARE * last.share:
         return max(safe, 1.25 * last.rows)
     if power:
         end = _reach(previous, last, power, 1.0)
         if end < last.rows + 0.95:
             return None
         if last.share > KNEE:
-            return min(end, LEAP * last.rows)
+            return min(end, MAX_EXTRAPOLATION * last.rows)
         # Below the knee, go no further than is safe from the knee on.
         knee_rows = _reach(previous, last, power, KNEE)
         return max(safe, min(end, _grow(Point(knee_rows, KNEE), 2)))
@@ -451,7 +453,7 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
     fixed = sum(flat) / len(flat)
     risen = [point for point in points if point.share - fixed > 3 * UNCERTAIN * fixed]
     if last not in risen:
-        return max(safe, LEAP * last.rows)
+        return max(safe, MAX_EXTRAPOLATION * last.rows)
     rise = last.share - fixed
     room = max(0.0, 1 - fixed)
     if FINE * last.rows * math.pow(room / rise, 1 / STEEPEST) < 1:
@@ -469,7 +471,7 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
     near = [point for point in risen if point.share > NEARLY - 4 * UNCERTAIN]
     ends = [point.rows * math.pow(room / (point.share - fixed), 1 / power) for point in near]
     end = sum(ends) / len(ends)
-    if end < last.rows * (1 + REACHED):
+    if end < last.rows * (1 + END_TOLERANCE):
         return None
     return max(last.rows * (1 + FINE), end * (1 - FINE))
 

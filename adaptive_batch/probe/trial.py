@@ -61,7 +61,7 @@ class DryRun:
             forward.
         memory: memory of the device.
         budget_bytes: memory limit of a trial, resident bytes included.
-        fewest: fewest rows that the model trains on.
+        min_rows: fewest rows that the model trains on.
         row: description of the fewest rows for errors, with their length.
         sharding: sharding of the model; needed with several ranks.
         keep_gradients: function that runs a micro-batch of one row and keeps its gradients
@@ -70,14 +70,14 @@ class DryRun:
             given size of the largest micro-batch. A trial then runs all of them from an empty
             cache, since varying lengths fragment a caching allocator.
         remedies: advice at the end of the error that one row does not fit.
-        held: frozen modules that are on the device besides the model.
+        frozen_modules: frozen modules that are on the device besides the model.
         leaves_cache: whether to keep the allocator's cache after the last trial.
 
     Attributes:
         resident_bytes: bytes alive before a trial, known after entering.
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
             backward.
-        seconds_of_fewest: shortest duration of the fewest rows; infinity before they ran.
+        min_rows_seconds: shortest duration of the fewest rows; infinity before they ran.
 
     Raises:
         DoesNotFitError: the fewest rows do not fit (on entering).
@@ -94,19 +94,19 @@ class DryRun:
         accumulates: bool,
         memory: DeviceMemory,
         budget_bytes: int,
-        fewest: int = 1,
+        min_rows: int = 1,
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
         steps: Callable[[int], Iterator[TrialStep]] | None = None,
         remedies: str = MEMORY_REMEDIES,
-        held: Sequence[nn.Module] = (),
+        frozen_modules: Sequence[nn.Module] = (),
         leaves_cache: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
         self.optimizer_peak_bytes: int | None = None
-        self.seconds_of_fewest = math.inf
+        self.min_rows_seconds = math.inf
         self._model = model
         self._in_backward: OptimizerInBackward | None = None
         self._optimizers: list[Optimizer] = []
@@ -117,7 +117,7 @@ class DryRun:
         self._forward_backward = forward_backward
         self._step = step
         self._memory = memory
-        self._fewest = fewest
+        self._min_rows = min_rows
         self._row = row
         self._steps = steps
         self._leaves_cache = leaves_cache
@@ -126,10 +126,10 @@ class DryRun:
         self._accumulates = accumulates
         self._keep_gradients = keep_gradients if accumulates else None
         self._remedies = remedies
-        self._held = held
+        self._frozen_modules = frozen_modules
         # Of the last measurement: whether the allocator retried, and the peak before an OOM.
         self._retried = False
-        self._held_bytes: int | None = None
+        self._peak_before_oom_bytes: int | None = None
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
@@ -186,7 +186,7 @@ class DryRun:
                 None,
                 optimizer_peak_bytes,
                 retried=self._retried,
-                held_bytes=self._held_bytes,
+                held_bytes=self._peak_before_oom_bytes,
             )
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
@@ -291,7 +291,7 @@ class DryRun:
         """
 
         def run_fewest() -> None:
-            self._forward_backward(self._fewest)
+            self._forward_backward(self._min_rows)
 
         fewest = (self._row, run_fewest)
         phases: list[tuple[str, Callable[[], object]]] = [fewest, fewest]
@@ -307,7 +307,7 @@ class DryRun:
             )
             if is_fewest:
                 seconds = time.perf_counter() - start
-                self.seconds_of_fewest = min(seconds, self.seconds_of_fewest)
+                self.min_rows_seconds = min(seconds, self.min_rows_seconds)
             if usage is None:
                 return phase, peaks
             if usage.peak_bytes is not None:
@@ -349,7 +349,7 @@ class DryRun:
         usage: Usage | None = None
         message = ""
         is_prepared = has_run = False
-        self._held_bytes = None
+        self._peak_before_oom_bytes = None
         # Free memory only after the except block: its traceback keeps tensors alive.
         try:
             if prepare:
@@ -369,7 +369,7 @@ class DryRun:
                 raise RuntimeError(f"{what} failed, not because of memory: {error}") from error
             message = str(error) or type(error).__name__
             if usage is not None:
-                self._held_bytes = usage.peak_bytes
+                self._peak_before_oom_bytes = usage.peak_bytes
                 usage = None
         self._retried = usage is not None and usage.retried
         fits = usage is not None and not usage.retried
@@ -418,7 +418,7 @@ class DryRun:
             yield tensor
             if tensor.grad is not None:
                 yield tensor.grad
-        for module in self._held:
+        for module in self._frozen_modules:
             yield from (*module.parameters(), *module.buffers())
         yield from self._sharding.kept_gradients()
         yield from optimizer_state_tensors(optimizer_list(self._optimizer))

@@ -367,7 +367,9 @@ class LimitFinder:
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
-        sizer.set_bound_of_longer(result, batch_size, tried_rows=tried_rows, can_split=can_split)
+        sizer.set_bound_for_longer_rows(
+            result, batch_size, tried_rows=tried_rows, can_split=can_split
+        )
         new_limit = batches.limit
         self._event(
             "limit",

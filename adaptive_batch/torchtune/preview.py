@@ -19,7 +19,7 @@ from adaptive_batch.schedules import (
     at_most,
     check_increments,
 )
-from adaptive_batch.training import MicroBatchSizer, same_answers
+from adaptive_batch.training import MicroBatchSizer, raise_if_answers_differ
 
 from .job import Job
 from .limit_finder import LimitFinder, left_by_rounding
@@ -117,7 +117,7 @@ class TrainingPreview:
                     batch_size=batches.batch_size,
                 )
             first, *_ = [*sizes, batches.batch_size]
-            same_answers({"batch_increase_function": first})
+            raise_if_answers_differ({"batch_increase_function": first})
 
     def plan_remaining(self) -> TrainingPlan:
         """Plan the rest of training, after the search.
@@ -179,7 +179,7 @@ class TrainingPreview:
                 if rule is None:
                     call = f"batch_increase_function in epoch {at.epoch}"
                 answers[call] = at.batch
-        same_answers(answers)
+        raise_if_answers_differ(answers)
         return stages
 
     def table(self, ahead: TrainingPlan, *, base_rate: float) -> tuple[str, list[dict[str, Any]]]:

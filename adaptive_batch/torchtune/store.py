@@ -668,28 +668,28 @@ class Saver:
         ends_run = self._resumed.saved["epochs"] == progress.epoch
         self._export(trainer, epoch=epoch, step=progress.steps, ends_run=ends_run)
 
-    def save_where_due(self, trainer: Trainer, *, ends: bool) -> None:
+    def save_where_due(self, trainer: Trainer, *, stop_requested: bool) -> None:
         """Save a checkpoint if the step interval has passed or a stop was requested.
 
         Args:
             trainer: trainer of the run.
-            ends: whether a rank was requested to stop; used with several ranks.
+            stop_requested: whether a rank was requested to stop; used with several ranks.
         """
         every = self._saving.save_every_n_steps
         if distributed.world_size() == 1:
-            ends = self.preemption.requested
-        if not (ends or (every and self._batches.progress.steps % every == 0)):
+            stop_requested = self.preemption.requested
+        if not (stop_requested or (every and self._batches.progress.steps % every == 0)):
             return
         try:
             self._save_point(trainer)
-            if ends:
+            if stop_requested:
                 self._store.wait()
         except CheckpointError as error:
-            if ends:
+            if stop_requested:
                 raise
             self._log.failed_save(error)
             return
-        if ends:
+        if stop_requested:
             self._end_early()
 
     def _save_point(self, trainer: Trainer, *, prints: bool = True, **facts: Any) -> None:

@@ -297,7 +297,7 @@ class Trainer:
         step: PlannedRows,
         *,
         batch_size: int,
-        ends: bool,
+        stop_requested: bool,
         measures_noise: bool,
     ) -> StepResult:
         """Run forward and backward of all micro-batches of a step, and clip the gradients; a
@@ -307,14 +307,14 @@ class Trainer:
             rows: rows of this rank.
             step: plan of the step.
             batch_size: batch size of the run.
-            ends: whether this process was requested to stop.
+            stop_requested: whether this process was requested to stop.
             measures_noise: whether to sample the gradient noise.
         """
         report = RankReport(
             batch_size=batch_size,
             num_rows=len(step.numbers),
             requested=step.progress.batch,
-            ends=ends,
+            stop_requested=stop_requested,
         )
         return self.engine.run(rows, report, measures_noise=measures_noise)
 
@@ -358,5 +358,5 @@ class Trainer:
             engine.clip,
             row_length=engine.loss.row_length,
             keep_gradients=engine.keep_gradients if keeps_gradients else None,
-            held=() if self._reference.second is None else (self._reference.second,),
+            frozen_modules=() if self._reference.second is None else (self._reference.second,),
         )

@@ -31,7 +31,7 @@ from .recipe_step import (
     count_shifted_labels,
 )
 from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy, configured_size
-from .step import RankReport, differences, same_answers
+from .step import RankReport, differences, raise_if_answers_differ
 from .step_result import (
     ON_NONFINITE_LOSS,
     PLACE_OF_STEP,
@@ -84,6 +84,6 @@ __all__ = [
     "kinds_to_choose_from",
     "norm_to_clip",
     "pack_rows",
-    "same_answers",
+    "raise_if_answers_differ",
     "why_not_packed",
 ]

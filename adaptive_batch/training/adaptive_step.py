@@ -181,8 +181,8 @@ class AdaptiveStep(PartStep):
             return self.run_rows(rows, report)
         finally:
             # Also if the step ended with an OOM.
-            if self.tried_one_part and self.num_micro_batches > 1:
-                self.tried_one_part = False
+            if self.bound_excludes_gradients and self.num_micro_batches > 1:
+                self.bound_excludes_gradients = False
                 log.warning(
                     "a batch is split, but find_bound tried parts without the gradients of other"
                     " parts in memory: call it with batch_size="

@@ -72,7 +72,7 @@ from adaptive_batch.probe import (
 )
 
 from .compilations import Compilations
-from .gradients import OtherLeaves, SavedGradients
+from .gradients import ExternalLeaves, SavedGradients
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .options import REMEDIES
 from .parts import BatchSource
@@ -120,7 +120,7 @@ class LongestRows:
         name: name of a single row in errors.
         in_order: ``in_order(begin, size)`` returns rows in the order of training; None without an
             order.
-        beside_longest: the same rows, padded to the row with most tokens, which comes first; None
+        padded_to_longest: the same rows after the row with the most tokens, and padded to it; None
             if the largest row has the most tokens.
     """
 
@@ -128,7 +128,7 @@ class LongestRows:
     length: int
     name: str
     in_order: Callable[[int, int], list[Any]] | None = None
-    beside_longest: LongestRows | None = None
+    padded_to_longest: LongestRows | None = None
 
     @classmethod
     def of_sample(
@@ -202,7 +202,7 @@ class LongestRows:
             length=longest_length,
             name=_name(longest_length) + source,
         )
-        return replace(made, beside_longest=beside)
+        return replace(made, padded_to_longest=beside)
 
 
 def _name(length: int) -> str:
@@ -242,7 +242,7 @@ class TriedStep:
         clip: function that clips the gradients before the optimizer's step.
         row_length: function that returns the tokens of a row.
         keep_gradients: function that leaves the unsharded gradients of mid-step; None without any.
-        held: frozen modules that the step runs besides the model.
+        frozen_modules: frozen modules that the step runs besides the model.
     """
 
     engine: Step
@@ -251,7 +251,7 @@ class TriedStep:
     clip: Callable[[], object] = lambda: None
     row_length: Callable[[Any], int] = lambda row: 1
     keep_gradients: Callable[[Any], object] | None = None
-    held: Sequence[nn.Module] = ()
+    frozen_modules: Sequence[nn.Module] = ()
 
     def step(self) -> None:
         """Clip the gradients, and step the optimizer."""
@@ -381,16 +381,16 @@ class BoundSearch:
         self._strategy = strategy
         self._memory = tried.engine.memory
         self._maximum = distributed.minimum(options.maximum)
-        self._fewest = fewest_rows(tried.engine.model)
+        self._min_rows = fewest_rows(tried.engine.model)
         # This empties the allocator's cache.
         self._budget = self.budget_bytes()
         tried.engine.largest_size = 0
         evaluation = scope.evaluation
         stepped = evaluation.trained if evaluation else scope.rows
-        fewest = self._fewest
+        min_rows = self._min_rows
         keeps = None
         if tried.keep_gradients:
-            keeps = partial(tried.keep_gradients, stepped.first(fewest))
+            keeps = partial(tried.keep_gradients, stepped.first(min_rows))
         self._dry_run = DryRun(
             model=tried.engine.model,
             optimizer=tried.optimizer,
@@ -399,13 +399,13 @@ class BoundSearch:
             accumulates=scope.accumulates,
             memory=self._memory,
             budget_bytes=self._budget,
-            fewest=fewest,
-            row=stepped.name if fewest == 1 else f"{fewest} rows, which BatchNorm needs,",
+            min_rows=min_rows,
+            row=stepped.name if min_rows == 1 else f"{min_rows} rows, which BatchNorm needs,",
             sharding=tried.engine.sharding,
             keep_gradients=keeps,
             remedies=tried.engine.retry.remedies,
             steps=self._varying_steps if self._fragments else None,
-            held=tried.held,
+            frozen_modules=tried.frozen_modules,
             leaves_cache=self._leaves_cache,
         )
 
@@ -420,7 +420,7 @@ class BoundSearch:
         changing = [*model.parameters(), *model.buffers(), *states]
         held = [
             tensor
-            for module in self._tried.held
+            for module in self._tried.frozen_modules
             for tensor in (*module.parameters(), *module.buffers())
         ]
         available = self._memory.available_bytes([*changing, *held])
@@ -490,13 +490,13 @@ class BoundSearch:
             format_bytes(self._budget),
             self.left_free,
         )
-        others = OtherLeaves(engine.own_leaves, in_trials=True)
+        others = ExternalLeaves(engine.own_leaves, in_trials=True)
         gradients = SavedGradients({}, lambda: None)
         try:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
                 stack.callback(gradients.put_back)
-                stack.enter_context(others.watched(gradients.set_aside))
+                stack.enter_context(others.watch_backward(gradients.set_aside))
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
@@ -555,9 +555,9 @@ class BoundSearch:
         result = run_search(
             self._run_trial,
             search=self._strategy or self._named_strategy(budget, resident_bytes),
-            fewest=self._fewest,
+            min_rows=self._min_rows,
             trial_seconds=self._options.trial_seconds,
-            seconds_of_fewest=self._dry_run.seconds_of_fewest,
+            min_rows_seconds=self._dry_run.min_rows_seconds,
             round_to_power_of_two=self._options.round_to_power_of_two,
             sequence_length=self._scope.rows.length,
         )
@@ -621,7 +621,7 @@ class BoundSearch:
         return Predictive(
             budget_bytes=budget,
             maximum=self._maximum,
-            fewest=self._fewest,
+            min_rows=self._min_rows,
             resident_bytes=resident_bytes,
             granularity_bytes=self._memory.granularity_bytes,
             expected=expected,
@@ -838,8 +838,8 @@ def find_limit(
         report(result)
         if not scope.accumulates and (scope.whole_step_rows or 0) > result.max_batch_size:
             scope = replace(scope, accumulates=True)
-        elif scope.rows.beside_longest is not None:
-            scope = replace(scope, rows=scope.rows.beside_longest)
+        elif scope.rows.padded_to_longest is not None:
+            scope = replace(scope, rows=scope.rows.padded_to_longest)
             options = replace(options, maximum=result.max_batch_size)
         else:
             break

@@ -126,7 +126,7 @@ class EvaluationParts:
         rows: BatchSource | None = None
         # Other ranks take no part in this batch.
         with distributed.alone():
-            self.sizer.agree()
+            self.sizer.retry_former_limit()
             self.sizer.begin_step(NO_LIMIT)
             if self.sizer.limit_of_step.amount < NO_LIMIT:
                 rows = self._rows_of(batch)

@@ -86,7 +86,7 @@ class SavedGradients:
                 leaf.grad = earlier.add_(new)
 
 
-class OtherLeaves:
+class ExternalLeaves:
     """Finds the leaves that backward reaches and a model does not have.
 
     Looking through a graph takes time. A step of one micro-batch skips it if the graph has the size
@@ -124,7 +124,7 @@ class OtherLeaves:
             check_hooks(reference() for reference in self._known.values())
 
     @contextmanager
-    def watched(self, reached: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    def watch_backward(self, reached: Callable[[torch.Tensor], object]) -> Iterator[None]:
         """Call a function with each of the leaves once, before a backward accumulates in it.
 
         Raises:

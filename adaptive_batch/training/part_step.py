@@ -60,7 +60,8 @@ class PartStep(Step):
         statistics: computes the statistics of a batch.
         check: checks that a batch may be split.
         counts_over_ranks: whether labels and statistics are summed over all ranks.
-        tried_one_part: whether a search tried one part without the gradients of an earlier part.
+        bound_excludes_gradients: whether the bound was found without the gradients of an earlier
+            part in memory.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -114,7 +115,7 @@ class PartStep(Step):
         self.labels = LabelCounter(num_labels)
         self.statistics = BatchStatistics(statistics, self)
         self.check = SplitCheck(self)
-        self.tried_one_part = False
+        self.bound_excludes_gradients = False
         # A rank can finish a micro-batch after an OOM only if its collectives are known.
         self._records_collectives = (
             sharding.is_sharded and self.retry.retries and not is_compiled(model)
@@ -142,7 +143,7 @@ class PartStep(Step):
         self.sizer.noun = rows.noun
         self.record_collectives_of(rows)
         weighting = LabelShares(self, rows)
-        return self.run_step(weighting, self.agree(weighting, report))
+        return self.run_step(weighting, self.agree_on_plan(weighting, report))
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
         """Return the number of labels of a batch of `num_rows` rows, as shares count them."""
@@ -154,7 +155,7 @@ class PartStep(Step):
         """Find the most rows that fit, and limit micro-batches to them; see :func:`find_limit`."""
         results = find_limit(tried, scope, options, sizer=self.sizer)
         fits_whole = results[-1].max_batch_size >= (scope.whole_step_rows or 0)
-        self.tried_one_part = fits_whole and not scope.accumulates
+        self.bound_excludes_gradients = fits_whole and not scope.accumulates
         return results[-1]
 
     def record_collectives_of(self, rows: BatchSource) -> None:
@@ -270,7 +271,9 @@ class LabelShares(Weighting[list[Any]]):
             kept_columns = step.check.keeps_columns
             self._parts = self._parts_with_shares(plan, batches)
             if step.check.keeps_columns and not kept_columns:
-                return self.begin(MicroBatchPlan.agreed(self.divide(), ends=plan.ends))
+                return self.begin(
+                    MicroBatchPlan.agreed(self.divide(), stop_requested=plan.stop_requested)
+                )
         if step.statistics.are_needed:
             self._sums = step.statistics.of_batch(rows, self._parts, plan)
         return plan

@@ -300,7 +300,7 @@ class SumThenDivide(Weighting[StepResult]):
             metrics=metrics,
             grad_norm=grad_norm,
             noise=noise,
-            ends=self._step.plan.ends,
+            stop_requested=self._step.plan.stop_requested,
         )
 
     def _all_reduce(self) -> bool:
@@ -428,7 +428,7 @@ class ReferencePass:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
-        self.sizer.agree()
+        self.sizer.retry_former_limit()
         restore = self._snapshot.take()
         results = self._step.evaluate_rows(
             rows,
@@ -538,7 +538,7 @@ class RecipeStep(Step):
         weighting = SumThenDivide(
             self, rows, global_rows=report.num_rows, measures_noise=measures_noise
         )
-        plan = self.agree(weighting, report)
+        plan = self.agree_on_plan(weighting, report)
         if self.reference is not None:
             weighting.reference_values = self.reference.of_rows(rows)
         return self.run_step(weighting, plan)
@@ -719,7 +719,7 @@ class Evaluator:
         # Training's kind, if rows can be packed.
         kind = "padded" if self._loss.pack is None else self._step.sizer.layout.kind
         forward = partial(self._step.sum_losses, loss=self._loss)
-        self._sizer.agree()
+        self._sizer.retry_former_limit()
         with evaluation_mode(self._step.model):
             unread = iter(rows)
             chunk = self._read(unread)

@@ -228,7 +228,7 @@ class RowStep(PartStep):
         if self.has_gradients():
             check_gradients_are_clear(self.model, self._optimizer)
         bound = self.sizer.max_batch_size
-        must_not_split = self.tried_one_part and not self.sizer.may_split
+        must_not_split = self.bound_excludes_gradients and not self.sizer.may_split
         if bound is not None and report.batch_size > bound and must_not_split:
             remedy = (
                 f"{bound} rows fit at once where no gradients are there yet, and from a step's"
@@ -422,7 +422,7 @@ class RowStep(PartStep):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what fits, as plain values."""
-        return {**super().state_dict(), "bound_accumulates": not self.tried_one_part}
+        return {**super().state_dict(), "bound_accumulates": not self.bound_excludes_gradients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; the bound of a later search is kept."""
@@ -430,6 +430,6 @@ class RowStep(PartStep):
         super().load_state_dict(state)
         if has_found:
             return
-        self.tried_one_part = not state["bound_accumulates"]
+        self.bound_excludes_gradients = not state["bound_accumulates"]
         if state["sizer"]["throughput"] and self._chooses_fastest:
             self.sizer.load_throughput(state["sizer"], kinds=self._compare_layouts())

@@ -226,7 +226,7 @@ class MicroBatchSizer:
 
     def _forget_limits(self) -> None:
         # Limit of rows that are longer than those of the search; never exceeded.
-        self._limit_of_longer: MicroBatchLimit | None = None
+        self._limit_for_longer_rows: MicroBatchLimit | None = None
         # None if no limit was lowered, or the former one is tried again.
         self._lowered: MicroBatchLimit | None = None
         # Steps that have fit since the limit changed last: enough, as nothing was tried again yet.
@@ -258,7 +258,7 @@ class MicroBatchSizer:
     def full_limit(self, batch_size: int) -> MicroBatchLimit:
         """Return the limit that is configured or was found, before any OOM lowered it."""
         if self.throughput is not None:
-            return _smaller(self.throughput.limit, self._limit_of_longer)
+            return _smaller(self.throughput.limit, self._limit_for_longer_rows)
         rows = self._micro_batch.micro_batch_size
         tokens = self._micro_batch.micro_batch_tokens
         most_rows = self.max_batch_size
@@ -270,12 +270,12 @@ class MicroBatchSizer:
             tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
             tokens = tokens or NO_LIMIT
         if tokens is not None:
-            return _smaller(MicroBatchLimit(int(tokens), "tokens"), self._limit_of_longer)
+            return _smaller(MicroBatchLimit(int(tokens), "tokens"), self._limit_for_longer_rows)
         if rows == "auto":
             rows = most_rows or NO_LIMIT
         if rows is None:
             rows = min(batch_size, most_rows or batch_size)
-        return _smaller(MicroBatchLimit(int(rows)), self._limit_of_longer)
+        return _smaller(MicroBatchLimit(int(rows)), self._limit_for_longer_rows)
 
     @property
     def may_split(self) -> bool:
@@ -328,7 +328,7 @@ class MicroBatchSizer:
         if result.throughput is not None:
             self._choose(result.throughput)
 
-    def set_bound_of_longer(
+    def set_bound_for_longer_rows(
         self, result: ProbeResult, batch_size: int, *, tried_rows: int, can_split: bool
     ) -> None:
         """Use the result of a search on rows that are longer than all tried before.
@@ -346,10 +346,10 @@ class MicroBatchSizer:
             self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
         elif fitting_rows < tried_rows:
             amount = self.layout.amount(fitting_rows, length, unit=limit.unit)
-            self._limit_of_longer = _smaller(limit, replace(limit, amount=amount))
+            self._limit_for_longer_rows = _smaller(limit, replace(limit, amount=amount))
         elif self._micro_batch.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
-            self._limit_of_longer = limit
+            self._limit_for_longer_rows = limit
         self.tried_length = length
 
     def _choose(self, fastest: Throughput) -> None:
@@ -410,7 +410,7 @@ class MicroBatchSizer:
             )
         )
 
-    def agree(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
+    def retry_former_limit(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
         """Try the former limit again if it is due on all ranks. A collective.
 
         Args:
@@ -473,7 +473,7 @@ class MicroBatchSizer:
             "throughput": self.throughput and asdict(self.throughput),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            "held": self._limit_of_longer and asdict(self._limit_of_longer),
+            "held": self._limit_for_longer_rows and asdict(self._limit_for_longer_rows),
             "lowered": self._lowered and asdict(self._lowered),
             "good_steps": self._good_steps,
             "failed_tries": self._failed_tries,
@@ -507,7 +507,7 @@ class MicroBatchSizer:
         self._forget_limits()
         if any(state[key] != value for key, value in self.conditions().items()):
             return
-        self._limit_of_longer = state["held"] and MicroBatchLimit(**state["held"])
+        self._limit_for_longer_rows = state["held"] and MicroBatchLimit(**state["held"])
         self._lowered = state["lowered"] and MicroBatchLimit(**state["lowered"])
         self._good_steps = state["good_steps"]
         self._failed_tries = state.get("failed_tries", 0)

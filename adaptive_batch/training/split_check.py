@@ -129,7 +129,7 @@ class SplitCheck:
             )
         if not self._begin_split(counts, rows):
             return
-        self._step.other_leaves.begin_step(is_split=True)
+        self._step.external_leaves.begin_step(is_split=True)
         self._num_parts = num_parts
         self._lacks_gradient = False
         with RandomState(self._step.memory.device):

@@ -34,7 +34,7 @@ from adaptive_batch.memory import (
 )
 
 from .compilations import Compilations
-from .gradients import OtherLeaves, SavedGradients
+from .gradients import ExternalLeaves, SavedGradients
 from .model_checks import is_compiled, optimizers_wait
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
@@ -45,23 +45,25 @@ Result = TypeVar("Result")
 
 
 class MicroBatchPlan(NamedTuple):
-    """The micro-batches of a step, as all ranks have agreed.
+    """Micro-batches of a step that all ranks have agreed on.
 
     Attributes:
         micro_batches: micro-batches of this rank.
-        number: micro-batches on the rank that has most; all ranks run this number.
-        ends: whether any rank was asked to end before the step.
+        number: largest number of micro-batches on any rank; all ranks run this number.
+        stop_requested: whether any rank was requested to stop before the step.
     """
 
     micro_batches: list[MicroBatch]
     number: int
-    ends: bool = False
+    stop_requested: bool = False
 
     @classmethod
-    def agreed(cls, micro_batches: list[MicroBatch], *, ends: bool = False) -> MicroBatchPlan:
-        """Build the plan of these micro-batches. A collective, which finds the largest number."""
+    def agreed(
+        cls, micro_batches: list[MicroBatch], *, stop_requested: bool = False
+    ) -> MicroBatchPlan:
+        """Build the plan of this rank's micro-batches. A collective."""
         (number,) = distributed.all_reduce_max([len(micro_batches)])
-        return cls(micro_batches, number, ends)
+        return cls(micro_batches, number, stop_requested)
 
     @property
     def slots(self) -> list[MicroBatch | None]:
@@ -73,43 +75,42 @@ class RankReport(NamedTuple):
     """Report of a rank to the others before a step.
 
     Attributes:
-        batch_size: rows that run at once if no size is configured and all of them fit, see
-            :meth:`MicroBatchSizer.limit`; the same on all ranks.
+        batch_size: argument of :meth:`MicroBatchSizer.limit`; the same on all ranks.
         num_rows: rows of the step on all ranks, as this rank counts them; 0 if not counted.
-        requested: batch that was requested for the step. Ranks compare it, as a user's rule may
-            answer differently on some rank.
-        ends: whether this rank was asked to end.
+        requested: batch size that the user's rule returned. Ranks compare it, since the rule may
+            differ on some rank.
+        stop_requested: whether this rank was requested to stop.
     """
 
     batch_size: int
     num_rows: int = 0
     requested: int = 0
-    ends: bool = False
+    stop_requested: bool = False
 
 
-def same_answers(answers: Mapping[str, int]) -> None:
-    """Refuse a user's function that answers differently on some rank.
+def raise_if_answers_differ(answers: Mapping[str, int]) -> None:
+    """Raise if ranks have different answers of the user's functions. A collective.
 
     Args:
-        answers: answers on this rank, by the key of the function and its arguments.
+        answers: answers on this rank, by a name for the error.
 
     Raises:
         GrowthFunctionError: a rank has another answer.
     """
-    texts = {call: str(answer) for call, answer in answers.items()}
+    texts = {name: str(answer) for name, answer in answers.items()}
     first, *later = distributed.all_gather(texts)
     for rank, of_rank in enumerate(later, start=1):
         for name, value, of_first in differences(of_rank, first):
             raise GrowthFunctionError(
-                f"{name} answers {value} on rank {rank} and {of_first} on rank 0; it must be the"
-                " same function of the same arguments on all ranks"
+                f"{name} is {value} on rank {rank} but {of_first} on rank 0; use the same function"
+                " and arguments on all ranks"
             )
 
 
 def differences(
     mine: Mapping[str, str], first: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the name of each difference between two ranks, and the value of each."""
+    """Yield each name whose values differ between two ranks, with both values."""
     for name in sorted(first.keys() | mine.keys()):
         if first.get(name) != mine.get(name):
             yield name, mine.get(name, _ABSENT), first.get(name, _ABSENT)
@@ -138,7 +139,7 @@ class StepSnapshot:
         random_state = RandomState(self._device)
         if not self._places:
             return random_state.restore
-        # A forward may also replace a buffer by another tensor.
+        # A forward may also replace a buffer with another tensor.
         buffers = [(module, name, module._buffers[name]) for module, name in self._places]
         statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
 
@@ -156,7 +157,7 @@ class Weighting(ABC, Generic[Result]):
 
     Attributes:
         idle: micro-batch that errors name if this rank has none.
-        reduces_first: whether gradients are also reduced after the first micro-batch; valid after
+        reduces_first: whether gradients are also reduced after the first micro-batch; set by
             :meth:`begin`.
     """
 
@@ -169,15 +170,15 @@ class Weighting(ABC, Generic[Result]):
 
     @abstractmethod
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
-        """Begin an attempt with sums of 0; return the plan, or its replacement."""
+        """Reset the sums for an attempt; return the plan to run, which may be another one."""
 
     @abstractmethod
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
-        """Run forward and backward of a micro-batch. None is a dummy of weight 0, for a rank that
-        has fewer micro-batches.
+        """Run forward and backward of a micro-batch.
 
         Args:
-            micro_batch: next micro-batch of the plan.
+            micro_batch: next micro-batch of the plan; None for a dummy of weight 0 on a rank that
+                has fewer.
             is_last: whether its gradients are reduced over ranks.
         """
 
@@ -209,10 +210,10 @@ class Step:
     Attributes:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
-        other_leaves: finds the trained leaves that the model does not have.
+        external_leaves: finds the trained leaves outside of the model.
         largest_size: size of the largest micro-batch since the allocator's cache was last emptied,
             in tokens; in rows if lengths are unknown.
-        is_trial: whether a trial runs now, and not training.
+        is_trial: whether a trial is running.
         saved_gradients: gradients of earlier batches while a step runs.
         plan: micro-batches of the last attempt at a step.
     """
@@ -242,17 +243,17 @@ class Step:
         self.saved_gradients = SavedGradients({}, self.drop_gradients)
         self.plan = MicroBatchPlan([], 0)
         self._snapshot = StepSnapshot(model, self.memory.device)
-        self.other_leaves = OtherLeaves(self.own_leaves)
+        self.external_leaves = ExternalLeaves(self.own_leaves)
 
     # --- training
 
     def run_step(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
-        """Run the micro-batches of a step, smaller after each OOM; keep the gradients of earlier
-        batches.
+        """Run the micro-batches of a step and add to the gradients of earlier batches. After an
+        OOM, run smaller micro-batches.
 
         Args:
             weighting: rows of this rank.
-            plan: plan that :meth:`agree` returned.
+            plan: plan that :meth:`agree_on_plan` returned.
 
         Returns:
             The result of the weighting.
@@ -269,15 +270,17 @@ class Step:
             weighting.drop()
             saved.drop_new()
             restore()
-            # The allocator's cache is emptied next.
+            # OOMRetry empties the allocator's cache next.
             self.largest_size = 0
 
         try:
-            with self.compiling(), self.other_leaves.watched(saved.set_aside):
+            with self.compiling(), self.external_leaves.watch_backward(saved.set_aside):
                 for attempt in self.retry.attempts(undo=undo, doing="in a step"):
                     with attempt:
                         if self.retry.num_failures:
-                            plan = MicroBatchPlan.agreed(weighting.divide(), ends=plan.ends)
+                            plan = MicroBatchPlan.agreed(
+                                weighting.divide(), stop_requested=plan.stop_requested
+                            )
                         result = self._run_plan(weighting, plan)
         except BaseException as error:
             saved.put_back()
@@ -301,11 +304,11 @@ class Step:
         # An OOM may come before the first micro-batch.
         self.retry.set_suspects(plan.micro_batches or [weighting.idle])
         if self.sharding.is_sharded:
-            # The user's own forward, as in a validation, leaves parameters gathered.
+            # A forward of the user's own validation leaves parameters gathered.
             self.sharding.reset()
         with optimizers_wait() if plan.number > 1 else nullcontext():
             self.plan = plan = weighting.begin(plan)
-            self.other_leaves.begin_step(is_split=plan.number > 1)
+            self.external_leaves.begin_step(is_split=plan.number > 1)
             size = max(map(attrgetter("size"), plan.micro_batches), default=0)
             if size > self.largest_size:
                 self.largest_size = size
@@ -320,40 +323,40 @@ class Step:
             )
             return weighting.end()
 
-    def agree(self, weighting: Weighting[Any], report: RankReport) -> MicroBatchPlan:
-        """Agree with all ranks on the micro-batches of a step, in one small collective. The former
-        limit is tried again if it is due, see :meth:`MicroBatchSizer.agree`.
+    def agree_on_plan(self, weighting: Weighting[Any], report: RankReport) -> MicroBatchPlan:
+        """Agree with all ranks on the micro-batches of a step, in one small collective. Retry
+        the former limit if it is due, see :meth:`MicroBatchSizer.retry_former_limit`.
 
         Args:
             weighting: rows of this rank.
             report: report of this rank.
 
         Raises:
-            GrowthFunctionError: a rule answers differently on some rank.
+            GrowthFunctionError: ranks have different batches.
         """
         self.sizer.begin_step(report.batch_size)
         micro_batches = weighting.divide()
+        # The maximum of -x is minus the minimum.
         numbers = [
-            int(report.ends),
+            int(report.stop_requested),
             report.requested,
             -report.requested,
             report.num_rows,
             -report.num_rows,
             len(micro_batches),
         ]
-        agreed, limit_changes = self.sizer.agree(numbers)
-        any_ends, most_batch, least_batch, most_rows, least_rows, number = agreed
-        if most_batch != -least_batch or most_rows != -least_rows:
-            same_answers(
+        agreed, has_changed = self.sizer.retry_former_limit(numbers)
+        stop, max_requested, minus_min_requested, max_rows, minus_min_rows, number = agreed
+        if max_requested != -minus_min_requested or max_rows != -minus_min_rows:
+            raise_if_answers_differ(
                 {
                     "batch_size_schedule": report.requested,
-                    "the rows of the next step, which": report.num_rows,
+                    "the number of rows of the next step": report.num_rows,
                 }
             )
-        ends = bool(any_ends)
-        if limit_changes:
-            return MicroBatchPlan.agreed(weighting.divide(), ends=ends)
-        return MicroBatchPlan(micro_batches, number, ends)
+        if has_changed:
+            return MicroBatchPlan.agreed(weighting.divide(), stop_requested=bool(stop))
+        return MicroBatchPlan(micro_batches, number, bool(stop))
 
     # --- without gradients
 
@@ -399,8 +402,8 @@ class Step:
         return results
 
     def compiling(self) -> AbstractContextManager[object]:
-        """Return a context that frees the garbage of compilations, if the model was compiled when
-        this step was made.
+        """Return a context that frees the garbage of compilations; it does nothing if the model
+        was not compiled at construction.
         """
         return Compilations() if self._is_compiled else nullcontext()
 
@@ -408,7 +411,7 @@ class Step:
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
-        """Run a whole micro-batch inside as a trial, which all ranks finish together."""
+        """Context manager for a trial of one micro-batch, which all ranks finish together."""
         micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
         with micro_batch, self.compiling():
             self.is_trial = True
@@ -433,7 +436,7 @@ class Step:
             restore = self._snapshot.take()
             saved = self.save_gradients()
             try:
-                with self.other_leaves.watched(saved.set_aside):
+                with self.external_leaves.watch_backward(saved.set_aside):
                     run()
             finally:
                 saved.put_back()
@@ -521,7 +524,7 @@ class Step:
         }
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Return the gradients by parameter id, of parameters outside of the model too."""
+        """Return the gradients by parameter id, including those of external parameters."""
         others = [
             leaf for leaf, _ in self.saved_gradients.others() if isinstance(leaf, nn.Parameter)
         ]
@@ -534,11 +537,11 @@ class Step:
         return bool(self._gradients())
 
     def save_gradients(self) -> SavedGradients:
-        """Set the gradients of earlier batches aside."""
+        """Move the current gradients, those of earlier batches, out of the parameters."""
         return SavedGradients(self._gradients(), self.drop_gradients)
 
     def drop_gradients(self) -> None:
-        """Clear all gradients, so that a step of the optimizer changes nothing."""
+        """Clear all gradients. A step of the optimizer then changes nothing."""
         self.sharding.reset()
         for parameter in self.model.parameters():
             parameter.grad = None

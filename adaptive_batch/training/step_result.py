@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
         grad_norm: norm of all gradients before clipping, a scalar tensor; None if not measured.
         noise: sample of the gradient's noise. None if not measured, or if the small batch has all
             rows, no labels or all labels.
-        ends: whether any rank was asked to end before the step.
+        stop_requested: whether any rank was requested to stop before the step.
     """
 
     loss: float
@@ -46,7 +46,7 @@ class StepResult(NamedTuple):
     metrics: Mapping[str, float]
     grad_norm: torch.Tensor | None = None
     noise: NoiseSample | None = None
-    ends: bool = False
+    stop_requested: bool = False
 
     @property
     def label_tokens(self) -> torch.Tensor:

@@ -23,7 +23,7 @@ def limits_of_steps() -> list[int]:
     sizer.lower({1: ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory")})
     limits = []
     for step in range(NUM_STEPS):
-        numbers, _ = sizer.agree([rank, step])
+        numbers, _ = sizer.retry_former_limit([rank, step])
         assert list(numbers) == [1, step]
         limits.append(sizer.limit_of_step.amount)
         sizer.after_attempt()

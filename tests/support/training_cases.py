@@ -343,7 +343,7 @@ class Training:
             memory=memory or self.memory,
             budget_bytes=budget_bytes,
             row=f"one row of {LENGTH} tokens",
-            held=self._learned.held if self._learned else (),
+            frozen_modules=self._learned.held if self._learned else (),
         )
 
     def everything(self) -> dict[str, Any]:

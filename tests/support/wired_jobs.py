@@ -123,7 +123,7 @@ def check_bounds(wired: Wired, row: Any, largest: Sequence[int]) -> None:
             memory=runner.memory,
             budget_bytes=budget_bytes,
             row="one row",
-            held=wired.trainer.tried().held,
+            frozen_modules=wired.trainer.tried().frozen_modules,
         )
 
     with dry_run(2**40) as trial:

@@ -88,7 +88,7 @@ def test_trials_stay_within_their_time_limit(search, row_seconds, monkeypatch, c
     caplog.set_level("INFO", "adaptive_batch")
     with monkeypatch.context() as patched:
         patched.setattr("adaptive_batch.probe.finder.time.perf_counter", lambda: clock[0])
-        result = run_search(trial, search=SEARCHES[search](), trial_seconds=20, seconds_of_fewest=5)
+        result = run_search(trial, search=SEARCHES[search](), trial_seconds=20, min_rows_seconds=5)
     assert ("(trial_seconds)" in caplog.text) == bool(row_seconds)
     if row_seconds:
         assert max(device.tried) == result.max_batch_size

@@ -16,7 +16,7 @@ from adaptive_batch.torchtune import Job, Settings
 from adaptive_batch.torchtune.checks import check_parallel
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
 from adaptive_batch.torchtune.resume import check_fewer_ranks
-from adaptive_batch.training import differences, same_answers
+from adaptive_batch.training import differences, raise_if_answers_differ
 
 FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 DISTRIBUTED = {
@@ -90,10 +90,8 @@ def test_what_differs_is_named_with_both_values():
 
 def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatch):
     monkeypatch.setattr(distributed, "all_gather", lambda mine: [mine, {"f in epoch 1": "9"}])
-    with pytest.raises(
-        GrowthFunctionError, match="f in epoch 1 answers 9 on rank 1 and 8 on rank 0"
-    ):
-        same_answers({"f in epoch 1": 8})
+    with pytest.raises(GrowthFunctionError, match="f in epoch 1 is 9 on rank 1 but 8 on rank 0"):
+        raise_if_answers_differ({"f in epoch 1": 8})
 
 
 def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, find_max_batch_size
-from adaptive_batch.training.gradients import OtherLeaves
+from adaptive_batch.training.gradients import ExternalLeaves
 
 NUM_ROWS = 12
 
@@ -215,9 +215,9 @@ def test_a_leaf_that_only_a_failed_backward_shows_is_refused_if_the_graph_seemed
 def test_graphs_of_known_sizes_are_not_looked_through_in_any_thread():
     weight = nn.Parameter(torch.ones(3))
     looks = []
-    others = OtherLeaves(lambda: looks.append(weight) or [weight])
+    others = ExternalLeaves(lambda: looks.append(weight) or [weight])
 
-    with ThreadPoolExecutor(1) as pool, others.watched(lambda _: None):
+    with ThreadPoolExecutor(1) as pool, others.watch_backward(lambda _: None):
         for _ in range(20):
             weight.sin().cos().sum().backward()
             pool.submit(lambda: weight.exp().sum().backward()).result()

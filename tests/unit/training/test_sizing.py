@@ -167,7 +167,7 @@ def test_what_longer_rows_allow_is_never_grown_over():
 
     def try_longer(fitting_rows):
         longer = replace(found(), max_batch_size=fitting_rows, trials=(), sequence_length=9)
-        run.sizer.set_bound_of_longer(longer, 32, tried_rows=32, can_split=True)
+        run.sizer.set_bound_for_longer_rows(longer, 32, tried_rows=32, can_split=True)
 
     run.lower(4, rows=32)
     try_longer(10)
