@@ -135,9 +135,8 @@ class AdapterModel(FullModel):
             training.MODEL_KEY: get_merged_lora_ckpt(state, block.lora_rank, block.lora_alpha)
         }
 
-    def _load(
-        self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig
-    ) -> None:
+    def _load(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
+        state = weights.load_weights()
         with refusing_other_weights(model, state, cfg):
             keys = model.load_state_dict(state, strict=False)
         missing = map(parameter_name, keys.missing_keys)

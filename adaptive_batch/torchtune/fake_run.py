@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torchtune import training
 from torchtune.data import padded_collate_packed
 from torchtune.modules import attention_utils
 from torchtune.training import OffloadActivations
@@ -43,7 +42,7 @@ from adaptive_batch.memory import MemoryCurve
 from .checks import TO_PLAN, values_at
 from .data import Data
 from .job import Job, own_compiler
-from .model import FullModel, apply_checkpointing, build_sharded, compute_rotary_buffers
+from .model import FullModel, build_without_weights, compute_rotary_buffers
 from .settings import Settings
 from .trainer import Trainer
 
@@ -267,31 +266,25 @@ class FakeRun:
         kinds: list[tuple[FullModel, DictConfig]] = [(job.builder, job.cfg)]
         if job.second is not None:
             kinds.append((job.second.builder, job.second.cfg))
-        is_sharded = distributed.world_size() > 1
         models = []
         for builder, cfg in kinds:
             made: list[tuple[torch.nn.Module, str]] = []
-            if is_sharded:
-                model = build_sharded(cfg, builder, dtype=job.dtype, device=job.device)
-            else:
-                with register_module_parameter_registration_hook(
-                    lambda module, name, _, made=made: made.append((module, name))
-                ):
-                    model = builder.skeleton(cfg, dtype=job.dtype)
+            with register_module_parameter_registration_hook(
+                lambda module, name, _, made=made: made.append((module, name))
+            ):
+                model = build_without_weights(
+                    cfg, builder, dtype=job.dtype, device=job.device, on_meta=True
+                )
             # Some models read the values of their buffers.
             fill = partial(compute_rotary_buffers, model, dtype=job.dtype, device=job.device)
             self.device.move(model, fill=fill)
-            kept = {*model.modules()}
-            self.device.made += [getattr(module, name) for module, name in made if module in kept]
-            models.append(model)
-        if not is_sharded:
-            job.builder.freeze(models[0])
-            if job.cfg.compile:
-                for model in models:
-                    training.compile_model(model, verbose=False)
-            apply_checkpointing(models[0], job.cfg)
-        for model in models:
+            if distributed.world_size() == 1:
+                kept = {*model.modules()}
+                self.device.made += [
+                    getattr(module, name) for module, name in made if module in kept
+                ]
             self._compiled_parts.take_over_modules(model)
+            models.append(model)
         model, *seconds = models
         return model, seconds[0] if seconds else None
 

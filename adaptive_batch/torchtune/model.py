@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -57,12 +57,19 @@ class FullModel:
     A subclass for another kind of fine-tuning changes how a model is built, trained and saved.
     Data, search, loop and checkpoints are the same for all.
 
+    Args:
+        key: key of the model's block, for errors.
+
     Attributes:
+        key: as given.
         keeps_base: whether the saved weights are trained on a frozen base that resuming reads
             again.
     """
 
     keeps_base = False
+
+    def __init__(self, key: str = "model") -> None:
+        self.key = key
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
         """Raise SettingError for a model of another kind of fine-tuning.
@@ -76,12 +83,12 @@ class FullModel:
                 "it has adapters; train them with adaptive_lora_finetune, or give a model without"
                 " adapters"
             )
-            raise SettingError("model", component_of(cfg.model), remedy)
+            raise SettingError(self.key, component_of(cfg.model), remedy)
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        with _on_meta(dtype):
-            model: torch.nn.Module = instantiate("model", cfg.model)
+        with _on(torch.device("meta"), dtype):
+            model: torch.nn.Module = instantiate(self.key, cfg.model)
         _fuse_norms(model, cfg)
         return model
 
@@ -91,30 +98,21 @@ class FullModel:
         """Return the model with its weights on its device, compiled as configured and divided over
         several ranks.
         """
-        if distributed.world_size() > 1:
-            sharded = build_sharded(cfg, self, dtype=dtype, device=device)
-            self._load_sharded(sharded, weights, cfg, dtype=dtype, device=device)
-            return sharded
-        with training.set_default_dtype(dtype), device:
-            model: torch.nn.Module = instantiate("model", cfg.model)
-        self.check(model, cfg)
-        state = weights.load_weights()
-        _fuse_norms(model, cfg)
-        self.freeze(model)
-        if cfg.compile:
-            training.compile_model(model)
-        apply_checkpointing(model, cfg)
-        self._load(model, weights, state, cfg)
+        is_divided = distributed.world_size() > 1
+        model = build_without_weights(cfg, self, dtype=dtype, device=device, on_meta=is_divided)
+        load = self._load
+        if is_divided:
+            load = partial(self._load_sharded, dtype=dtype, device=device)
+        load(model, weights, cfg)
         return model
 
-    def _load(
-        self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig
-    ) -> None:
+    def _load(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
         """Load the weights on one rank."""
+        state = weights.load_weights()
         if weights.is_divided:
             weights.load_divided(self.state(model))
             return
-        with refusing_other_weights(model, state, cfg):
+        with refusing_other_weights(model, state, cfg, key=self.key):
             model.load_state_dict(state)
 
     def _load_sharded(
@@ -143,7 +141,7 @@ class FullModel:
         if weights.is_divided:
             weights.load_divided(self.state(model))
         else:
-            load_from_rank_zero(model, whole, cfg)
+            load_from_rank_zero(model, whole, cfg, key=self.key)
             training.validate_no_params_on_meta_device(model)
 
     def freeze(self, model: torch.nn.Module) -> None:
@@ -184,7 +182,7 @@ def whole_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 @contextmanager
 def refusing_other_weights(
-    model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig
+    model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig, *, key: str = "model"
 ) -> Iterator[None]:
     """Context manager: check weights against the model, and turn torch's errors into ours.
 
@@ -197,7 +195,7 @@ def refusing_other_weights(
             shape = tuple(tensor.shape)
             saved_shape = tuple(weights[name].shape)
             problem = f"its {name} is of shape {shape}, and {saved_shape} in the checkpoint"
-            raise SettingError("model", str(cfg.model._component_), f"{problem}; {remedy}")
+            raise SettingError(key, str(cfg.model._component_), f"{problem}; {remedy}")
     try:
         yield
     except RuntimeError as error:
@@ -206,7 +204,7 @@ def refusing_other_weights(
         # torch lists the names below its first line.
         names = str(error).splitlines()[1].strip()
         problem = f"the checkpoint is of another model: {names[:150]} ..."
-        raise SettingError("model", str(cfg.model._component_), f"{problem}; {remedy}") from error
+        raise SettingError(key, str(cfg.model._component_), f"{problem}; {remedy}") from error
 
 
 def num_token_embeddings(model: torch.nn.Module) -> int | None:
@@ -268,31 +266,45 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 @contextmanager
-def _on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: build models without memory, and round weights to 4 bits in one piece."""
-    in_one_piece = replaced(nf4tensor, CHUNK_SIZE=2**62)
-    with training.set_default_dtype(dtype), torch.device("meta"), in_one_piece:
+def _on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Context manager: build models on a device; without memory, round weights to 4 bits in one
+    piece.
+    """
+    in_one_piece: AbstractContextManager[None] = nullcontext()
+    if device.type == "meta":
+        in_one_piece = replaced(nf4tensor, CHUNK_SIZE=2**62)
+    with training.set_default_dtype(dtype), device, in_one_piece:
         yield
 
 
-def build_sharded(
-    cfg: DictConfig, builder: FullModel, *, dtype: torch.dtype, device: torch.device
+def build_without_weights(
+    cfg: DictConfig,
+    builder: FullModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_meta: bool,
 ) -> torch.nn.Module:
-    """Return the model on the meta device, divided by tensor parallelism, then by FSDP2.
+    """Return the model before its weights are loaded, compiled and recomputing activations as
+    configured; on several ranks divided by tensor parallelism, then by FSDP2.
 
     This is the order of torchtune's recipe.
 
     Raises:
-        SettingError: it cannot be divided as configured.
+        SettingError: it is of another kind of fine-tuning, or cannot be divided as configured.
     """
-    with _on_meta(dtype):
-        model: torch.nn.Module = instantiate("model", cfg.model)
+    with _on(torch.device("meta") if on_meta else device, dtype):
+        model: torch.nn.Module = instantiate(builder.key, cfg.model)
+    builder.check(model, cfg)
     _fuse_norms(model, cfg)
     builder.freeze(model)
     if cfg.compile:
         training.compile_model(model, verbose=distributed.is_rank_zero())
+    if distributed.world_size() == 1:
+        apply_checkpointing(model, cfg)
+        return model
     ranks = distributed.data_parallel_size()
-    dim = distributed.world_size() // distributed.data_parallel_size()
+    dim = distributed.world_size() // ranks
     mesh = init_device_mesh(device.type, mesh_shape=(ranks, dim), mesh_dim_names=("dp", "tp"))
     tied = _tied_modules(model)
     if dim > 1:
@@ -332,12 +344,11 @@ def _check_plan_of_tied(plan: Mapping[str, Any], tied: set[str], dim: int) -> No
 def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[str]) -> None:
     """Shard the model by FSDP2; refuse a tied layer that gives its weights back too early."""
     layers = cfg.get("custom_sharded_layers", None)
-    names = {name for name, _ in model.named_modules()}
-    for name in layers or ():
-        if name not in names:
-            children = [child for child, _ in model.named_children()]
-            remedy = f"the model has no {name}; {nearest(name, children)}"
-            raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
+    known = {name for name, _ in model.named_modules()}
+    for name in {*(layers or ())} - known:
+        children = [child for child, _ in model.named_children()]
+        remedy = f"the model has no {name}; {nearest(name, children)}"
+        raise SettingError("custom_sharded_layers", list(layers), remedy)
     reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
     tied_layers = [name for name in layers or () if name in tied]
     if tied_layers and reshards:
@@ -368,7 +379,12 @@ def _tied_modules(model: torch.nn.Module) -> set[str]:
 
 
 def load_from_rank_zero(
-    model: torch.nn.Module, whole: Mapping[str, Any], cfg: DictConfig, *, strict: bool = True
+    model: torch.nn.Module,
+    whole: Mapping[str, Any],
+    cfg: DictConfig,
+    *,
+    key: str = "model",
+    strict: bool = True,
 ) -> None:
     """Give each rank its part of whole tensors that rank zero has; a collective.
 
@@ -386,7 +402,7 @@ def load_from_rank_zero(
         warnings.filterwarnings(
             "ignore", message=".*_get_pg_default_device|Multiple backends are registered"
         )
-        with refusing_other_weights(model, state, cfg):
+        with refusing_other_weights(model, state, cfg, key=key):
             set_model_state_dict(model, state, options=options)
 
 
@@ -462,8 +478,6 @@ class SecondModel:
         SettingError: the models would be divided by tensor parallelism.
     """
 
-    builder: ClassVar[FullModel] = FullModel()
-
     def __init__(self, cfg: DictConfig, *, key: str = "model", checkpointer_key: str) -> None:
         if has_tensor_parallelism(cfg):
             remedy = (
@@ -471,7 +485,7 @@ class SecondModel:
                 " models by FSDP"
             )
             raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
-        self._key = key
+        self.builder = FullModel(key)
         self._checkpointer_key = checkpointer_key
         own = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(own, DictConfig)
@@ -483,9 +497,8 @@ class SecondModel:
 
     def skeleton(self, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        with self._naming_key():
-            model = self.builder.skeleton(self.cfg, dtype=dtype)
-            self.builder.check(model, self.cfg)
+        model = self.builder.skeleton(self.cfg, dtype=dtype)
+        self.builder.check(model, self.cfg)
         return model
 
     def loading(self) -> Callable[..., torch.nn.Module]:
@@ -496,25 +509,7 @@ class SecondModel:
             SettingError: the checkpointer cannot be built, for example because a file is missing.
         """
         weights = _WholeWeights(self.cfg.checkpointer, key=self._checkpointer_key)
-        return partial(self._build, weights)
-
-    def _build(
-        self, weights: _WholeWeights, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.nn.Module:
-        with self._naming_key():
-            return self.builder.build(self.cfg, weights, dtype=dtype, device=device)
-
-    @contextmanager
-    def _naming_key(self) -> Iterator[None]:
-        """Context manager: name this model's key in a SettingError of `model`."""
-        try:
-            yield
-        except SettingError as error:
-            name, dot, rest = error.key.partition(".")
-            if name != "model" or self._key == "model":
-                raise
-            named = f"{self._key}{dot}{rest}"
-            raise SettingError(named, error.value, error.remedy) from error.__cause__
+        return partial(self.builder.build, self.cfg, weights)
 
 
 class _WholeWeights(Weights):
