@@ -20,8 +20,9 @@ from typing import Any
 
 # Advice in terms of configuration keys, for errors about memory.
 MEMORY_REMEDIES = (
-    "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or"
-    " optimizer_in_bwd=True, use an 8-bit optimizer or a chunked loss, or allow more memory"
+    "shorten the rows (tokenizer.max_seq_len), allow more memory or, where they are not in use, set"
+    " enable_activation_checkpointing=True or optimizer_in_bwd=True, or use an 8-bit optimizer or a"
+    " chunked loss"
 )
 
 

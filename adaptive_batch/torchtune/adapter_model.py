@@ -123,13 +123,10 @@ class AdapterModel(FullModel):
                 name: distributed.whole_tensor(part.detach()).cpu() for name, part in state.items()
             }
             return content | {training.ADAPTER_KEY: adapters}
-        # Merging changes tensors in place, and on a CPU these would be the model's own.
+        state = super().to_save(model, cfg, device=device)[training.MODEL_KEY]
         if distributed.world_size() == 1:
-            state = {
-                name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()
-            }
-        else:
-            state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
+            # Merging changes tensors in place, and on a CPU these would be the model's own.
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
         content[training.ADAPTER_KEY] = get_adapter_state_dict(state)
         return content | {
             training.MODEL_KEY: get_merged_lora_ckpt(state, block.lora_rank, block.lora_alpha)

@@ -533,10 +533,7 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
     """Build the dataset of one block, and refuse one that has no rows by number."""
     name = _names(block)
-    remedy = "check its source and arguments"
-    if block.get("streaming", False):
-        remedy = "set streaming=False"
-    with refusing(key, name, remedy):
+    with refusing(key, name, "check its source and arguments, and set streaming=False"):
         try:
             dataset = config.instantiate(block, tokenizer)
         except StopIteration:
@@ -568,6 +565,6 @@ def _names(cfg_dataset: Any) -> str:
     names = []
     for block in blocks:
         component = str(block.get("_component_"))
-        is_torchtunes = component.startswith("torchtune.")
-        names.append(str(block.get("source") or component) if is_torchtunes else component)
+        source = block.get("source") if component.startswith("torchtune.") else None
+        names.append(str(source or component))
     return ", ".join(names)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import batch_rules
 from support.cli import OURS, resume_run
 from support.stops import stopped_after
@@ -156,3 +157,15 @@ def test_a_resumed_run_keeps_the_reference_batch_of_its_rate(small):
     kinds = {record["kind"]: record for record in log if record["kind"] != "step"}
     assert "reference_batch_size" not in kinds
     assert kinds["batch_size"]["message"] == "batch_size 2 -> 4: the global batch 2 -> 4 rows"
+
+
+def test_the_first_step_of_a_warm_up_changes_nothing_with_the_optimizer_in_backward(small):
+    """In torchtune's recipe it has the full rate."""
+    warm, _ = SCHEDULERS["cosine"]
+    one_step = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1", "batch_size=4")
+    done = small.run_in_process(OURS, *BASE, EQUAL, *warm, *one_step)
+    assert rates(done) == {1: 0}
+    (saved,) = (done.output_dir / "epoch_0").glob("*.safetensors")
+    trained = load_file(saved)
+    for name, weight in load_file(small.folder / "base" / "model.safetensors").items():
+        assert torch.equal(trained[name], weight)

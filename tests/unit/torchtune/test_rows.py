@@ -80,7 +80,7 @@ def test_rows_without_a_label_are_counted(caplog, monkeypatch, tmp_path):
     with caplog.at_level("WARNING", logger="adaptive_batch"):
         _ = rows.lengths
     assert "2 of 3 rows have no label" in caplog.text
-    assert "tokenizer.max_seq_len=3" in caplog.text
+    assert "3 rows may be cut to tokenizer.max_seq_len=3" in caplog.text
 
 
 def test_a_broken_line_of_a_file_is_named(tmp_path):
