@@ -289,14 +289,13 @@ NOWHERE = {"_component_": "torchtune.models.nowhere.nothing"}
     [
         (lambda: LACKING.metric_logger, "metric_logger"),
         (lambda: LACKING.shuffle, "shuffle"),
-        (lambda: LACKING.checkpointer.output_dir, "checkpointer.output_dir"),
         (lambda: LACKING.output_dir, "output_dir"),
         (lambda: config.instantiate(OmegaConf.create(NOWHERE)), "_component_"),
         (lambda: config.instantiate(OmegaConf.create({"lr": 1})), "_component_"),
         (lambda: OmegaConf.create("a: '${b'"), "a"),
     ],
     ids=[
-        *("missing block", "missing switch", "missing inner key", "reference to nothing"),
+        *("missing block", "missing switch", "reference to nothing"),
         *("component to nothing", "no component", "torn reference"),
     ],
 )

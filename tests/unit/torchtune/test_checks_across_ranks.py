@@ -14,7 +14,6 @@ from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.torchtune import Job, Settings
 from adaptive_batch.torchtune.checks import check_parallel
-from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
 from adaptive_batch.torchtune.resume import check_fewer_ranks
 from adaptive_batch.training import differences, raise_if_answers_differ
 
@@ -41,18 +40,6 @@ def test_a_stock_configuration_for_many_devices_is_taken_as_it_is(name):
     assert settings.drop_last
     assert check_parallel(cfg, world_size=8) == cfg.get("tensor_parallel_dim", 1)
     assert settings.sync_gradients_every_micro_batch
-
-
-@pytest.mark.parametrize("name", DISTRIBUTED)
-def test_every_key_of_a_stock_configuration_is_known_to_be_torchtunes(name):
-    known = {
-        *TORCHTUNE_KEYS,
-        "save_adapter_weights_only",
-        "model_type",
-        "tensor_parallel_dim",
-        "model_dir",
-    }
-    assert {str(key) for key in OmegaConf.load(DISTRIBUTED[name])} - known == set()
 
 
 BITSANDBYTES = {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}
