@@ -1,12 +1,13 @@
-"""Table 4 of docs/comparison.md: batches with a budget of tokens, by peers and by this project.
+"""Table 4 of docs/comparison.md: batches with a limit of tokens, by other libraries and by this
+project.
 
     python benchmarks/compare_batching.py [--output DIR]
 
-The rows are all docstrings of the standard library, cut to 512 tokens; a batch may have 4,096
-tokens with its padding. The peers' own functions make the batches: Hugging Face's, with the most
-rows that keep within the budget and with twice as many; DeepSpeed's in its three orders, and in the
-best of them with its largest budget that keeps within ours. Ours are the micro-batches
-of steps of 64 rows.
+The rows are all docstrings of the standard library, cut to 512 tokens. A batch may have 4,096
+tokens, including padding. Hugging Face's sampler runs with the largest number of rows that keeps
+within this limit, and with twice as many. DeepSpeed's runs with its three orders, and in the best
+order also with its largest budget that keeps within the limit. Ours divides steps of 64 rows into
+micro-batches.
 """
 
 from __future__ import annotations

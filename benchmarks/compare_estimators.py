@@ -1,12 +1,11 @@
-"""Table 2 of docs/comparison.md: estimators beside published peaks of GPU memory.
+"""Table 2 of docs/comparison.md: estimators compared with published peaks of GPU memory.
 
     python benchmarks/compare_estimators.py [--output DIR]
 
-The rows are those of published_memory.csv that have bytes, and were made by code that is known, by
-full fine-tuning on one A100 of 80 GB; and those of the same kind that ran out of memory. Ours is
-what published.py has recorded of them. accelerate's and DeepSpeed's functions run as they are;
-LLMem's needs a GPU, so its formula is run. PyTorch's MemTracker takes minutes for a large model,
-and is given some of the rows.
+The table uses runs of published_memory.csv: full fine-tuning with known code on one A100 of 80 GB,
+with a published peak or an OOM. Ours is read from the record of published.py. The functions of
+accelerate and DeepSpeed run unchanged. LLMem needs a GPU, so its formula is computed instead.
+PyTorch's MemTracker takes minutes for a large model, so it runs for some of the peaks only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Table 3 of docs/comparison.md: training that stops in mid-epoch and resumes, by peers and by this
-project.
+"""Table 3 of docs/comparison.md: training that stops within an epoch and resumes, by other
+libraries and by this project.
 
     python benchmarks/compare_resume.py [--only TEXT] [--output DIR]
 
-Each way trains 32 rows for two epochs in batches of 4, in a random order and with dropout: once as
-a whole, once until it stops after step 11 of 16, and once from what that run saved. Each of the
-three has its own process, and is repeated without dropout. Rows are counted where the model sees
-them, and the weights after the last step are compared bit by bit.
+Each method trains on 32 rows for two epochs in batches of 4, in random order and with dropout: once
+without interruption, once until it stops after step 11 of 16, and once from the checkpoint of that
+run. Each run has its own process, and is repeated without dropout. Rows are counted as the
+model receives them. The weights after the last step are compared bit by bit.
 """
 
 from __future__ import annotations

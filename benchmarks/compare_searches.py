@@ -1,9 +1,10 @@
-"""Table 1 of docs/comparison.md: searches for the largest batch, by peers and by this project.
+"""Table 1 of docs/comparison.md: searches for the largest batch, by other libraries and by this
+project.
 
     python benchmarks/compare_searches.py [--output DIR]
 
-The searches, model, counted memory and true maximum are those of search_in_trainers.py, under one
-of its budgets. The model has dropout, so that a search which draws random numbers is seen.
+The searches, model, memory count and true maximum are those of search_in_trainers.py, with one of
+its budgets. The model has dropout, so that searches which draw random numbers are detected.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Run every proof of the contract and write all results into one file, with the commit.
+"""Run all proofs of the contract and write their results into one file, with the commit.
 
     python benchmarks/contract.py [--quick] [--only NAME ...] [--stack PYTHON] [--output DIR]
         [--against FILE]
 
-Each proof is one command; its record goes into a temporary folder, and the figures at the
-top of that record into the file `contract-COMMIT.json`. A result is kept as soon as its proof has
-ended, and a proof whose result the file holds already is not run again, so an interrupted run
-resumes. ``--quick`` runs the short form of each proof that has one. The proofs on PyTorch's CUDA
-build need ``make cuda-stack``. ``--against`` compares the exit status of each proof, and the counts
-that both records have, with those of an earlier commit for the same command; it exits 1 if they
-differ.
-`parity_on_ranks` exits 1 by design: torchtune's own recipe cannot run two of its cases. So does the
-short form of `kills`, which has too few kills to meet every moment of a run.
+Each proof is a command. It writes a record to a temporary folder, and the figures at the top of the
+record are copied to `contract-COMMIT.json`. Results are saved after each proof. Proofs with a saved
+result are skipped, so an interrupted run continues. ``--quick`` runs the short form of each proof
+that has one. The proofs on PyTorch's CUDA build need ``make cuda-stack``. ``--against`` compares
+results with those of an earlier commit: the exit status of each proof, and the counts that both
+records have for the same command. It exits with 1 if they differ.
+`parity_on_ranks` exits with 1 by design: torchtune's recipe cannot run two of its cases. The short
+form of `kills` also exits with 1, because it has too few kills to hit every moment of a run.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Training programs of others, unchanged, under `adaptive-batch emulate`.
+"""Public training programs that run unchanged under `adaptive-batch emulate`.
 
     python benchmarks/emulated_programs.py [--sources DIR] [--only NAME ...] [--work DIR]
 
-emulated_programs.csv lists the programs: repository, commit, the folder that they run in, command,
-devices, and a limit of steps where a program has none. This file makes their data sets, models and
-tokenizers, tiny and without meaning, in `../data` of that folder; programs find those that they
-name themselves beside their own files (`here`). Nothing is downloaded but the programs: from
-DIR/OWNER/NAME with `--sources`, else from GitHub. A run that was stopped resumes.
+emulated_programs.csv lists the programs: repository, commit, folder, command, devices, and a limit
+of steps for programs that have none. This script creates their data sets, models and tokenizers,
+tiny and meaningless, in `../data` of the folder. Files with names that a program fixes are created
+beside its own files (`here`). Only the programs are downloaded: from DIR/OWNER/NAME with
+`--sources`, otherwise from GitHub. An interrupted run continues.
 
-The environment needs PyTorch's CUDA build and what the programs import: torchvision timm
-transformers trl peft accelerate diffusers sentence-transformers evaluate lightning
+The environment needs PyTorch's CUDA build and the packages that the programs import: torchvision
+timm transformers trl peft accelerate diffusers sentence-transformers evaluate lightning
 torchtune gymnasium tyro tensorboard wandb ultralytics configargparse imageio pycocotools loralib
 opencv-python-headless hydra-core boto3 sktime reformer-pytorch patool.
 """

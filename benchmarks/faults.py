@@ -1,14 +1,14 @@
-"""A step that runs out of memory at any operation ends with the bits of a step that did not.
+"""A step that runs out of memory at any operation ends with the bits of an undisturbed step.
 
     python benchmarks/faults.py [--quick] [--adapters | --tasks] [--output DIR]
 
-Memory runs out at every single operation of a step, each time in a new training: by rows and by
-tokens, with and without activation checkpointing, once and again in the retry, in the first step of
-the optimizer and in the second (tests/support/fault_injection.py). Weights, optimizer, running
-statistics, random numbers and every figure of the steps are compared bit by bit with a training
-that never ran out of memory and had the same limit in each step. `--adapters` trains LoRA, DoRA and
-QLoRA on a frozen base; `--tasks` trains preference pairs and distillation, whose second model may
-run out of memory too.
+An OOM is injected at every operation of a step, each time in a new training run
+(tests/support/fault_injection.py): with limits in rows and in tokens, with and without activation
+checkpointing, once and again in the retry, in the first and in the second step of the optimizer.
+Weights, optimizer, running statistics, random number generators and all figures of the steps are
+compared bit by bit with a run that had the same limits and no OOM. `--adapters` trains LoRA, DoRA
+and QLoRA on a frozen base. `--tasks` trains preference pairs and distillation, whose second model
+may run out of memory too.
 """
 
 from __future__ import annotations

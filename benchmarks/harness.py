@@ -1,8 +1,8 @@
 """The harness of all benchmarks: arguments, a loop over cases, tables, and records.
 
 A record names the date, the command, the machine and the versions. `results/newest.json` has the
-figures of the newest run of each name; `results/NAME-DATE.json` has every value of a run that a
-page, a test or another benchmark reads.
+figures of the newest run of each benchmark. If a page, a test or another benchmark reads every
+value of a run, these are in `results/NAME-DATE.json`.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/published.py [--only TEXT] [--output DIR]
     adaptive-batch emulate --device a100-80gb -- python benchmarks/published.py --emulated
 
-published_memory.csv has the figures, each with its source, and what is known and not known of its
-measurement. A row is estimated if its code is known: model, library versions, loss, lengths. What
-was read off the published bytes alone is noted at `MODELS`. Every other row is listed with the
-reason why it is not estimated. ``--emulated`` runs the steps of Trainer on the device of this
-process instead.
+published_memory.csv has the published figures with their sources and the known facts of each
+measurement. A row is estimated if its code is known: model, library versions, loss and lengths.
+`MODELS` notes the facts that were derived from the published bytes only. For every other row, the
+output has the reason why it is not estimated. ``--emulated`` runs the steps of Trainer on the
+device of this process instead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A run that resumes on other numbers of ranks, 1, 2, 4, 2 and 1, equals a run on one device.
+"""A run that resumes on 1, 2, 4, 2 and 1 ranks equals a run on one device.
 
     python benchmarks/resume_across_ranks.py [--ways WAY ...] [--output DIR]
 
-Each way is trained once on one device from beginning to end, and once in parts. Each part stops in
-the middle of an epoch, and the next resumes on another number of ranks. Rows, global batch and
-learning rate of every step must be equal, and the audit must hold. The table has the largest
-relative difference of a loss, and of weights the norm of the difference over their norm and the
-largest difference. Exits 1 if anything is not equal, or a loss differs by more than 1e-5.
+Each way is trained once on one device without interruption, and once in parts. Each part stops
+within an epoch, and the next part resumes on a different number of ranks. Rows, global batch and
+learning rate of every step must be equal, and the audit must succeed. The table has the largest
+relative difference of a loss. For weights, it has the relative norm of the difference and the
+largest difference. Exits with 1 if anything is not equal, or a loss differs by more than 1e-5.
 """
 
 from __future__ import annotations

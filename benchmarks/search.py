@@ -1,11 +1,12 @@
-"""Trials and OOMs that each of our searches needs on an ideal device, and the rows that it finds.
+"""Trials and OOMs of each search strategy on a simulated device, and the rows that it finds.
 
     python benchmarks/search.py [--quick] [--output DIR]
 
-The memory of the device follows a known curve. Only `predict` reads the reported peaks, which have
-1% noise in half of the cases. benchmarks/search_in_trainers.py compares real programs, and peers.
-Exits 1 if a search returns a size that it did not try, or if `predict` without noise misses the
-maximum or runs out of memory where the maximum is above 2.
+The memory of the device follows a known curve. Only `predict` uses the reported peaks, which have
+1% noise in half of the cases. benchmarks/search_in_trainers.py compares real programs and other
+libraries.
+Exits with 1 if a search returns a size that it did not try, or if `predict` without noise misses
+the maximum or runs out of memory although the maximum is above 2.
 """
 
 from __future__ import annotations

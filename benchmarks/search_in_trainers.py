@@ -1,15 +1,15 @@
-"""Searches for the largest batch, each where its users call it: accelerate's decorator and
-`find_max_batch_size` in a script, `auto_find_batch_size` and `AdaptiveTrainer` in Trainer, both of
-Lightning's searches and `AdaptiveCallback` in Lightning; and the rule of Composer's micro-batches.
+"""Searches for the largest batch, as users call them: accelerate's decorator and
+`find_max_batch_size` in a script; `auto_find_batch_size` and `AdaptiveTrainer` in Trainer; both of
+Lightning's searches and `AdaptiveCallback` in Lightning; and Composer's rule for micro-batches.
 
     python benchmarks/search_in_trainers.py [--quick] [--output DIR]
 
-A model of 0.2 million parameters trains in float32 on rows of one length and of lengths that vary;
-the bytes of live tensors are counted, and one byte more than a budget is out of memory. The true
-maximum is that of the same trainer on the longest rows, by bisection; where ours searches for the
-rows of a part, with the gradients of another part there. "ours" knows the budget, as if an
-accelerator reported it; "ours, blind" does not. The state at the start of training (weights, random
-numbers, first batch) is compared with a run without a search.
+A model with 0.2 million parameters trains in float32 on rows of equal and of varying length. The
+bytes of live tensors are counted, and an OOM is raised above a budget. The true maximum is found by
+bisection with the same trainer on the longest rows. If ours searches for the rows of a part, it is
+found with the gradients of another part in memory. "ours" knows the budget, as on an accelerator;
+"ours, blind" does not. The state at the start of training (weights, random number generators, first
+batch) is compared with a run without a search.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Time that the objects add to a script's own loop.
+"""Time that the objects add to a plain training loop.
 
     python benchmarks/step_overhead.py [--pairs N] [--quick] [--output DIR]
 
-On one thread: the CPU time of a step of AdaptiveStep and of AdaptiveLoop over that of a plain loop,
-for a short and a long step. The ratio is the median over pairs of new objects that take turns.
-And the wall time of an epoch of AdaptiveBatches with two workers over that of a plain DataLoader,
-where reading a row takes 10 ms.
+On one thread, the CPU time of a step of AdaptiveStep and of AdaptiveLoop is divided by that of a
+plain loop, for a short and a long step. The ratio is the median over pairs of new objects that run
+alternately. The wall time of an epoch of AdaptiveBatches with two workers is divided by that of a
+plain DataLoader, with a dataset that takes 10 ms to read a row.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Useful tokens per second of the real recipes: ours, which chooses by itself, over torchtune's
-best.
+"""Real tokens per second of the recipes: ours with automatic settings, over torchtune's best.
 
     python benchmarks/throughput.py [key=value ...] [--quick] [--only-lengths NAME ...]
         [--budgets SIZE ...] [--repeats N] [--device cuda] [--output DIR]
 
-For each distribution of lengths, torchtune's stock recipe with fixed batches and with packed rows,
-and ours with ``micro_batch_tokens=auto`` under each budget, train on the same rows of real text, in
-the data's order. They train in one process and in turns of 64 rows, so that a busy machine slows
-all of them. Padding is not counted. A turn is whole optimizer steps, and includes the time of the
-data loader; packing and searching are part of the setup, which is timed separately. A ratio is the
-median over turns, with a 95% interval of resampled turns. The stock recipe has no budget, and uses
+For each distribution of lengths, torchtune's recipe with fixed batches and with packed rows, and
+ours with ``micro_batch_tokens=auto`` under each budget, train on the same rows of real text in
+dataset order. They train in one process and alternate every 64 rows, so that a busy machine slows
+all of them equally. Padding is not counted. A turn consists of whole optimizer steps and includes
+the time of the data loader. Packing and searching are timed separately as setup. A ratio is the
+median over turns, with a 95% interval of resampled turns. torchtune's recipe has no budget and uses
 the whole machine.
 """
 

@@ -1,14 +1,14 @@
-"""A search leaves no trace in training.
+"""A search does not change the training state.
 
     python benchmarks/traceless.py [--quick] [--adapters | --tasks] [--device cuda] [--threads N]
         [--output DIR]
 
 For every combination of optimizer, optimizer in backward, dtype, checkpointing and resumed
-optimizer, a search is repeated in one training, for each way that it can end
-(tests/support/training_cases.py), and everything is compared bit by bit each time. Then training
-continues and is compared with one without a search. With `--adapters`, LoRA, DoRA and QLoRA on a
-frozen base take turns in the combinations; with `--tasks`, preference pairs and distillation, whose
-frozen model is compared too.
+optimizer, a search is repeated in one training run, once for each way that it can end
+(tests/support/training_cases.py). The whole state is compared bit by bit each time. Then training
+continues and is compared with a run without a search. With `--adapters`, LoRA, DoRA and QLoRA on a
+frozen base alternate in the combinations. With `--tasks`, preference pairs and distillation do, and
+their frozen model is compared too.
 """
 
 from __future__ import annotations

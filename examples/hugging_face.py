@@ -50,7 +50,7 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 
 class PlainTrainer(Trainer):
-    """Trains on the same batches with the same rates, from a plain DataLoader."""
+    """Trains on the same batches with the same learning rates, from a plain DataLoader."""
 
     def batches(self, sizes: list[int]) -> list[list[int]]:
         numbers = []

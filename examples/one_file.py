@@ -74,7 +74,7 @@ def count_labels(batch: dict[str, torch.Tensor]) -> int:
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
-# --- 1. Search: the most rows whose whole training step fits. ---
+# --- 1. Search: the largest batch whose whole training step fits in memory. ---
 
 
 class LimitedMemory(TorchDispatchMode):
@@ -133,7 +133,7 @@ def fits(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[list[int
 @contextmanager
 def without_a_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore weights, the optimizer's state and random numbers afterwards, bit for bit."""
-    saved = io.BytesIO()  # on the host: trials need the device memory that training has
+    saved = io.BytesIO()  # on the host, so that trials have the same device memory as training
     torch.save((model.state_dict(), optimizer.state_dict()), saved)
     with torch.random.fork_rng():
         yield
@@ -144,7 +144,7 @@ def without_a_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 
 
 def find_max_rows(model: nn.Module, optimizer: torch.optim.Optimizer, longest: list[int]) -> int:
-    """Return the most rows as long as the longest that fit: double until one fails, then bisect."""
+    """Return the largest batch of the longest rows that fits: double until it fails, then bisect."""
     with without_a_trace(model, optimizer):
         # The first step allocates the optimizer state, the second runs with it in memory.
         if not (fits(model, optimizer, [longest]) and fits(model, optimizer, [longest])):
@@ -156,10 +156,10 @@ def find_max_rows(model: nn.Module, optimizer: torch.optim.Optimizer, longest: l
                 fitting = candidate
             else:
                 too_many = candidate
-    return fitting  # only a size that was tried is ever returned
+    return fitting  # a size that was tried
 
 
-# --- 2. Split: the same gradients, whatever the micro-batches. ---
+# --- 2. Split: the gradients of the whole batch, for any micro-batch size. ---
 
 
 def split(rows: list, max_rows: int) -> list[list]:
@@ -191,7 +191,7 @@ class Step:
             self.max_rows, self.good_steps = self.full, 0
         random_state, cuda_states = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         while (loss := self.attempt(split(rows, self.max_rows))) is None:
-            # Undo the attempt. The exception is gone here, and with it the tensors that it held.
+            # Undo the attempt. After the except block, the tensors of the exception are freed.
             clear(self.model)
             torch.set_rng_state(random_state)
             torch.cuda.set_rng_state_all(cuda_states)
@@ -205,8 +205,8 @@ class Step:
         losses = []
         for batch, num_labels in zip(batches, labels, strict=True):
             try:
-                # The mean over the whole batch is the sum of the micro-batches' means, each times
-                # its share of the labels. So are the gradients.
+                # The mean over the batch is the sum of the means of the micro-batches, weighted by
+                # their fractions of the labels. Gradients add up in the same way.
                 loss = mean_loss(self.model, batch) * (num_labels / sum(labels))
                 loss.backward()
                 losses.append(loss.detach())
@@ -221,7 +221,7 @@ class Step:
         return float(sum(losses))
 
 
-# --- 4. Growth: a rule, and what fits. ---
+# --- 4. Growth: a rule, up to the largest batch that fits. ---
 
 
 def rows_to_add(epoch: int, batch_size: int) -> int:
@@ -245,7 +245,7 @@ def train(model: nn.Module) -> Iterator[list[tuple[int, float, float]]]:
         steps = []
         for numbers in order.split(batch_size):
             loss = step([ROWS[number] for number in numbers])
-            # The square root suits Adam; for SGD leave the root out.
+            # The square root is for Adam; for SGD, use the ratio itself.
             rate = LEARNING_RATE * math.sqrt(len(numbers) / BATCH_SIZE)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()

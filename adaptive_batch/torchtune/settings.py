@@ -510,7 +510,7 @@ def reference_tables() -> dict[str, str]:
                     f"| {refused} | an error with both values, unless `resume_allow_changes` lists"
                     " the key |"
                 ),
-                f"| within an epoch also {rows}; with `batch_tokens` {by_tokens} | the same |",
+                f"| within an epoch: {rows}; with `batch_tokens`: {by_tokens} | the same |",
                 "| the class of the optimizer, `optimizer_in_bwd` | an error |",
                 (
                     "| settings of the optimizer (except `fused`, `foreach`, `capturable`), `seed`,"

@@ -279,8 +279,8 @@ class ProbeOptions:
         round_to_power_of_two: whether to train with the largest power of two up to the maximum
             batch size, which is tried too. The batch size then stays the same if the maximum
             differs slightly between runs.
-        trial_seconds: maximum duration of a trial in seconds. Larger sizes are not tried. None: no
-            limit.
+        trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not
+            tried. None: no limit.
         memory_key: name of `device_memory` in errors.
 
     Raises:

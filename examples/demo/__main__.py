@@ -53,12 +53,12 @@ PASSED_OVER = re.compile(
 
 
 def main() -> None:
-    """Make the files, train on them with `tune run`, then compare the tuned model with the base."""
+    """Create the files, train with `tune run`, and compare the tuned model with the base model."""
     parser = argparse.ArgumentParser(
         prog="python examples/demo", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--directory", default=demo.DIRECTORY, help="where everything goes (default: %(default)s)"
+        "--directory", default=demo.DIRECTORY, help="folder of all files (default: %(default)s)"
     )
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
@@ -86,10 +86,10 @@ def main() -> None:
         "batch_increase_function=demo.grow",
         "micro_batch_tokens=auto",
         "lr_scaling=sqrt",
-        # The configured rate was chosen for the first epoch's batch.
+        # The configured learning rate was chosen for the batch of the first epoch.
         "reference_batch_size=16",
         f"output_dir={Path(arguments.directory) / 'tuned'}",
-        # It is the demo's own folder: one that was interrupted begins again.
+        # The folder belongs to the demo: an interrupted demo starts again.
         "overwrite_output_dir=True",
     ]
     if arguments.lora:
@@ -141,8 +141,8 @@ def main() -> None:
 
 
 def _of_adapters(directory: Path) -> list[str]:
-    """Return the settings of adapters on the tuned model, which learn from the same rows the other
-    way round.
+    """Return the settings of adapters on the tuned model, which learn to generate the signature
+    from the docstring.
     """
     return [
         *_adapters_on_tuned(directory),
@@ -217,9 +217,7 @@ def run_and_show(command: list[str], environment: dict[str, str], printed: Path)
 
 
 def next_steps(directory: str, output_dir: Path) -> str:
-    """Return the commands that a user may go on with, each as it can be typed where the demo was
-    started.
-    """
+    """Return commands for the user to run next, with paths relative to the current folder."""
     tune = shlex.quote(_shortest(_installed("tune")))
     ours = shlex.quote(_shortest(_installed("adaptive-batch")))
     where = "" if directory == demo.DIRECTORY else f" {shlex.quote(f'demo_dir={directory}')}"

@@ -148,7 +148,7 @@ def write_pairs(data: Path, folder: Path) -> None:
                     "chosen": first_sentence(row["docstring"]),
                     "rejected": row["docstring"],
                 }
-                # Two answers that are nearly the same show no preference.
+                # Two nearly equal answers express no preference.
                 if 2 * len(answers["chosen"]) > len(answers["rejected"]):
                     continue
                 pair = {

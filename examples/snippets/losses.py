@@ -48,7 +48,7 @@ def completion_tokens(batch):
     return batch["completion_mask"].sum()
 
 
-# A mean over tokens: tokens are counted.
+# Mean over tokens: num_labels counts tokens.
 
 
 def token_mean(part):
@@ -63,7 +63,7 @@ batch = make_batch([5, 9, 4, 8, 7, 12, 6])
 print(f"mean over tokens {sum(step(batch)):.4f}, {step.num_micro_batches} parts")
 
 
-# The loss of GRPO, a mean of each sequence's mean: rows are counted, as the batch has no labels.
+# GRPO: the mean over rows of the mean over tokens. The batch has no labels, so rows are counted.
 
 
 def sequence_mean(part):
@@ -102,7 +102,7 @@ step = AdaptiveStep(model, dr_grpo, micro_batch_size=3)
 print(f"Dr. GRPO {sum(step(batch)):.4f}")
 
 
-# DPO: a row is a pair, and no part divides a pair.
+# DPO: a row is a pair, which is never split.
 
 
 def dpo(part):
@@ -130,7 +130,7 @@ step = AdaptiveStep(model, dpo, micro_batch_size=2)
 print(f"DPO {sum(step(make_pairs([5, 9, 4, 8, 7]))):.4f}")
 
 
-# Distillation, weighted by the ratio of both losses over the whole batch.
+# Distillation: one loss is weighted by the ratio of both losses over the whole batch.
 
 
 def distillation_losses(batch):

@@ -1,6 +1,6 @@
 """Functions for `split=`: vision-language rows, detection, graphs, CTC targets, time-first batches.
 
-Each is checked: the gradient of parts of two rows is the gradient of the whole batch.
+The file checks each function: parts of two rows must have the gradient of the whole batch.
 """
 
 import torch
@@ -29,7 +29,7 @@ def trained(model, loss_of, batch, split=None):
     return len(losses)
 
 
-# Vision-language models: patches of all images lie one after the other, as in Qwen's processors.
+# Vision-language models: patches of all images are concatenated, as in Qwen's processors.
 # The image tokens of a row give the number of its patches.
 IMAGE = 9
 rows_of_text = torch.tensor(
@@ -75,7 +75,7 @@ def split(batch):
 assert trained(model, loss_of, batch, split) == 2
 
 
-# Detection: items of the tuples are the rows, so no `split=` is needed.
+# Detection: each item of the tuples is a row, so `split=` is not needed.
 model = nn.Conv2d(3, 2, 3)
 images = tuple(torch.randn(3, 8 + number, 8) for number in range(4))
 targets = tuple({"boxes": torch.rand(1 + number, 4), "label": number % 2} for number in range(4))
@@ -90,7 +90,7 @@ def loss_of(batch):
 assert trained(model, loss_of, (images, targets)) == 2
 
 
-# Graphs: nodes and edges of all graphs lie one after the other, as in PyTorch Geometric.
+# Graphs: nodes and edges of all graphs are concatenated, as in PyTorch Geometric.
 # A part renumbers its nodes.
 model = nn.Linear(4, 3)
 batch = {
@@ -129,7 +129,7 @@ def split(batch):
 assert trained(model, loss_of, batch, split) == 2
 
 
-# CTC: targets of all rows lie in one tensor.
+# CTC: the targets of all rows are in one tensor.
 model = nn.Linear(4, 5)
 batch = {
     "x": torch.randn(4, 9, 4),
@@ -157,7 +157,7 @@ def split(batch):
 assert trained(model, loss_of, batch, split) == 2
 
 
-# Time first: the second dimension is the rows.
+# Time first: rows are the second dimension.
 model = nn.GRU(4, 3)
 inputs, classes = torch.randn(6, 4, 4), torch.tensor([0, 1, 2, 0])  # [time, rows, features]
 
