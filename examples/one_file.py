@@ -144,7 +144,7 @@ def without_a_trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 
 
 def find_max_rows(model: nn.Module, optimizer: torch.optim.Optimizer, longest: list[int]) -> int:
-    """Return the largest batch of the longest rows that fits: double until it fails, then bisect."""
+    """Return the largest batch of the longest rows that fits: double, then bisect."""
     with without_a_trace(model, optimizer):
         # The first step allocates the optimizer state, the second runs with it in memory.
         if not (fits(model, optimizer, [longest]) and fits(model, optimizer, [longest])):
