@@ -28,13 +28,20 @@ from adaptive_batch.torchtune import (
     Job,
     LimitFinder,
     NextTokens,
+    ResumedRun,
     RunStore,
+    Saver,
+    Settings,
+    StepMonitor,
     Task,
     Trainer,
     TrainingLog,
     TrainingPreview,
     Validation,
+    build_profiler,
     build_rate,
+    check_output_dir,
+    record_memory_history,
     run_recipe,
     run_training,
 )
@@ -65,8 +72,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     ) -> None:
         self.cfg = cfg
         self.watch = watch
-        self.job = Job.to_train(cfg, builder, task=task)
-        self.settings = self.job.settings
+        self.settings = Settings.from_config(cfg)
+        self.job = Job(cfg, self.settings, builder, task=task)
+        check_output_dir(cfg.output_dir)
         self.device = self.job.device
         self.seed = training.set_seed(
             seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
@@ -83,7 +91,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_data()
         self._setup_steps()
         if self.settings.preview:
-            self.preview.show(self.limit_finder, self.sizers.training)
+            self.preview.show(self.limit_finder)
             return
         self._setup_log()
         self._setup_model()
@@ -94,15 +102,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.data = Data.read(self.job)
         self.log = TrainingLog(self.job, self.data)
         self.closing.callback(self.log.close)
-        self.profiler = self.log.profiler
-        self.store = RunStore(
-            self.cfg,
-            self.settings,
-            keeps_base=self.job.builder.keeps_base,
-            on_failure=self.log.failed_save,
-        )
-        self._after_end = self.store.after_end
-        self.resumed = self.store.resume(self.job, self.data, seed=self.seed)
+        self.profiler, self.profiler_cfg = build_profiler(self.cfg)
+        self.store = RunStore(self.job)
+        self.resumed = ResumedRun(self.job, self.data, self.store.found, seed=self.seed)
         self.data.check_rows()
 
     def _setup_steps(self) -> None:
@@ -113,22 +115,26 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.loader: DataLoader[Any] = DataLoader(
             self.data.dataset, batch_sampler=self.batches, collate_fn=list
         )
-        self.saver = self.store.saver(
-            self.job, self.resumed, self.batches, self.log, same_within=10.0 if self.watch else 0.0
-        )
         self.limit_finder = LimitFinder(
             self.job, self.data, lost=self.resumed.lost, watch=self.watch, event=self.log.event
         )
         if self.settings.searches:
             self.limit_finder.check()
-        self.preview = TrainingPreview(self.job, self.batches, self.resumed)
+        self.preview = TrainingPreview(self.job, self.batches, self.sizers.training, self.resumed)
         self.preview.check()
 
     def _setup_log(self) -> None:
-        self.store.begin(self.resumed.name)
+        self.saver = Saver(
+            self.job,
+            self.store,
+            self.resumed,
+            self.batches,
+            self.log,
+            same_within=10.0 if self.watch else 0.0,
+        )
+        self._after_end = self.saver.after_end
         self.log.open()
-        self.log.start(self.resumed, replaces=self.store.replaces)
-        self.log.changes(self.resumed, without_effect=self.job.without_effect)
+        self.log.start(self.resumed, replaces=self.saver.replaces)
         if self.watch and self.resumed.lost:
             self.watch.on_end = partial(
                 self.resumed.lost.write_down, conditions=self.sizers.training.conditions
@@ -137,9 +143,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _setup_model(self) -> None:
         """Load weights and optimizer, and search for limits."""
         self.trainer = Trainer.load(self.job, self.data, self.store, self.sizers)
-        self.store.check(
-            self.trainer, self.job.builder.num_bytes_saved(self.trainer.model, self.cfg)
-        )
+        self.saver.check(self.trainer)
         self.saver.keep("limits", self.sizers.training)
         if self.sizers.reference is not None:
             self.saver.keep("reference_limits", self.sizers.reference)
@@ -150,19 +154,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.limit_finder.begin(self.trainer, self.batches, self.resumed)
         self.validation = None
         if self.settings.validation.is_on:
-            self.validation = Validation(
-                self.job, self.data, self.trainer, self.limit_finder, self.log
-            )
+            self.validation = Validation(self.job, self.data, self.trainer, self.log)
+            self.validation.search(self.trainer, self.limit_finder)
 
     def _setup_rate(self) -> None:
         """Plan the first epoch, and schedule the learning rate over the remaining steps."""
         self.batches.begin_epoch()
-        self.log.cut_step()
         ahead = self.preview.plan_remaining()
-        self.monitor = self.log.monitor(
+        self.monitor = StepMonitor(
+            self.job,
             self.trainer,
+            self.log,
             self.saver,
-            remedy=self.store.after_end,
+            remedy=self.saver.after_end,
             full_batch_rows=ahead.full_batch_rows,
         )
         rate = build_rate(
@@ -172,10 +176,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             saved=self.resumed.state_of("learning_rate"),
         )
         self.rate = self.saver.keep("learning_rate", rate)
-        if self.resumed.saved:
-            self.log.kept_rate(self.rate.base)
         self.log.epoch(self.batches, self.rate)
-        self.log.rate_and_stages(self.rate, self.preview, ahead, self.resumed.saved)
+        self.log.rate_and_stages(self.rate, self.preview, ahead)
         self.trainer.record_collectives()
 
     # --- training
@@ -207,7 +209,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.monitor.end_epoch(self.batches)
                 self.batches.end_epoch()
                 self.save_checkpoint(epoch=epoch)
-        self.store.close()
+        self.saver.close()
         if first_epoch < epochs:
             self.log.end(self.batches.progress)
         self.profiler.stop()
@@ -217,10 +219,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         step = self.batches.oldest
         # Read the next step's rows while the device is busy.
         self.data.dataset.expect(step.following)
-        self.profiler.begin_step(step.progress)
-        if not self.watch:
-            # With several ranks, the longest row was tried before training.
-            self.limit_finder.try_longer(self.trainer, self.batches, rows)
+        record_memory_history(self.profiler_cfg, self.device, step.progress)
 
         # Set the scheduled learning rate; `optimizer.step()` scales it by the size of the step.
         size = self.batches.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
@@ -238,8 +237,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # Run `optimizer.step()` and `zero_grad()`.
             self.trainer.step()
 
-        measured = self.monitor.add(step, result)
-        progress = self.batches.done(tokens=result.tokens, ends_epoch=False, **measured)
+        progress = self.batches.done(
+            tokens=result.tokens, ends_epoch=False, noise_scale=self.monitor.noise_scale
+        )
         self.log.step(
             result,
             progress,
@@ -250,7 +250,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
         if self.validation:
             self.validation.run_where_due(progress.steps)
-        self.profiler.end_step()
+        self.profiler.step()
         self.saver.save_where_due(self.trainer, stop_requested=result.stop_requested)
 
     # --- checkpoints

@@ -28,7 +28,6 @@ from adaptive_batch.torchtune import (
     all_ranks,
     builder_of,
     check_output_dir,
-    left_by_rounding,
     run_recipe,
     show_details,
     without_effect,
@@ -63,7 +62,7 @@ def probe(
     data = Data.read(job)
     data.check_rows()
     limit_finder = LimitFinder(job, data, watch=watch)
-    store = RunStore(cfg, settings, keeps_base=job.builder.keeps_base)
+    store = RunStore(job)
     limit_finder.check()
     trainer = Trainer.load(job, data, store, data.sizers())
     trainer.check_layout()
@@ -80,7 +79,7 @@ def probe(
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say("\n".join(["", result.table(), left_by_rounding(result)]))
+        say(f"\n{result.table()}\n")
         results.append(result)
     if refused and not results:
         raise refused

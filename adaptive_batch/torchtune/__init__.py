@@ -14,13 +14,14 @@ from .launch import (
     show_details,
     use_shipped_config,
 )
-from .limit_finder import LimitFinder, left_by_rounding
-from .log import TrainingLog
+from .limit_finder import LimitFinder
+from .log import StepMonitor, TrainingLog, build_profiler, record_memory_history
 from .model import FullModel
 from .preview import TrainingPreview
 from .rate import build_rate
+from .resume import ResumedRun
 from .settings import Settings, reference_tables, write_reference
-from .store import RunStore
+from .store import RunStore, Saver
 from .task import Distillation, NextTokens, PreferencePairs, Task
 from .trainer import Trainer
 from .validation import Validation
@@ -34,21 +35,25 @@ __all__ = [
     "LimitFinder",
     "NextTokens",
     "PreferencePairs",
+    "ResumedRun",
     "RunStore",
+    "Saver",
     "Settings",
     "Sizers",
+    "StepMonitor",
     "Task",
     "Trainer",
     "TrainingLog",
     "TrainingPreview",
     "Validation",
     "all_ranks",
+    "build_profiler",
     "build_rate",
     "builder_of",
     "check_output_dir",
     "estimate_devices",
-    "left_by_rounding",
     "no_component_exits",
+    "record_memory_history",
     "reference_tables",
     "run_recipe",
     "run_training",

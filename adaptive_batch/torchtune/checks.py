@@ -213,6 +213,12 @@ _RULES: tuple[_Rule, ...] = (
         " (batch_tokens alone finds what fits, too)",
     ),
     (
+        "long_rows",
+        lambda s, c: s.long_rows == "alone" and s.min_rows_per_batch > 1,
+        "a row alone is fewer than min_rows_per_batch={s.min_rows_per_batch}; set error or drop, or"
+        " remove min_rows_per_batch",
+    ),
+    (
         "min_rows_per_batch",
         lambda s, c: s.min_rows_per_batch > (s.max_rows_per_batch or math.inf),
         "max_rows_per_batch is {s.max_rows_per_batch}; give that or less",

@@ -334,7 +334,9 @@ class Data:
         """
         rows = self.dataset
         # A schedule changes the order little, and may need a rate, which is not there yet.
-        batching = replace(self._job.batching(), batch_size_schedule=None)
+        batching = replace(
+            self._settings, seed=0, batch_size_schedule=None, max_steps_per_epoch=None
+        )
         epoch = PlannedEpoch(
             len(rows),
             batching,
@@ -429,7 +431,7 @@ class Data:
         settings = self._settings
         steps = plan_token_batches(
             self.dataset.lengths,
-            self._job.batching(),
+            settings,
             ranks=self._job.ranks,
             order=None,
             divisible=settings.uniform_micro_batches in ("rows", "both"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import cached_property
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -16,13 +14,11 @@ from torchtune import training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch._util import format_bytes
-from adaptive_batch.data import Batching
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
+from adaptive_batch.memory import DeviceMemory, check_segments, device_memory
 
-from .checks import TO_TRAIN, check_output_dir, complete, without_effect
-from .config_errors import as_dict, component_of, instantiate, one_line, refusing
+from .checks import TO_TRAIN, complete
+from .config_errors import component_of, instantiate, one_line
 from .model import FullModel, SecondModel, num_token_embeddings
 from .settings import Settings
 from .task import Distillation, NextTokens, PreferencePairs, Task, takes_pairs
@@ -46,7 +42,6 @@ class Job:
 
     Attributes:
         ranks: data-parallel size at the start of the run; batches are counted on it.
-        without_effect: messages by key for keys that are set and ignored, for a run that trains.
 
     Raises:
         SettingError: a key is missing or another recipe's, or the device or dtype cannot be used.
@@ -68,19 +63,15 @@ class Job:
         self.builder = builder or FullModel()
         self.with_values = with_values
         self.ranks = distributed.data_parallel_size()
-        self.without_effect: Mapping[str, str] = {}
         asked = str(cfg.device).partition(":")[0]
-        # torchtune would use the CPU instead.
-        if asked == "cuda" and not torch.cuda.is_available():
-            remedy = "run this where there is one, or give device=cpu dtype=fp32"
-            raise SettingError(
-                "device", cfg.device, f"torch {torch.__version__} sees no CUDA device; {remedy}"
-            )
         self.device = _usable(
             "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
         )
+        # torchtune uses the CPU where there is no CUDA device.
         if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
-            remedy = f"torch {torch.__version__} trains on no such device here; give cuda or cpu"
+            remedy = (
+                f"torch {torch.__version__} sees no such device; give cuda, or cpu with dtype=fp32"
+            )
             raise SettingError("device", cfg.device, remedy)
         check_segments(self.device)
         self.dtype = _usable(
@@ -90,20 +81,6 @@ class Job:
             self._set_up_compiler()
         self.loss_fn = instantiate("loss", cfg.loss)
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
-
-    @classmethod
-    def to_train(cls, cfg: DictConfig, builder: FullModel | None, *, task: type[Task]) -> Job:
-        """Check the configuration of a run that trains, and its output folder.
-
-        Raises:
-            SettingError: a key is missing or another recipe's, or a setting cannot be used.
-        """
-        settings = Settings.from_config(cfg)
-        ignored = without_effect(settings, cfg)
-        job = cls(cfg, settings, builder, task=task)
-        job.without_effect = ignored
-        check_output_dir(cfg.output_dir)
-        return job
 
     def _set_up_compiler(self) -> None:
         """Set the compiler's options, which torch keeps for each thread: train in this one."""
@@ -124,10 +101,10 @@ class Job:
         """
         self.task.check(None)
         check_keys_of_others(self.cfg, type(self.task))
-        second_outline = self._second_outline
-        if self._outline is not None:
-            self.builder.check(self._outline, self.cfg)
-            self.task.check(self._outline, second_outline)
+        model, second = self._outlines
+        if model is not None:
+            self.builder.check(model, self.cfg)
+            self.task.check(model, second)
 
     @cached_property
     def second(self) -> SecondModel | None:
@@ -152,21 +129,19 @@ class Job:
         return self.second.skeleton(dtype=self.dtype)
 
     @cached_property
-    def _outline(self) -> torch.nn.Module | None:
-        """Model on the meta device; None if it cannot be built there."""
-        return _if_it_can_be_built(lambda: self.skeleton)
-
-    @cached_property
-    def _second_outline(self) -> torch.nn.Module | None:
-        """Second model on the meta device; None if there is none, or it cannot be built there."""
-        return _if_it_can_be_built(lambda: self.second_skeleton)
+    def _outlines(self) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+        """Model and second model on the meta device, each None if it cannot be built there."""
+        return (
+            _if_it_can_be_built(lambda: self.skeleton),
+            _if_it_can_be_built(lambda: self.second_skeleton),
+        )
 
     @cached_property
     def max_seq_len(self) -> int | None:
         """Most tokens of a sequence that all models take; None if unknown."""
         limits = [
             getattr(getattr(outline, "decoder", outline), "max_seq_len", None)
-            for outline in (self._outline, self._second_outline)
+            for outline in self._outlines
         ]
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -180,71 +155,13 @@ class Job:
     @cached_property
     def vocab_size(self) -> int | None:
         """Number of token ids with an embedding; None if unknown."""
-        if self._outline is None:
-            return None
-        return num_token_embeddings(self._outline)
+        model, _ = self._outlines
+        return None if model is None else num_token_embeddings(model)
 
-    def check_weights_fit(self) -> None:
-        """Check that the allowed memory holds the model's weights.
-
-        Raises:
-            SettingError: it does not.
-        """
-        probe = self.settings.probe
-        ranks = distributed.world_size()
-        memory = self.memory
-        # The share of `auto` is known when rows are.
-        headroom = 0.0 if isinstance(probe.headroom, str) else probe.headroom
-        budget = budget_bytes(
-            probe.device_memory,
-            headroom=headroom,
-            total_bytes=memory.total_bytes(),
-            available_bytes=memory.available_bytes(()),
-        )
-        skeletons = [skeleton for skeleton in (self.skeleton, self.second_skeleton) if skeleton]
-        parameters = chain.from_iterable(skeleton.parameters() for skeleton in skeletons)
-        weights = sum(p.numel() * p.element_size() for p in parameters) // ranks
-        # Offloaded weights lie on the host, and only several ranks offload them.
-        on_host = ranks > 1 and bool(self.cfg.get("fsdp_cpu_offload", False))
-        if weights > budget and not on_host:
-            of_each = " of each rank" if ranks > 1 else ""
-            remedy = (
-                f"the model's weights alone need {format_bytes(weights)}{of_each}, and"
-                f" {format_bytes(budget)} may be used; allow more memory or take a smaller model"
-            )
-            raise SettingError("probe.device_memory", probe.device_memory, remedy)
-
-    def count_batches_on(self, ranks: int) -> None:
-        """Count batches on the ranks that began the run."""
-        self.ranks = ranks
-
-    def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
-        """Return the configured size of a step and order of rows.
-
-        Args:
-            seed: seed of the order of rows; torchtune's order has its own.
-            max_steps_per_epoch: steps after which an epoch ends; None for all rows.
-        """
-        settings = self.settings
-        # The seed of torchtune's sampler.
-        if settings.sample_order == "dataloader":
-            seed = 0
-        options = {option.name: getattr(settings, option.name) for option in fields(Batching)}
-        options |= {"shuffle": bool(self.cfg.shuffle), "seed": seed}
-        return Batching(**options | {"max_steps_per_epoch": max_steps_per_epoch})
-
-    def check_optimizer(self) -> None:
-        """Raise SettingError if the optimizer cannot be built, or one of torch's cannot step."""
-        parameter = torch.nn.Parameter(torch.zeros(1, dtype=self.dtype, device=self.device))
-        optimizer = self.new_optimizer([parameter])
-        # Others may compile their step.
-        if not type(optimizer).__module__.startswith("torch.optim."):
-            return
-        parameter.grad = torch.zeros_like(parameter)
-        remedy = "check its arguments"
-        block = as_dict(self.cfg.optimizer)
-        with refusing("optimizer", block, remedy, problem="its step fails"):
-            optimizer.step()
+    def optimizer_of_one_weight(self) -> torch.optim.Optimizer:
+        """Build the configured optimizer without a model; raise SettingError if it cannot be."""
+        weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=self.dtype, device=self.device))
+        return self.new_optimizer([weight])
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""
@@ -275,13 +192,12 @@ def own_compiler(cfg: DictConfig) -> Iterator[None]:
         yield
         return
     partitioner = private("torch._functorch.config", "activation_memory_budget")
-    budget = partitioner.activation_memory_budget
-    is_static = torch.compiler.config.assume_static_by_default
-    try:
+    compiler: Any = torch.compiler.config
+    with (
+        partitioner.patch(activation_memory_budget=partitioner.activation_memory_budget),
+        compiler.patch(assume_static_by_default=compiler.assume_static_by_default),
+    ):
         yield
-    finally:
-        partitioner.activation_memory_budget = budget
-        torch.compiler.config.assume_static_by_default = is_static
 
 
 def _if_it_can_be_built(build: Callable[[], T]) -> T | None:

@@ -39,14 +39,12 @@ class Export:
         run: name of the run that saved it; None where that is not known, as for torchtune's recipe.
         step: optimizer steps of the run until then.
         order: of the newest resume point until then; 0 without one.
-        ends_run: True for the last epoch of the run.
     """
 
     path: Path
     run: str | None = None
     step: int | None = None
     order: int = 0
-    ends_run: bool = False
 
     @property
     def epoch(self) -> int:
@@ -162,7 +160,6 @@ class ModelFiles:
         run: str,
         step: int,
         order: int,
-        ends_run: bool,
     ) -> None:
         """Save the weights of an epoch as ``epoch_{epoch}``.
 
@@ -170,7 +167,7 @@ class ModelFiles:
             content: what torchtune's checkpointer saves by its keys: weights, or adapters, or both.
             num_bytes: bytes of its tensors.
             epoch: number of the epoch.
-            run, step, order, ends_run: as in :class:`Export`.
+            run, step, order: as in :class:`Export`.
 
         Raises:
             CheckpointError: saving failed; earlier saves are unchanged.
@@ -182,7 +179,7 @@ class ModelFiles:
             self._checkpointer.save_checkpoint(dict(content), epoch=epoch, **alone)
             if training.ADAPTER_CONFIG in content:
                 self._order_rows_for_peft(saved)
-            manifest = {"run": run, "step": step, "order": order, "ends_run": ends_run}
+            manifest = {"run": run, "step": step, "order": order}
             (saved / _MANIFEST).write_text(json.dumps(manifest))
             _flush_to_disk(saved)
             move_into_place(saved, target)

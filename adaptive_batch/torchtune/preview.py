@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
@@ -13,8 +11,6 @@ from adaptive_batch.data import Batches, StepAhead
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import (
     KEY,
-    Progress,
-    Seesaw,
     Stages,
     at_most,
     check_increments,
@@ -22,8 +18,8 @@ from adaptive_batch.schedules import (
 from adaptive_batch.training import MicroBatchSizer, raise_if_answers_differ
 
 from .job import Job
-from .limit_finder import LimitFinder, left_by_rounding
-from .rate import build_rate, stand_in
+from .limit_finder import LimitFinder
+from .rate import build_rate
 from .resume import ResumedRun
 
 # Stages that are shown from the beginning and from the end, if there are more.
@@ -37,13 +33,13 @@ class Stage:
     Attributes:
         first: first step.
         last: last step.
-        micro_batches: fewest and most micro-batches of a step on one device; 0 if not known yet.
+        micro_batches: micro-batches of the first step on one device; 0 if not known yet.
         steps: number of steps.
     """
 
     first: StepAhead
     last: StepAhead
-    micro_batches: tuple[int, int]
+    micro_batches: int
     steps: int = 1
 
 
@@ -52,14 +48,12 @@ class TrainingPlan:
     """Plan of the rest of training.
 
     Attributes:
-        progress: progress at its beginning.
-        stages: steps of one batch in one epoch, in order; empty if nothing needs them.
+        stages: its stages, in order; empty if nothing needs them.
         full_batch_rows: the largest planned global batch, over which `loss_per_full_batch`
             averages.
         schedule_steps: step at which the learning rate's schedule ends.
     """
 
-    progress: Progress
     stages: Sequence[Stage]
     full_batch_rows: int
     schedule_steps: int
@@ -71,13 +65,17 @@ class TrainingPreview:
     Args:
         job: job of the run.
         batches: steps of the run.
+        sizer: limits the micro-batches of the steps.
         resumed: state that the run begins with.
     """
 
-    def __init__(self, job: Job, batches: Batches, resumed: ResumedRun) -> None:
+    def __init__(
+        self, job: Job, batches: Batches, sizer: MicroBatchSizer, resumed: ResumedRun
+    ) -> None:
         self._job = job
         self._settings = job.settings
         self._batches = batches
+        self._sizer = sizer
         self._resumed = resumed
         self._notes: list[str] = []
 
@@ -148,10 +146,10 @@ class TrainingPreview:
             )
             largest = at_most(largest, batches.maximum())
             full_batch_rows = min(largest * batches.ranks, batches.num_rows)
-        return TrainingPlan(progress, stages, full_batch_rows, schedule_steps)
+        return TrainingPlan(stages, full_batch_rows, schedule_steps)
 
     def _walk(self, *, plans: bool) -> list[Stage]:
-        """Return the remaining steps by epoch, batch and stage of a schedule.
+        """Return the remaining steps by batch and stage of a schedule.
 
         Args:
             plans: whether to count micro-batches and give epochs their paces.
@@ -167,14 +165,13 @@ class TrainingPreview:
         with RandomState(self._job.device):
             for step in batches.ahead(settings.epochs, counts_tokens=counts_tokens, plans=plans):
                 at = step.progress
-                key = at.epoch, at.batch, isinstance(rule, Stages) and rule.stage(at)
+                key = at.batch, isinstance(rule, Stages) and rule.stage(at)
                 if key == last_key:
                     stages[-1].last = step
                     stages[-1].steps += 1
                     continue
                 last_key = key
-                number = batches.num_micro_batches(step) if cuts else 0
-                stages.append(Stage(step, step, (number, number)))
+                stages.append(Stage(step, step, batches.num_micro_batches(step) if cuts else 0))
                 call = f"{KEY} at step {at.steps}"
                 if rule is None:
                     call = f"batch_increase_function in epoch {at.epoch}"
@@ -182,121 +179,66 @@ class TrainingPreview:
         raise_if_answers_differ(answers)
         return stages
 
-    def table(self, ahead: TrainingPlan, *, base_rate: float) -> tuple[str, list[dict[str, Any]]]:
-        """Return the stages of the rest of training, as text and as a record."""
+    def table(self, ahead: TrainingPlan) -> str:
+        """Return the stages of the rest of training as text."""
         settings = self._settings
         batches = self._batches
         rate = build_rate(
             self._job,
-            [stand_in(self._job, base_rate)],
+            [self._job.optimizer_of_one_weight()],
             total_steps=ahead.schedule_steps,
             saved=self._resumed.state_of("learning_rate"),
         )
 
         def rates(step: StepAhead) -> dict[str, float]:
+            # A clock of two units keeps where the warm-up ended, which only all steps show.
+            if settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay:
+                return {}
             batch = step.tokens if rate.counts_tokens else step.rows
             return rate.apply(replace(step.progress, pace=step.epoch.pace), batch=batch)
 
-        stages = merged(ahead.stages)
+        stages = ahead.stages
         notes = [*self._notes]
         if len(stages) > 2 * SHOWN:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
-        by_step: dict[int, dict[str, float]] = {}
-        if settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay:
-            # Such a clock keeps where the warm-up ended, which only all steps show.
-            numbers = {at.progress.steps for stage in stages for at in (stage.first, stage.last)}
-            with RandomState(self._job.device):
-                walk = batches.ahead(settings.epochs, plans=True)
-                for _, steps in groupby(walk, key=lambda step: step.progress.epoch):
-                    # An epoch has its pace once the walk has left it.
-                    for step in [*steps]:
-                        values = rates(step)
-                        if step.progress.steps in numbers:
-                            by_step[step.progress.steps] = values
-
-        ends = [
-            [by_step.get(at.progress.steps) or rates(at) for at in (stage.first, stage.last)]
-            for stage in stages
-        ]
+        ends = [(rates(stage.first), rates(stage.last)) for stage in stages]
         if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
-        if isinstance(settings.batch_size_schedule, Seesaw):
-            notes.append(
-                "all epochs with the configured batch would be"
-                f" {count(ahead.schedule_steps, 'step', ',')}"
-            )
         if batches.plan.is_estimate:
             notes.append(
                 "the schedule follows what training measures: this is what comes if nothing new is"
                 " measured"
             )
         unit = "tokens" if settings.batch_tokens else "rows"
-        text = table(stages, ends, unit=unit, ranks=batches.ranks, notes=notes)
-        record = [
-            {
-                "first": stage.first.progress.state_dict(),
-                "last": stage.last.after.state_dict(),
-                "steps": stage.steps,
-                "batch": stage.first.batch,
-                "micro_batches_least": stage.micro_batches[0],
-                "micro_batches_most": stage.micro_batches[1],
-                "rates_first": first,
-                "rates_last": last,
-            }
-            for stage, (first, last) in zip(stages, ends, strict=True)
-        ]
-        return text, record
+        return table(stages, ends, unit=unit, ranks=batches.ranks, notes=notes)
 
-    def show(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> None:
-        """Print the keys that have no effect, and the preview of :meth:`describe`, on rank zero."""
-        text = self.describe(limit_finder, sizer)
-        if distributed.is_rank_zero():
-            print(*self._job.without_effect.values(), text, sep="\n")
-
-    def describe(self, limit_finder: LimitFinder, sizer: MicroBatchSizer) -> str:
-        """Return the changes since the checkpoint and the plan of training, without a search.
+    def show(self, limit_finder: LimitFinder) -> None:
+        """Print the changes since the checkpoint and the plan of training on rank zero, without a
+        search.
 
         Args:
             limit_finder: returns the maximum batch size if an earlier search found it.
-            sizer: sizer that the maximum is set on.
         """
         settings = self._settings
         resumed = self._resumed
-        lines = [message for _, message, _ in resumed.changes()]
+        lines = [message for _, message, _ in resumed.changes]
         plan = settings.search_plan
         if plan.is_needed:
-            result, source = limit_finder.known()
-            bound = "not known, so nothing is cut, and micro-batches are not known"
-            if result is not None:
-                bound = str(result.max_batch_size)
-                sizer.set_bound(result, checks=False)
-            lines.append(f"bound: {bound} ({source})")
+            result = limit_finder.known()
+            if result is None:
+                lines.append(
+                    "bound: not known; try it (adaptive_probe), or give probe.assumed_maximum"
+                )
+            else:
+                lines.append(f"bound: {result.max_batch_size}")
+                self._sizer.set_bound(result, checks=False)
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 self._batches.take_batch(result.batch_size)
-                lines += filter(None, [left_by_rounding(result)])
         self._batches.begin_epoch()
-        configured = self._job.cfg.optimizer.get("lr")
-        if "optimizer.lr" not in settings.saving.resume_allow_changes:
-            configured = resumed.saved.get("base_rate", configured)
-        if configured is None:
-            lines.append(
-                "optimizer.lr is not configured: learning rates are shown as multiples of it"
-            )
-        text, _ = self.table(self.plan_remaining(), base_rate=float(configured or 1.0))
-        return "\n".join([*lines, text])
-
-
-def merged(stages: Iterable[Stage]) -> list[Stage]:
-    """Merge consecutive stages of equal batches, such as those of two epochs."""
-    result: list[Stage] = []
-    for _, group in groupby(stages, key=lambda stage: stage.first.batch):
-        alike = [*group]
-        numbers = [number for stage in alike for number in stage.micro_batches]
-        steps = sum(stage.steps for stage in alike)
-        span = (min(numbers), max(numbers))
-        result.append(Stage(alike[0].first, alike[-1].last, span, steps))
-    return result
+        text = self.table(self.plan_remaining())
+        if distributed.is_rank_zero():
+            print(*lines, text, sep="\n")
 
 
 def table(
@@ -328,9 +270,8 @@ def table(
             for cell in (f"{at.epochs:.2f}ep", f"{at.steps:,}", f"{at.samples:,}")
         ]
         batch = stage.first.batch
-        # Equal ends are one number.
-        span = " to ".join(dict.fromkeys(f"{number:,}" for number in stage.micro_batches))
-        cells += [f"{batch:,}", "?" if span == "0" else span, f"{batch * ranks:,}"]
+        micro_batches = f"{stage.micro_batches:,}" if stage.micro_batches else "?"
+        cells += [f"{batch:,}", micro_batches, f"{batch * ranks:,}"]
         for name in ends[0]:
             cells += [f"{values[name]:{'.3g' if name == 'lr' else '.4g'}}" for values in ends]
         lines.append((*cells, f"{stage.steps:,}"))

@@ -173,7 +173,7 @@ class RateSettings:
             [below](#the-learning-rates-clock).
     """
 
-    lr_scaling: str = option("none", one_of(*RULES))
+    lr_scaling: str = option("none", one_of(*RULES), resume="report")
     reference_batch_size: ReferenceBatch | None = option(
         None,
         parse_reference,

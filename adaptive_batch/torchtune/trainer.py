@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
-    MicroBatchSizer,
     RankReport,
     RecipeStep,
     RowLoss,
@@ -83,16 +82,36 @@ class Trainer:
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
+        task = job.task
+        loss = RowLoss(
+            collate=data.collator.to_length,
+            to_device=to_device or partial(utils.batch_to_device, device=job.device),
+            mean_loss=partial(task.mean_loss, self),
+            count_labels=task.count_labels,
+            row_length=task.length,
+            num_real_tokens=data.dataset.num_real_tokens,
+            dummy_row=lambda: data.dummy_row,
+            pack=job.with_values(self._pack),
+            counts_rows=task.counts_rows,
+            metrics=task.metrics,
+            loss_of=task.loss_of,
+            after_forward=data.dataset.read_ahead,
+        )
+        reference = None
+        if sizers.reference is not None:
+            reference = RowReference(
+                partial(task.reference_values, self), task.num_reference_values, sizers.reference
+            )
         self.engine = RecipeStep(
             model,
-            self._row_loss(to_device or partial(utils.batch_to_device, device=job.device)),
+            loss,
             sizers.training,
             memory=job.memory,
             retries=settings.on_out_of_memory == "shrink",
             max_grad_norm=max_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
-            reference=self._row_reference(sizers.reference),
+            reference=reference,
             sharding=Sharding(
                 self.models,
                 finishes=distributed.data_parallel_size() == distributed.world_size(),
@@ -115,33 +134,6 @@ class Trainer:
             self.optimizer = new_optimizer(parameters)
             self.optimizers = [self.optimizer]
 
-    def _row_reference(self, sizer: MicroBatchSizer | None) -> RowReference | None:
-        """Return the reference model with separate micro-batches; None without a sizer for it."""
-        if sizer is None:
-            return None
-        task = self._job.task
-        assert task.num_reference_values, "the loss needs more of a reference than numbers"
-        return RowReference(partial(task.reference_values, self), task.num_reference_values, sizer)
-
-    def _row_loss(self, to_device: Callable[[dict[str, Any]], object]) -> RowLoss:
-        """Return the functions that the engine applies to rows."""
-        task = self._job.task
-        data = self._data
-        return RowLoss(
-            collate=data.collator.to_length,
-            to_device=to_device,
-            mean_loss=partial(task.mean_loss, self),
-            count_labels=task.count_labels,
-            row_length=task.length,
-            num_real_tokens=data.dataset.num_real_tokens,
-            dummy_row=lambda: data.dummy_row,
-            pack=self._job.with_values(self._pack),
-            counts_rows=task.counts_rows,
-            metrics=task.metrics,
-            loss_of=task.loss_of,
-            after_forward=data.dataset.read_ahead,
-        )
-
     @classmethod
     def load(cls, job: Job, data: Data, weights: Weights, sizers: Sizers) -> Trainer:
         """Build the model, load its weights and build its optimizer.
@@ -149,9 +141,8 @@ class Trainer:
         Raises:
             DoesNotFitError: the weights do not fit on the device.
         """
-        job.check_optimizer()
-        if job.settings.preview:
-            raise SettingError("preview", True, "it is for the recipes that train; remove it")
+        # Refuse an invalid one before the weights load.
+        job.optimizer_of_one_weight()
         second = None
         try:
             # Check the files of the second model before any weights load.
@@ -276,14 +267,6 @@ class Trainer:
         """Names of the parameters in checkpoints."""
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
-    def to_save(self) -> Any:
-        """Return the model weights for the export of an epoch, on rank 0; a collective."""
-        return self._job.builder.to_save(self.model, self._job.cfg, device=self._job.device)
-
-    def model_state(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's model weights for a checkpoint."""
-        return self._job.builder.state(self.model)
-
     def record_collectives(self) -> None:
         """Enable retries of the first micro-batch if one of several ranks runs out of memory."""
         shrinks = self._job.settings.on_out_of_memory == "shrink"
@@ -328,21 +311,17 @@ class Trainer:
         # The optimizer has stepped in backward.
         if self.in_backward:
             return
-        failure = None
         try:
             self.optimizer.step()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = str(error)
-        # Raised outside the except block, which keeps the tensors of the step alive.
-        if failure is not None:
             raise DoesNotFitError(
-                f"the optimizer step ran out of memory on {self._job.device}: {failure}; it updated"
+                f"the optimizer step ran out of memory on {self._job.device}: {error}; it updated"
                 " only a part of the weights and cannot be repeated. Resume from the last"
                 " checkpoint with resume_from_checkpoint=True and use_maximum_batch_size=True (its"
                 f" trials include the optimizer step), or {MEMORY_REMEDIES}"
-            )
+            ) from error
         self.optimizer.zero_grad(set_to_none=True)
 
     def tried(self) -> TriedStep:

@@ -83,15 +83,10 @@ def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(beg
 
 def test_a_folder_of_the_other_recipe_is_refused_with_its_name(small, begun):
     folder = stopped_after(begun, small, 6)
-    with pytest.raises(
-        SettingError,
-        match=r"holds adapters, but this run trains weights; .*adaptive_lora_finetune",
-    ):
+    with pytest.raises(SettingError, match=r"^model=.*: the checkpoint was trained with .*lora"):
         small.run_in_process(FULL, f"output_dir={folder}", "resume_from_checkpoint=True")
     whole = small.run_in_process(FULL, "max_steps_per_epoch=1")
-    with pytest.raises(
-        SettingError, match=r"holds weights without adapters, .*`tune run adaptive_full_finetune`"
-    ):
+    with pytest.raises(SettingError, match=r"^model=.*lora.*: the checkpoint was trained with"):
         small.run_in_process(
             OURS, *LORA, f"output_dir={whole.output_dir}", "resume_from_checkpoint=True"
         )

@@ -156,7 +156,7 @@ def test_a_resumed_run_keeps_the_reference_batch_of_its_rate(small):
     assert steps[3]["lr"] == pytest.approx(2 * steps[2]["lr"])
     kinds = {record["kind"]: record for record in log if record["kind"] != "step"}
     assert "reference_batch_size" not in kinds
-    assert kinds["batch_size"]["message"] == "batch_size 2 -> 4: the global batch 2 -> 4 rows"
+    assert kinds["batch_size"]["message"] == "batch_size 2 -> 4: differs from the checkpoint"
 
 
 def test_the_first_step_of_a_warm_up_changes_nothing_with_the_optimizer_in_backward(small):

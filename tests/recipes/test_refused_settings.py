@@ -131,10 +131,6 @@ REFUSED = {
         "log_gradient_noise_scale=True",
     ],
     "grow_beyond_maximum": ["optimizer_in_bwd=True grow_beyond_maximum=True"],
-    "probe.device_memory": [
-        f"{PROBE} probe.device_memory=900TiB",
-        f"{PROBE} probe.device_memory=100KiB",
-    ],
     "probe.sequence_length": [
         f"{PROBE} probe.sequence_length=65",
         *(
@@ -175,7 +171,6 @@ REFUSED = {
         "lr_scheduler.num_cycles=2",
         "lr_scheduler._component_=torch.optim.lr_scheduler.StepLR lr_scheduler.step_size=2",
         "lr_scheduler._component_=support.batch_rules.plateau",
-        f"{COSINE} lr_scheduler.num_cycles=1e308",
         f"{COSINE} lr_scheduler.num_cycles=abc",
     ],
     "device": ["device=cuda dtype=bf16", "device=meta", "device=xpu", "device=hpu"],
@@ -246,7 +241,6 @@ REFUSED = {
             for setting in ("wait_steps=-1", "wait_steps=abc", "active_steps=0", "output_dir=3")
         ),
     ],
-    "profiler.cpu": ["profiler.enabled=True profiler.cpu=False"],
     "argument": [f"batch_size={'9' * 5000}", "batch_size=[1", "model.x={a", "~nosuch.things"],
 }
 # Functions whose answers cannot be used.
@@ -300,17 +294,6 @@ def test_a_function_with_invalid_answers_is_refused_before_weights_load(small, u
     with pytest.raises(GrowthFunctionError) as refused:
         small.run_in_process(OURS, *unreadable, *typed.split())
     assert "\n" not in str(refused.value)
-
-
-def test_missing_tensorboard_is_named_before_the_logger_is_built(small, monkeypatch):
-    monkeypatch.setattr("adaptive_batch.torchtune.log.find_spec", lambda name: None)
-    logger = "torchtune.training.metric_logging.TensorBoardLogger"
-    monkeypatch.setattr(logger, lambda **settings: pytest.fail("it was made"))
-    with pytest.raises(SettingError) as refused:
-        small.run_in_process(OURS, f"metric_logger._component_={logger}")
-    assert str(refused.value) == (
-        f"metric_logger={logger!r}: tensorboard is not installed: pip install tensorboard"
-    )
 
 
 @pytest.mark.parametrize("recipe", ["adaptive_probe", "adaptive_estimate"])

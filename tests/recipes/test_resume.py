@@ -327,18 +327,13 @@ def test_torchtunes_own_recipe_state_is_refused_in_one_sentence(small):
     (folder / "epoch_0").mkdir()
     (folder / "recipe_state").mkdir()
     (folder / "recipe_state" / "recipe_state.pt").write_bytes(b"of torchtune")
-    told = (
-        r"recipe_state.pt was saved by torchtune's own recipe, and only that recipe can resume from"
-        r" it; start from the weights of its last epoch"
-    )
     for asked in (True, "auto"):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(
+            CheckpointError, match=r"whose recipe_state\.pt cannot be resumed, give"
+        ):
             resume_from(small, folder, asked)
     with pytest.raises(SettingError, match=r"holds the saves of an unknown run \(epoch_0\);"):
         resume_from(small, folder, False)
-    key = "checkpointer.recipe_checkpoint"
-    with pytest.raises(SettingError, match=rf"^{key}='.*': torchtune's recipe_state is not read"):
-        resume_from(small, folder, True, f"{key}=recipe_state/recipe_state.pt")
 
 
 def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, unlimited):
@@ -380,13 +375,13 @@ def saves_in(folder):
     return sorted(path.name for path in (*folder.glob("epoch_*"), *folder.glob("step_*")))
 
 
-def test_auto_starts_without_a_save_and_refuses_a_finished_run(small, whole):
+def test_auto_starts_without_a_save_and_trains_a_finished_run_no_further(small, whole):
     folder = small.fresh_folder()
     resume_from(small, folder, "auto", SAVES, *DROPOUT)
     assert not last_start(folder)["resumed"]
     assert_the_same(folder, whole)
-    with pytest.raises(SettingError, match=r"run \w+ is done: epoch_1 was its last; raise epochs"):
-        resume_from(small, folder, "auto", SAVES, *DROPOUT)
+    resume_from(small, folder, "auto", SAVES, *DROPOUT)
+    assert_the_same(folder, whole)
     resume_from(small, folder, "auto", SAVES, *DROPOUT, "epochs=3")
     assert saves_in(folder)[:3] == ["epoch_0", "epoch_1", "epoch_2"]
 
@@ -406,7 +401,7 @@ def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole
     [
         ("ture", "give True, False, auto, or a checkpoint's folder"),
         ("{folder}/step_4", "give True, False, auto, or a checkpoint's folder"),
-        ("{folder}/adaptive_batch", r"it is not a checkpoint; .*; found \S+/step_3, \S+/step_6"),
+        ("{folder}/adaptive_batch", "it is not a checkpoint; give a folder"),
     ],
 )
 def test_a_path_that_is_no_checkpoint_is_refused_with_what_is_there(small, whole, asked, remedy):
@@ -456,7 +451,7 @@ def test_a_folder_without_saves_is_refused_with_the_fix(small):
 def test_a_finished_run_without_state_cannot_be_resumed(small):
     done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1")
     with pytest.raises(
-        CheckpointError, match=r"holds the weights of a finished run, .*another output_dir"
+        CheckpointError, match=r"from the weights of a finished run, .*another output_dir"
     ):
         resume_run(small, done.output_dir, "epochs=2")
 
@@ -620,8 +615,8 @@ def test_other_changes_are_logged_and_known_to_the_audit(small, whole):
         assert (said["before"], said["after"]) == (before, after)
     (said,) = records(folder, "no_effect")
     assert said["message"] == (
-        "optimizer={'weight_decay': 0.3} has no effect: the checkpoint's {'weight_decay': 0.01} is"
-        " kept"
+        "optimizer.weight_decay=0.3 has no effect: the checkpoint's default is kept;"
+        " resume_allow_changes=[optimizer.weight_decay] changes it"
     )
     found = audit(folder)
     assert found.holds, found.problems

@@ -79,7 +79,7 @@ def test_one_and_four_ranks_resume_from_an_epoch_of_two(small):
             small, ranks, *way.overrides, f"output_dir={folder}", "resume_from_checkpoint=True"
         )
         assert ended.exit_statuses == [0] * ranks, ended.output
-        assert re.search(r"resuming from \S+/step_\d+ with epoch 1;", ended.outputs[0])
+        assert re.search(r"resuming from \S+/step_\d+ at epoch 1, ", ended.outputs[0])
         assert_goes_on_as_alone(folder, whole, weights=1e-6)
 
 

@@ -200,7 +200,7 @@ def built(cfg):
     """All that is built before weights load."""
     job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
     job.check_model()
-    job.check_optimizer()
+    job.optimizer_of_one_weight()
 
 
 @pytest.mark.cuda_stack

@@ -86,7 +86,7 @@ def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
         cfg := Combination("qwen2", 32).config(),
         Settings.from_config(OmegaConf.to_container(cfg) | IN_BACKWARD),
     )
-    job.count_batches_on(2)
+    job.ranks = 2
     with pytest.raises(SettingError, match="start 2 or more"):
         check_fewer_ranks(job)
     monkeypatch.setattr(distributed, "data_parallel_size", lambda: 4)

@@ -38,7 +38,7 @@ def export(block, value, **more):
         name: torch.full_like(tensor, float(value)) for name, tensor in files.load_weights().items()
     }
     content = {training.MODEL_KEY: weights, **more}
-    files.export(content, num_bytes=1_000_000, epoch=0, run="a", step=8, order=2, ends_run=False)
+    files.export(content, num_bytes=1_000_000, epoch=0, run="a", step=8, order=2)
 
 
 def value_of(out):
@@ -48,7 +48,7 @@ def value_of(out):
 
 
 def test_an_export_carries_its_run(block, out):
-    assert exports_in(out) == [Export(out / "epoch_0", "a", 8, 2, False)]
+    assert exports_in(out) == [Export(out / "epoch_0", "a", 8, 2)]
     assert value_of(out) == 4
 
 

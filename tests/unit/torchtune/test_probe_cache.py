@@ -1,10 +1,9 @@
-"""A search on real trials that starts from what is known: a curve that was estimated on fake
-tensors, or counted before.
+"""A search on real trials that starts from what is known: an earlier result, or a curve that was
+estimated on fake tensors.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
 )
-from adaptive_batch.torchtune.probe_cache import ProbeCache, memory_keys
+from adaptive_batch.torchtune.probe_cache import ProbeCache
 from adaptive_batch.training import Choices, ProbeOptions, SearchScope
 
 BLOCK = 64 * 1024
@@ -64,32 +63,14 @@ def searched(
         del cfg.optimizer["fused"]
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     job = Job(cfg, settings)
-    job.count_batches_on(began_on)
+    job.ranks = began_on
     if memory:
         job.memory = memory
     data = Data.read(job)
     bounds = LimitFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(job, data, RunStore(cfg, settings), data.sizers())
+    trainer = Trainer.load(job, data, RunStore(job), data.sizers())
     return bounds.search_training(trainer, length="longest")[-1]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("ADAPTIVE_BATCH_CACHE", str(tmp_path))
-    return tmp_path / "curves"
-
-
-def test_a_counted_search_is_remembered_whatever_the_budget(
-    small: SmallSetup, own_cache: Path
-) -> None:
-    first = searched(small, "probe.device_memory=8MiB")
-    other = searched(small, "probe.device_memory=6MiB")
-    alone = searched(small, "probe.device_memory=6MiB", "probe.cache=False")
-    assert len(first.trials) > 1
-    assert len(other.trials) == 1
-    assert other.max_batch_size == alone.max_batch_size < first.max_batch_size
-    assert len(list(own_cache.iterdir())) == 1
 
 
 def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: SmallSetup) -> None:
@@ -98,41 +79,6 @@ def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: 
     several = searched(small, *options, "gradient_accumulation_steps=2")
     holds_more = searched(small, *options, began_on=2)
     assert holds_more.max_batch_size == several.max_batch_size < whole.max_batch_size
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "is_same"),
-    [
-        ({"lr": 1e-3}, {"lr": 3}, True),
-        ({"lr": 1e-3, "weight_decay": 0.1}, {"lr": 1e-4, "weight_decay": 0.2}, True),
-        ({"betas": [0.9, 0.99], "eps": 1e-8}, {"betas": [0.8, 0.95], "eps": 1e-6}, True),
-        ({"momentum": 0.9}, {"momentum": 0.8}, True),
-        ({"momentum": 0.9}, {"momentum": 0}, False),
-        ({"momentum": 0}, {"momentum": 0.0}, True),
-        ({"betas": [0.9, 0.99]}, {"betas": [0.0, 0.99]}, False),
-        ({"weight_decay": 0.1}, {"weight_decay": 0.0}, False),
-        ({"momentum": 0.9}, {}, False),
-        ({"alpha": None}, {"alpha": 0.5}, False),
-        *(
-            ({key: False}, {key: True}, False)
-            for key in ("amsgrad", "fused", "foreach", "capturable", "nesterov")
-        ),
-        ({"block_size": 128}, {"block_size": 256}, False),
-        ({"_component_": "torch.optim.SGD"}, {"_component_": "torch.optim.AdamW"}, False),
-    ],
-    ids=str,
-)
-def test_numbers_of_the_optimizer_matter_by_whether_they_are_zero(
-    before: dict[str, object], after: dict[str, object], is_same: bool
-) -> None:
-    assert (memory_keys({"optimizer": before}) == memory_keys({"optimizer": after})) is is_same
-
-
-def test_of_the_clipping_it_matters_whether_there_is_any() -> None:
-    def of(norm: float | None) -> object:
-        return memory_keys({"optimizer": {}, "clip_grad_norm": norm})
-
-    assert of(1.0) == of(0.5) != of(None)
 
 
 def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
@@ -170,31 +116,6 @@ def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
     assert cache(all_are_long).known(2**30) is not None
 
 
-@pytest.mark.slow
-def test_another_loss_dtype_or_optimizer_is_not_taken_for_known(
-    small: SmallSetup, own_cache: Path
-) -> None:
-    searched(small, "probe.device_memory=8MiB")
-    for change in (
-        "enable_activation_checkpointing=True",
-        "loss._component_=torch.nn.CrossEntropyLoss",
-        "optimizer.fused=False",
-        "dtype=bf16",
-    ):
-        assert len(searched(small, "probe.device_memory=8MiB", change).trials) > 1, change
-    assert len(list(own_cache.iterdir())) == 5
-
-
-@pytest.mark.slow
-def test_a_file_that_cannot_be_read_is_as_good_as_none(small: SmallSetup, own_cache: Path) -> None:
-    first = searched(small, "probe.device_memory=8MiB")
-    (path,) = own_cache.iterdir()
-    whole = path.read_text()
-    for torn in ("", "[]", whole[: len(whole) // 2], json.dumps({"format": 1, "lines": []})):
-        path.write_text(torn)
-        assert searched(small, "probe.device_memory=8MiB").trials == first.trials
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "overrides",
@@ -209,7 +130,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(small: SmallSetup, own_ca
     ids=lambda overrides: " ".join(overrides) or "as it is",
 )
 def test_where_bytes_are_not_counted_fake_tensors_leave_three_trials_and_no_oom(
-    small: SmallSetup, own_cache: Path, overrides: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    small: SmallSetup, overrides: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = overrides
     memory = "probe.device_memory=8MiB"
@@ -220,9 +141,6 @@ def test_where_bytes_are_not_counted_fake_tensors_leave_three_trials_and_no_oom(
     assert len(planned.trials) <= 3
     assert planned.num_out_of_memory <= 1
     assert exact.max_batch_size - 1 <= planned.max_batch_size <= exact.max_batch_size
-    again = searched(small, memory, *chosen, memory=InBlocks(torch.device("cpu")))
-    assert again.max_batch_size == planned.max_batch_size
-    assert caplog.text.count("estimated on fake tensors") == 1
 
 
 @pytest.mark.slow
@@ -243,12 +161,3 @@ class LooksAtValues(torch.nn.CrossEntropyLoss):
         loss = super().forward(logits, labels)
         assert loss.item() >= 0
         return loss
-
-
-@pytest.mark.slow
-def test_a_cache_that_cannot_be_written_loses_no_search(
-    small: SmallSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "curves").touch()  # where a folder should be
-    found = searched(small, "probe.device_memory=8MiB")
-    assert len(found.trials) > 1

@@ -12,8 +12,14 @@ CONDITIONS = {"layout": "padded", "ranks": 2}
 
 
 def lost_run(folder, *, name="a", resumes=True, trials_name="search"):
-    job = SimpleNamespace(cfg=SimpleNamespace(output_dir=str(folder)), settings=None)
+    settings = SimpleNamespace(on_out_of_memory="shrink")
+    job = SimpleNamespace(cfg=SimpleNamespace(output_dir=str(folder)), settings=settings)
     return LostRun(job, name=name, resumes=resumes, trials_name=trials_name)
+
+
+def end(folder, **facts):
+    (folder / "adaptive_batch").mkdir(exist_ok=True)
+    lost_run(folder).write_down("error", "it ended", facts, conditions=lambda: CONDITIONS)
 
 
 @pytest.fixture
@@ -23,17 +29,17 @@ def path(tmp_path):
 
 
 def test_a_limit_is_known_to_the_run_that_resumes_under_the_same_conditions(tmp_path, path):
-    lost_run(tmp_path).keep({"limit": 12, "unit": "rows", "rank": 1}, CONDITIONS)
+    end(tmp_path, limit=12, unit="rows", doing="a step")
     again = lost_run(tmp_path)
     assert again.limit(CONDITIONS) == MicroBatchLimit(12, "rows")
     assert again.limit({**CONDITIONS, "layout": "packed"}) is None
     assert again.trial_rows("trial_rows") is None
-    assert "rank" not in json.loads(path.read_text())
+    assert "doing" not in json.loads(path.read_text())
 
 
 def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
-    lost_run(tmp_path).keep({"trial_rows": 8}, None)
-    lost_run(tmp_path).keep({"trial_rows_val": 4, "limit": 3, "unit": "tokens"}, CONDITIONS)
+    end(tmp_path, trial_rows=8)
+    end(tmp_path, trial_rows_val=4, limit=3, unit="tokens")
     again = lost_run(tmp_path)
     assert [again.trial_rows(key) for key in ("trial_rows", "trial_rows_val")] == [8, 4]
     assert again.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
@@ -43,21 +49,20 @@ def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
 
 
 def test_what_is_no_reason_to_try_less_is_not_written(tmp_path, path):
-    lost_run(tmp_path).keep({"error": "connection reset"}, CONDITIONS)
-    lost_run(tmp_path).keep({"limit": 3, "unit": "rows"}, None)
+    end(tmp_path, error="connection reset")
     assert not path.exists()
 
 
 @pytest.mark.parametrize("other", [{"name": "b"}, {"resumes": False}])
 def test_another_run_in_the_folder_begins_without_it(tmp_path, path, other):
-    lost_run(tmp_path).keep({"trial_rows": 8}, None)
+    end(tmp_path, trial_rows=8)
     assert lost_run(tmp_path, **other).trial_rows("trial_rows") is None
     assert not path.exists()
 
 
 def test_a_restart_of_the_same_launch_knows_it_whether_it_resumes_or_not(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
-    lost_run(tmp_path).keep({"trial_rows": 8}, None)
+    end(tmp_path, trial_rows=8)
     assert lost_run(tmp_path, name="b", resumes=False).trial_rows("trial_rows") == 8
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
     assert lost_run(tmp_path, name="b", resumes=False).trial_rows("trial_rows") is None

@@ -50,8 +50,8 @@ def test_a_rank_that_fails_in_validation_begins_no_collective_alone() -> None:
         dataset_val=rows, loss_val=lambda loss: loss, layout_val=MicroBatchLayout()
     )
     log = SimpleNamespace(limit_change=lambda change, **how: None)
-    parts: Any = (job, data, SimpleNamespace(engine=runner), None, log)
+    parts: Any = (job, data, SimpleNamespace(engine=runner), log)
     validation = Validation(*parts)
     with pytest.raises(SettingError, match="row 0 cannot be read"):
-        validation.run()
+        validation.run_where_due(1)
     assert rows.num_recounts == 0
