@@ -255,7 +255,7 @@ class SavingSettings:
         keep_final_state: whether to save a resume point after the last epoch, so that the run
             continues if you raise `epochs`. `False`: save only weights, as torchtune does.
         overwrite_output_dir: whether a new run may start in an `output_dir` with checkpoints of
-            other runs. They are deleted after the first save of the new run.
+            other runs. These checkpoints are deleted after the first save of the new run.
         resume_allow_changes: list of keys that may differ from the checkpoint, such as `[dataset]`.
     """
 
@@ -298,7 +298,7 @@ class Settings(Batching):
 
     Attributes:
         use_maximum_batch_size: whether to search for the largest batch that fits in memory, and
-            train with it. The batch has at most the rows of an epoch. See
+            train with it. The batch is limited to the number of rows in an epoch. See
             `probe.round_to_power_of_two`.
         batch_increase_function: function `f(epoch, batch_size) -> int` that returns the rows to add
             to `batch_size` at the start of each epoch: its dotted path, or a block with

@@ -269,7 +269,7 @@ class ProbeOptions:
             trials. `binary`: bisect from 1 to `maximum`. `halve`: start at `maximum` and halve
             until a size fits.
         objective: goal of `auto` within the maximum batch size. `throughput`: the micro-batches
-            with the most real tokens per second, which are timed. `largest`: the largest
+            with the most real tokens per second in timed trials. `largest`: the largest
             micro-batches.
         device_memory: memory that training may use: a size such as `12GiB`, or a fraction of the
             device such as `0.9`. None: the free memory plus the memory of this process.

@@ -124,9 +124,10 @@ class ConfiguredSize:
     Attributes:
         micro_batch_size: maximum number of rows of a micro-batch. `auto`: found by a search (see
             `probe.objective`). None: `batch_size`.
-        micro_batch_tokens: maximum number of tokens of a micro-batch, including padding; at least
-            the longest row. `auto`: found by a search. None: no limit in tokens. With a limit, the
-            rows of a step are grouped by length. Not supported for rows with images.
+        micro_batch_tokens: maximum number of tokens of a micro-batch, including padding. It must be
+            at least the length of the longest row. `auto`: found by a search. None: no limit in
+            tokens. With a limit, the rows of a step are grouped by length. Not supported for rows
+            with images.
     """
 
     micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
