@@ -8,6 +8,7 @@ GPU alone.
 from __future__ import annotations
 
 import gc
+from contextlib import closing
 
 import pytest
 import torch
@@ -279,7 +280,7 @@ def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
     with deterministic(CUDA):
         for _ in range(3):
             step(model, optimizer)
-        with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
+        with closing(CheckpointManager(tmp_path, asynchronous=asynchronous)) as points:
             tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             points.save(3, tensors, {"random_state": RandomState(CUDA).state_dict()})
             expected = [step(model, optimizer) for _ in range(5)]

@@ -24,7 +24,7 @@ from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import CheckpointError
 
 from .content import Content, read_into, read_optimizer, read_whole
-from .dcp import METADATA, Ranks, write_tensors
+from .dcp import METADATA, Ranks, load_safely, low_bit_file, write_tensors
 from .failures import reason
 from .manifest import SavedFile, changed_content, changed_size, manifest_text, read_manifest
 
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 MANIFEST = "resume.json"
 STATE = "state.pt"
 FORMAT = "adaptive_batch resume point"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Time for a file of another node to become visible.
 _SEEN_SECONDS = 10.0
 
@@ -47,8 +47,6 @@ class Checkpoint:
         step: optimizer steps so far.
         order: position among the checkpoints of an output directory; the newest has the largest.
         run: name of the run that saved it; empty for a checkpoint without a run.
-        package_version: version of this package that wrote it.
-        world_size: number of ranks that wrote it.
         files: sizes and checksums of the files by name.
     """
 
@@ -56,8 +54,6 @@ class Checkpoint:
     step: int
     order: int
     run: str
-    package_version: str
-    world_size: int
     files: Mapping[str, SavedFile]
 
     def load(self) -> tuple[Any, Any]:
@@ -121,7 +117,7 @@ class Checkpoint:
         # Results need not be picklable: they stay on their rank.
         results: list[Result] = []
         try:
-            ranks.each(lambda: results.append(read(_load_safely(self.path / STATE))))
+            ranks.each(lambda: results.append(read(load_safely(self.path / STATE))))
         except Exception as error:
             raise CheckpointError(
                 f"resume point {self.path} cannot be read ({reason(error)})"
@@ -186,25 +182,33 @@ def write_checkpoint(
             the files of another rank.
     """
     written = write_tensors(folder, content.tensors, ranks)
-    of_ranks = ranks.each(lambda: {name: SavedFile.of(folder / name) for name in written})
+
+    def write_low_bit() -> dict[str, SavedFile]:
+        if content.low_bit:
+            name = low_bit_file(ranks.rank)
+            _save(dict(content.low_bit), folder / name)
+            written.append(name)
+        return {name: SavedFile.of(folder / name) for name in written}
+
+    of_ranks = ranks.each(write_low_bit)
     files: dict[str, SavedFile] = {}
     for of_rank in of_ranks:
         files |= of_rank
 
     def complete() -> None:
-        with (folder / STATE).open("wb") as file:
-            torch.save(content.state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            _load_safely(folder / STATE)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"the state could not be read again: {reason(error)}") from error
+        _save(content.state, folder / STATE)
         ours = {name: SavedFile.of(folder / name) for name in (METADATA, STATE)}
-        checkpoint = Checkpoint(
-            folder, step, order, run, __version__, ranks.count, {**files, **ours}
-        )
-        atomic_write(folder / MANIFEST, _manifest(checkpoint), sync=True)
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "package_version": __version__,
+            "step": step,
+            "order": order,
+            "run": run,
+            "world_size": ranks.count,
+        }
+        text = manifest_text(manifest, {**files, **ours})
+        atomic_write(folder / MANIFEST, text, sync=True)
         deadline = time.monotonic() + _SEEN_SECONDS
         while True:
             seen = inspect(folder)
@@ -244,15 +248,7 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
                 order=order,
             )
         content, files = read_manifest(text)
-        checkpoint = Checkpoint(
-            folder,
-            content["step"],
-            order,
-            content["run"],
-            content["package_version"],
-            content["world_size"],
-            files,
-        )
+        checkpoint = Checkpoint(folder, content["step"], order, content["run"], files)
     except (ValueError, KeyError, TypeError):
         problem = "truncated or changed" if is_ours else "unrecognized"
         return SkippedCheckpoint(folder, f"{MANIFEST} is {problem}", is_ours)
@@ -262,18 +258,13 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
     return checkpoint
 
 
-def _manifest(checkpoint: Checkpoint) -> str:
-    content = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "package_version": checkpoint.package_version,
-        "step": checkpoint.step,
-        "order": checkpoint.order,
-        "run": checkpoint.run,
-        "world_size": checkpoint.world_size,
-    }
-    return manifest_text(content, checkpoint.files)
-
-
-def _load_safely(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+def _save(value: Any, path: Path) -> None:
+    """Write a file and flush it; raise if it could not be read."""
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        load_safely(path, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"the state could not be read again: {reason(error)}") from error

@@ -2,8 +2,8 @@
 describes them.
 
 A DTensor is stored with its global shape, so any number of ranks can read it. Wrapper tensors, such
-as torchao's low-bit optimizer states, are stored per rank: quantization blocks cannot be split for
-another number of ranks.
+as torchao's low-bit optimizer states, are stored in a file of each rank: quantization blocks cannot
+be split for another number of ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
+from adaptive_batch.memory import storage_bytes
 
-from .dcp import Ranks, read_tensors
+from .dcp import Ranks, load_safely, low_bit_file, read_tensors
 from .optimizer_state import check_parameters, distributed_from_local, map_leaves, parameter_name
 
 # Path to a value: keys of mappings and indices of lists.
@@ -35,14 +36,15 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a checkpoint: this rank's tensors by name, rank 0's state, and the approximate
-    size of all ranks' tensors in bytes.
+    """Content of a checkpoint: this rank's tensors and low-bit tensors by name, rank 0's state, and
+    the approximate size of all ranks' tensors in bytes.
 
     The state has ``tree``, with tensors on the meta device in place of the stored tensors;
-    ``low_bit``, with the layout and the per-rank parts of each low-bit tensor; and ``small``.
+    ``ranks``, their number; ``low_bit``, with the layout of each low-bit tensor; and ``small``.
     """
 
     tensors: Mapping[str, torch.Tensor]
+    low_bit: Mapping[str, torch.Tensor]
     state: Mapping[str, Any]
     num_bytes: int
 
@@ -88,23 +90,12 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
 
     # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks merge their names.
     names = sorted(set(chain(*ranks.each(divide))))
-    low_bit = {name: tensors.pop(name) for name in names}
+    state["ranks"] = ranks.count
+    state["low_bit"] = {name: _layout(tensors[name]) for name in names}
+    low_bit = {name: local_part(tensors.pop(name)) for name in names}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    forms: list[dict[str, torch.Tensor]] = []
-    if names:
-        forms = ranks.each(
-            lambda: {name: _form(local_part(tensor)) for name, tensor in low_bit.items()}
-        )
-    state["low_bit"] = {}
-    for name, tensor in low_bit.items():
-        state["low_bit"][name] = {
-            "layout": _layout(tensor),
-            "ranks": [of_rank[name] for of_rank in forms],
-        }
-        parts = _plain_parts(local_part(tensor), f"{name}@{ranks.rank}")
-        tensors |= parts
-        num_bytes += ranks.count * sum(part.nbytes for part in parts.values())
-    return Content(tensors, state, num_bytes)
+    num_bytes += ranks.count * storage_bytes(low_bit.values())
+    return Content(tensors, low_bit, state, num_bytes)
 
 
 def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
@@ -125,6 +116,7 @@ def read_into(
         CheckpointError: the trees differ, or other ranks saved a low-bit tensor; the message names
             the tensor.
     """
+    low_bit = _read_low_bit(folder, state, ranks)
     into: dict[str, list[torch.Tensor]] = {}
     for key, child in tree.items():
         saved = dict(_leaves(_entry(state, key), _Stored))
@@ -137,9 +129,12 @@ def read_into(
                     " that was saved"
                 )
         for path, tensor in targets.items():
-            stored = replace(saved[path], parameter=tensor)
-            for name, part in _targets(stored, tensor.detach(), state, ranks).items():
-                into.setdefault(name, []).append(part)
+            name = saved[path].name
+            if name in low_bit:
+                _check_layout(name, tensor, state, ranks)
+                local_part(tensor.detach()).copy_(low_bit[name])
+            else:
+                into.setdefault(name, []).append(tensor.detach())
     read_tensors(folder, {name: parts[0] for name, parts in into.items()})
     # Tensors that were tied at the save may be separate now.
     for first, *copies in into.values():
@@ -227,18 +222,20 @@ def _stored(divided: Any) -> Any:
 
 def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> Any:
     """Read the stored tensors of a tree."""
+    low_bit = _read_low_bit(folder, state, ranks)
     into: dict[str, torch.Tensor] = {}
     for _, stored in _leaves(tree, _Stored):
-        if stored.name not in into:
-            into |= _targets(stored, None, state, ranks)
+        if stored.name in low_bit:
+            _check_layout(stored.name, stored.parameter, state, ranks)
+        elif stored.name not in into:
+            into[stored.name] = stored.empty()
     read_tensors(folder, into)
 
     def restored(_: _Path, stored: _Stored) -> torch.Tensor:
-        if stored.name not in state["low_bit"]:
+        if stored.name not in low_bit:
             return into[stored.name]
-        form = state["low_bit"][stored.name]["ranks"][ranks.rank]
+        local: torch.Tensor = low_bit[stored.name]
         parameter = stored.parameter
-        local = _with_parts(form, f"{stored.name}@{ranks.rank}", into)
         if isinstance(parameter, DTensor):
             return distributed_from_local(local, parameter, parameter.placements, stored.form.shape)
         return local
@@ -246,55 +243,24 @@ def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> An
     return map_leaves(restored, tree, _Stored)
 
 
-def _targets(
-    stored: _Stored, tensor: torch.Tensor | None, state: Mapping[str, Any], ranks: Ranks
-) -> dict[str, torch.Tensor]:
-    """Return the tensors to read into, by name: those of `tensor`, or new tensors."""
-    low_bit = state["low_bit"].get(stored.name)
-    if low_bit:
-        _check_layout(stored, low_bit, ranks)
-        form = low_bit["ranks"][ranks.rank]
-        if tensor is not None:
-            form = local_part(tensor)
-        parts = _plain_parts(form, f"{stored.name}@{ranks.rank}")
-        return {
-            name: torch.empty_like(part, device="cpu") if part.is_meta else part
-            for name, part in parts.items()
-        }
-    if tensor is None:
-        tensor = stored.empty()
-    return {stored.name: tensor}
+def _read_low_bit(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
+    """Read the low-bit tensors that this rank saved; a new rank has only their names."""
+    low_bit: Mapping[str, Any] = state["low_bit"]
+    if low_bit and ranks.rank < state["ranks"]:
+        low_bit = load_safely(folder / low_bit_file(ranks.rank))
+    return low_bit
 
 
-def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return the inner tensors of a wrapper by name; a plain tensor is its only part."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return {name: tensor}
-    return {
-        f"{name}.{attribute}": getattr(tensor, attribute)
-        for attribute in tensor.__tensor_flatten__()[0]
-    }
-
-
-def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Rebuild a tensor of the form `form` from its plain tensors."""
-    if not hasattr(form, "__tensor_flatten__"):
-        return parts[name]
-    attributes, context = form.__tensor_flatten__()
-    inner = {attribute: parts[f"{name}.{attribute}"] for attribute in attributes}
-    wrapper: torch.Tensor = type(form).__tensor_unflatten__(
-        inner, context, form.shape, form.stride()
-    )
-    return wrapper
-
-
-def _check_layout(stored: _Stored, low_bit: Mapping[str, Any], ranks: Ranks) -> None:
+def _check_layout(
+    name: str, parameter: torch.Tensor | None, state: Mapping[str, Any], ranks: Ranks
+) -> None:
     """Raise if the ranks or their shards differ from those that saved a low-bit tensor."""
-    saved = len(low_bit["ranks"])
-    layout = _layout(stored.parameter)
-    if saved != ranks.count or (saved > 1 and layout != low_bit["layout"]):
+    saved = state["ranks"]
+    saved_layout = state["low_bit"][name]
+    layout = _layout(parameter)
+    if saved != ranks.count or (saved > 1 and layout != saved_layout):
         raise CheckpointError(
-            f"{stored.name} is a low-bit state that {saved} ranks saved ({low_bit['layout']});"
+            f"{name} is a low-bit state that {saved} ranks saved ({saved_layout});"
             f" {ranks.count} ranks ({layout}) cannot split it again: resume with {saved} ranks and"
             " the same sharding, or start from the weights with a new optimizer state"
             " (resume_from_checkpoint=False) or a full-precision optimizer"
@@ -337,12 +303,9 @@ def _plain_value(path: _Path, value: Any) -> Any:
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on the meta device, with its strides if it is dense."""
-    if isinstance(tensor, DTensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    parts = _plain_parts(tensor, "").items()
-    return _with_parts(
-        tensor, "", {name: torch.empty_like(part, device="meta") for name, part in parts}
-    )
+    if type(tensor) is torch.Tensor:
+        return torch.empty_like(tensor, device="meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

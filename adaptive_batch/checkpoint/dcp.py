@@ -77,7 +77,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
         Names of the files that this rank wrote, without ``.metadata``.
 
     Raises:
-        RuntimeError: writing failed on a rank; raised on all ranks.
+        CheckpointError: writing failed on a rank; raised on all ranks.
     """
     _ignore_single_process_warnings()
     writer = _Writer(folder, overwrite=False)
@@ -97,7 +97,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
         message = reason(failed)
         if ranks.count > 1:
             message = f"rank {rank}: {message}"
-        raise RuntimeError(message) from error
+        raise CheckpointError(message) from error
     return sorted(path.name for path in folder.glob(f"__{ranks.rank}_*"))
 
 
@@ -117,6 +117,16 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     except CheckpointException as error:
         # CheckpointException does not derive from Exception.
         raise RuntimeError(reason(next(iter(error.failures.values()))[0])) from error
+
+
+def low_bit_file(rank: int) -> str:
+    """Return the name of the file with the low-bit tensors of a rank."""
+    return f"low_bit_{rank}.pt"
+
+
+def load_safely(path: Path, *, mmap: bool = False) -> Any:
+    """Load a file of ``torch.save`` to the CPU without running pickled code."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 class _Writer(FileSystemWriter):

@@ -15,10 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.memory import is_out_of_memory
 
-# Text of errors about writing, by the operating system, torch or safetensors.
-_WRITING = re.compile(r"\[Errno|PytorchStreamWriter|unexpected pos|write|I/O error", re.IGNORECASE)
 # A disk with less free space counts as full.
 _FULL_BYTES = 2**16
 
@@ -75,19 +72,13 @@ def saving(
         if not isinstance(error, Exception):
             raise
         cause = reason(error)
-        # torch does not report why a write failed.
-        is_full = left < _FULL_BYTES and _of_the_system(error) is None
-        if is_full:
-            cause = os.strerror(errno.ENOSPC)
-        untouched = "earlier saves are unchanged"
-        space = (
-            f"it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free;"
-            f" {untouched}"
-        )
-        if is_out_of_memory(error):
-            problem = f"{space}: free memory"
-        elif is_full or _of_the_system(error) or _WRITING.search(str(error)):
-            problem = f"{space}: free disk space or correct the path"
-        else:
-            problem = f"{type(error).__name__}, not a lack of space; {untouched}"
-        raise CheckpointError(f"saving {target} failed ({cause}): {problem}") from error
+        if _of_the_system(error) is None:
+            # torch does not report why a write failed.
+            if left < _FULL_BYTES:
+                cause = os.strerror(errno.ENOSPC)
+            elif not isinstance(error, CheckpointError):
+                cause = f"{type(error).__name__}: {cause}"
+        raise CheckpointError(
+            f"saving {target} failed ({cause}): it needs {num_bytes:,} bytes and a little more, and"
+            f" {free:,} bytes of disk space were free; earlier saves are unchanged"
+        ) from error

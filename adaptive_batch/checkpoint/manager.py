@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from adaptive_batch._util import format_bytes, move_into_place
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.memory import host_available_bytes
+from adaptive_batch.memory import host_available_bytes, plain_tensors
 
 from .checkpoint import Checkpoint, SkippedCheckpoint, inspect, write_checkpoint
 from .content import Content, gather_content
@@ -38,15 +38,23 @@ _STEP = re.compile(r"step_\d+")
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _REMOVED = ".removed-"
+_LEFT = re.compile(r"\.(saving|replaced|removed)-(?P<step>step_\d+)")
 
 
 def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
     """Return the checkpoints with correct file sizes and the other step folders, without reading
     files.
     """
-    complete = []
-    skipped = []
-    for folder in _step_folders(output_dir):
+    complete: list[Checkpoint] = []
+    skipped: list[SkippedCheckpoint] = []
+    folders = sorted(output_dir.iterdir()) if output_dir.is_dir() else []
+    for folder in folders:
+        name = folder.name.removeprefix(_REPLACED)
+        if not _STEP.fullmatch(name) or not folder.is_dir():
+            continue
+        # A killed save may have renamed a checkpoint that it did not replace.
+        if name != folder.name and (output_dir / name).exists():
+            continue
         checkpoint = inspect(folder)
         if isinstance(checkpoint, Checkpoint):
             complete.append(checkpoint)
@@ -80,7 +88,6 @@ class CheckpointManager:
         asynchronous: bool = False,
         process_group: Any = None,
     ) -> None:
-        assert keep_last is None or keep_last >= 1, keep_last
         self._output_dir = Path(output_dir)
         self._run = run
         self._keep_last = keep_last
@@ -110,13 +117,19 @@ class CheckpointManager:
         self.wait()
         try:
             content = gather_content(tensors_tree, small_state, self._ranks)
-            is_copied = self._writer is not None and self._copy(content.tensors)
+            is_copied = self._writer is not None and self._copy(
+                {**content.tensors, **content.low_bit}
+            )
         except CheckpointError as error:
             raise CheckpointError(
                 f"step {step} cannot be saved ({error}); earlier saves are unchanged"
             ) from error
         if self._writer is not None and is_copied:
-            copies = replace(content, tensors=self._copies)
+            copies = replace(
+                content,
+                tensors={name: self._copies[name] for name in content.tensors},
+                low_bit={name: self._copies[name] for name in content.low_bit},
+            )
             self._pending = self._writer.submit(self._write, step, copies)
         else:
             self._write(step, content)
@@ -140,12 +153,6 @@ class CheckpointManager:
             if self._writer is not None:
                 self._writer.shutdown()
 
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Copy this rank's tensors to the host; return False if the host lacks memory. A
         collective.
@@ -159,9 +166,10 @@ class CheckpointManager:
             if name in tensors and _form(copy) == _form(tensors[name])
         }
         needed = sum(
-            local_part(tensor).nbytes
+            part.nbytes
             for name, tensor in tensors.items()
             if name not in self._copies
+            for part in plain_tensors(local_part(tensor))
         )
         hosts = self._ranks.each(lambda: (platform.node(), needed, host_available_bytes()))
         for host, _, available in hosts:
@@ -218,21 +226,19 @@ class CheckpointManager:
         """
         self._output_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._output_dir.iterdir()):
-            for prefix in (_SAVING, _REPLACED, _REMOVED):
-                name = path.name.removeprefix(prefix)
-                if name == path.name or not _STEP.fullmatch(name):
-                    continue
-                if prefix == _REPLACED and not (self._output_dir / name).exists():
-                    # The process was killed between the two renames; restore the old checkpoint.
-                    path.rename(self._output_dir / name)
-                else:
-                    shutil.rmtree(path)
+            left = _LEFT.fullmatch(path.name)
+            if left is None:
+                continue
+            original = self._output_dir / left["step"]
+            if path.name.startswith(_REPLACED) and not original.exists():
+                # The process was killed between the two renames; restore the old checkpoint.
+                path.rename(original)
+            else:
+                shutil.rmtree(path)
         if target.exists():
-            existing = inspect(target)
-            if isinstance(existing, SkippedCheckpoint) and not existing.is_ours:
-                raise FileExistsError(
-                    f"{target} exists and is not ours to replace: {existing.reason}"
-                )
+            found = inspect(target)
+            if isinstance(found, SkippedCheckpoint) and not found.is_ours:
+                raise FileExistsError(f"{target} exists and is not ours to replace: {found.reason}")
         self.make_room(num_bytes)
         temporary.mkdir()
         # Count up from existing checkpoints: clocks may be wrong.
@@ -271,21 +277,6 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(removed)
     except OSError as error:
         log.warning("%s could not be removed: %s", path, error)
-
-
-def _step_folders(output_dir: Path) -> list[Path]:
-    """Return the checkpoint folders, including those that a killed save renamed and did not
-    replace.
-    """
-    if not output_dir.is_dir():
-        return []
-    return [
-        path
-        for path in sorted(output_dir.iterdir())
-        if path.is_dir()
-        and _STEP.fullmatch(name := path.name.removeprefix(_REPLACED))
-        and (name == path.name or not (output_dir / name).exists())
-    ]
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import resource
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -191,7 +192,9 @@ def saved(folder, group, kind=Small, *, asynchronous=False, **options):
     trained = made(kind, group, **options)
     train(*trained[:2])
     expected = whole(state_of(*trained)) if kind is not Wide else parts(state_of(*trained))
-    with CheckpointManager(folder, process_group=group, asynchronous=asynchronous) as points:
+    with closing(
+        CheckpointManager(folder, process_group=group, asynchronous=asynchronous)
+    ) as points:
         points.save(2, state_of(*trained), {"from": 0 if group is None else group.rank()})
         if asynchronous:
             train(
@@ -303,7 +306,7 @@ def sharded_tensor(rows):
 def four_ranks(folder):
     group = host_group()
     tied, tied_again = (sharded(Tied()) for _ in range(2))
-    with CheckpointManager(folder / "tied", process_group=group) as points:
+    with closing(CheckpointManager(folder / "tied", process_group=group)) as points:
         points.save(1, {"model": tied.state_dict()}, None)
     newest_complete(*checkpoints_in(folder / "tied"))[0].load_into(
         {"model": tied_again.state_dict()}, process_group=group
@@ -351,7 +354,7 @@ def factored(folder, group):
     facts = {"one, loaded": whole(state_of(*trained))}
     train(*trained[:2], steps=1)
     facts["saved"] = whole(state_of(*trained))
-    with CheckpointManager(folder / "factored four", process_group=group) as points:
+    with closing(CheckpointManager(folder / "factored four", process_group=group)) as points:
         points.save(3, state_of(*trained), None)
     return facts
 
@@ -384,7 +387,7 @@ def two_by_two(folder, group):
     facts = {"one, loaded": whole(state_of(*of_one))}
     train(*of_one[:2], steps=1)
     facts["saved"] = whole(state_of(*of_one))
-    with CheckpointManager(folder / "two by two", process_group=group) as points:
+    with closing(CheckpointManager(folder / "two by two", process_group=group)) as points:
         points.save(3, state_of(*of_one), None)
     facts["loaded"] = whole(
         state_of(*load(newest_complete(*checkpoints_in(folder / "two by two"))[0]))
@@ -515,7 +518,6 @@ def test_resumed_training_has_the_same_bits_and_each_rank_reads_its_own_part(two
 def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(folder, two):
     point, _ = newest_complete(*checkpoints_in(folder / "two"))
     assert sorted(point.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
-    assert point.world_size == 2
     assert {name: (point.path / name).stat().st_size for name in point.files} == {
         name: file.bytes for name, file in point.files.items()
     }

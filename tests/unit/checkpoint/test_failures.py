@@ -1,4 +1,4 @@
-"""A save that fails blames the disk only where the disk may be to blame."""
+"""A save that fails names its cause and the disk space, and leaves nothing."""
 
 import pytest
 
@@ -7,16 +7,14 @@ from adaptive_batch.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
-    ("error", "blames_disk"),
+    ("error", "cause"),
     [
-        (OSError(28, "No space left on device"), True),
-        (RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/2"), True),
-        (ValueError("Unknown target module vproj"), False),
-        (KeyError("lora_rank"), False),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (KeyError("lora_rank"), "KeyError: 'lora_rank'"),
     ],
     ids=repr,
 )
-def test_the_cause_is_named_and_the_disk_where_it_may_be_it(tmp_path, error, blames_disk):
+def test_the_cause_and_the_space_are_named(tmp_path, error, cause):
     target = tmp_path / "epoch_0"
     temporary = tmp_path / ".saving"
 
@@ -28,9 +26,6 @@ def test_the_cause_is_named_and_the_disk_where_it_may_be_it(tmp_path, error, bla
     with pytest.raises(CheckpointError) as raised:
         save()
     message = str(raised.value)
-    assert message.startswith(f"saving {target} failed (")
-    assert str(error.args[-1]) in message
-    assert ("free disk space" in message) == blames_disk
-    assert ("not a lack of space" in message) != blames_disk
+    assert message.startswith(f"saving {target} failed ({cause}): it needs 1,000 bytes")
     assert "earlier saves are unchanged" in message
     assert not temporary.exists()

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,7 +75,7 @@ def bits(tensor):
 
 
 def saved_and_loaded(tmp_path, tree, small=None, *, step=1):
-    with CheckpointManager(tmp_path) as points:
+    with closing(CheckpointManager(tmp_path)) as points:
         points.save(step, tree, small)
     point, passed_over = newest_complete(*checkpoints_in(tmp_path))
     assert passed_over == []
@@ -88,7 +89,7 @@ def values(step):
 
 
 def save(output_dir, *steps, **options):
-    with CheckpointManager(output_dir, **options) as points:
+    with closing(CheckpointManager(output_dir, **options)) as points:
         for step in steps:
             points.save(step, values(step), {"step": step})
 
@@ -139,7 +140,7 @@ OPTIMIZERS = {
 def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchronous):
     model, optimizer = trained(OPTIMIZERS[name])
     before = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
+    with closing(CheckpointManager(tmp_path, asynchronous=asynchronous)) as points:
         points.save(3, before, {"rng": torch.get_rng_state()})
         points.wait()
         tree, small = newest_complete(*checkpoints_in(tmp_path))[0].load()
@@ -159,12 +160,13 @@ def test_the_files_are_of_torch_distributed_checkpoint_and_a_state_that_weights_
 ):
     model, optimizer = trained(OPTIMIZERS["adamw 8 bit"])
     save_tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with CheckpointManager(tmp_path) as points:
+    with closing(CheckpointManager(tmp_path)) as points:
         points.save(3, save_tree, {"a": 1})
     folder = tmp_path / "step_3"
     assert {path.name for path in folder.iterdir()} == {
         ".metadata",
         "__0_0.distcp",
+        "low_bit_0.pt",
         "state.pt",
         "resume.json",
     }
@@ -180,9 +182,10 @@ def test_the_files_are_of_torch_distributed_checkpoint_and_a_state_that_weights_
     }
     assert {name: file["bytes"] for name, file in manifest["files"].items()} == sizes
     torch.load(folder / "state.pt", weights_only=True)
+    low_bit = torch.load(folder / "low_bit_0.pt", weights_only=True)
+    assert type(low_bit["optimizer.state.0.exp_avg"]).__name__ == "OptimState8bit"
     metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
     assert "model.0.weight" in metadata.state_dict_metadata
-    assert "optimizer.state.0.exp_avg@0.codes" in metadata.state_dict_metadata
 
 
 plain = (
@@ -372,7 +375,7 @@ def test_checkpoints_of_other_runs_stay(tmp_path):
 
 
 def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
-    with CheckpointManager(tmp_path) as points:
+    with closing(CheckpointManager(tmp_path)) as points:
         points.save(5, values(1), {"save": 1})
         points.save(5, values(2), {"save": 2})
     point, _ = newest_complete(*checkpoints_in(tmp_path))
@@ -498,7 +501,7 @@ def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
     assert point.step == 1
     assert (
         passed_over.reason
-        == "format 7, written by adaptive_batch 9.9; this version reads format 2: use that version"
+        == "format 7, written by adaptive_batch 9.9; this version reads format 3: use that version"
     )
     save(tmp_path, 3, keep_last=1)
     assert steps_there(tmp_path) == [2, 3]
@@ -715,7 +718,7 @@ def point(output_dir, step):
     return newest_complete(*checkpoints_in(alone))[0]
 
 
-@pytest.mark.parametrize("call", ["save", "wait", "close", "with"])
+@pytest.mark.parametrize("call", ["save", "wait", "close"])
 def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call):
     (tmp_path / "file").write_text("")
     points = CheckpointManager(tmp_path / "file", asynchronous=True)
@@ -725,7 +728,6 @@ def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call)
             "save": lambda: points.save(2, values(2), None),
             "wait": points.wait,
             "close": points.close,
-            "with": lambda: points.__exit__(None, None, None),
         }[call]()
     points.wait()  # reported once
 
@@ -766,7 +768,7 @@ def test_the_process_ends_when_the_save_is_whole(tmp_path):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_how_long_training_stood_still_is_returned(tmp_path, asynchronous):
     """With it the time that an earlier save, not yet whole, was waited for."""
-    with CheckpointManager(tmp_path, asynchronous=asynchronous) as points:
+    with closing(CheckpointManager(tmp_path, asynchronous=asynchronous)) as points:
         for step in (1, 2):
             start = time.perf_counter()
             seconds = points.save(step, values(step), None)
