@@ -80,5 +80,5 @@ def saving(
                 cause = f"{type(error).__name__}: {cause}"
         raise CheckpointError(
             f"saving {target} failed ({cause}): it needs {num_bytes:,} bytes and a little more, and"
-            f" {free:,} bytes of disk space were free; earlier saves are unchanged"
+            f" {free:,} bytes were free; earlier saves are unchanged"
         ) from error
