@@ -43,8 +43,8 @@ def cells_of_searches(record: Record) -> list[list[str]]:
         both.setdefault((result["program"], result["search"]), []).append(result)
     lines = [
         [
-            *("search", "equal lengths: rows found, of the true maximum", "trials", "OOMs"),
-            *("varying lengths: the same", "trials", "OOMs", "state that the search changed"),
+            *("search", "equal lengths: rows found of true maximum", "trials", "OOMs"),
+            *("varying lengths: rows found of true maximum", "trials", "OOMs", "changed state"),
         ]
     ]
     for (program, search), results in both.items():
