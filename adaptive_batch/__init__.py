@@ -24,9 +24,9 @@ loop there are four objects, each usable alone:
 Importing this package does not import torch: names are imported at their first use.
 """
 
+import ast
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from adaptive_batch._util import lazy_imports
 
 __version__ = "0.1.0"
 
@@ -70,4 +70,16 @@ if TYPE_CHECKING:
         pack_rows as pack_rows,
     )
 else:
-    __all__, __getattr__ = lazy_imports(__name__, __loader__.get_source(__name__))
+    # The relative imports above, by name.
+    _MODULES = {
+        alias.name: f".{node.module}"
+        for node in ast.walk(ast.parse(__loader__.get_source(__name__)))
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    __all__ = list(_MODULES)
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name], __name__), name)

@@ -4,12 +4,10 @@ fingerprints.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -19,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
@@ -153,28 +150,16 @@ def check_options(options: Any) -> None:
             own_field.metadata["option"].read(own_field.name, value)
 
 
-def check_share(
-    key: str, value: object, *, remedy: str = "give a share of at least 0 and below 1, such as 0.05"
-) -> None:
+def check_share(key: str, value: object) -> None:
     """Raise SettingError unless `value` is a share in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise SettingError(key, value, remedy)
+        raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
 def check_headroom(key: str, value: object) -> None:
     """Raise SettingError unless `value` is ``auto`` or a share in [0, 1)."""
     if value != "auto":
-        remedy = "give a share of at least 0 and below 1, such as 0.05, or auto"
-        check_share(key, value, remedy=remedy)
-
-
-def without_nan(values: Mapping[str, object]) -> dict[str, object]:
-    """Return `values` with NaN and infinities as text, for JSON."""
-    written = dict(values)
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            written[key] = str(value)
-    return written
+        check_share(key, value)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -464,26 +449,3 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
-
-
-def lazy_imports(package: str, source: str) -> tuple[list[str], Callable[[str], object]]:
-    """Return ``__all__`` of a package and a ``__getattr__`` that imports its names lazily (PEP
-    562).
-
-    Args:
-        package: Name of the package.
-        source: Text of its ``__init__.py``, whose relative imports are the names.
-    """
-    module_of = {
-        alias.name: f".{node.module}"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
-    }
-
-    def __getattr__(name: str) -> object:
-        if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(module_of[name], package), name)
-
-    return [*module_of], __getattr__

@@ -88,22 +88,24 @@ class PartLogs:
         self.weights: list[float] = []
         # The `log` calls of each micro-batch.
         self._calls: list[list[dict[str, Any]]] = []
-        self._before = _copy_metrics(vars(trainer))
+        self._lists_before = {
+            name: _copy(value) for name, value in vars(trainer).items() if name in _LISTS
+        }
         self._undo = self.snapshot()
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the current logs and metric attributes."""
         num_calls = len(self._calls)
         num_weights = len(self.weights)
-        saved = _copy_metrics(vars(self._trainer))
+        attributes = vars(self._trainer)
+        saved = {name: _copy(value) for name, value in attributes.items() if _is_metric(value)}
 
         def restore() -> None:
             del self._calls[num_calls:]
             del self.weights[num_weights:]
-            attributes = vars(self._trainer)
-            for name in _copy_metrics(attributes).keys() - saved.keys():
+            for name in [name for name, value in attributes.items() if _is_metric(value)]:
                 del attributes[name]
-            attributes.update(_copy_metrics(saved))
+            attributes.update({name: _copy(value) for name, value in saved.items()})
 
         return restore
 
@@ -142,9 +144,8 @@ class PartLogs:
 
     def log(self) -> None:
         """Reduce the logs and list entries of the micro-batches to one value for the batch."""
-        for name in _LISTS:
-            if name in self._before:
-                merge_lists(vars(self._trainer)[name], self._before[name], self.weights)
+        for name, before in self._lists_before.items():
+            merge_lists(vars(self._trainer)[name], before, self.weights)
         # Calls of different parts match if they have the same position and the same names.
         matching: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
         for weight, calls in zip(self.weights, self._calls, strict=True):
@@ -162,14 +163,13 @@ class PartLogs:
             )
 
 
-def _copy_metrics(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that are metrics; containers are copied, tensors are not."""
-    metrics = {}
-    for name, value in attributes.items():
-        leaves = list(_leaves(value))
-        if all(isinstance(leaf, int | float | str | torch.Tensor) for leaf in leaves):
-            metrics[name] = copy.deepcopy(value, {id(leaf): leaf for leaf in leaves})
-    return metrics
+def _is_metric(value: Any) -> bool:
+    return all(isinstance(leaf, int | float | str | torch.Tensor) for leaf in _leaves(value))
+
+
+def _copy(value: Any) -> Any:
+    """Copy nested mappings and lists, but not the values in them."""
+    return copy.deepcopy(value, {id(leaf): leaf for leaf in _leaves(value)})
 
 
 def _leaves(value: Any) -> Iterator[Any]:

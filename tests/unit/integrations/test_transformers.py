@@ -452,7 +452,7 @@ def test_other_arguments_are_taken_in_the_next_run(tmp_path):
         ({"device_memory": "much"}, "device_memory='much'"),
         ({"options": 3}, "options=3"),
         ({"loss_reduction": "none"}, "loss_reduction='none': give one of auto, mean, sum"),
-        ({"options": StepOptions(max_grad_norm=1.0)}, "max_grad_norm=1.0: it is of AdaptiveLoop"),
+        ({"options": StepOptions(max_grad_norm=1.0)}, "max_grad_norm=1.0: only AdaptiveLoop"),
     ],
 )
 def test_arguments_are_checked_as_they_are_given(given, message):
