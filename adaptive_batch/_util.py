@@ -162,6 +162,15 @@ def check_headroom(key: str, value: object) -> None:
         check_share(key, value)
 
 
+def without_nan(values: Mapping[str, object]) -> dict[str, object]:
+    """Return `values` with NaN and infinities as text, for JSON."""
+    written = dict(values)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            written[key] = str(value)
+    return written
+
+
 def round_up(number: int, multiple: int) -> int:
     """Round up to a multiple."""
     return -(-number // multiple) * multiple
@@ -426,7 +435,7 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
     """
     build = partial(from_json, optional=optional)
     if is_dataclass(kind):
-        given = dict(value)
+        given = {**value}
         hints = get_type_hints(kind)
         missing = hints.keys() - given.keys() - set(optional)
         if missing:
@@ -438,7 +447,7 @@ def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
         return None if value is None else build(get_args(kind)[0], value)
     if origin is dict:
         _, hint = get_args(kind)
-        return {name: build(hint, item) for name, item in dict(value).items()}
+        return {name: build(hint, item) for name, item in {**value}.items()}
     if origin is tuple:
         kinds = get_args(kind)
         if kinds[-1] is Ellipsis:

@@ -194,11 +194,9 @@ class AdaptiveTrainer(Trainer):
         logs.log()
         if self._growth is not None:
             self._growth.set_rate(self.optimizer)
+        device = self.args.device
         # No micro-batch runs if the batch has no labels.
-        loss = losses[0] if losses else torch.zeros((), device=self.args.device)
-        if len(losses) > 1:
-            loss = torch.stack([part.to(self.args.device) for part in losses]).sum()
-        return loss
+        return sum((loss.to(device) for loss in losses), torch.zeros((), device=device))
 
     def _prepare_batch(self, inputs: Any) -> tuple[Any, Callable[[Any], Any]]:
         """Return a batch on the device, and the function that prepares its micro-batches.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from adaptive_batch._util import without_nan
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -101,11 +101,7 @@ class RunLog:
             if self._file.closed:
                 remedy = "it is closed and cannot record this step; close it after training"
                 raise SettingError("event", type(self).__name__, remedy)
-            # JSON has no NaN and no infinity.
-            finite = {
-                key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in values.items()
-            }
+            finite = without_nan(values)
             with self._writing:
                 self._file.write(
                     json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n"
