@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import sys
