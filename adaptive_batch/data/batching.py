@@ -42,7 +42,7 @@ class Sampling:
         batch_tokens: number of real tokens (without padding) of a step on one device; replaces
             `batch_size`. The default micro-batch size is then `micro_batch_tokens: auto`.
         min_rows_per_batch: minimum number of rows of a step with `batch_tokens`, even if these rows
-            have more than `batch_tokens` tokens. The last step of an epoch may have fewer.
+            have more than `batch_tokens` tokens. The last step of an epoch may have fewer rows.
         max_rows_per_batch: maximum number of rows of a step with `batch_tokens`.
         long_rows: handling of a row with more than `batch_tokens` tokens. `error`: end the run.
             `drop`: leave the row out and log it. `alone`: train the row in a step of its own.
