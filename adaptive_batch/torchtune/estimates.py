@@ -44,7 +44,6 @@ from .checks import (
     check_parallel,
     complete,
     has_tensor_parallelism,
-    values_at,
     without_effect,
 )
 from .config_errors import instantiate, merged
@@ -364,9 +363,7 @@ def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
     recomputes = cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode") is not None
     is_compiled = bool(cfg.get("compile", False)) and str(cfg.device) != "cpu"
     has_budget = is_compiled and not has_tensor_parallelism(cfg) and check_compiler() is None
-    budget = 1.0
-    for value in values_at(cfg, "activation_memory_budget"):
-        budget = float(value)
+    budget = cfg.get("activation_memory_budget", None)
     dtype = str(cfg.dtype)
     loss = str(cfg.loss._component_)
     distils = cfg.get("kd_loss", None) is not None
@@ -387,7 +384,7 @@ def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
         # Each is estimated, as a smaller share may need more memory.
         *(
             (
-                has_budget and share < budget,
+                has_budget and share < (1.0 if budget is None else float(budget)),
                 [f"activation_memory_budget={share}"],
                 "each compiled part computes in backward what is cheapest to compute again",
             )

@@ -100,10 +100,10 @@ class FullModel:
         """
         is_divided = distributed.world_size() > 1
         model = build_without_weights(cfg, self, dtype=dtype, device=device, on_meta=is_divided)
-        load = self._load
         if is_divided:
-            load = partial(self._load_sharded, dtype=dtype, device=device)
-        load(model, weights, cfg)
+            self._load_sharded(model, weights, cfg, dtype=dtype, device=device)
+        else:
+            self._load(model, weights, cfg)
         return model
 
     def _load(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:

@@ -298,10 +298,10 @@ class NextTokens(Task):
         # User-defined losses may take other inputs.
         if model is None and type(self.loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
             self._check_mean("loss", self.loss_fn, num_models=1)
+        if not takes_chunks(self.loss_fn):
+            return
         for key, part in (("model", model), ("teacher_model", second)):
-            if part is None or not takes_chunks(self.loss_fn):
-                continue
-            if not hasattr(part, "set_num_output_chunks"):
+            if part is not None and not hasattr(part, "set_num_output_chunks"):
                 remedy = (
                     f"{component_of(self.cfg[key])} has no set_num_output_chunks, so it cannot"
                     " return chunks; give a loss without chunks, such as torch.nn.CrossEntropyLoss"
@@ -681,10 +681,11 @@ class Distillation(NextTokens):
         if model is None:
             self._check_mean("kd_loss", self.kd_loss_fn, num_models=2)
             return
-        sizes = [num_token_embeddings(part) for part in (model, second) if part is not None]
-        if len({*sizes} - {None}) > 1:
+        size = num_token_embeddings(model)
+        teacher_size = size if second is None else num_token_embeddings(second)
+        if None not in (size, teacher_size) and size != teacher_size:
             remedy = (
-                f"it has {sizes[1]} token embeddings, and the student {sizes[0]}; give a teacher of"
+                f"it has {teacher_size} token embeddings, and the student {size}; give a teacher of"
                 " the student's family with the same number"
             )
             raise SettingError("teacher_model", component_of(self.cfg.teacher_model), remedy)
