@@ -11,14 +11,17 @@ loop there are four objects, each usable alone:
 
 `AdaptiveLoop` combines all four. The packages, lowest first:
 
-    schedules     training progress, batch schedules and the learning rate distributed   ranks:
-    collectives, FSDP2, the watchdog, preemption data          lengths and order of rows, batches
-    that grow, micro-batches, balance across ranks memory        device memory, live bytes, the
-    curve of the peak, snapshots of the training state probe         the search for the maximum
-    batch size estimate      memory estimates for unavailable devices, by a training step on fake
-    tensors emulate       PyTorch's CUDA build on an emulated device, for any program checkpoint
-    resume points that are complete or absent training      the step, retry after an OOM, the
-    search, the learning rate, evaluation report        the run log, the audit, figures and the page
+    schedules     training progress, batch schedules and the learning rate
+    distributed   collectives, FSDP2, the watchdog, preemption
+    data          lengths and order of rows, batches that grow, micro-batches, balance across ranks
+    memory        device memory, live bytes, the curve of the peak, snapshots of the training state
+    probe         the search for the maximum batch size
+    estimate      memory estimates for unavailable devices, by a training step on fake tensors
+    emulate       PyTorch's CUDA build on an emulated device, for any program
+    checkpoint    resume points that are complete or absent
+    training      the step, retry after an OOM, the search, the learning rate, evaluation
+    report        the run log, the audit, figures and the page
+    integrations  the trainers of other libraries
     torchtune     the parts of the recipes
 
 Importing this package does not import torch: names are imported at their first use.
