@@ -2,7 +2,7 @@
 
 from .adaptive_batches import AdaptiveBatches
 from .balance import balance_by_rows, balance_by_tokens
-from .batches import Batches, PlannedRows, StepAhead
+from .batches import Batches, PlannedRows
 from .batching import Batching, Sampling
 from .dataset import (
     IGNORE_INDEX,
@@ -34,7 +34,7 @@ from .lengths import (
     measure_rows,
 )
 from .order import ORDERS, RowOrder, row_order
-from .planned_epoch import PlannedEpoch, RowLengths, plan_token_batches
+from .planned_epoch import PlannedEpoch, RowLengths, StepAhead, plan_token_batches
 from .read_ahead import ReadAhead
 from .token_sampler import plan_batches
 

@@ -37,7 +37,7 @@ log = logging.getLogger("adaptive_batch")
 
 
 class NoSizer:
-    """Replaces the sizer of a step by a largest number of rows for rules.
+    """Stand-in for the sizer of a step: a largest number of rows for rules.
 
     Args:
         maximum: largest number of rows; None without one.
@@ -59,30 +59,30 @@ class NoSizer:
 
 
 class AdaptiveBatches(Batches):
-    """Yields the row numbers of each step that is left of the current epoch: this rank's rows, each
-    row once an epoch.
+    """Batch sampler whose batches grow: this rank's row numbers of each remaining step of the
+    current epoch. Each row comes once an epoch.
 
-    For ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. The loader may read batches
-    ahead. They count when they are used: call :meth:`step` after each, so that a resumed run
-    neither loses nor repeats batches that were read ahead. Under gradient accumulation too each
-    batch is one; save a state only after ``optimizer.step()``.
+    Use it as ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. The loader may read
+    batches ahead. A batch counts when it is used: call :meth:`step` after each one, so that a
+    resumed run neither loses nor repeats batches that were read ahead. Under gradient accumulation,
+    call it after each batch too, but save a state only after ``optimizer.step()``.
 
-    On several ranks each yields its own rows of the global step, which has `batch_size` rows per
+    Each of several ranks yields its own rows of the global step, which has `batch_size` rows per
     rank; no other sampler may shard them again.
 
     Args:
-        dataset: map-style; rows are read only where lengths are needed.
+        dataset: map-style dataset; rows are read only if lengths are needed.
         batch_size: rows of a step on one device, before a rule changes it.
-        row_length: function that returns the tokens of a row, or a number where all rows are alike;
-            None for its ``tokens`` or ``input_ids``. Lengths are measured, by reading the dataset
-            once, for steps by tokens, the order ``seqlen``, schedules over tokens, and where this
-            is given: ``progress.tokens`` is then counted, for a schedule of your own or a rate
-            whose clock counts tokens.
-        maximum: rows on one device that no rule passes: a number, or the sizer of an
+        row_length: function that returns the tokens of a row, or a number if all rows are alike;
+            None for its ``tokens`` or ``input_ids``. The dataset is read once to measure lengths
+            for steps by tokens, the order ``seqlen``, and schedules over tokens; and if this is
+            given, so that ``progress.tokens`` is counted for your own schedule or for a rate whose
+            clock counts tokens.
+        maximum: most rows of a rule on one device: a number, or the sizer of an
             :class:`AdaptiveStep`, whose `max_batch_size` counts once it is found. None for no
             limit.
-        sampler: sampler of row numbers whose order is taken in place of one drawn here, on one
-            rank. Its ``set_epoch`` is called; a resumed run repeats its draws.
+        sampler: sampler of row numbers that gives the order, on one rank only. Its ``set_epoch`` is
+            called; a resumed run repeats its draws.
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins,
             0 included.
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each
@@ -90,14 +90,11 @@ class AdaptiveBatches(Batches):
         sampling: order of rows, and steps that hold tokens.
 
     Attributes:
-        batch_size: rows of a step on one device now.
+        batch_size: current rows of a step on one device.
 
     Raises:
         SettingError: an argument cannot be used.
     """
-
-    asks_rank_zero = True
-    divides_ahead = False
 
     def __init__(
         self,
@@ -145,11 +142,12 @@ class AdaptiveBatches(Batches):
             maximum,
             counts_tokens=row_length is not None or reads_tokens(batch_size_schedule),
             order=self._sampler,
+            in_script=True,
             event=self.report,
         )
         self.begin_with(batch_size)
         order = asdict(sampling)
-        # It changes the place of no row, like another maximum.
+        # Like another maximum, it does not change the order of rows.
         del order["grow_beyond_maximum"]
         self._built_with = {
             "batch_size": batch_size,
@@ -163,7 +161,7 @@ class AdaptiveBatches(Batches):
         self._listeners.append(event)
 
     def report(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
-        """Log an event, and pass it to the listeners of :meth:`tell`."""
+        """Log an event, and pass it to the listeners."""
         if prints and distributed.is_rank_zero():
             log.info("%s", message)
         for listener in self._listeners:
@@ -178,7 +176,7 @@ class AdaptiveBatches(Batches):
         if self.batching.batch_size_schedule is not None:
             remedy = "batch_size_schedule decides what a step holds; set one of them"
             raise SettingError("batch_size", batch_size, remedy)
-        self.take_batch(check_whole("batch_size", batch_size))
+        super().set_batch_size(check_whole("batch_size", batch_size))
 
     def rows_on_largest_rank(self, batch_size: int) -> int:
         """Return the rows of a step on the rank with most; the number of ranks may differ from that
@@ -194,24 +192,26 @@ class AdaptiveBatches(Batches):
         yield from super().__iter__()
 
     def __len__(self) -> int:
-        """Return the remaining steps of this epoch, as the rules answer now."""
+        """Return the number of remaining steps of this epoch, as the rules answer now."""
         return self.num_steps(self.progress.epoch + 1)
 
     def num_steps(self, epochs: int) -> int:
-        """Return the remaining steps until `epochs` epochs are done, as the rules answer now."""
-        return self.count_steps(epochs, sees_tokens=self._counts_tokens)
+        """Return the number of remaining steps until `epochs` epochs are done, as the rules answer
+        now.
+        """
+        return self.count_steps(epochs, counts_tokens=self._counts_tokens)
 
     def step(self) -> None:
         """Count the oldest batch that was handed out as used, after ``optimizer.step()``.
 
         Raises:
-            ValueError: none is waiting.
+            ValueError: no batch is waiting.
         """
         self.done()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is, as plain values, the same on all ranks; to be saved after
-        ``optimizer.step()``.
+        """Return the progress and the plan's state as plain values, the same on all ranks. Save
+        them after ``optimizer.step()``.
         """
         return {
             **super().state_dict(),
@@ -220,7 +220,7 @@ class AdaptiveBatches(Batches):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, in batches that were built as the saved ones were.
+        """Resume from a saved state, in batches that were built with the same arguments.
 
         Raises:
             SettingError: rows would come in another order, or the state does not belong to
@@ -238,7 +238,7 @@ class AdaptiveBatches(Batches):
 
 
 def _check_sampler(sampler: Any, sampling: Sampling) -> None:
-    """Refuse a sampler whose order cannot be taken."""
+    """Raise if the order of a sampler cannot be used."""
     name = type(sampler).__name__
     if distributed.data_parallel_size() > 1:
         remedy = (

@@ -79,6 +79,9 @@ class Sampling:
                 " remove min_rows_per_batch"
             )
             raise SettingError("long_rows", self.long_rows, remedy)
+        if self.max_rows_per_batch is not None and least > self.max_rows_per_batch:
+            remedy = f"must not be above max_rows_per_batch={self.max_rows_per_batch}"
+            raise SettingError("min_rows_per_batch", least, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,11 @@ class Batching(Sampling):
     def depends_on_lengths(self) -> bool:
         """Return whether the lengths of the rows decide which rows a step has."""
         return bool(self.batch_tokens) or self.sample_order == "seqlen"
+
+    @property
+    def schedules_rows(self) -> bool:
+        """Return whether a schedule decides how many rows a step has, and not how many tokens."""
+        return self.batch_size_schedule is not None and not self.batch_tokens
 
     @property
     def ends(self) -> dict[str, Any]:

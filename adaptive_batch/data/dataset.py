@@ -56,7 +56,7 @@ class DatasetAdapter(Dataset[Any]):
         try:
             return self._dataset[number]
         except StopIteration as error:
-            # A loader would take it for the end of the epoch.
+            # A loader would end the epoch.
             raise RuntimeError(f"row {number} of the dataset raised StopIteration") from error
 
     def expect(self, numbers: Sequence[int]) -> None:
@@ -66,15 +66,15 @@ class DatasetAdapter(Dataset[Any]):
 
     @property
     def real_lengths(self) -> torch.Tensor:
-        """Tokens of each row that are not padding: all."""
+        """Tokens of each row without padding: all tokens, as no row is padded."""
         return self.lengths
 
     def recount(self) -> str:
-        """Return "": lengths stay as this process has measured them."""
+        """Return "": lengths are measured once."""
         return ""
 
     def num_real_tokens(self, row: Any) -> int:
-        """Return the tokens of a row that are not padding: all."""
+        """Return the tokens of a row without padding: all tokens."""
         return self.length(row)
 
     def length(self, row: Any) -> int:
@@ -96,11 +96,6 @@ class DatasetAdapter(Dataset[Any]):
         return max(1, length)
 
     @property
-    def knows_lengths(self) -> bool:
-        """Return whether :attr:`lengths` are known without reading the dataset."""
-        return self.are_alike or "_measured" in vars(self)
-
-    @property
     def are_alike(self) -> bool:
         """Return whether all rows have one length, so that none is read to measure it."""
         return isinstance(self._row_length, int)
@@ -117,7 +112,7 @@ class DatasetAdapter(Dataset[Any]):
 
     @cached_property
     def _measured(self) -> torch.Tensor:
-        """Both of each row, measured once, by rank zero."""
+        """Length and other bytes of each row, measured once, by rank zero."""
         if isinstance(self._row_length, int):
             return torch.tensor([[self._row_length, 0]]).repeat(len(self), 1)
         return distributed.from_rank_zero(
@@ -135,8 +130,8 @@ class DatasetAdapter(Dataset[Any]):
 
 
 def check_loss(loss: Any) -> torch.Tensor:
-    """Return the result of a user's `mean_loss` as one number of 32 bits or more: in 16, sums over
-    many micro-batches drift.
+    """Return the result of a user's `mean_loss` as one number of 32 bits or more: sums of 16-bit
+    numbers over many micro-batches drift.
 
     Raises:
         SettingError: the loss is not a tensor of one number, or needs no gradient.
@@ -151,7 +146,6 @@ def check_loss(loss: Any) -> torch.Tensor:
     single: torch.Tensor = loss
     if single.dim():
         single = single.reshape(())
-    # Halves are too coarse to be summed over micro-batches.
     if single.dtype.itemsize < 4:
         single = single.float()
     return single
@@ -187,8 +181,7 @@ def lengthened(
     ignore_index: int,
     fields: Sequence[tuple[str, str]] = (("tokens", "labels"),),
 ) -> Sequence[dict[str, Any]]:
-    """Return the rows, the longest of them padded to `length` tokens, so that collating pads all of
-    them to it.
+    """Pad the longest of some rows to `length` tokens, so that collating pads all of them to it.
 
     Args:
         fields: keys of the tokens and the labels of each sequence of a row.

@@ -47,7 +47,7 @@ class MicroBatchLimit:
     """Limit of a micro-batch.
 
     Attributes:
-        amount: how much, 1 or more; :data:`NO_LIMIT` for whatever a step has.
+        amount: most rows or tokens, 1 or more; :data:`NO_LIMIT` for no limit.
         unit: ``rows``, or ``tokens``: padded tokens, rows x longest.
     """
 
@@ -58,12 +58,12 @@ class MicroBatchLimit:
         return self.describe()
 
     def describe(self, noun: str = "row") -> str:
-        """Return the limit in words, where a row is called a noun."""
+        """Describe the limit; `noun` is the name of a row."""
         noun = {"rows": noun, "tokens": "padded token"}[self.unit]
         return f"all {noun}s" if self.amount == NO_LIMIT else count(self.amount, noun)
 
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
-        """Return the micro-batch that takes most of the limit."""
+        """Return the micro-batch that uses most of the limit."""
 
         def key(piece: MicroBatch) -> tuple[int, int]:
             rows = len(piece.rows)
@@ -82,26 +82,12 @@ class MicroBatchTime:
 
     Attributes:
         fixed: constant time: launching kernels, gathering and reducing parameters.
-        row: time per row.
         token: time per token, padding included.
-        pair: time per pair of tokens in a row, the square of its length.
     """
 
-    # In tokens; of that order on CPUs and GPUs.
+    # The time of this many tokens; the order of magnitude on CPUs and GPUs.
     fixed: float = 256.0
-    row: float = 0.0
     token: float = 1.0
-    pair: float = 0.0
-
-    def of_row(self, length: torch.Tensor) -> torch.Tensor:
-        """Return what rows of these lengths add: float64."""
-        length = length.double()
-        return self.row + self.token * length + self.pair * length**2
-
-    def of(self, pieces: Sequence[MicroBatch]) -> float:
-        """Return what micro-batches take, one after the other."""
-        rows = [length for piece in pieces for length in piece.lengths]
-        return len(pieces) * self.fixed + float(self.of_row(torch.tensor(rows)).sum())
 
 
 @dataclass(frozen=True)
@@ -111,7 +97,7 @@ class MicroBatchLayout:
     Attributes:
         kind: ``padded``: rows are padded to the longest, and there are as few micro-batches as can
             be, of nearly equal size; ``grouped``: also padded, but rows are sorted by length and
-            cut for the least time; ``packed``: rows lie one after the other, without padding.
+            cut for the least time; ``packed``: rows are concatenated, without padding.
         time: model of the time of a micro-batch.
         uniform: ``rows``: the same number of rows in all micro-batches of a step; ``lengths``:
             padded to one length; ``both``; or None.
@@ -160,7 +146,8 @@ class MicroBatchLayout:
         return max(length, min(rounded, self.longest))
 
     def padded_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Return the length that each row is padded to; rows of a step have few among them."""
+        """Return the length that each row is padded to."""
+        # The rows of a step have few different lengths.
         padded = {length: self.padded(length) for length in set(lengths)}
         return [padded[length] for length in lengths]
 
@@ -214,7 +201,7 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """Tokens that are run; rows where their lengths are not known."""
+        """Tokens that are run; the number of rows if their lengths are not known."""
         return self.run_tokens or len(self.rows)
 
 
@@ -243,14 +230,14 @@ def micro_batches(
 
     Args:
         lengths: tokens of each row of the step.
-        limit: of one micro-batch.
-        layout: what all of them must keep to; None for nothing.
+        limit: limit of each micro-batch.
+        layout: layout of the micro-batches; None for the default.
     """
     layout = layout or MicroBatchLayout()
     if not lengths:
         return []
     kind = LAYOUT_KINDS[layout.kind]
-    # As in most steps; each step asks.
+    # A short cut for most steps.
     if kind.is_usual and limit.unit == "rows" and len(lengths) <= limit.amount:
         return [MicroBatch(list(range(len(lengths))), layout.padded(max(lengths)))]
     longest = max(lengths) if layout.uniform in ("lengths", "both") else 0
@@ -364,7 +351,6 @@ def _grouped_by_time(
     As in :func:`_grouped`, rows sorted by length are cut into neighbours.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    of_row = time.of_row(torch.tensor([lengths[row] for row in order])).tolist()
     least_time = torch.zeros(len(order) + 1, dtype=torch.float64)
     begin = [0]
     fewer = torch.arange(len(order), -1, -1, dtype=torch.float64)
@@ -373,7 +359,7 @@ def _grouped_by_time(
         times = torch.add(
             least_time[first:end],
             fewer[len(order) - end + first : len(order)],
-            alpha=of_row[end - 1],
+            alpha=time.token * lengths[row],
         )
         begin.append(first + int(times.argmin()))
         least_time[end] = times[begin[end] - first] + time.fixed

@@ -38,12 +38,6 @@ class RowOrder(Protocol):
     def __getitem__(self, places: slice | torch.Tensor, /) -> torch.Tensor: ...
 
 
-class EpochOrder(Protocol):
-    """Gives the order of the rows of each epoch."""
-
-    def __call__(self, *, epoch: int, lengths: torch.Tensor | None = None) -> RowOrder: ...
-
-
 def row_order(
     num_rows: int,
     *,
@@ -57,16 +51,17 @@ def row_order(
 ) -> RowOrder:
     """Order the rows of an epoch; the same arguments give the same order on every rank and machine.
 
-    Sorting by length costs the least padding, and its batches are the least random: each has rows
-    of one length, and the lengths rise through the epoch. Within windows only neighbours are alike,
-    and every epoch differs.
+    Sorting by length needs the least padding but gives the least random batches: each has rows of
+    one length, and the lengths rise through the epoch. Windows limit the sorting to neighbours, and
+    each epoch differs.
 
     Args:
         num_rows: rows of the epoch.
-        order: ``dataloader`` keeps them as they come, or takes the permutation of torch's
-            ``DistributedSampler``; ``random`` draws a permutation for each epoch; ``seqlen`` sorts
-            from short to long, rows of equal length in an order drawn for each epoch.
-        shuffle: with ``dataloader``, a permutation for each epoch.
+        order: ``dataloader`` keeps the order of the dataset, or with `shuffle` takes the
+            permutation of torch's ``DistributedSampler``; ``random`` draws a permutation for each
+            epoch; ``seqlen`` sorts from short to long, and rows of equal length in an order drawn
+            for each epoch.
+        shuffle: whether ``dataloader`` draws a permutation for each epoch.
         lengths: int tensor ``[rows]``, tokens of each row; needed by ``seqlen``.
         window: with ``seqlen``, rows are shuffled and sorted only within windows of this many rows;
             None sorts the whole epoch.
@@ -116,13 +111,13 @@ def _generator(order: str, *, shuffle: bool, seed: int, epoch: int) -> torch.Gen
 class _ComputedOrder:
     """A permutation of any number of rows; reading a part takes the time and memory of that part.
 
-    A Feistel network on the digits of a row number in base `side`, the root of the rows: each round
-        adds to one digit the other digit's entry in a table of random numbers. This can be
-    undone, so each row comes once.
+    It is a Feistel network on the two digits of a row number in base `side`, the square root of the
+    rows. Each round adds to one digit the other digit's entry in a table of random numbers. A round
+    can be undone, so each row comes once.
 
     Args:
         num_rows: rows of the epoch.
-        generator: source of the tables; None keeps the rows as they come, by no round.
+        generator: source of the tables; None keeps the order of the dataset.
     """
 
     def __init__(self, num_rows: int, generator: torch.Generator | None) -> None:
@@ -155,7 +150,7 @@ class _ComputedOrder:
         for table in self._tables:
             high, low = low, (high + table[low]) % self._side
         permuted = high * self._side + low
-        # A number beyond the rows is permuted again until it is one, so that no row comes twice.
+        # Permute a number beyond the rows again, until it is the number of a row.
         beyond = permuted >= self._num_rows
         if beyond.any():
             permuted[beyond] = self._permute(permuted[beyond])
@@ -184,30 +179,36 @@ class SamplerOrder:
         # Random state at the start of an epoch's draws, to repeat them.
         self._random_state: dict[str, torch.Tensor] = {}
 
+    @property
+    def _generator(self) -> torch.Generator | None:
+        """The sampler's own generator."""
+        generator = getattr(self._sampler, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __call__(self, *, epoch: int, lengths: torch.Tensor | None = None) -> RowOrder:
+    def __call__(self, epoch: int) -> RowOrder:
         """Return the order of an epoch, whose rows are drawn when they are read."""
         return _SampledOrder(self, epoch)
 
-    def ahead(self, *, epoch: int, lengths: torch.Tensor | None = None) -> RowOrder:
-        """Return the order that an epoch would have if it began now, drawn without a trace."""
-        generator = getattr(self._sampler, "generator", None)
+    def ahead(self, epoch: int) -> RowOrder:
+        """Return the order that an epoch would have if it began now, drawn without a trace. An
+        epoch that has begun keeps its order.
+        """
+        if epoch == self._epoch:
+            return self(epoch)
+        generator = self._generator or torch.Generator()
         with torch.random.fork_rng(devices=[]):
-            if isinstance(generator, torch.Generator):
-                state = generator.get_state()
+            state = generator.get_state()
             numbers = SamplerOrder(self._sampler).read(epoch, 0, len(self))
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state)
+            generator.set_state(state)
         if self._epoch >= 0 and hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self._epoch)
         return numbers
 
     def read(self, epoch: int, begin: int, end: int) -> torch.Tensor:
-        """Return a part of the order of an epoch: of the current one, or of the next, which begins
-        so.
-        """
+        """Return a part of the order of an epoch; another epoch than the last one begins."""
         if epoch != self._epoch:
             self._begin(epoch)
         drawn = list(islice(self._drawn, max(0, end - len(self._numbers))))
@@ -222,9 +223,8 @@ class SamplerOrder:
         self._epoch = epoch
         self._numbers = []
         self._random_state = {"torch": torch.get_rng_state()}
-        generator = getattr(self._sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            self._random_state["generator"] = generator.get_state()
+        if self._generator is not None:
+            self._random_state["generator"] = self._generator.get_state()
         self._drawn = iter(self._sampler)
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,9 +251,8 @@ class SamplerOrder:
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state["random"]["torch"])
-            generator = getattr(self._sampler, "generator", None)
-            if isinstance(generator, torch.Generator) and "generator" in state["random"]:
-                generator.set_state(state["random"]["generator"])
+            if self._generator is not None and "generator" in state["random"]:
+                self._generator.set_state(state["random"]["generator"])
             self.read(state["epoch"], 0, state["rows"])
         if self.state_dict()["checksum"] != state["checksum"]:
             remedy = (

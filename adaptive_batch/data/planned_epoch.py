@@ -7,28 +7,23 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from adaptive_batch._util import count
-from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EpochPlan, Progress, needs_noise_scale
 
 from .batching import Batching
-from .order import EpochOrder, RowOrder, row_order
+from .order import RowOrder, row_order
 from .token_sampler import TokenBatchPlan, plan_batches, plan_batches_by_rule
-
-# Rows whose tokens are looked up at once: a list of them is small, and few calls are made.
-_BLOCK_ROWS = 2048
 
 
 class Rows(Protocol):
     """A map-style dataset, and the tokens of each row, with and without padding: int64, `[rows]`.
 
-    `recount` drops them where a row that was read, on any rank, has another length, and returns
-    which row; "" for none. The next access counts them again.
+    `recount` drops these lengths if a row that any rank has read has another length, and returns a
+    sentence that names the row; else "". The next access counts all rows again.
     """
 
     def __len__(self) -> int: ...
@@ -74,13 +69,38 @@ class TokenSteps(NamedTuple):
 
     Attributes:
         batches: rows of each step.
-        budgets: tokens on one device that are requested for each.
-        plan: how the epoch divides into them.
+        budgets: requested tokens of each step on one device.
+        plan: the steps that are trained.
     """
 
     batches: TokenBatchPlan
     budgets: list[int]
     plan: EpochPlan
+
+
+@dataclass
+class StepAhead:
+    """A step that is not trained yet.
+
+    Attributes:
+        progress: progress before the step, with the batch that is requested for it.
+        rows: number of rows, over all ranks.
+        tokens: real tokens of these rows; 0 if they are not counted ahead of training.
+    """
+
+    progress: Progress
+    rows: int
+    tokens: int
+
+    @property
+    def batch(self) -> int:
+        """Batch that is requested on one device, in rows or tokens."""
+        return self.progress.batch
+
+    @property
+    def after(self) -> Progress:
+        """Progress after the step."""
+        return self.progress.after_step(rows=self.rows, tokens=self.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,20 +110,25 @@ class PlannedEpoch:
     Attributes:
         num_rows: rows of the epoch.
         batching: batching as configured; a schedule is a function of progress.
-        begin: progress where the epoch begins.
+        planned_at: progress from which the epoch is planned: its beginning, or within it.
         ranks: number of ranks; a step has `batch_size` rows for each.
-        divisible: steps by tokens divide into equal micro-batches.
-        measure: returns the lengths of the rows; called when they are needed.
-        order_of: orders the rows of an epoch; None for the configured order.
+        divisible: whether steps by tokens divide into equal micro-batches.
+        measure: function that returns the lengths of the rows; called when they are needed.
+        order_of: function that returns the order of an epoch; None for the configured order.
     """
 
     num_rows: int
     batching: Batching
-    begin: Progress
+    planned_at: Progress
     ranks: int
     divisible: bool
     measure: Callable[[], RowLengths]
-    order_of: EpochOrder | None = None
+    order_of: Callable[[int], RowOrder] | None = None
+
+    @cached_property
+    def begin(self) -> Progress:
+        """Progress at the beginning of the epoch."""
+        return replace(self.planned_at.at_epoch_start(), rows_per_epoch=self.num_rows)
 
     @cached_property
     def lengths(self) -> RowLengths:
@@ -120,18 +145,23 @@ class PlannedEpoch:
     def _order(self) -> RowOrder:
         """Return the order of the rows before steps by tokens are filled."""
         batching = self.batching
-        lengths = self.lengths.all if batching.depends_on_lengths else None
+        epoch = self.planned_at.epoch
         if self.order_of is not None:
-            return self.order_of(epoch=self.begin.epoch, lengths=lengths)
+            return self.order_of(epoch)
         return row_order(
             self.num_rows,
             order=batching.sample_order,
             shuffle=batching.shuffle,
             window=batching.sample_window,
             seed=batching.seed,
-            epoch=self.begin.epoch,
-            lengths=lengths,
+            epoch=epoch,
+            lengths=self.lengths.all if batching.depends_on_lengths else None,
         )
+
+    @cached_property
+    def _ordered_tokens(self) -> torch.Tensor:
+        """Real tokens of each row, in the order of their use."""
+        return self.lengths.real[self.order[:]]
 
     @cached_property
     def token_steps(self) -> TokenSteps:
@@ -160,140 +190,105 @@ class PlannedEpoch:
         plan = EpochPlan.from_sizes(batches.sizes.tolist(), **batching.ends)
         return TokenSteps(batches, budgets, plan)
 
-    def num_tokens(self, numbers: Sequence[int]) -> int:
-        """Return the real tokens of some rows."""
-        return int(self.lengths.real[numbers].sum())
-
     # --- steps
 
-    def next_step(self, progress: Progress, *, requested: int) -> tuple[int, int]:
-        """Return the batch of the next step on one device, and the step's rows over all ranks; 0
-        rows where the epoch is over.
-
-        Args:
-            progress: progress before the step.
-            requested: rows that are requested for it on one device; with `batch_tokens` its tokens
-                are those that were planned.
-        """
-        batching = self.batching
-        step = progress.epoch_steps
-        if batching.batch_tokens:
-            if step >= self.token_steps.plan.steps:
-                return progress.batch, 0
-            return self.token_steps.budgets[step], self.token_steps.plan.rows_of_step(step)
-        global_rows = requested * self.ranks
-        left = self.num_rows - progress.epoch_rows
-        is_cut = batching.max_steps_per_epoch is not None and step >= batching.max_steps_per_epoch
-        if is_cut or (batching.drop_last and left < global_rows):
-            return requested, 0
-        return requested, min(global_rows, left)
+    def num_tokens(self, progress: Progress, rows: int) -> int:
+        """Return the real tokens of the next `rows` rows."""
+        place = progress.epoch_rows
+        return int(self._ordered_tokens[place : place + rows].sum())
 
     def num_steps_left(self, progress: Progress, *, global_rows: int) -> int:
         """Return the number of remaining steps; by rows, steps of `global_rows` each."""
-        if self.batching.batch_tokens:
+        batching = self.batching
+        if batching.batch_tokens:
             return max(0, self.token_steps.plan.steps - progress.epoch_steps)
-        most_steps = self.batching.max_steps_per_epoch
-        if most_steps is not None:
-            most_steps = max(0, most_steps - progress.epoch_steps)
-        rest = EpochPlan.from_rows(
-            self.num_rows - progress.epoch_rows,
-            global_rows=global_rows,
-            drop_last=self.batching.drop_last,
-            max_steps=most_steps,
-        )
-        return rest.steps
+        rows = self.num_rows - progress.epoch_rows
+        steps = rows // global_rows
+        if rows % global_rows and not batching.drop_last:
+            steps += 1
+        if batching.max_steps_per_epoch is None:
+            return steps
+        return min(steps, max(0, batching.max_steps_per_epoch - progress.epoch_steps))
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left, however few rows it may have."""
         return self.num_steps_left(progress, global_rows=1) == 0
 
+    def next_step(
+        self, progress: Progress, rule: Callable[[Progress], int], *, counts_tokens: bool
+    ) -> StepAhead | None:
+        """Return the step at a progress; None if no step is left.
+
+        Args:
+            progress: progress before the step.
+            rule: rows of a step on one device as a function of progress. With `batch_tokens`, it is
+                called too, and the step is the planned one.
+            counts_tokens: whether to count the tokens of the step.
+        """
+        if self.is_over(progress):
+            return None
+        batch = rule(progress)
+        if self.batching.batch_tokens:
+            batch = self.token_steps.budgets[progress.epoch_steps]
+            rows = self.token_steps.plan.rows_of_step(progress.epoch_steps)
+        else:
+            rows = min(batch * self.ranks, self.num_rows - progress.epoch_rows)
+            if self.batching.drop_last and rows < batch * self.ranks:
+                return None
+        tokens = self.num_tokens(progress, rows) if counts_tokens else 0
+        return StepAhead(replace(progress, batch=batch), rows, tokens)
+
     def walk(
         self, progress: Progress, rule: Callable[[Progress], int], *, counts_tokens: bool
-    ) -> Iterator[tuple[Progress, int, Progress]]:
-        """Walk through the rest of the epoch without training.
+    ) -> Iterator[StepAhead]:
+        """Yield the remaining steps from a progress on; see :meth:`next_step`."""
+        step = self.next_step(progress, rule, counts_tokens=counts_tokens)
+        while step is not None:
+            yield step
+            step = self.next_step(step.after, rule, counts_tokens=counts_tokens)
+
+    def divide(self, rule: Callable[[Progress], int], *, counts_tokens: bool) -> EpochPlan:
+        """Divide the epoch into steps, as they are known at `planned_at`.
 
         Args:
-            progress: where training is.
-            rule: rows of a step on one device as a function of progress.
-            counts_tokens: whether progress counts the tokens of the steps.
-
-        Returns:
-            For each step: progress before it, its rows over all ranks, progress after it.
-        """
-        tokens: Iterator[int] = iter(())
-        if counts_tokens:
-            tokens = self._tokens_from(progress.epoch_rows)
-        while True:
-            batch, size = self.next_step(progress, requested=rule(progress))
-            if not size:
-                return
-            step_begin = replace(progress, batch=batch)
-            progress = step_begin.after_step(rows=size, tokens=sum(islice(tokens, size)))
-            yield step_begin, size, progress
-
-    def _tokens_from(self, place: int) -> Iterator[int]:
-        """Yield the real tokens of each row from a place in the order on, read in blocks."""
-        order = self.order
-        for block in range(place, len(order), _BLOCK_ROWS):
-            yield from self.lengths.real[order[block : block + _BLOCK_ROWS]].tolist()
-
-    def divide(
-        self,
-        progress: Progress,
-        rule: Callable[[Progress], int],
-        *,
-        counts_tokens: bool,
-        sizes: Sequence[int] | None = None,
-    ) -> EpochPlan:
-        """Divide the epoch into steps, as they are seen where training is.
-
-        Args:
-            progress: where training is: at the beginning of the epoch, or within it.
             rule: rows of a step on one device as a function of progress.
             counts_tokens: whether the plan has its tokens.
-            sizes: rows of all steps of a schedule, if it has been asked; None asks it.
         """
         batching = self.batching
+        at = self.planned_at
         if batching.batch_tokens:
             plan = self.token_steps.plan
         elif batching.batch_size_schedule is None:
             plan = EpochPlan.from_rows(
-                self.num_rows, global_rows=rule(progress) * self.ranks, **batching.ends
+                self.num_rows, global_rows=rule(at) * self.ranks, **batching.ends
             )
             # It was another batch before a restart.
-            if progress.epoch_rows != progress.epoch_steps * plan.global_rows:
-                plan = self._divide_rest(progress, rule)
-        elif sizes is not None:
-            plan = EpochPlan.from_sizes(sizes, max_steps=batching.max_steps_per_epoch)
-            plan = replace(plan, rows=self.num_rows)
+            if at.epoch_rows != at.epoch_steps * plan.global_rows:
+                plan = self._divide_from(at, rule)
         elif needs_noise_scale(batching.batch_size_schedule):
-            plan = replace(self._divide_rest(progress, rule), is_estimate=True)
+            plan = replace(self._divide_from(at, rule), is_estimate=True)
         else:
             # Twice, since a rule that is not a function of progress then answers differently.
-            sizes, again = (
-                [size for _, size, _ in self.walk(self.begin, rule, counts_tokens=True)]
-                for _ in range(2)
-            )
-            plan = EpochPlan.from_sizes(sizes, max_steps=batching.max_steps_per_epoch)
-            plan = replace(plan, rows=self.num_rows, is_estimate=sizes != again)
+            plan, again = (self._divide_from(self.begin, rule) for _ in range(2))
+            plan = replace(plan, is_estimate=plan != again)
         return self._with_tokens(plan) if counts_tokens else plan
 
-    def _divide_rest(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
-        """Divide an epoch whose steps so far are not the rule's: these count as large as they were
-        on average.
+    def _divide_from(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
+        """Divide an epoch whose rows are trained up to a progress: the steps so far count as large
+        as they were on average.
         """
         rows = progress.epoch_rows
         steps = progress.epoch_steps
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
-        is_rule = self.batching.batch_size_schedule is not None
-        left = [size for _, size, _ in self.walk(progress, rule, counts_tokens=is_rule)]
+        is_schedule = self.batching.batch_size_schedule is not None
+        left = [step.rows for step in self.walk(progress, rule, counts_tokens=is_schedule)]
         plan = EpochPlan.from_sizes(done + left)
         return replace(plan, rows=self.num_rows, most_steps=self.batching.max_steps_per_epoch)
 
     def _with_tokens(self, plan: EpochPlan) -> EpochPlan:
         """Return a plan with the real tokens of the rows that are stepped."""
         used = plan.slots if plan.sizes is None else sum(plan.sizes)
-        real = self.lengths.real[self.order[:used]]
+        real = self._ordered_tokens[:used]
         tokens = int(real.sum())
         # An epoch may have more slots than rows.
         if len(real) and bool((real == real[0]).all()):
@@ -301,7 +296,7 @@ class PlannedEpoch:
         return replace(plan, tokens=tokens)
 
     def left_out(self, progress: Progress) -> dict[str, int]:
-        """Count the rows that no step of a finished epoch has used, by reason."""
+        """Count the rows that no step of a finished epoch used, by reason."""
         long_rows = 0
         if self.batching.batch_tokens:
             long_rows = len(self.token_steps.batches.dropped)
@@ -312,17 +307,17 @@ class PlannedEpoch:
         elif self.batching.drop_last:
             reason = "drop_last"
         else:
-            # The audit does not let it pass.
+            # The audit reports it.
             reason = "an error"
         reasons = {reason: rest, "long_rows": long_rows}
         return {reason: rows for reason, rows in reasons.items() if rows}
 
     def describe_token_steps(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield a kind of event, a message and facts for the steps that have more than
-        `batch_tokens` for `min_rows_per_batch`, and for the rows that are in no step.
+        """Yield the kind, message and facts of two events: steps have more than `batch_tokens`
+        because of `min_rows_per_batch`, and rows are in no step.
         """
         batching = self.batching
-        epoch = self.begin.epoch
+        epoch = self.planned_at.epoch
         batches, budgets, _ = self.token_steps
         least = batching.min_rows_per_batch
         if least > 1:
@@ -364,25 +359,16 @@ def plan_token_batches(
     :func:`plan_batches`.
 
     Raises:
-        SettingError: a row is too long, or the limits contradict each other.
+        SettingError: a row is too long, or the fewest rows do not fit.
     """
     assert batching.batch_tokens
-    limits = _row_limits(batching, ranks, divisible)
-    try:
-        return plan_batches(
-            lengths,
-            batching.batch_tokens * ranks,
-            order=order,
-            last_rows=batching.min_rows_per_batch * ranks,
-            **limits,
-        )
-    except SettingError as error:
-        keys = {
-            "max_tokens": "batch_tokens",
-            "min_rows": "min_rows_per_batch",
-            "max_rows": "max_rows_per_batch",
-        }
-        raise SettingError(keys.get(error.key, error.key), error.value, error.remedy) from None
+    return plan_batches(
+        lengths,
+        batching.batch_tokens * ranks,
+        order=order,
+        last_rows=batching.min_rows_per_batch * ranks,
+        **_row_limits(batching, ranks, divisible),
+    )
 
 
 def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from adaptive_batch._torch import PrivateNames
 
 private = PrivateNames("reading rows ahead")
 
-# One row is read at a time: datasets may share a file. None is half read as the process forks, or
-# ends with a thread in a library.
+# Only one row is read at a time: datasets may share a file. The lock is also held at a fork and at
+# exit, so that no thread is in the middle of a row then.
 _reading = threading.RLock()
 atexit.register(_reading.acquire, timeout=10.0)
 if hasattr(os, "register_at_fork"):
@@ -28,16 +28,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class ReadAhead:
-    """A map-style dataset whose next rows a thread reads ahead. Its rows must not depend on the
-    thread or order of reads.
+    """A map-style dataset whose next rows a thread reads ahead.
 
-    Expected rows are a hint: other rows are read on demand, and so is a row that fails in the
-        thread,
-    which then raises its error. The thread stops after a failure, or if one of the first rows draws
-    random numbers of Python, numpy or torch, whose order training depends on.
+    Expected rows are only a hint: every other row is read on demand. A row that fails in the thread
+    is read again on demand, where it raises its error. The thread stops after a failure, and if one
+    of the first rows draws random numbers of Python, numpy or torch, whose order training depends
+    on.
 
     Args:
-        dataset: dataset to read.
+        dataset: dataset whose rows do not depend on the thread or the order of reads.
         at_once: True starts the thread in :meth:`expect`, False only in :meth:`start`.
     """
 
@@ -46,10 +45,10 @@ class ReadAhead:
         self._at_once = at_once
         self._is_running = False
         self._rows: dict[int, Any] = {}
-        # Numbers of the rows to read, in their order.
+        # Numbers of the rows to read, in order.
         self._expected: dict[int, None] = {}
-        # Reads that are still watched for draws before any row is read ahead; None if one has
-        # drawn or failed, so that none ever is.
+        # Number of further reads to watch for random draws before a row is read ahead. None after
+        # a draw or a failure: no row is read ahead.
         self._reads_to_watch: int | None = 32
 
     def __len__(self) -> int:
@@ -57,7 +56,7 @@ class ReadAhead:
 
     def __getitem__(self, number: int) -> Any:
         if number not in self._rows and number not in self._expected:
-            # Otherwise the thread could take the lock for each expected row before this read does.
+            # Drop them, or the thread could take the lock for each expected row before this read.
             self._expected = {}
         with _reading:
             if number in self._rows:
@@ -85,10 +84,7 @@ class ReadAhead:
             self.start()
 
     def start(self) -> None:
-        """Start the thread that reads the expected rows.
-
-        It takes no lock, and so does not wait for a row that is being read.
-        """
+        """Start the thread that reads the expected rows, without waiting for a lock."""
         if self._expected and not self._is_running:
             self._is_running = True
             threading.Thread(

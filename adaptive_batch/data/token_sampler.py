@@ -7,19 +7,17 @@ Pure, no device; the time is close to linear in the rows.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import torch
 
-from adaptive_batch._util import check_choice, check_whole
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import KEY, Progress, request_batch
 
 LONG_ROWS = ("error", "drop", "alone")
-# Rows that are Python numbers at one time: as tensors they take a quarter of the memory.
+# Most rows that are Python numbers at one time: tensors take a quarter of the memory.
 _CHUNK = 65_536
 
 
@@ -29,9 +27,9 @@ class TokenBatchPlan:
 
     Attributes:
         rows: int64 ``[kept rows]``, row numbers in the order of use, each once.
-        starts: int64 ``[batches + 1]``, where each batch starts in `rows`; the last is the number
-            of kept rows.
-        dropped: int64, numbers of the rows that are in no batch (``long_rows="drop"``), each once.
+        starts: int64 ``[batches + 1]``, start of each batch in `rows`; the last is the number of
+            kept rows.
+        dropped: int64, numbers of the rows that are in no batch (``long_rows="drop"``).
     """
 
     rows: torch.Tensor
@@ -59,30 +57,21 @@ class TokenBatchPlan:
 
 @dataclass(frozen=True)
 class _Limits:
-    """Limits of each batch, checked; see :func:`plan_batches`."""
+    """Limits of each batch; see :func:`plan_batches`."""
 
     min_rows: int
     max_rows: int | None
     long_rows: str
     divisible: bool
 
-    def __post_init__(self) -> None:
-        check_whole("min_rows", self.min_rows)
-        check_choice("long_rows", self.long_rows, LONG_ROWS)
-        if self.max_rows is not None and self.min_rows > check_whole("max_rows", self.max_rows):
-            raise SettingError(
-                "min_rows", self.min_rows, f"must not be above the most rows, {self.max_rows}"
-            )
-
     def is_full(self, rows: int, tokens: int, max_tokens: int) -> bool:
-        """Return whether a batch of `rows` takes no row more, which would make it one of `tokens`.
-
-        `min_rows` comes before the budget.
+        """Return whether a batch of `rows` rows takes no further row, which would bring it to
+        `tokens` tokens. `min_rows` comes before the budget.
         """
         return rows >= self.min_rows and (tokens > max_tokens or rows == self.max_rows)
 
     def kept(self, rows: int) -> int:
-        """Return the rows of a batch that could hold `rows`: those, or with `divisible` at most an
+        """Return the rows of a batch that may hold `rows` rows: all, or with `divisible` up to an
         eighth fewer.
         """
         if not self.divisible:
@@ -104,35 +93,33 @@ def plan_batches(
     divisible: bool = False,
     last_rows: int = 1,
 ) -> TokenBatchPlan:
-    """Plan batches that are filled to a budget of tokens; every row of `order` is in one of them,
-    or listed as dropped.
+    """Plan batches that are filled to a budget of tokens. Each row of `order` is in one batch, or
+    listed as dropped.
 
     Rows are taken in order. A batch is closed when it has `min_rows` rows and the next row would
     take it beyond `max_tokens` or `max_rows`. So a batch of `min_rows` long rows may have more than
-    `max_tokens`. The last batch has the rest of the rows, which may be fewer than `min_rows`.
+    `max_tokens`. The last batch has the remaining rows, which may be fewer than `min_rows`.
 
     Args:
         lengths: int ``[rows]``, tokens of each row, 1 or more.
         max_tokens: the most tokens of a batch of more than `min_rows` rows.
-        order: int64, row numbers in the order in which to take them, each at most once; None takes
-            all as they come.
+        order: int64, row numbers in the order of their use, each at most once; None for the order
+            of the dataset.
         min_rows: fewest rows of a batch, except the last.
-        max_rows: rows that a batch may have; None for no limit.
-        long_rows: what becomes of a row that alone is longer than `max_tokens`: ``error``,
-            ``drop``, or ``alone``, a batch of one row.
-        divisible: each batch but the last has a multiple of 1/8 to 1/16 of its rows, a power of
-            two, so that it divides into equal micro-batches; at most 1/8 fewer than would fit,
-            unless that is below `min_rows`.
-        last_rows: rows that the last batch should have. It takes the missing ones from the batch
+        max_rows: most rows of a batch; None for no limit.
+        long_rows: treatment of a row that alone has more than `max_tokens`: ``error``, ``drop``, or
+            ``alone``, a batch of one row.
+        divisible: whether the number of rows of each batch but the last is a multiple of a power of
+            two of 1/16 to 1/8 of it, so that the batch divides into equal micro-batches. A batch
+            then has up to 1/8 fewer rows than would fit, but not fewer than `min_rows`.
+        last_rows: rows that the last batch should have. It takes missing ones from the batch
             before, unless `divisible` is set, it would then pass `max_tokens`, or the batch before
             would have fewer than `last_rows`.
 
     Raises:
-        SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows
-            do not fit in one batch.
+        SettingError: a row is too long, or the shortest `min_rows` rows do not fit in one batch.
+            The message names the configured keys.
     """
-    # sys.maxsize is no limit.
-    check_whole("max_tokens", max_tokens, most=sys.maxsize)
     limits = _Limits(min_rows, max_rows, long_rows, divisible)
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
     _check_lengths(lengths)
@@ -146,7 +133,7 @@ def plan_batches(
             f"row {row} alone has {int(lengths[row])} tokens; give {int(sizes.max())} or more, or"
             " set long_rows to drop or alone"
         )
-        raise SettingError("max_tokens", max_tokens, remedy)
+        raise SettingError("batch_tokens", max_tokens, remedy)
     if long_rows == "drop":
         dropped = rows[is_long]
         rows = rows[~is_long]
@@ -158,7 +145,7 @@ def plan_batches(
                 f"the {min_rows} shortest rows have {needed} tokens, and {max_tokens} are allowed;"
                 " lower one, or raise the other"
             )
-            raise SettingError("min_rows", min_rows, remedy)
+            raise SettingError("min_rows_per_batch", min_rows, remedy)
     filled = _filled(sizes, max_tokens, limits)
     missing = last_rows - filled[-1] if filled else 0
     fits = int(sizes[-last_rows:].sum()) <= max_tokens
@@ -175,7 +162,7 @@ def _check_lengths(lengths: torch.Tensor) -> None:
 
 
 def _filled(sizes: torch.Tensor, max_tokens: int, limits: _Limits) -> list[int]:
-    """Return how many rows each batch takes, one after the other."""
+    """Return the number of rows of each batch."""
     filled: list[int] = []
     rows = total = position = 0
     for first in range(0, len(sizes), _CHUNK):
@@ -203,30 +190,28 @@ def plan_batches_by_rule(
     divisible: bool,
 ) -> tuple[TokenBatchPlan, list[int]]:
     """Plan an epoch whose steps are filled to the real tokens that a rule requests at the beginning
-    of each.
-
-    With a rule that always answers the same this is :func:`plan_batches`.
+    of each. With a constant rule this is :func:`plan_batches`.
 
     The treatment of a row that is longer than a budget does not depend on its place in the order.
-    ``error`` refuses every budget below the longest row of the epoch. With ``drop`` the row waits
-    for a budget that holds it, and is dropped only when none came before the epoch ends. ``alone``
-    makes a step of it when its turn comes.
+    ``error`` refuses every budget below the longest row of the epoch. With ``drop``, the row waits
+    for a budget that holds it, and is dropped only if none comes before the epoch ends. ``alone``
+    makes it a step in its turn.
 
     Args:
         lengths: int64 ``[rows]``, real tokens of each row, 1 or more.
         rule: ``rule(progress) -> tokens of a step on one device``, a function of progress alone.
-        order: int64, row numbers in the order in which to take them, each at most once.
-        progress: at the beginning of the epoch; it advances from step to step as training will.
+        order: int64, row numbers in the order of their use, each at most once.
+        progress: progress at the beginning of the epoch.
         ranks: number of devices; a step is filled to this many times the tokens of the rule.
         min_rows, max_rows, long_rows, divisible: see :func:`plan_batches`, of a step on all
             devices.
 
     Returns:
-        The batches; and the tokens that were requested for each on one device.
+        The batches, and the requested tokens of each on one device.
 
     Raises:
-        SettingError: an argument cannot be used, or a row is too long.
-        GrowthFunctionError: the rule failed, or answers otherwise when it is called again.
+        SettingError: a row is too long.
+        GrowthFunctionError: the rule failed, or gives another answer when it is called again.
     """
     limits = _Limits(min_rows, max_rows, long_rows, divisible)
     _check_lengths(lengths)
@@ -271,8 +256,8 @@ def plan_batches_by_rule(
 
 
 class _Filler:
-    """Fills batches with rows, by their places in the order; long rows may wait for a larger
-    budget.
+    """Filling of batches by a rule. Rows are identified by their place in the order, and long rows
+    may wait for a larger budget.
     """
 
     def __init__(self, sizes: list[int], limits: _Limits) -> None:

@@ -81,7 +81,8 @@ class TrainingClock:
     With a constant batch (in tokens: if all steps have the same number), the time is exactly the
     number of optimizer steps. In steps, it always is.
 
-    Args: clock: units.
+    Args:
+        clock: units of the clock; None for samples.
         warmup_steps: warm-up steps of the scheduler.
         total_steps: total steps of the scheduler.
     """
@@ -313,7 +314,7 @@ def scale_steps(optimizer: Any, scale: Scale | None) -> None:
 
 
 class _ScaledSteps:
-    """Replaces values of an optimizer's groups before a step and restores them afterwards."""
+    """Hooks that scale values of an optimizer's groups before a step and restore them after it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.scale: Scale | None = None

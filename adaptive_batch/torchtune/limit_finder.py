@@ -293,7 +293,7 @@ class LimitFinder:
                 )
             return
         if settings.search_plan.sets_batch:
-            batches.take_batch(result.batch_size)
+            batches.set_batch_size(result.batch_size)
             change = f"batch_size {batch_size} -> {result.batch_size}"
             self._event(
                 "batch_size",

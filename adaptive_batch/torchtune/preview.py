@@ -152,7 +152,7 @@ class TrainingPreview:
         """Return the remaining steps by batch and stage of a schedule.
 
         Args:
-            plans: whether to count micro-batches and give epochs their paces.
+            plans: whether to count micro-batches, and to divide epochs for the clock of the rate.
         """
         settings = self._settings
         batches = self._batches
@@ -162,8 +162,11 @@ class TrainingPreview:
         stages: list[Stage] = []
         last_key: object = None
         answers = {}
+        dry_run = batches.dry_run(counts_tokens=counts_tokens)
         with RandomState(self._job.device):
-            for step in batches.ahead(settings.epochs, counts_tokens=counts_tokens, plans=plans):
+            for step in dry_run.remaining(settings.epochs):
+                if plans:
+                    step.progress = replace(step.progress, pace=dry_run.pace)
                 at = step.progress
                 key = at.batch, isinstance(rule, Stages) and rule.stage(at)
                 if key == last_key:
@@ -171,7 +174,7 @@ class TrainingPreview:
                     stages[-1].steps += 1
                     continue
                 last_key = key
-                stages.append(Stage(step, step, batches.num_micro_batches(step) if cuts else 0))
+                stages.append(Stage(step, step, dry_run.num_micro_batches(step) if cuts else 0))
                 call = f"{KEY} at step {at.steps}"
                 if rule is None:
                     call = f"batch_increase_function in epoch {at.epoch}"
@@ -195,7 +198,7 @@ class TrainingPreview:
             if settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay:
                 return {}
             batch = step.tokens if rate.counts_tokens else step.rows
-            return rate.apply(replace(step.progress, pace=step.epoch.pace), batch=batch)
+            return rate.apply(step.progress, batch=batch)
 
         stages = ahead.stages
         notes = [*self._notes]
@@ -234,7 +237,7 @@ class TrainingPreview:
                 lines.append(f"bound: {result.max_batch_size}")
                 self._sizer.set_bound(result, checks=False)
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
-                self._batches.take_batch(result.batch_size)
+                self._batches.set_batch_size(result.batch_size)
         self._batches.begin_epoch()
         text = self.table(self.plan_remaining())
         if distributed.is_rank_zero():

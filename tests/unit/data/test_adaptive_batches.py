@@ -417,14 +417,14 @@ def test_arguments_that_cannot_be_used_are_refused(key):
         ("shuffle", ["no"]),
         ("seed", [None, 1.5, 2**64]),
         ("sample_window", [0]),
-        ("min_rows_per_batch", [0]),
+        ("min_rows_per_batch", [0, 9]),
         ("max_rows_per_batch", ["8"]),
     ],
 )
 def test_a_sampling_that_cannot_be_used_is_refused(key, values):
     for value in values:
         with pytest.raises(SettingError, match=f"^{key}="):
-            Sampling(**{key: value})
+            Sampling(**{"batch_tokens": 100, "max_rows_per_batch": 8, key: value})
 
 
 class OwnBatchSampler:

@@ -38,6 +38,11 @@ def of_sizes(rows, counts, **batching):
     return Batches(DatasetAdapter(range(rows), 1), batching, NoSizer(None, None))
 
 
+def ahead_of(batches, epochs):
+    """The remaining steps, walked without training."""
+    return list(batches.dry_run(counts_tokens=True).remaining(epochs))
+
+
 def taken(batches):
     """The row numbers of each step that is left of the epoch."""
     steps = []
@@ -113,7 +118,7 @@ def growing(maximum=None, batch_size=2):
 @pytest.mark.parametrize(("maximum", "sizes"), [(None, [2, 5, 10, 10]), (8, [2, 5, 8, 8])])
 def test_looking_ahead_answers_as_growing_does(maximum, sizes):
     batches = growing(maximum)
-    ahead = {step.progress.epoch: step.epoch.batch_size for step in batches.ahead(4)}
+    ahead = {step.progress.epoch: step.batch for step in ahead_of(batches, 4)}
     grown = [len(taken(batches)[0]) for _ in range(4)]
     assert [*ahead.values()] == grown == sizes
 
@@ -128,7 +133,7 @@ def test_looking_ahead_asks_a_copy_of_the_growth_function_once_an_epoch():
 
     function = Counting()
     batches = batches_of([1] * 30, batch_size=2, batch_increase_function=function)
-    ahead = {step.progress.epoch: step.epoch.batch_size for step in batches.ahead(3)}
+    ahead = {step.progress.epoch: step.batch for step in ahead_of(batches, 3)}
     assert [*ahead.values()] == [3, 5, 8]
     assert function.calls == 0
 
@@ -140,7 +145,6 @@ def test_an_epoch_that_is_resumed_does_not_grow_again():
     again = growing()
     state = batches.state_dict()
     again.resume(Progress(**state["progress"]), state["steps"])
-    assert not again.grows_at(again.progress)
     again.begin_epoch()
     assert again.batch_size == batches.batch_size == 5
 
@@ -151,7 +155,6 @@ def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     grown.begin_epoch()
     resumed = growing(20, batch_size=3)
     resumed.resume(Progress(), grown.state_dict()["steps"], keeps_batch=False)
-    assert resumed.grows_at(Progress(epoch=1))
     resumed.begin_epoch()
     assert resumed.batch_size == resumed.first_batch_size == 3
 
@@ -182,7 +185,7 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
     planned = {"global_rows": batch_size * ranks, "drop_last": drop_last, "max_steps": most}
     plan = EpochPlan.from_rows(rows, **planned)
     batches.resume(Progress())
-    walked = list(batches.ahead(1))
+    walked = ahead_of(batches, 1)
     sizes = [step.rows for step in walked]
     assert sizes == [plan.rows_of_step(step) for step in range(plan.steps)]
     assert [step.progress.steps for step in walked] == list(range(plan.steps))
@@ -198,11 +201,11 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
 def test_going_on_in_mid_epoch_takes_the_same_steps(counts, lengths, data):
     rule = lambda progress: counts[progress.steps % len(counts)]  # noqa: E731
     batches = batches_of(lengths, batch_size=1, batch_size_schedule=rule)
-    whole = [step.progress for step in batches.ahead(1)]
+    whole = [step.progress for step in ahead_of(batches, 1)]
     assert all(progress.tokens == sum(lengths[: progress.samples]) for progress in whole)
     begin = data.draw(st.sampled_from(whole))
     batches.resume(begin)
-    assert [step.progress for step in batches.ahead(1)] == whole[begin.steps :]
+    assert [step.progress for step in ahead_of(batches, 1)] == whole[begin.steps :]
 
 
 @pytest.mark.parametrize(
@@ -216,10 +219,11 @@ def test_going_on_in_mid_epoch_takes_the_same_steps(counts, lengths, data):
 def test_the_pace_of_an_epoch_ahead_is_the_pace_that_it_is_trained_at(growth):
     batches = batches_of([1] * 30, batch_size=2, **growth)
     batches.begin_epoch()
-    paces = {step.progress.epoch: step.epoch for step in batches.ahead(3, plans=True)}
+    dry_run = batches.dry_run(counts_tokens=True)
+    paces = {step.progress.epoch: dry_run.pace for step in dry_run.remaining(3)}
     for epoch in range(3):
         batches.begin_epoch()
-        assert batches.pace == paces[epoch].pace
+        assert batches.pace == paces[epoch]
         taken(batches)
 
 

@@ -157,18 +157,14 @@ def test_one_group_that_cannot_be_filled_costs_no_other_rows():
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        *(({"max_tokens": value}, "max_tokens") for value in (0, 1.5, 5)),
-        *(({"min_rows": value}, "min_rows") for value in (0, 2)),
-        ({"max_rows": 0}, "max_rows"),
-        ({"min_rows": 3, "max_rows": 2}, "min_rows"),
-        ({"long_rows": "cut"}, "long_rows"),
+        ({"max_tokens": 5}, "batch_tokens=5: "),
+        ({"min_rows": 2}, "min_rows_per_batch=2: "),
         ({"lengths": [3, 0]}, "lengths=0: row 1"),
     ],
 )
-def test_a_mistake_is_refused_with_the_argument_and_its_value(arguments, key):
-    value = "" if "=" in key else f"={arguments[key]!r}: "
+def test_rows_that_do_not_fit_are_refused_with_the_key_and_its_value(arguments, key):
     arguments = {"lengths": [5, 6, 7], "max_tokens": 10, **arguments}
-    with pytest.raises(SettingError, match=f"^{key}{value}"):
+    with pytest.raises(SettingError, match=f"^{key}"):
         plan_batches(arguments.pop("lengths"), arguments.pop("max_tokens"), **arguments)
 
 

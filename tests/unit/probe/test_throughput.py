@@ -31,7 +31,9 @@ class Machine:
     trials: set[tuple[str, str]] = field(default_factory=set)
 
     def seconds(self, piece: MicroBatch, kind: str) -> float:
-        return self.times[kind].of([piece]) * (1 + self.slowdown * piece.run_tokens / 1000)
+        time = self.times[kind]
+        seconds = time.fixed + time.token * piece.run_tokens
+        return seconds * (1 + self.slowdown * piece.run_tokens / 1000)
 
     def run(self, layouts: list[Pieces]) -> list[list[float] | None]:
         found: list[list[float] | None] = []
@@ -107,13 +109,7 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
     steps = drawn_steps(sigma)
     token = 1e-4
     times = {
-        kind: MicroBatchTime(
-            token * random.choice([20, 200, 2000]),
-            token * random.choice([0, 20]),
-            token,
-            token / 1000,
-        )
-        for kind in LAYOUT_KINDS
+        kind: MicroBatchTime(token * random.choice([20, 200, 2000]), token) for kind in LAYOUT_KINDS
     }
     machine = Machine(times, slowdown=random.choice([0, 0.02, 0.05]), noise=0.01)
     found = search(machine, steps)
@@ -131,8 +127,8 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
 @pytest.mark.parametrize("phase_seconds", [0.02, 1.0])
 def test_other_programs_do_not_change_the_choice(phase_seconds: float) -> None:
     times = {
-        "grouped": MicroBatchTime(0.004, 0, 1e-4),
-        "packed": MicroBatchTime(0.1, 0, 0.5e-4),
+        "grouped": MicroBatchTime(0.004, 1e-4),
+        "packed": MicroBatchTime(0.1, 0.5e-4),
     }
     layouts = [MicroBatchLayout(kind=kind) for kind in times]
     chosen = []
@@ -152,7 +148,7 @@ def test_other_programs_do_not_change_the_choice(phase_seconds: float) -> None:
 
 def test_a_choice_that_does_not_fit_is_not_taken() -> None:
     random.seed(0)
-    times = dict.fromkeys(LAYOUT_KINDS, MicroBatchTime(1.0, 0, 1e-4, 0))
+    times = dict.fromkeys(LAYOUT_KINDS, MicroBatchTime(1.0, 1e-4))
     steps, machine = drawn_steps(1.0), Machine(times, fits=1500)
     found = search(machine, steps)
     assert found is not None

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from adaptive_batch.data import StepAhead
-from adaptive_batch.data.batches import EpochAhead
 from adaptive_batch.schedules import Progress
 from adaptive_batch.torchtune.preview import Stage, table
 
@@ -13,8 +12,8 @@ def of_batches(batches):
     progress, stages = Progress(rows_per_epoch=10**6), []
     for batch in batches:
         begin = replace(progress, batch=batch)
-        progress = begin.after_step(rows=batch, tokens=0)
-        step = StepAhead(begin, progress, EpochAhead(batch, None))
+        step = StepAhead(begin, batch, 0)
+        progress = step.after
         stages.append(Stage(step, step, 1))
     return stages
 
