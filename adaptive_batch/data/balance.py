@@ -1,9 +1,9 @@
-"""Load balance: the rows of a step divided among ranks; pure, and every rank computes the same
-answer by itself.
+"""Load balance: the rows of a step are divided among ranks by pure functions, so that each rank
+computes the same division.
 
-Ranks wait for each other in every micro-batch, and all run as many as the one that has most. So a
-step takes as long as the largest first micro-batch of any rank, the largest second one, and so on,
-and that sum is what balancing makes small.
+Ranks wait for each other in every micro-batch, and all run as many as the rank with most. So a step
+takes the sum of the largest first micro-batch of any rank, the largest second one, and so on.
+Balancing reduces this sum.
 """
 
 from __future__ import annotations
@@ -41,28 +41,27 @@ def balance_by_tokens(
     micro-batches.
 
     By tokens, rows sorted by length are cut into a group for each micro-batch of each rank. The
-    groups that are run at one time, a *wave*, are neighbours and have much the same padded tokens;
-    each rank has one of every wave. :func:`~adaptive_batch.data.micro_batches` may cut a rank's
-    rows into others: into fewer, or into as many that cost no more there. A rank has at most as
-    many as the whole step would have on one, divided by ranks and rounded up; no division needs
-    fewer.
+    groups that run at the same time, a *wave*, are neighbours with nearly equal padded tokens, and
+    each rank has one group of each wave. :func:`~adaptive_batch.data.micro_batches` may then cut a
+    rank's rows into fewer groups, or into as many that cost no more. A rank has at most as many as
+    the whole step would have on one rank, divided by the ranks and rounded up, which is optimal.
 
-    Other layouts and units leave less to choose:
+    Other layouts and units leave fewer choices:
 
     - packed, by tokens: each row, the longest first, goes to the rank that has the fewest tokens
       (Graham, 1969).
     - grouped, or packed by rows: rows sorted by length are dealt in turns that reverse, so that all
-      ranks have much the same ones, which cut alike.
-    - ``lengths`` alike, or by rows where a rank can run all of its rows at once: a rank has one
-      group, of neighbours.
-    - equal ``rows``, or ``both``: as many rows to each rank, or one more to some; by tokens, of
-      much the same lengths.
+      ranks have rows of nearly the same lengths and cut them alike.
+    - uniform ``lengths``, or by rows if a rank can run all of its rows at once: a rank has one
+      group of neighbours.
+    - uniform ``rows``, or ``both``: numbers of rows differ by one at most; by tokens, lengths are
+      nearly the same.
     - by rows otherwise: micro-batches keep the order of the step, so rows are divided in turn.
 
     Args:
         lengths: tokens of each row of the step, over all ranks.
-        ranks: how many there are, 1 or more.
-        limit: of one micro-batch.
+        ranks: number of ranks, 1 or more.
+        limit: limit of each micro-batch.
         layout: layout of the micro-batches of a rank; None for the default.
 
     Returns:
@@ -108,7 +107,7 @@ def balance_by_tokens(
 
 
 def _fewest_groups(max_rows: list[int]) -> int:
-    """Return how many groups take all rows where each has as many as it may."""
+    """Return the number of groups if each has the most rows that it may have."""
     start = 0
     groups = 0
     while start < len(max_rows):
@@ -118,11 +117,11 @@ def _fewest_groups(max_rows: list[int]) -> int:
 
 
 class _SortedRows:
-    """Rows, the longest first, and the groups of neighbours that they are cut into.
+    """Rows, the longest first, to be cut into groups of neighbours.
 
     Args:
-        lengths: tokens that each is padded to.
-        max_rows: most rows of a group that begins with this row, its longest.
+        lengths: padded tokens of each row.
+        max_rows: for each row, the most rows of a group in which it is the longest.
     """
 
     def __init__(self, lengths: list[int], max_rows: list[int]) -> None:
@@ -132,9 +131,8 @@ class _SortedRows:
         self._tokens_before = [0, *accumulate(lengths)]
 
     def waves(self, num_waves: int, ranks: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield where the groups of each wave start and end: one for each rank.
-
-        With fewer rows than ranks, each row is a group.
+        """Yield the start and end of each group of each wave: a group for each rank, or for each
+        row if there are fewer rows than ranks.
         """
         start = 0
         for waves_left in range(num_waves, 0, -1):
@@ -142,16 +140,15 @@ class _SortedRows:
             groups = []
             for groups_after in range(min(ranks, end - start) - 1, -1, -1):
                 rows = min(tokens // self._lengths[start] or 1, self._max_rows[start])
-                # Each of the groups after it has a row at least.
+                # Leave a row for each of the later groups.
                 rows = min(rows, end - start - groups_after)
                 groups.append((start, start + rows))
                 start += rows
             yield groups
 
     def _next_wave(self, start: int, num_waves: int, ranks: int) -> tuple[int, int]:
-        """Return where the next wave ends, and the most tokens that a group of it holds.
-
-        Both minimize the time of this wave and of the later ones, if these are alike.
+        """Return the end of the next wave and the most tokens of its groups. They minimize the time
+        of the remaining waves if the later ones are alike.
         """
         last = len(self._lengths)
         later = num_waves - 1
@@ -164,7 +161,7 @@ class _SortedRows:
         for percent in TRIED_PERCENT:
             tokens = max(percent * alike // 100, self._lengths[start])
             end = self._reached(start, ranks, tokens)
-            # More would not take less time in all.
+            # With more tokens, the total time would not be less.
             at_most = (least_time - tokens - 1) // later
             later_tokens = self._least_tokens(end, last, ranks * later, at_most=at_most)
             if later_tokens is not None:
@@ -173,10 +170,8 @@ class _SortedRows:
         return self._reached(start, ranks, best), best
 
     def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
-        """Return the tokens per group with which `groups` groups take the rows from `start` to
-        `end`.
-
-        None if `at_most` is too little.
+        """Return the fewest tokens of a group with which `groups` groups hold the rows from `start`
+        to `end`; None if that is more than `at_most`.
         """
         mean = math.ceil((self._tokens_before[end] - self._tokens_before[start]) / groups)
         low = max(self._lengths[start], mean)
@@ -196,6 +191,6 @@ class _SortedRows:
             if start >= last:
                 break
             rows = tokens // lengths[start] or 1
-            # Not min(), as this loop is where dealing takes its time.
+            # Not min(): most of the time of balancing is spent in this loop.
             start += rows if rows < max_rows[start] else max_rows[start]
         return min(start, last)

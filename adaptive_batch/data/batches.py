@@ -503,14 +503,21 @@ class Batches(Sampler[list[int]]):
         if isinstance(self._order_of, SamplerOrder):
             self._order_of = self._order_of.ahead
 
-    def remaining(self, epochs: int) -> Iterator[StepAhead]:
-        """Walk through the remaining steps of a :meth:`dry_run` until `epochs` epochs are done."""
+    def remaining(self, epochs: int, *, paces: bool = False) -> Iterator[StepAhead]:
+        """Walk through the remaining steps of a :meth:`dry_run` until `epochs` epochs are done.
+
+        Args:
+            epochs: epochs of training, including those that are done.
+            paces: whether to divide each epoch first, so that progress has its pace.
+        """
         while self._progress.epoch < epochs:
             if not self._is_begun:
                 self._enter_epoch()
             for step in self._epoch.walk(
                 self._progress, self._request, counts_tokens=self._counts_tokens
             ):
+                if paces:
+                    step.progress = replace(step.progress, pace=self.pace)
                 yield step
                 self._progress = step.after
             self.end_epoch()
@@ -598,6 +605,10 @@ class Batches(Sampler[list[int]]):
             lengths = self._epoch.lengths.all[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]
+
+    def count_tokens(self, tokens: int) -> None:
+        """Set the real tokens, over all ranks, of the step that was handed out last."""
+        self.newest.tokens = tokens
 
     @property
     def newest(self) -> PlannedRows:

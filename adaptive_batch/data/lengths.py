@@ -26,7 +26,7 @@ from adaptive_batch.errors import SettingError
 
 logger = logging.getLogger("adaptive_batch")
 
-# Rows are measured so long in this process first, which gives the seconds per row.
+# Rows are measured for this time in this process first, which gives the seconds per row.
 TIMED_SECONDS = 0.5
 # workers start in well under a second each, but every one opens its own copy of the dataset
 WORTHWHILE_SECONDS = 5.0
@@ -91,28 +91,28 @@ def measure_rows(
 ) -> torch.Tensor:
     """Measure each row of a dataset, or read earlier measurements.
 
-    A cached result is trusted if its checksum, name and number of rows are right and a few rows,
-    the longest among them, are still as it says. The random state of Python, numpy and torch (CPU)
-    is left as it was.
+    A cached result is used if its checksum, name and number of rows are right, and a few rows,
+    including the longest, still have the cached numbers. The random state of Python, numpy and
+    torch (CPU) is restored.
 
     Args:
         dataset: map-style; need not be picklable.
         measure: ``measure(number, row)`` returns whole numbers, tokens of the row first.
-        num_numbers: number of these.
-        cache_file: file with a fingerprint of data, tokenizer and settings in its name; None caches
-            nothing. A file that cannot be read or written is logged.
+        num_numbers: number of whole numbers of a row.
+        cache_file: file whose name has a fingerprint of data, tokenizer and settings; None for no
+            cache. A file that cannot be read or written is logged.
         reads_cache: False ignores the file and replaces it.
-        num_workers: None uses all CPUs if the first rows show that it helps; 0 measures in this
-            process; otherwise the number of processes. If they fail, the rest is measured in this
-            process, and the reason is logged.
-        show_progress: whether a progress bar is shown on stderr; it needs tqdm.
+        num_workers: number of processes; 0 measures in this process; None uses all CPUs if the
+            first rows show that it helps. If the processes fail, the reason is logged and the rest
+            is measured in this process.
+        show_progress: whether to show a progress bar on stderr, which needs tqdm.
 
     Returns:
         The numbers of each row: int64 ``[rows, numbers of a row]``.
 
     Raises:
-        SettingError: the dataset has no rows or no length; and what reading and measuring a row
-            raise.
+        SettingError: the dataset has no rows or no length.
+        Exception: any error of reading or measuring a row.
     """
     num_rows = count_rows(dataset)
     rows = _Rows(dataset, measure)
@@ -226,8 +226,8 @@ def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[N
     start = time.monotonic()
     row = 0
     timed_seconds = TIMED_SECONDS if num_workers is None else 0.0
-    # One row at least is read here even when workers do the rest: what a dataset opens lazily is
-    # then open already.
+    # Read at least one row here even if workers read the rest: they inherit what the dataset opens
+    # lazily.
     while row < num_rows and (not row or time.monotonic() - start < timed_seconds):
         yield rows.measured(row)
         row += 1
@@ -282,7 +282,7 @@ def _fork_is_safe() -> bool:
 def _measured_by_workers(
     rows: _Rows, numbers: range, *, num_workers: int, chunk_rows: int
 ) -> Iterator[Numbers | str]:
-    """Yield the numbers of each row in order; a reason where a row or the workers failed."""
+    """Yield the numbers of each row in order, or the reason why a row or the workers failed."""
     try:
         # Forked, so that the dataset is not pickled. With its own generator, as it would draw from
         # torch's global one.

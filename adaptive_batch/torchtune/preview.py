@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
@@ -158,15 +158,12 @@ class TrainingPreview:
         batches = self._batches
         rule = settings.batch_size_schedule
         cuts = plans and not batches.sizer.waits_for_search
-        counts_tokens = settings.grows or settings.preview
         stages: list[Stage] = []
         last_key: object = None
         answers = {}
-        dry_run = batches.dry_run(counts_tokens=counts_tokens)
+        dry_run = batches.dry_run(counts_tokens=settings.grows or settings.preview)
         with RandomState(self._job.device):
-            for step in dry_run.remaining(settings.epochs):
-                if plans:
-                    step.progress = replace(step.progress, pace=dry_run.pace)
+            for step in dry_run.remaining(settings.epochs, paces=plans):
                 at = step.progress
                 key = at.batch, isinstance(rule, Stages) and rule.stage(at)
                 if key == last_key:

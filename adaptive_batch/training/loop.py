@@ -318,7 +318,7 @@ class AdaptiveLoop:
             dataset.expect(batches.newest.following)
             if batches.batching.batch_size_schedule is not None:
                 own_tokens = sum(map(dataset.length, rows))
-                batches.newest.tokens = sum(distributed.all_gather(own_tokens))
+                batches.count_tokens(sum(distributed.all_gather(own_tokens)))
             self._waiting.append(rows)
             yield rows
 

@@ -219,8 +219,8 @@ def test_going_on_in_mid_epoch_takes_the_same_steps(counts, lengths, data):
 def test_the_pace_of_an_epoch_ahead_is_the_pace_that_it_is_trained_at(growth):
     batches = batches_of([1] * 30, batch_size=2, **growth)
     batches.begin_epoch()
-    dry_run = batches.dry_run(counts_tokens=True)
-    paces = {step.progress.epoch: dry_run.pace for step in dry_run.remaining(3)}
+    ahead = batches.dry_run(counts_tokens=True).remaining(3, paces=True)
+    paces = {step.progress.epoch: step.progress.pace for step in ahead}
     for epoch in range(3):
         batches.begin_epoch()
         assert batches.pace == paces[epoch]
