@@ -1,7 +1,7 @@
 """The search for the maximum batch size: strategies, trials, results and their store."""
 
 from .finder import ProbeResult, Store, read_result, run_search, try_again
-from .search import BinarySearch, Halving, Predictive, Search, Trial, measured_curve
+from .search import BinarySearch, Halving, Predictive, Search, Trial
 from .throughput import (
     NEWER_FIELDS,
     OBJECTIVES,
@@ -27,7 +27,6 @@ __all__ = [
     "Throughput",
     "Trial",
     "TrialStep",
-    "measured_curve",
     "needs_times",
     "read_result",
     "run_search",
