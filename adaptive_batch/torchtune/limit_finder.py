@@ -360,8 +360,8 @@ class LimitFinder:
         resumed: ResumedRun,
     ) -> None:
         """Find how many rows fit in a reference that runs before the step."""
-        settings = self._settings
-        if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
+        is_auto = self._settings.reference_micro_batch_size == "auto"
+        if is_auto or self._settings.search_plan.is_needed:
             result = self.search_reference(trainer, step_rows=batches.step_rows, sizer=sizer)
             trainer.engine.sizer.count_out_of_memory(result.num_out_of_memory)
         saved = resumed.state_of("reference_limits")

@@ -185,8 +185,9 @@ class TrainingLog:
             self._log_unscaled(rate, ahead.full_batch_rows)
 
     def _log_unscaled(self, rate: AdaptiveRate, batch: int) -> None:
-        configured = self._settings.step_rows * self._job.ranks
-        message = rate.describe_unscaled(batch, configured=configured)
+        message = rate.describe_unscaled(
+            batch, configured=self._settings.step_rows * self._job.ranks
+        )
         if message:
             self.event("lr", message, prints=self.is_new(message), global_batch=batch)
 
@@ -349,15 +350,14 @@ class StepMonitor:
         remedy: Callable[[], str],
         full_batch_rows: int,
     ) -> None:
-        settings = job.settings
         self._job = job
-        self._settings = settings
+        self._settings = job.settings
         self._log = log
         nonfinite = NonfiniteSteps(
-            settings.on_nonfinite_loss,
+            job.settings.on_nonfinite_loss,
             trainer.engine,
             event=log.event,
-            is_taken=settings.optimizer_in_bwd,
+            is_taken=job.settings.optimizer_in_bwd,
             remedy=remedy,
         )
         self._nonfinite = saver.add("nonfinite", nonfinite)

@@ -190,15 +190,19 @@ class TrainingPreview:
             saved=self._resumed.state_of("learning_rate"),
         )
 
+        # Such a clock keeps where the warm-up ended, which only all steps show.
+        has_two_units = settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay
+
         def rates(step: StepAhead) -> dict[str, float]:
-            # A clock of two units keeps where the warm-up ended, which only all steps show.
-            if settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay:
+            if has_two_units:
                 return {}
             batch = step.tokens if rate.counts_tokens else step.rows
             return rate.apply(step.progress, batch=batch)
 
         stages = ahead.stages
         notes = [*self._notes]
+        if has_two_units:
+            notes.append("learning rates are not shown, since lr_clock has two units")
         if len(stages) > 2 * SHOWN:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
@@ -210,8 +214,13 @@ class TrainingPreview:
                 "the schedule follows what training measures: this is what comes if nothing new is"
                 " measured"
             )
-        unit = "tokens" if settings.batch_tokens else "rows"
-        return table(stages, ends, unit=unit, ranks=batches.ranks, notes=notes)
+        return table(
+            stages,
+            ends,
+            unit="tokens" if settings.batch_tokens else "rows",
+            ranks=batches.ranks,
+            notes=notes,
+        )
 
     def show(self, limit_finder: LimitFinder) -> None:
         """Print the changes since the checkpoint and the plan of training on rank zero, without a

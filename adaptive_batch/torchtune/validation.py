@@ -36,7 +36,6 @@ class Validation:
     def __init__(self, job: Job, data: Data, trainer: Trainer, log: TrainingLog) -> None:
         settings = job.settings
         validation = settings.validation
-        assert validation.is_on
         self._job = job
         self._data = data
         self._log = log
