@@ -25,7 +25,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write, count, fingerprint
 from adaptive_batch.checkpoint import Checkpoint
 from adaptive_batch.data import Batches, MicroBatchLimit
-from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, write_rate
 from adaptive_batch.training import MicroBatchSizer
@@ -155,16 +155,10 @@ class ResumedRun:
         """Restore the run of a checkpoint.
 
         Raises:
-            CheckpointError: an earlier version saved it.
             SettingError: a condition differs that must not.
         """
         settings = self._settings
         conditions = saved["conditions"]
-        if "seed" not in conditions:
-            raise CheckpointError(
-                "an earlier version saved the checkpoint; resume with that version, or begin a new"
-                " run"
-            )
         self.name = saved["run"]
         self.progress = Progress(**saved["progress"])
         if settings.rate.reference_batch_size is None:
