@@ -1,7 +1,7 @@
 """Causal attention of packed rows, as a custom operator.
 
-The ends of the rows are an argument, so a compiled graph is valid for all rows. Estimates replace
-the operator, since they run on a CPU without GPU kernels.
+The cumulative lengths of the rows are an argument, so one compiled graph is valid for all rows.
+Estimates replace the operator, since they run on a CPU without GPU kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("adaptive_batch::packed_attention", mutates_args=())
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the causal attention within each row, and the log-sum-exp of its scores.
 
@@ -26,32 +26,45 @@ def packed_attention(
             on CUDA.
         key: Tensor of the same shape; on CUDA it may have fewer heads.
         value: Tensor of the same shape as `key`.
-        ends: int32 tensor ``[rows + 1]`` on the host: the cumulative lengths, from 0.
+        cu_seqlens: int32 tensor ``[rows + 1]`` on the host: the cumulative lengths, from 0.
         scale: Factor of the scores; None for 1 / sqrt(head_dim).
 
-    Returns: The attention, shaped like `query`, and the log-sum-exp ``[heads, tokens]`` in float32
-    (float64 for float64).
+    Returns:
+        The attention, shaped like `query`, and the log-sum-exp ``[heads, tokens]`` in float32
+        (float64 for float64).
 
     Raises:
-        ValueError: `ends` does not match the number of tokens.
+        ValueError: `cu_seqlens` does not match the number of tokens.
     """
-    lengths = _lengths(query, ends)
+    lengths = _lengths(query, cu_seqlens)
     if query.is_cuda:
-        bounds = ends.to(query.device, non_blocking=True)
-        output, sums, *_ = aten._flash_attention_forward(
-            *(query, key, value, bounds, bounds, max(lengths), max(lengths), 0.0, True, False),
+        device_cu_seqlens = cu_seqlens.to(query.device, non_blocking=True)
+        output, logsumexp, *_ = aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            device_cu_seqlens,  # of the queries
+            device_cu_seqlens,  # of the keys
+            max(lengths),
+            max(lengths),
+            0.0,  # dropout_p
+            True,  # is_causal
+            False,  # return_debug_mask
             scale=scale,
         )
-        return output.contiguous(), sums
+        return output.contiguous(), logsumexp
     output = query.new_empty(query.shape)
-    sums_of_rows = []
+    logsumexp_of_rows = []
     for *row, row_output in _by_rows(lengths, query, key, value, output):
-        result, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            *row, 0.0, True, scale=scale
+        attention, row_logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            *row,
+            0.0,  # dropout_p
+            True,  # is_causal
+            scale=scale,
         )
-        row_output.copy_(result)
-        sums_of_rows.append(sums[0])
-    return output, torch.cat(sums_of_rows, 1)
+        row_output.copy_(attention)
+        logsumexp_of_rows.append(row_logsumexp[0])
+    return output, torch.cat(logsumexp_of_rows, 1)
 
 
 @torch.library.custom_op("adaptive_batch::packed_attention_backward", mutates_args=())
@@ -61,27 +74,36 @@ def packed_attention_backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    sums: Tensor,
-    ends: Tensor,
+    logsumexp: Tensor,
+    cu_seqlens: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
     Args:
         gradient: Tensor of the shape of `output`.
-        query, key, value, ends, scale: Arguments of :func:`packed_attention`. output, sums: Results
-            of :func:`packed_attention`.
+        query, key, value, cu_seqlens, scale: Arguments of :func:`packed_attention`.
+        output, logsumexp: Results of :func:`packed_attention`.
     """
-    lengths = _lengths(query, ends)
+    lengths = _lengths(query, cu_seqlens)
     if query.is_cuda:
-        bounds = ends.to(query.device, non_blocking=True)
-        # Unused, since there is no dropout.
-        state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        unused = torch.empty(0, device=query.device)
-        longest = max(lengths)
+        device_cu_seqlens = cu_seqlens.to(query.device, non_blocking=True)
         grad_query, grad_key, grad_value = aten._flash_attention_backward(
-            *(gradient, query, key, value, output, sums, bounds, bounds, longest, longest),
-            *(0.0, True, state, unused),
+            gradient,
+            query,
+            key,
+            value,
+            output,
+            logsumexp,
+            device_cu_seqlens,  # of the queries
+            device_cu_seqlens,  # of the keys
+            max(lengths),
+            max(lengths),
+            0.0,  # dropout_p
+            True,  # is_causal
+            # The random state is unused, since there is no dropout.
+            torch.empty(2, dtype=torch.uint64, device=query.device),
+            torch.empty(0, device=query.device),
             scale=scale,
         )
         return grad_query.contiguous(), grad_key.contiguous(), grad_value.contiguous()
@@ -89,21 +111,25 @@ def packed_attention_backward(
     grad_key = key.new_empty(key.shape)
     grad_value = value.new_empty(value.shape)
     rows = _by_rows(lengths, gradient, query, key, value, output, grad_query, grad_key, grad_value)
-    for (*row, row_grad_query, row_grad_key, row_grad_value), row_sums in zip(
-        rows, torch.split(sums, lengths, 1), strict=True
+    for (*row, row_grad_query, row_grad_key, row_grad_value), row_logsumexp in zip(
+        rows, torch.split(logsumexp, lengths, 1), strict=True
     ):
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *row, row_sums[None], 0.0, True, scale=scale
+            *row,
+            row_logsumexp[None],
+            0.0,  # dropout_p
+            True,  # is_causal
+            scale=scale,
         )
-        for own, part in zip(
-            (row_grad_query, row_grad_key, row_grad_value), gradients, strict=True
-        ):
-            own.copy_(part)
+        row_grad_query.copy_(gradients[0])
+        row_grad_key.copy_(gradients[1])
+        row_grad_value.copy_(gradients[2])
     return grad_query, grad_key, grad_value
 
 
-def _lengths(query: Tensor, ends: Tensor) -> list[int]:
-    lengths: list[int] = ends.diff().tolist()
+def _lengths(query: Tensor, cu_seqlens: Tensor) -> list[int]:
+    """Return the lengths of the rows; raise if their sum is not the number of tokens."""
+    lengths: list[int] = cu_seqlens.diff().tolist()
     if sum(lengths) != len(query):
         raise ValueError(
             f"attention of {len(query)} tokens cannot separate packed rows of {sum(lengths)} tokens"
@@ -121,7 +147,7 @@ def _by_rows(lengths: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...
 
 @packed_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -135,9 +161,9 @@ def _(
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, ends, scale = inputs
-    ctx.save_for_backward(query, key, value, *output, ends)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_seqlens, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
     ctx.scale = scale
 
 
@@ -145,11 +171,11 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return (*packed_attention_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None)
 
 
-packed_attention.register_autograd(_backward, setup_context=_keep)
+packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def estimated_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     """Return the attention of packed rows in an estimate, and None in a real step.
 
@@ -158,9 +184,10 @@ def estimated_attention(
     Args:
         query, key, value: Tensors ``[1, heads, tokens, head_dim]`` of the packed rows.
         lengths: Tokens of each row, in order.
-        ends: Int32 ``[rows + 1]`` from the first call for these rows; None in the first call.
+        cu_seqlens: int32 ``[rows + 1]`` that the first call for these rows returned; None in the
+            first call.
 
     Returns:
-        Causal attention ``[1, heads, tokens, head_dim]`` and `ends`.
+        Causal attention ``[1, heads, tokens, head_dim]`` and `cu_seqlens`.
     """
     return None
