@@ -49,22 +49,22 @@ class MemoryCurve:
     @classmethod
     def from_traces(cls, fewer: tuple[int, Trace], more: tuple[int, Trace]) -> MemoryCurve:
         """Return the curve through two (rows, trace) pairs of the same program."""
-        few, low = fewer
-        many, high = more
-        assert low.program == high.program, "the traces have different operations"
-        assert few < many, (few, many)
-        steps = many - few
+        few_rows, few_trace = fewer
+        many_rows, many_trace = more
+        assert few_trace.program == many_trace.program, "the traces have different operations"
+        assert few_rows < many_rows, (few_rows, many_rows)
         # Keep the highest line of each slope, and the first of equal lines.
         highest: dict[int, tuple[int, int]] = {}
-        for operation, (below, above) in enumerate(
-            zip(low.live_bytes, high.live_bytes, strict=True)
+        for operation, (few_bytes, many_bytes) in enumerate(
+            zip(few_trace.live_bytes, many_trace.live_bytes, strict=True)
         ):
-            rise = max(0, above - below)
-            if rise not in highest or above > highest[rise][0]:
-                highest[rise] = above, operation
+            rise = max(0, many_bytes - few_bytes)
+            if rise not in highest or many_bytes > highest[rise][0]:
+                highest[rise] = many_bytes, operation
+        slopes = {rise: Fraction(rise, many_rows - few_rows) for rise in highest}
         lines = [
-            Line(Fraction(above) - Fraction(rise * many, steps), Fraction(rise, steps), operation)
-            for rise, (above, operation) in sorted(highest.items())
+            Line(many_bytes - slopes[rise] * many_rows, slopes[rise], operation)
+            for rise, (many_bytes, operation) in sorted(highest.items())
         ]
         return cls(tuple(_upper_envelope(lines)))
 
@@ -96,15 +96,15 @@ def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
     """Return the lines that are highest at some number of rows; `lines` are sorted by slope."""
     hull: list[Line] = []
     for line in lines:
-        while hull and _overtakes(hull[-1], line) <= (
-            _overtakes(hull[-2], hull[-1]) if len(hull) > 1 else 1
+        while hull and _crossing(hull[-1], line) <= (
+            _crossing(hull[-2], hull[-1]) if len(hull) > 1 else 1
         ):
             hull.pop()
         hull.append(line)
     return hull
 
 
-def _overtakes(flatter: Line, steeper: Line) -> Fraction:
+def _crossing(flatter: Line, steeper: Line) -> Fraction:
     """Return the number of rows at which two lines cross."""
     return (flatter.fixed_bytes - steeper.fixed_bytes) / (
         steeper.bytes_per_row - flatter.bytes_per_row
