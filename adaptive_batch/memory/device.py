@@ -62,8 +62,8 @@ _OUT_OF_MEMORY = re.compile(
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that memory ran out.
 
-    These are PyTorch's own type, Python's ``MemoryError``, a ``RuntimeError`` with the OOM message
-    of an allocator, driver or library, and any error raised *from* one of these.
+    Such errors are ``torch.OutOfMemoryError``, ``MemoryError``, a ``RuntimeError`` with the OOM
+    message of an allocator, driver or library, and any error raised *from* one of these.
     """
     # Causes can form a cycle.
     seen: set[int] = set()
@@ -77,14 +77,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-# The message later also names the part of it that CUDA graphs hold.
-_ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? \w+)")
+# PyTorch's message also names the memory of CUDA graphs, but after these figures.
+_REQUESTED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? \w+)")
 _ALLOCATED = re.compile(r"Of the allocated memory (\d+(?:\.\d+)? \w+) is allocated by PyTorch")
 
 
 def wanted_bytes(message: str) -> int | None:
     """Return allocated + requested bytes from an allocator's OOM message; None without them."""
-    requested = _ASKED.search(message)
+    requested = _REQUESTED.search(message)
     allocated = _ALLOCATED.search(message)
     if requested is None or allocated is None:
         return None
@@ -92,7 +92,7 @@ def wanted_bytes(message: str) -> int | None:
 
 
 def parse_size(value: int | float | str, *, total_bytes: int) -> int:
-    """Return an amount of memory in bytes.
+    """Return a memory size in bytes.
 
     Args:
         value: a size such as ``"12GiB"``, a whole number of bytes, or a share of `total_bytes` in
@@ -121,7 +121,8 @@ def check_device_memory(key: str, value: int | float | str | None) -> None:
     """Check that the value of `key` is None or a size.
 
     Raises:
-        SettingError: it is neither."""
+        SettingError: the value is neither.
+    """
     if value is None:
         return
     try:
@@ -186,7 +187,7 @@ class Room:
 
     Attributes:
         held_bytes: bytes of live tensors.
-        total_bytes: bytes that this process may hold, live tensors and cache included.
+        total_bytes: bytes that the allocator can hand out, live tensors included.
     """
 
     held_bytes: int
@@ -222,8 +223,8 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes: the inner ones of a wrapper subclass (torchao's
-    low-bit states), else the tensor itself.
+    """Yield the inner tensors of a wrapper subclass (torchao's low-bit states), else the tensor
+    itself.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
@@ -363,13 +364,15 @@ class AcceleratorMemory:
         self._backend.reset_peak_memory_stats(self.device)
 
     def make_room_for_larger(self) -> None:
-        """Empty the cache before the largest requests so far, unless segments expand."""
+        """Empty the cache before a micro-batch that is larger than all before, unless segments
+        expand.
+        """
         if not segments_expand():
             self._backend.empty_cache()
 
     def room(self) -> Room | None:
-        """Return the room of the allocator, without freeing any; None if the backend does not
-        report it.
+        """Return the memory of the allocator without freeing its cache; None if the backend does
+        not report it.
         """
         allocated = self._backend.memory_allocated(self.device)
         reserved = self._backend.memory_reserved(self.device)
@@ -386,24 +389,24 @@ class AcceleratorMemory:
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
         """Set the allocator's own limit to the budget, if it supports one."""
-        limit = getattr(self._backend, "set_per_process_memory_fraction", None)
-        if limit is None:
+        set_fraction = getattr(self._backend, "set_per_process_memory_fraction", None)
+        if set_fraction is None:
             yield
             return
         fraction = self._fraction()
-        limit(min(fraction, budget_bytes / self.total_bytes()), self.device)
+        set_fraction(min(fraction, budget_bytes / self.total_bytes()), self.device)
         try:
             yield
         finally:
-            limit(fraction, self.device)
+            set_fraction(fraction, self.device)
 
     def _fraction(self) -> float:
-        ask = getattr(self._backend, "get_per_process_memory_fraction", lambda _: 1.0)
-        return float(ask(self.device))
+        get_fraction = getattr(self._backend, "get_per_process_memory_fraction", lambda _: 1.0)
+        return float(get_fraction(self.device))
 
     def _free_and_total(self) -> tuple[int, int]:
-        ask = getattr(self._backend, "mem_get_info", None) or torch.accelerator.get_memory_info
-        free, total = ask(self.device)
+        get_info = getattr(self._backend, "mem_get_info", None) or torch.accelerator.get_memory_info
+        free, total = get_info(self.device)
         return int(free), int(total)
 
 
