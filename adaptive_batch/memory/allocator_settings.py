@@ -76,10 +76,10 @@ def expand_segments_in_script(device: torch.device | None = None) -> None:
             not known yet.
     """
     variable, _ = allocator_settings()
-    is_elsewhere = device is not None and device.type != "cuda"
-    if variable or is_elsewhere or not segments_can_expand() or not torch.cuda.is_available():
+    is_not_cuda = device is not None and device.type != "cuda"
+    if variable or is_not_cuda or not segments_can_expand() or not torch.cuda.is_available():
         return
-    # New settings would replace those that the program has made.
+    # New settings would replace settings that the program has made.
     if private.allocator_snapshot()["allocator_settings"][ALLOCATOR_VARIABLES[0]]:
         return
     _set_expandable(True)
@@ -107,7 +107,7 @@ def check_segments(device: torch.device) -> None:
         with torch.cuda.stream(new_stream):
             torch.empty(1, device=device)
     except torch.OutOfMemoryError:
-        # Any other failure than an OOM means that the driver lacks support.
+        # The driver supports expandable segments; any other error means that it does not.
         return
     except RuntimeError as error:
         _set_expandable(False)
