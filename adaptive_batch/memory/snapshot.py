@@ -40,9 +40,6 @@ class TensorSnapshot:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         plain = chain.from_iterable(map(plain_tensors, tensors))
         self._tensors = [tensor.detach() for tensor in plain]
-        self._copies: list[torch.Tensor] = []
-        if not self._tensors:
-            return
         # Host memory must not count as memory of the measured device.
         with private.disable_current_modes():
             self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
@@ -60,31 +57,34 @@ class OptimizerSnapshot:
         self._optimizer = optimizer
         self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
-        of_groups = [{**group, "params": None} for group in self._groups]
-        self._tensors = TensorSnapshot(tensors_in([self._state, of_groups]))
-        self._others = {
-            p: {k: copy.deepcopy(v) for k, v in s.items() if not list(tensors_in(v))}
-            for p, s in self._state.items()
+        without_parameters = [{**group, "params": None} for group in self._groups]
+        self._tensors = TensorSnapshot(tensors_in([self._state, without_parameters]))
+        self._plain_state = {
+            parameter: {
+                name: copy.deepcopy(value)
+                for name, value in state.items()
+                if not list(tensors_in(value))
+            }
+            for parameter, state in self._state.items()
         }
-        self._counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN)}
+        self._counters = self._plain_attributes()
+
+    def _plain_attributes(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self._optimizer).items() if isinstance(v, _PLAIN)}
 
     def restore(self) -> None:
         optimizer = self._optimizer
         for parameter in list(optimizer.state):
-            if parameter not in self._state and not _emptied(optimizer.state[parameter]):
+            if parameter not in self._state and not _reset_paged(optimizer.state[parameter]):
                 del optimizer.state[parameter]
         for parameter, state in self._state.items():
             optimizer.state[parameter].clear()
-            optimizer.state[parameter].update(state | copy.deepcopy(self._others[parameter]))
+            optimizer.state[parameter].update(state | copy.deepcopy(self._plain_state[parameter]))
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(saved)
         self._tensors.restore()
-        for name in [
-            k
-            for k, v in vars(optimizer).items()
-            if isinstance(v, _PLAIN) and k not in self._counters
-        ]:
+        for name in self._plain_attributes().keys() - self._counters.keys():
             delattr(optimizer, name)
         vars(optimizer).update(self._counters)
 
@@ -100,13 +100,13 @@ class RandomState:
         self._device = device
         self._type = device.type
         # torch.mps has one device and takes no argument.
-        self._which = () if self._type == "mps" else (device,)
+        self._device_args = () if self._type == "mps" else (device,)
         self._state: dict[str, Any] = {
             "torch": torch.default_generator.get_state(),
             "python": random.getstate(),
         }
         if self._type != "cpu":
-            self._state[self._type] = getattr(torch, self._type).get_rng_state(*self._which)
+            self._state[self._type] = getattr(torch, self._type).get_rng_state(*self._device_args)
         # Nothing has drawn from NumPy's generator if numpy.random is not imported.
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
@@ -119,48 +119,43 @@ class RandomState:
         self.restore()
 
     def restore(self) -> None:
+        """Restore the state of all generators."""
         self.load_state_dict(self._state)
 
     def changed(self) -> set[str]:
-        """Return the names of generators that have drawn since: torch, python, numpy, a device."""
-        earlier = self.state_dict()
-        return {
-            name
-            for name, value in RandomState(self._device).state_dict().items()
-            if not (
-                torch.equal(value, earlier[name])
-                if isinstance(value, torch.Tensor)
-                else value == earlier.get(name)
-            )
-        }
+        """Return the names of the generators that have drawn numbers since construction: torch,
+        python, numpy or the type of the device.
+        """
+        now = RandomState(self._device)._state
+        return {name for name in now if _as_lists(now[name]) != _as_lists(self._state.get(name))}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors for a checkpoint."""
         state = dict(self._state)
         if "numpy" in state:
-            state["numpy"] = _without_arrays(state["numpy"])
+            state["numpy"] = _as_lists(state["numpy"])
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the generators in a state of :meth:`state_dict`, possibly of another process."""
         torch.set_rng_state(state["torch"])
         if self._type in state:
-            getattr(torch, self._type).set_rng_state(state[self._type], *self._which)
+            getattr(torch, self._type).set_rng_state(state[self._type], *self._device_args)
         random.setstate(state["python"])
         numpy = sys.modules.get("numpy")
         if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])
 
 
-def _without_arrays(state: Any) -> Any:
-    """Return the state of a NumPy generator with its arrays as lists."""
+def _as_lists(state: Any) -> Any:
+    """Return the state of a generator with its tensor or arrays as lists."""
     if isinstance(state, dict):
-        return {name: _without_arrays(value) for name, value in state.items()}
+        return {name: _as_lists(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
 
 
 class TrainingSnapshot:
-    """A model in training with its optimizers and all random number generators.
+    """Snapshot of a model in training, its optimizers and all random number generators.
 
     Gradients are removed, not copied; :meth:`restore` puts the same tensors back.
 
@@ -223,7 +218,7 @@ class TrainingSnapshot:
             optimizer.restore()
 
 
-def _emptied(state: dict[str, Any]) -> bool:
+def _reset_paged(state: dict[str, Any]) -> bool:
     """Reset a paged state of bitsandbytes to its initial values; return False if it is not paged.
 
     bitsandbytes never frees paged buffers, so deleting them would allocate them twice.
@@ -255,6 +250,7 @@ class OptimizerInBackward:
     def __init__(self, optimizers: Mapping[nn.Parameter, Optimizer]) -> None:
         self.optimizers = dict(optimizers)
         self._is_dry_run = False
+        # Parameters whose optimizer had no state before the dry run.
         self._fresh: set[nn.Parameter] = set()
         for parameter in self.optimizers:
             if parameter.requires_grad:
@@ -268,18 +264,19 @@ class OptimizerInBackward:
             optimizer.step()
             optimizer.zero_grad()
             return
-        # Copied, stepped and restored one by one: a dry run needs host memory for one parameter.
+        # Copied, stepped and restored one by one, so the copies take the host memory of one
+        # parameter.
         weights = TensorSnapshot([parameter])
         state = OptimizerSnapshot(optimizer)
-        is_kept = False
+        keeps_state = False
         try:
             optimizer.step()
             optimizer.zero_grad()
             # The state of a fresh optimizer stays resident until the dry run ends.
-            is_kept = parameter in self._fresh
+            keeps_state = parameter in self._fresh
         finally:
             weights.restore()
-            if not is_kept:
+            if not keeps_state:
                 state.restore()
 
     @contextmanager
