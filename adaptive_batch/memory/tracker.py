@@ -30,7 +30,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.budget_bytes = budget_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._references = _references_of_autograd()
+        self._references_of_autograd = _references_of_autograd()
         self._program = 0
         self._live_bytes_after_each = array("q")
         self._resident: set[int] = set()
@@ -51,6 +51,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Trace(self._program, self._live_bytes_after_each)
 
     def _record(self, func: object, args: tuple[Any, ...]) -> None:
+        """Add an operation to the trace, unless the trace has not begun."""
         if not self._live_bytes_after_each and not any(
             isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._resident
             for tensor in args
@@ -70,11 +71,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new or was resized in place."""
         key = storage._cdata
         size = storage.nbytes()
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
-        # A new storage, or one that was resized in place.
         if size != self._sizes.get(key):
             self._resize(key, size)
 
@@ -121,8 +122,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Autograd adds to the first gradient in place if it holds the only reference
         (torch/csrc/autograd/input_buffer.cpp).
         """
-        sums = func is torch.ops.aten.add.Tensor and private.current_graph_task_id() != -1
-        if sums and not torch.is_grad_enabled() and _references(args[0]) == self._references:
+        if (
+            _adds_in_backward(func)
+            and not torch.is_grad_enabled()
+            and _references(args[0]) == self._references_of_autograd
+        ):
             return args[0].add_(args[1])
         return func(*args, **kwargs)
 
@@ -158,9 +162,13 @@ class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.add.Tensor and private.current_graph_task_id() != -1:
+        if _adds_in_backward(func):
             self.references = _references(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _adds_in_backward(func: Any) -> bool:
+    return func is torch.ops.aten.add.Tensor and private.current_graph_task_id() != -1
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
