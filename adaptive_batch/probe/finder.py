@@ -28,8 +28,8 @@ log = logging.getLogger("adaptive_batch")
 _FORMAT = 4
 # Number of older records that a file keeps.
 _KEPT = 31
-# More bytes than any device has.
-_ENDLESS = 2**62
+# Stands for an unknown number of bytes in a minimum over ranks.
+_UNKNOWN_BYTES = 2**62
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ProbeResult:
 
     def bytes_per_row(self) -> float | None:
         """Return the slope of the peak between the two largest sizes that fit, or None."""
-        # Of a size that was tried twice, the last peak counts.
+        # If a size was tried twice, the last peak counts.
         peaks = {
             trial.batch_size: trial.peak_bytes
             for trial in self.trials
@@ -195,8 +195,8 @@ def run_search(
         run_trial: function that runs a trial of the given rows; see :class:`.DryRun`.
         search: search strategy.
         min_rows: smallest size to try.
-        trial_seconds: time limit of a trial; None for no limit. The time per row falls with the
-            rows, so sizes grow until the next one would take too long.
+        trial_seconds: time limit of a trial; None for no limit. Sizes grow until the next one would
+            take longer, by linear extrapolation.
         min_rows_seconds: duration of `min_rows` rows before the first trial.
         round_to_power_of_two: whether to round the size for training down, and to try it too.
         sequence_length, resident_bytes, budget_bytes: fields of the result.
@@ -215,22 +215,25 @@ def run_search(
         log.info("trial %d: %s", len(trials), _outcome(trial))
         return trial
 
-    def rows_in_time(rows: int, took: float) -> int:
+    def rows_in_time(rows: int, duration: float) -> int:
         """Return the rows whose trial ends in time, by linear extrapolation."""
-        return distributed.minimum(int(rows * (trial_seconds or 0) / max(took, 1e-9)))
+        assert trial_seconds is not None
+        return distributed.minimum(int(rows * trial_seconds / max(duration, 1e-9)))
 
-    maximum = search.maximum
+    initial_maximum = search.maximum
     if trial_seconds is not None:
         search.try_at_most(max(min_rows, rows_in_time(min_rows, min_rows_seconds)))
     while (size := search.candidate) is not None and size >= min_rows:
         trial = run(size)
         search.record(trial)
         if trial_seconds is not None and trial.fits:
-            most_rows = rows_in_time(size, seconds[-1])
-            # Less than twice the rows are not worth another long trial.
-            search.try_at_most(most_rows if most_rows >= 2 * size else search.best)
+            rows = rows_in_time(size, seconds[-1])
+            if rows < 2 * size:
+                # End the search: a small gain is not worth a long trial.
+                rows = search.best
+            search.try_at_most(rows)
     max_batch_size = search.best
-    if trial_seconds is not None and max_batch_size == search.maximum < maximum:
+    if trial_seconds is not None and max_batch_size == search.maximum < initial_maximum:
         log.info(
             "search ends at %s: a larger trial would take longer than %g s (trial_seconds)",
             count(max_batch_size, "row"),
@@ -239,11 +242,11 @@ def run_search(
     batch_size = max_batch_size
     if round_to_power_of_two and max_batch_size:
         fitting = {trial.batch_size for trial in trials if trial.fits}
-        power = 1 << (max_batch_size.bit_length() - 1)
-        # The power of two may be untried, and need not fit although more rows do.
-        while power and power not in fitting and not run(power).fits:
-            power //= 2
-        batch_size = power or max_batch_size
+        batch_size = 1 << (max_batch_size.bit_length() - 1)
+        # The power of two may be untried, and may not fit.
+        while batch_size and batch_size not in fitting and not run(batch_size).fits:
+            batch_size //= 2
+        batch_size = batch_size or max_batch_size
     largest_retried = max((trial.batch_size for trial in trials if trial.retried), default=0)
     return ProbeResult(
         max_batch_size,
@@ -271,7 +274,7 @@ def _outcome(trial: Trial) -> str:
 
 
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
-    """Try an earlier result again; return None if it no longer fits."""
+    """Try the maximum of an earlier result again; return None if it no longer fits."""
     start = time.perf_counter()
     trial = combine_over_ranks(run_trial(known.max_batch_size))
     if not trial.fits:
@@ -302,36 +305,33 @@ def read_result(store: Store, value: str, *, name: str = "fingerprint") -> Probe
 
 
 def combine_over_ranks(trial: Trial) -> Trial:
-    """Combine the trial of all ranks.
+    """Combine the trials of all ranks into one. A collective.
 
-    It fits if it fits on all ranks. Peaks are the largest; the trace is that of rank zero, which
-    has the largest shards.
+    It fits if it fits on all ranks. Peaks are the largest, the peak before an OOM is the lowest,
+    and the trace is that of rank zero, which has the largest shards.
     """
     if distributed.world_size() == 1:
         return trial
     fails = not trial.fits
-    numbers = trial.peak_bytes, trial.optimizer_peak_bytes
-    # The minimum over the ranks that ran out of memory.
-    held_bytes = _ENDLESS if trial.held_bytes is None else trial.held_bytes
-    fails_anywhere, is_out_of_memory_anywhere, least_held, *peaks = distributed.all_reduce_max(
-        [
-            fails,
-            # A rank with retries does not fit, but has not run out of memory.
-            fails and not trial.retried,
-            -held_bytes,
-            *(-1 if number is None else number for number in numbers),
-        ]
+    # A rank with retries does not fit, but has not run out of memory.
+    runs_out = fails and not trial.retried
+    peaks = [
+        -1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
+    ]
+    held_bytes = _UNKNOWN_BYTES if trial.held_bytes is None else trial.held_bytes
+    # The maximum of -x is minus the minimum.
+    any_fails, any_runs_out, peak_bytes, optimizer_peak_bytes, minus_held_bytes = (
+        distributed.all_reduce_max([fails, runs_out, *peaks, -held_bytes])
     )
-    peak_bytes, optimizer_peak_bytes = (None if peak < 0 else peak for peak in peaks)
-    trace = None if fails_anywhere else distributed.from_rank_zero(lambda: trial.trace)
+    trace = None if any_fails else distributed.from_rank_zero(lambda: trial.trace)
     return Trial(
         trial.batch_size,
-        not fails_anywhere,
-        peak_bytes,
-        optimizer_peak_bytes,
+        not any_fails,
+        None if peak_bytes < 0 else peak_bytes,
+        None if optimizer_peak_bytes < 0 else optimizer_peak_bytes,
         trace,
-        retried=bool(fails_anywhere and not is_out_of_memory_anywhere),
-        held_bytes=None if least_held == -_ENDLESS else -least_held,
+        retried=bool(any_fails and not any_runs_out),
+        held_bytes=None if minus_held_bytes == -_UNKNOWN_BYTES else -minus_held_bytes,
     )
 
 
@@ -343,14 +343,14 @@ class Store:
 
     def get(self, value: str, *, name: str = "fingerprint") -> dict[str, Any] | None:
         """Return the newest record whose field `name` has this value, or None."""
-        found = [record for record in self._records() if record.get(name) == value]
-        return found[-1] if found else None
+        matches = [record for record in self._records() if record.get(name) == value]
+        return matches[-1] if matches else None
 
     def put(self, fingerprint: str, record: Mapping[str, Any]) -> None:
         """Write a record under the fingerprint of its settings; log a warning if the disk fails."""
-        earlier = [each for each in self._records() if each["fingerprint"] != fingerprint]
-        names = {"format": _FORMAT, "fingerprint": fingerprint}
-        text = json.dumps({**names, **record, "earlier": earlier[-_KEPT:]}, indent=2)
+        others = [other for other in self._records() if other["fingerprint"] != fingerprint]
+        head = {"format": _FORMAT, "fingerprint": fingerprint}
+        text = json.dumps({**head, **record, "earlier": others[-_KEPT:]}, indent=2)
         try:
             atomic_write(self.path, text, sync=True)
         except OSError as error:
