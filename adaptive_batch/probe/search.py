@@ -21,15 +21,16 @@ from typing import NamedTuple
 
 from adaptive_batch.memory import MemoryCurve, Trace
 
-# Share of the budget for the first trial of an expected curve, if bytes are not counted.
+# Share of the budget that the first trial of an expected curve may need, if bytes are not counted.
 FIRST_TRIAL_SHARE = 0.95
-# A peak that differs by more than this part of its rise contradicts an expected curve.
+# Difference from an expected curve, as a share of the peak without resident bytes, that trials may
+# have.
 CURVE_TOLERANCE = 0.1
-# The same limit if bytes are counted.
+# The same if bytes are counted.
 CURVE_TOLERANCE_EXACT = 1e-6
-# Reduction of an expected size after a retry of the allocator; doubled each time.
+# Share by which an expected size is reduced after a retry of the allocator; doubled each time.
 RETRY_REDUCTION = 0.05
-# After an OOM, the search ends at a gap of this part of the rows.
+# After an OOM, the search ends at a gap of this share of the rows.
 END_GAP = 0.012
 
 # Extrapolation of peaks.
@@ -38,11 +39,12 @@ END_GAP = 0.012
 KNEE = 3 / 8
 # Peaks grow at most like rows ** 1.35 (measured: up to 1.3).
 STEEPEST = 1.35
-# While rows take less than this share of the peak, the ops that fill the budget are still hidden.
+# If rows cause less than this share of the peak, operations with a steeper slope may still lie
+# below it.
 MIN_ROW_SHARE = 1 / 4
 # A line is extrapolated at most to this multiple of the tried rows.
 MAX_EXTRAPOLATION = 32
-# Peaks that agree to this part of their rise have no noise; noise is about 1e-2.
+# Peaks that agree to this share of their rise have no noise; noise is about 1e-2.
 EXACT = 1e-4
 # Maximum error of a noisy peak.
 UNCERTAIN = 0.01
@@ -215,22 +217,20 @@ class Predictive(Search):
             return min(self._min_rows, self.maximum)
         if best == 0:
             return self._rows_below_expected()
-        resolution = 1.0
-        if failed:
-            resolution = max(1, END_GAP * best)
-        if too_many - best <= resolution:
+        gap = too_many - best
+        if gap <= 1 or (failed and gap <= END_GAP * best):
             return None
         measured = measured_curve(self._trials)
-        traced = too_many if measured is None else self._allowed(measured, self._budget_bytes)
-        # If the traces allow `too_many` rows, that trial has contradicted them.
-        if traced < too_many:
-            return traced if traced > best else None
-        refuted = self._worst_early_oom()
-        if refuted is not None:
-            return self._rows_from_below(refuted)
+        # A failed trial may have contradicted the measured curve.
+        if measured is not None and self._allowed(measured, self._budget_bytes) < too_many:
+            rows = self._allowed(measured, self._budget_bytes)
+            return rows if rows > best else None
+        early_oom = self._worst_early_oom()
+        if early_oom is not None:
+            return self._rows_after_early_oom(early_oom)
         points = self._points()
-        # The device does not report peaks.
-        if not points or points[-1].rows != best:
+        has_peak_of_best = bool(points) and points[-1].rows == best
+        if not has_peak_of_best:
             return (best + too_many) // 2 if failed else min(2 * best, self.maximum)
         target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
         if target is None:
@@ -238,8 +238,7 @@ class Predictive(Search):
         # After an OOM, use only a part of the gap, more of it after a near miss.
         if failed:
             is_near_miss = 1.03 * best < too_many < 1.2 * best
-            part = 0.7 if is_near_miss else 0.5
-            target = min(target, best + part * (too_many - best))
+            target = min(target, best + (0.7 if is_near_miss else 0.5) * gap)
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
 
     def _rows_below_expected(self) -> int | None:
@@ -247,18 +246,17 @@ class Predictive(Search):
         too_many = self._too_many
         if self._expected is None or too_many == 1:
             return None
-        part = (
-            1 - RETRY_REDUCTION * 2 ** (len(self._trials) - 1) if self._trials[-1].retried else 0.5
-        )
-        return max(1, math.floor(too_many * max(part, 0.5)))
+        share = 0.5
+        if self._trials[-1].retried:
+            share = max(share, 1 - RETRY_REDUCTION * 2 ** (len(self._trials) - 1))
+        return max(1, math.floor(too_many * share))
 
     def _agrees_with_trials(self, curve: MemoryCurve) -> bool:
-        """Return whether all trials agree with a curve."""
-        if any(not trial.fits for trial in self._trials):
-            return False
-        is_counted = self._granularity_bytes == 1
-        may_differ = CURVE_TOLERANCE_EXACT if is_counted else CURVE_TOLERANCE
-        return all(abs(self._scale(curve, trial) - 1) <= may_differ for trial in self._trials)
+        """Return whether all trials fit and their peaks agree with a curve."""
+        tolerance = CURVE_TOLERANCE_EXACT if self._granularity_bytes == 1 else CURVE_TOLERANCE
+        return all(
+            trial.fits and abs(self._scale(curve, trial) - 1) <= tolerance for trial in self._trials
+        )
 
     def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
         """Return measured / expected peak without resident bytes; infinity if unknown."""
@@ -274,38 +272,34 @@ class Predictive(Search):
         # Exact if bytes are counted; allocators reserve whole blocks.
         is_exact = self._granularity_bytes == 1
         if not self._trials:
-            sure = 1 if is_exact else FIRST_TRIAL_SHARE
-            return max(1, self._allowed(curve, sure * self._budget_bytes))
+            share = 1 if is_exact else FIRST_TRIAL_SHARE
+            return max(1, self._allowed(curve, share * self._budget_bytes))
         scale = self._scale(curve, self._trials[-1])
-        resident = self._resident_bytes
-        room = (self._budget_bytes - self._resident_bytes) / scale
-        rows = self._allowed(curve, resident + room)
+        # Budget in the curve's bytes.
+        curve_budget = self._resident_bytes + (self._budget_bytes - self._resident_bytes) / scale
+        rows = self._allowed(curve, curve_budget)
         best = self.best
         # With many rows, the last percent is within the noise and not worth an OOM.
         if not is_exact and END_GAP * rows > 1:
             rows = math.floor(rows * (1 - UNCERTAIN))
-            if rows - best <= END_GAP * best:
-                return None
+            return rows if rows - best > END_GAP * best else None
+        if rows > best:
             return rows
-        # With few rows, try one more if at most two blocks are missing: they may be partly free.
-        if not is_exact and rows <= best < self.maximum:
-            missing_bytes = curve.peak_bytes(best + 1) - resident - room
-            is_near = missing_bytes <= 2 * self._granularity_bytes / scale
-            if not is_near:
-                return None
-            return best + 1
-        if rows <= best:
+        if is_exact or best >= self.maximum:
             return None
-        return rows
+        # The two last blocks may be partly free, so try one more row.
+        missing_bytes = curve.peak_bytes(best + 1) - curve_budget
+        return best + 1 if missing_bytes <= 2 * self._granularity_bytes / scale else None
 
     def _allowed(self, curve: MemoryCurve, budget_bytes: float) -> int:
+        """Return the most rows within a budget by a curve, at most the maximum."""
         rows = curve.max_rows(int(budget_bytes))
         return self.maximum if rows is None else min(rows, self.maximum)
 
     def _worst_early_oom(self) -> Trial | None:
-        """Return the trial with the highest peak among those with an OOM below the budget.
+        """Return the trial with an OOM below the budget that reached the highest peak.
 
-        It is None if no trial had one, or for an allocator that reserves blocks.
+        It is None without such a trial, or if the allocator reserves blocks.
         """
         if self._granularity_bytes > 1:
             return None
@@ -316,33 +310,35 @@ class Predictive(Search):
         ]
         return max(early, key=lambda trial: trial.held_bytes or 0, default=None)
 
-    def _rows_from_below(self, refuted: Trial) -> int:
+    def _rows_after_early_oom(self, early_oom: Trial) -> int:
         """Return the rows to try next on a device with less memory than the budget.
 
-        First try the rows for the memory that it has held. Then double steps from the largest size
-        that fits until one fails, and halve the gap.
+        First try the rows that need the memory before the OOM. Then double steps from the largest
+        size that fits until one fails, and halve the gap.
         """
         best = self.best
         too_many = self._too_many
-        held_bytes = refuted.held_bytes or 0
+        held_bytes = early_oom.held_bytes or 0
+        safe_rows = 0
+        points = self._points()
         curve = measured_curve(self._trials)
         if curve is not None:
-            sure_rows = self._allowed(curve, held_bytes)
-        else:
+            safe_rows = self._allowed(curve, held_bytes)
+        elif points:
             # The peak per row does not grow with the rows.
-            share = (held_bytes - self._resident_bytes) / self._free_bytes
-            last = self._points()[-1:]
-            sure_rows = max((math.floor(rows * share / full) for rows, full in last), default=0)
-        if best < sure_rows < too_many:
-            return sure_rows
+            held_share = (held_bytes - self._resident_bytes) / self._free_bytes
+            safe_rows = math.floor(points[-1].rows * held_share / points[-1].share)
+        if best < safe_rows < too_many:
+            return safe_rows
         fewer = [trial.batch_size for trial in self._trials if trial.batch_size < best]
         step = 2 * (best - max(fewer, default=0))
-        # The next allocation of the failed trial is the only uncertainty.
-        if sure_rows == best:
-            step = math.floor(END_GAP * refuted.batch_size)
+        if safe_rows == best:
+            # Only the allocation that failed is unknown, so few more rows can fit.
+            step = math.floor(END_GAP * early_oom.batch_size)
         return best + max(1, min(step, (too_many - best) // 2))
 
     def _points(self) -> list[Point]:
+        """Return the trials that fit as points, in the order of trials."""
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]
         shares = [(rows, (peak - self._resident_bytes) / self._free_bytes) for rows, peak in peaks]
         return [Point(rows, share) for rows, share in shares if share > 0]
@@ -352,8 +348,11 @@ class Predictive(Search):
 
 
 class Point(NamedTuple):
-    """A trial that fits: its rows, and its peak as a share of the budget, both without resident
-    bytes.
+    """A trial that fits.
+
+    Attributes:
+        rows: rows.
+        share: peak as a share of the budget, both without resident bytes.
     """
 
     rows: float
@@ -369,13 +368,13 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     end fits, and a steeper line may end earlier. Hence:
 
     1. Grow safely, by slightly less than budget / peak, since real peaks bend upwards in places.
-    2. Follow a line once a third trial lies on it, and a curve ``fixed + c * rows ** power`` once a
+    2. Follow a line if a third trial lies on it, and a curve ``fixed + c * rows ** power`` if a
     fourth does. From below the knee, follow it only to slightly beyond the knee, where a steeper
     line would show.
-    3. Do not follow a line that hardly grows above the resident bytes: another one fills the
+    3. Do not follow a line that hardly grows above the resident bytes: another line fills the
     budget.
-    4. Peaks below a line are noisy, and no three will agree: fit a curve to the peaks that rise
-    clearly above the noise.
+    4. A peak below the line is noisy, so no three trials will lie on a line: fit a curve to the
+    peaks that rise clearly above the noise.
     """
     last = points[-1]
     safe = _grow(last, STEEPEST)
@@ -385,18 +384,18 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     if len(points) > 2 and last.share / previous.share <= (last.rows / previous.rows) ** 1.001:
         # The peak grows at most proportionally.
         safe = _grow(last, 1.1)
-    proportional = _straight(Point(0, 0.0), previous, last, rounding)
+    is_proportional = _straight(Point(0, 0.0), previous, last, rounding)
     power = _proven_power(points, rounding)
-    row = (last.share - previous.share) / (last.rows - previous.rows)
+    share_per_row = (last.share - previous.share) / (last.rows - previous.rows)
     # Floats round by about a byte.
-    full = 1 + 1e-9 if proportional or power == 1 else 1.05
-    if last.share + row > full:
+    full = 1 + 1e-9 if is_proportional or power == 1 else 1.05
+    if last.share + share_per_row > full:
         return None
     # A line through the origin is the steepest possible one.
-    if proportional:
+    if is_proportional:
         return _reach(previous, last, 1, 1.0)
     # Without this, a flat peak just below the budget would take one trial for each row.
-    if resident_known and row * last.rows < MIN_ROW_SHARE * last.share:
+    if resident_known and share_per_row * last.rows < MIN_ROW_SHARE * last.share:
         return max(safe, 1.25 * last.rows)
     if power:
         end = _reach(previous, last, power, 1.0)
@@ -441,11 +440,11 @@ def _proven_power(points: Sequence[Point], rounding: float) -> float | None:
 def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
     """Return the next rows on a curve ``fixed + c * rows ** power`` through noisy peaks.
 
-    The fixed part is the mean of the trials that do not rise clearly above the noise. After the
-    first trial that does, assume the steepest power and aim at `HALFWAY`. Two such trials determine
-    the power, for a step to `NEARLY`. From there, take slightly less than the mean of the estimated
-    ends, or None if that is close enough. If one row exceeds the noise, follow the line through the
-    last two trials, lowered by the noise.
+    The fixed part is the mean of the flat trials, which do not rise clearly above the noise. After
+    the first risen trial, assume the steepest power and aim at `HALFWAY`. Two risen trials
+    determine the power; then aim at `NEARLY`. From there, return slightly less than the mean of the
+    estimated ends, or None if that is close to the last trial. If the peak of one row exceeds the
+    noise, follow the line through the last two trials, lowered by the noise.
     """
     last = points[-1]
     lowest = min(point.share for point in points)
