@@ -1,8 +1,8 @@
 """Search for the layout and size of micro-batches that train the most real tokens per second.
 
 The largest size that fits is rarely the fastest: beyond some size, more tokens at once hardly help,
-while uneven rows need more padding. All layouts run the same rows of a step, so the time of its
-micro-batches decides. A few sizes of each layout run the same steps in turns.
+while uneven rows need more padding. A few sizes of each layout run the same steps in turn, and the
+time of their micro-batches decides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import mul
 from statistics import median
 
 from adaptive_batch._util import format_bytes, is_emulated
@@ -33,8 +34,8 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 _ROUNDS = 3
 _MOST_ROUNDS = 7
 _REPRODUCED = 0.03
-# Of two sizes of a layout whose times differ by less, the smaller one is chosen.
-_ALIKE = 0.01
+# If the times of two sizes of a layout differ by less than this share, the smaller one is chosen.
+_TIME_TOLERANCE = 0.01
 
 
 def needs_times(objective: str) -> bool:
@@ -112,6 +113,7 @@ class Throughput:
         return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
 
 
+# Micro-batches of all steps, and their layout.
 Pieces = tuple[list[MicroBatch], MicroBatchLayout]
 
 # A layout and a limit.
@@ -158,11 +160,11 @@ class FastestSearch:
             The choices that fit, fastest first.
         """
         choices: list[Choice] = []
-        for layout in map(self._timed, self._layouts):
+        for layout in map(self._with_time_model, self._layouts):
             smallest, largest = self._limits(layout)
             for share in _SHARES:
                 amount = max(smallest.amount, int(share * largest.amount))
-                choices += self._new((layout, replace(largest, amount=amount)))
+                choices += self._add((layout, replace(largest, amount=amount)))
         while choices:
             self._time(choices)
             choices = self._smaller()
@@ -175,44 +177,48 @@ class FastestSearch:
             for layout, limit in self._ranked()
         ]
 
-    def _timed(self, layout: MicroBatchLayout) -> MicroBatchLayout:
-        """Return a layout with its time model.
+    def _with_time_model(self, layout: MicroBatchLayout) -> MicroBatchLayout:
+        """Return a layout with the fixed time of a micro-batch and its time per token.
 
-        Half of the rows run in the smallest micro-batches and half in the largest, which separates
-        fixed time and time per token.
+        They are measured with half of the rows in the smallest micro-batches and half in the
+        largest. A layout that needs no time model, or cannot be measured, is returned unchanged.
         """
         if not (layout.sorts and layout.pads):
             return layout
         smallest, largest = self._limits(layout)
         cuts = [
-            self._cut(layout, limit, every=slice(first, None, 2))
+            self._cut(layout, limit, rows=slice(first, None, 2))
             for first, limit in enumerate((smallest, largest))
         ]
         small, large = self._medians(cuts)
         small_tokens, large_tokens = (
             sum(piece.run_tokens for piece in pieces) for pieces, _ in cuts
         )
-        fewer = len(cuts[0][0]) * large_tokens - len(cuts[1][0]) * small_tokens
-        if not (small and large and fewer > 0):
+        # Solve seconds = fixed * micro_batches + token * tokens for both splits.
+        small_number, large_number = (len(pieces) for pieces, _ in cuts)
+        determinant = small_number * large_tokens - large_number * small_tokens
+        # A split may not fit, and both may be alike.
+        if not (small and large and determinant > 0):
             return layout
-        difference = fewer / small_tokens / large_tokens
-        fixed = max(0.0, (small / small_tokens - large / large_tokens) / difference)
-        token = small / small_tokens - fixed * len(cuts[0][0]) / small_tokens
+        fixed = max(0.0, (small * large_tokens - large * small_tokens) / determinant)
+        token = (small - fixed * small_number) / small_tokens
         return replace(layout, time=MicroBatchTime(fixed, token=max(token, 1e-12)))
 
     def _cut(
-        self, layout: MicroBatchLayout, limit: MicroBatchLimit, every: slice = slice(None)
+        self, layout: MicroBatchLayout, limit: MicroBatchLimit, rows: slice = slice(None)
     ) -> Pieces:
-        """Split the steps, or a slice of the rows of each, into micro-batches."""
+        """Split the steps, or a slice of the rows of each step, into micro-batches."""
         pieces = []
-        for numbers in self._steps:
-            numbers = numbers[every]
+        for step in self._steps:
+            numbers = step[rows]
             for piece in micro_batches([self._lengths[row] for row in numbers], limit, layout):
                 pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
         return pieces, layout
 
-    def _new(self, choice: Choice) -> list[Choice]:
-        """Return [choice], or [] if an earlier choice gives the same micro-batches."""
+    def _add(self, choice: Choice) -> list[Choice]:
+        """Add a choice and return [choice]; return [] if an earlier one has the same
+        micro-batches.
+        """
         pieces = self._cut(*choice)
         if pieces in self._pieces.values():
             return []
@@ -222,7 +228,7 @@ class FastestSearch:
     def _medians(self, cuts: Sequence[Pieces]) -> list[float | None]:
         """Return the median seconds of each split; None if it does not fit.
 
-        The splits run in rounds. Each round is normalized to the speed of the fastest one.
+        The splits run in rounds. Each round is normalized to the speed of the fastest round.
         """
         rounds: dict[int, list[float]] = {place: [] for place in range(len(cuts))}
         for number in range(_MOST_ROUNDS):
@@ -234,15 +240,13 @@ class FastestSearch:
                 for place, seconds in zip(rounds, timings, strict=True)
                 if seconds is not None
             }
-        of_turns = [sum(turn) for turn in zip(*rounds.values(), strict=True)]
-        seconds = {
-            place: median(s * min(of_turns) / turn for s, turn in zip(own, of_turns, strict=True))
-            for place, own in rounds.items()
-        }
-        return [seconds.get(place) for place in range(len(cuts))]
+        round_seconds = [sum(timings) for timings in zip(*rounds.values(), strict=True)]
+        speeds = [min(round_seconds) / seconds for seconds in round_seconds]
+        medians = {place: median(map(mul, seconds, speeds)) for place, seconds in rounds.items()}
+        return [medians.get(place) for place in range(len(cuts))]
 
     def _time(self, choices: Sequence[Choice]) -> None:
-        """Time choices; one that was timed before calibrates the speed of the machine."""
+        """Time choices. Earlier choices among them calibrate the speed of the machine."""
         medians = self._medians([self._pieces[choice] for choice in choices])
         seconds = {
             choice: median
@@ -261,7 +265,8 @@ class FastestSearch:
             )
 
     def _smaller(self) -> list[Choice]:
-        """Return smaller sizes to time, together with the fastest choice.
+        """Return smaller sizes to time and the fastest choice, which calibrates the speed; [] if
+        there are none.
 
         Halve the smallest size of a layout if it is the fastest choice, or if no size of it fits.
         """
@@ -272,22 +277,25 @@ class FastestSearch:
             smallest = min(choices, key=_amount)
             half = replace(smallest[1], amount=_amount(smallest) // 2)
             fits = any(choice in self._seconds for choice in choices)
-            is_worth = [smallest] == fastest or not fits
-            if is_worth and half.amount >= self._limits(layout)[0].amount:
-                smaller += self._new((layout, half))
+            may_be_faster = [smallest] == fastest or not fits
+            if may_be_faster and half.amount >= self._limits(layout)[0].amount:
+                smaller += self._add((layout, half))
         return [*smaller, *fastest] if smaller else []
 
     def _ranked(self) -> list[Choice]:
-        """Return the choices that fit, fastest first; of equally fast ones, the smallest first."""
+        """Return the choices that fit, fastest first. The first one is the smallest of those that
+        are about as fast as the fastest.
+        """
         ranked = sorted(self._seconds, key=self._seconds.__getitem__)
-        alike = [
+        as_fast = [
             choice
             for choice in ranked
             if choice[0] == ranked[0][0]
-            and self._seconds[choice] <= (1 + _ALIKE) * self._seconds[ranked[0]]
+            and self._seconds[choice] <= (1 + _TIME_TOLERANCE) * self._seconds[ranked[0]]
         ]
-        first = min(alike, key=_amount, default=None)
-        return sorted(ranked, key=lambda choice: choice != first)
+        best = min(as_fast, key=_amount, default=None)
+        # False sorts before True.
+        return sorted(ranked, key=lambda choice: choice != best)
 
     def _rate(self, choice: Choice) -> float:
         """Return the real tokens per second of a timed choice."""
