@@ -47,12 +47,12 @@ class DryRun:
 
     Entering the context saves the training state, and leaving it restores the state bit for bit.
     Entering also runs one whole step with the fewest rows, so that the optimizer's state is
-    resident during every trial. This step measures the peak of the optimizer's step too, which does
-    not grow with the batch.
+    resident during every trial. This step also measures the peak of the optimizer's step, which
+    does not grow with the batch.
 
     Args:
-        model: model with loaded weights. It is put into training mode, unless it is in it already
-            and only has frozen modules in evaluation mode.
+        model: model with loaded weights. It is put into training mode, unless ``model.training`` is
+            set already: then single modules may stay in evaluation mode.
         optimizer: the optimizer, or the optimizers in backward.
         forward_backward: function that runs forward and backward of the given number of longest
             rows with the code of training.
@@ -66,9 +66,10 @@ class DryRun:
         sharding: sharding of the model; needed with several ranks.
         keep_gradients: function that runs a micro-batch of one row and keeps its gradients
             unsharded, as within a step.
-        steps: function that returns training steps of varying lengths, the largest first, for the
-            given size of the largest micro-batch. A trial then runs all of them from an empty
-            cache, since varying lengths fragment a caching allocator.
+        varying_steps: function that returns training steps of varying lengths, the largest first,
+            for the given size of the largest micro-batch. A trial then runs all of them from an
+            empty cache, since varying lengths fragment a caching allocator. None if a trial is one
+            micro-batch.
         remedies: advice at the end of the error that one row does not fit.
         frozen_modules: frozen modules that are on the device besides the model.
         leaves_cache: whether to keep the allocator's cache after the last trial.
@@ -78,10 +79,6 @@ class DryRun:
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
             backward.
         min_rows_seconds: shortest duration of the fewest rows; infinity before they ran.
-
-    Raises:
-        DoesNotFitError: the fewest rows do not fit (on entering).
-        RankLostError: this rank ran out of memory while other ranks wait in a collective.
     """
 
     def __init__(
@@ -98,7 +95,7 @@ class DryRun:
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
-        steps: Callable[[int], Iterator[TrialStep]] | None = None,
+        varying_steps: Callable[[int], Iterator[TrialStep]] | None = None,
         remedies: str = MEMORY_REMEDIES,
         frozen_modules: Sequence[nn.Module] = (),
         leaves_cache: bool = False,
@@ -119,7 +116,7 @@ class DryRun:
         self._memory = memory
         self._min_rows = min_rows
         self._row = row
-        self._steps = steps
+        self._varying_steps = varying_steps
         self._leaves_cache = leaves_cache
         self._optimizer = optimizer
         self._sharding = sharding or sharding_of(model)
@@ -127,12 +124,18 @@ class DryRun:
         self._keep_gradients = keep_gradients if accumulates else None
         self._remedies = remedies
         self._frozen_modules = frozen_modules
-        # Of the last measurement: whether the allocator retried, and the peak before an OOM.
+        # Set by _measure().
         self._retried = False
         self._peak_before_oom_bytes: int | None = None
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
+        """Save the training state and create the optimizer's state.
+
+        Raises:
+            DoesNotFitError: the fewest rows do not fit.
+            RankLostError: this rank ran out of memory while other ranks wait in a collective.
+        """
         with ExitStack() as stack:
             if not self._leaves_cache:
                 stack.callback(self._memory.release)
@@ -143,8 +146,8 @@ class DryRun:
                 parameters_change=self._in_backward is None,
             )
             stack.callback(snapshot.restore)
-            if self._steps is not None:
-                stack.callback(_keep_place_of_states, self._optimizers)
+            if self._varying_steps is not None:
+                stack.callback(_hold_states_until_step, self._optimizers)
             stack.callback(self._drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.dry_run())
@@ -165,16 +168,17 @@ class DryRun:
     def __call__(self, batch_size: int) -> Trial:
         """Try `batch_size` rows.
 
-        Raises: RuntimeError: the trial failed for a reason other than memory.
+        Raises:
+            RuntimeError: the trial failed for a reason other than memory.
             RankLostError: this rank ran out of memory while other ranks wait in a collective; its
                 facts have the ``trial_rows``.
         """
         phase = f"a trial of {count(batch_size, 'row')}"
         try:
-            if self._steps is None:
+            if self._varying_steps is None:
                 usage = self._measure(lambda: self._forward_backward(batch_size), phase)
             else:
-                usage = self._try_steps(self._steps(batch_size), phase)
+                usage = self._try_steps(self._varying_steps(batch_size), phase)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
@@ -191,10 +195,8 @@ class DryRun:
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
     def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
-        """Run micro-batches in turn and return the seconds of each on the slowest rank.
-
-        It is None if they do not fit. Memory of a CPU is not counted meanwhile, since counting
-        takes time.
+        """Run micro-batches in turn and return the seconds of each on the slowest rank; None if
+        they do not fit. The memory of a CPU is not counted, since counting takes time.
         """
         seconds: list[float] = []
 
@@ -235,8 +237,7 @@ class DryRun:
         *,
         in_training_mode: bool = False,
     ) -> Trial:
-        """Try `batch_size` rows without gradients, with the memory resident between two training
-        steps.
+        """Try `batch_size` rows without gradients, as between two training steps.
 
         Args:
             evaluate: function that runs the forward of the given number of rows.
@@ -290,29 +291,28 @@ class DryRun:
             The phase that did not fit, or None, and the peaks of the phases before it.
         """
 
-        def run_fewest() -> None:
+        def run_rows() -> None:
             self._forward_backward(self._min_rows)
 
-        fewest = (self._row, run_fewest)
-        phases: list[tuple[str, Callable[[], object]]] = [fewest, fewest]
+        rows = (self._row, run_rows)
+        phases: list[tuple[str, Callable[[], object]]] = [rows, rows]
         if not self._in_backward:
-            phases = [fewest, ("the optimizer's step", self._step), fewest]
+            phases = [rows, ("the optimizer's step", self._step), rows]
         peaks: list[int] = []
         for phase, run in phases:
             start = time.perf_counter()
-            is_fewest = run is run_fewest
-            # The first rows record the collectives of the ranks.
+            runs_rows = run is run_rows
             usage = self._measure(
-                run, phase, within=budget_bytes, prepare=is_fewest, is_first=is_fewest
+                run, phase, within=budget_bytes, prepare=runs_rows, is_first=runs_rows
             )
-            if is_fewest:
+            if runs_rows:
                 seconds = time.perf_counter() - start
                 self.min_rows_seconds = min(seconds, self.min_rows_seconds)
             if usage is None:
                 return phase, peaks
             if usage.peak_bytes is not None:
                 peaks.append(usage.peak_bytes)
-            if not is_fewest:
+            if not runs_rows:
                 self.optimizer_peak_bytes = usage.peak_bytes
         return None, peaks
 
@@ -338,7 +338,7 @@ class DryRun:
             within: memory limit in bytes; None for the budget.
             prepare: whether to create the gradients that exist before a forward.
             is_timed: whether `run` measures time, so that memory must not be counted in Python.
-            is_first: whether `run` records the collectives of the ranks.
+            is_first: whether `run` may be the first to record the collectives of the ranks.
 
         Raises:
             DoesNotFitError: the first rows ran out of memory on one of several ranks.
@@ -360,7 +360,7 @@ class DryRun:
             measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
             with measuring if is_counted else nullcontext(Usage(0)) as usage:
                 run()
-                # Other ranks do not wait any more; this one may still be over its budget.
+                # No rank waits in a collective any more; this one may still be over its budget.
                 has_run = True
         except AdaptiveBatchError:
             raise
@@ -374,8 +374,8 @@ class DryRun:
         self._retried = usage is not None and usage.retried
         fits = usage is not None and not usage.retried
         # If a rank failed in the middle, the others wait in collectives that it has to complete.
-        can_rejoin = has_run or distributed.world_size() == 1
-        if not can_rejoin and not (is_prepared and self._sharding.can_finish):
+        others_wait = not has_run and distributed.world_size() > 1
+        if others_wait and not (is_prepared and self._sharding.can_finish):
             if is_first:
                 raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
             raise self._lost(what, message, budget_bytes)
@@ -442,8 +442,10 @@ class DryRun:
             parameter.grad = None
 
 
-def _keep_place_of_states(optimizers: Iterable[Optimizer]) -> None:
-    """Keep the memory of a new optimizer's trial state until its first step needs it."""
+def _hold_states_until_step(optimizers: Iterable[Optimizer]) -> None:
+    """Keep the state tensors of trials alive until the first step, whose state takes their place in
+    memory.
+    """
     for optimizer in optimizers:
-        place = list(optimizer_state_tensors([optimizer]))
-        optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())
+        held = list(optimizer_state_tensors([optimizer]))
+        optimizer.register_step_pre_hook(lambda *_, held=held: held.clear())

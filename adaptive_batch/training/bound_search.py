@@ -404,7 +404,7 @@ class BoundSearch:
             sharding=tried.engine.sharding,
             keep_gradients=keeps,
             remedies=tried.engine.retry.remedies,
-            steps=self._varying_steps if self._fragments else None,
+            varying_steps=self._varying_steps if self._fragments else None,
             frozen_modules=tried.frozen_modules,
             leaves_cache=self._leaves_cache,
         )

@@ -504,7 +504,7 @@ def test_a_trial_of_steps_runs_whole_steps_of_varying_sizes():
 
     before = training.everything()
     rehearsal = training.rehearsal()
-    rehearsal._steps = steps
+    rehearsal._varying_steps = steps
     with rehearsal as trial:
         assert trial(3).fits
     assert said == [3, "stepped True, None", 1, "stepped True, None", 3, "stepped True, None"]
@@ -514,7 +514,7 @@ def test_a_trial_of_steps_runs_whole_steps_of_varying_sizes():
 def test_the_memory_of_trial_states_is_kept_until_the_first_step():
     training = Training(Case("AdamW"))
     rehearsal = training.rehearsal()
-    rehearsal._steps = lambda rows: iter([[lambda: training.forward_backward(rows)]])
+    rehearsal._varying_steps = lambda rows: iter([[lambda: training.forward_backward(rows)]])
     with rehearsal as trial:
         trial(2)
         states = [weakref.ref(state) for state in optimizer_state_tensors([training.optimizer])]
