@@ -23,11 +23,12 @@ from .model_checks import check_hooks
 
 
 class SavedGradients:
-    """Sets aside the gradients of earlier batches, which a script accumulates, and adds them again.
+    """Sets aside the gradients of earlier batches, which a script accumulates, and adds those of a
+    new batch to them.
 
-    Nothing is copied: a batch's own gradients are new tensors. Backward makes them as it frees
-    activations, so that the peak of a batch in one part hardly rises. From its second part on, both
-    gradients are in memory.
+    Nothing is copied: the gradients of the new batch are new tensors. Backward creates them as it
+    frees activations, so that the peak of a batch in one part hardly rises. From its second part
+    on, both gradients are in memory.
 
     Args:
         earlier: current gradients by parameter.
@@ -39,42 +40,42 @@ class SavedGradients:
     ) -> None:
         self._earlier = earlier
         self._drop = drop
-        self._others: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
+        self._external: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
         for parameter in earlier:
             parameter.grad = None
 
     def set_aside(self, leaf: torch.Tensor) -> None:
-        """Set aside the gradient of a leaf that the model does not have."""
-        self._others.append((weakref.ref(leaf), leaf.grad))
+        """Set aside the gradient of an external leaf, which the model does not have."""
+        self._external.append((weakref.ref(leaf), leaf.grad))
         leaf.grad = None
 
-    def others(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield leaves that the model does not have, with their gradients before the batch."""
-        for reference, earlier in self._others:
+    def external(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Yield the external leaves with their gradients before the batch."""
+        for reference, earlier in self._external:
             leaf = reference()
             if leaf is not None:
                 yield leaf, earlier
 
     def fill_new(self) -> None:
-        """Give the batch gradients of zeros."""
+        """Set the gradients of the batch to zeros."""
         for parameter, earlier in self._earlier.items():
             parameter.grad = torch.zeros_like(earlier)
 
     def drop_new(self) -> None:
         """Drop the gradients of a failed attempt."""
         self._drop()
-        for leaf, _ in self.others():
+        for leaf, _ in self.external():
             leaf.grad = None
 
     def put_back(self) -> None:
         """Restore the earlier gradients, without those of the batch."""
         self._drop()
-        for leaf, earlier in (*self._earlier.items(), *self.others()):
+        for leaf, earlier in (*self._earlier.items(), *self.external()):
             leaf.grad = earlier
 
     def add_up(self) -> None:
         """Add the batch's gradients to the earlier ones, in place, as autograd does."""
-        for leaf, earlier in (*self._earlier.items(), *self.others()):
+        for leaf, earlier in (*self._earlier.items(), *self.external()):
             new = leaf.grad
             if earlier is None:
                 continue
@@ -89,21 +90,21 @@ class SavedGradients:
 class ExternalLeaves:
     """Finds the leaves that backward reaches and a model does not have.
 
-    Looking through a graph takes time. A step of one micro-batch skips it if the graph has the size
-    of an earlier one.
+    Searching a graph takes time. A step of one micro-batch skips it if the graph has the size of an
+    earlier one.
 
     Args:
-        own: function that returns the leaves that the model has.
-        in_trials: whether trials run, so that every graph is looked through.
+        own_leaves: function that returns the leaves that the model has.
+        in_trials: whether trials run, so that every graph is searched.
     """
 
     def __init__(
-        self, own: Callable[[], Iterable[torch.Tensor | None]], *, in_trials: bool = False
+        self, own_leaves: Callable[[], Iterable[torch.Tensor | None]], *, in_trials: bool = False
     ) -> None:
-        self._own = own
+        self._own_leaves = own_leaves
         self._in_trials = in_trials
         self._is_split = False
-        # By id; a dead reference shows that the id is another leaf's now.
+        # By id; if a reference is dead, another leaf may have its id.
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         self._sizes: set[int] = set()
         # Each thread numbers its own nodes, and reentrant checkpoints on a GPU run in another one.
@@ -113,31 +114,33 @@ class ExternalLeaves:
         """Begin a step.
 
         Args:
-            is_split: whether it has several micro-batches.
+            is_split: whether the step has several micro-batches.
 
         Raises:
-            SettingError: it has, and a leaf has a hook that may step an optimizer.
+            SettingError: the step has several micro-batches, and a leaf has a hook that may step an
+                optimizer.
         """
         self._is_split = is_split
         if self._is_split:
-            check_hooks(self._own())
+            check_hooks(self._own_leaves())
             check_hooks(reference() for reference in self._known.values())
 
     @contextmanager
-    def watch_backward(self, reached: Callable[[torch.Tensor], object]) -> Iterator[None]:
-        """Call a function with each of the leaves once, before a backward accumulates in it.
+    def watch_backward(self, on_leaf: Callable[[torch.Tensor], object]) -> Iterator[None]:
+        """Call a function with each external leaf once, before a backward accumulates in it.
 
         Raises:
-            SettingError: memory ran out in a backward whose graph was not looked through and has
-                leaves that are not known; or a leaf has a hook, see :meth:`begin_step`.
+            SettingError: memory ran out in a backward whose graph was not searched and has unknown
+                leaves; or a leaf has a hook, see :meth:`begin_step`.
         """
         for key, reference in list(self._known.items()):
             leaf = reference()
             if leaf is None:
                 del self._known[key]
             else:
-                reached(leaf)
-        # Also a function that was imported by its name calls the private one.
+                on_leaf(leaf)
+        # Replace the private function: `from torch.autograd import backward` keeps the old public
+        # one.
         name = "_engine_run_backward"
         if not hasattr(torch.autograd, name):
             name = "backward"
@@ -147,30 +150,25 @@ class ExternalLeaves:
             # torch.autograd.grad accumulates nothing.
             if not options.get("accumulate_grad", True):
                 return run_backward(roots, *arguments, **options)
-            each_root = [roots] if isinstance(roots, torch.Tensor) else roots
-            nodes = [
-                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-                for root in each_root
-                if isinstance(root, GradientEdge) or root.requires_grad
-            ]
-            is_looked_through = self._has_new_size(nodes) or self._is_split or self._in_trials
-            new_leaves = self._new_leaves(nodes) if is_looked_through else []
+            nodes = _root_nodes([roots] if isinstance(roots, torch.Tensor) else roots)
+            is_searched = self._has_new_size(nodes) or self._is_split or self._in_trials
+            new_leaves = self._new_leaves(nodes) if is_searched else []
             if self._is_split:
                 check_hooks(new_leaves)
             for leaf in new_leaves:
-                reached(leaf)
+                on_leaf(leaf)
             try:
                 return run_backward(roots, *arguments, **options)
             except Exception as error:
-                if is_looked_through or not is_out_of_memory(error):
+                if is_searched or not is_out_of_memory(error):
                     raise
                 if any(leaf.grad is not None for leaf in self._new_leaves(nodes)):
                     remedy = (
                         "memory ran out in a backward that reached a leaf which the module does not"
                         " have and no earlier batch has used, so its gradient cannot be restored;"
-                        " give one module with all that is trained"
+                        " pass one module that has all trained parameters"
                     )
-                    # An error with a cause that is out of memory would be retried.
+                    # With the OOM as its cause, this error would be retried.
                     raise SettingError("model", "without a trained leaf", remedy) from None
                 raise
 
@@ -178,12 +176,13 @@ class ExternalLeaves:
             yield
 
     def _has_new_size(self, nodes: Iterable[Any]) -> bool:
-        # Numbers of nodes are consecutive, so this counts those since the last backward.
+        """Return whether no earlier graph had the number of nodes of this one."""
         numbers = [node._sequence_nr() for node in nodes if hasattr(node, "_sequence_nr")]
         if not numbers:
             return True
         latest_node = max(numbers)
         thread = threading.get_ident()
+        # Numbers are consecutive, so the difference counts the nodes since the last backward.
         size = latest_node - self._latest_nodes.get(thread, 0)
         self._latest_nodes[thread] = latest_node
         is_new = size not in self._sizes
@@ -191,8 +190,8 @@ class ExternalLeaves:
         return is_new
 
     def _new_leaves(self, nodes: Collection[Any]) -> list[torch.Tensor]:
-        """Return the leaves of a graph that are neither known nor the model's; now they are."""
-        own = set(map(id, self._own()))
+        """Return the external leaves of a graph that are not known yet, and remember them."""
+        own = set(map(id, self._own_leaves()))
         new = []
         visited = set(nodes)
         unvisited = list(nodes)
@@ -212,12 +211,20 @@ class ExternalLeaves:
         return new
 
 
+def _root_nodes(roots: Iterable[Any]) -> list[Any]:
+    return [
+        root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+        for root in roots
+        if isinstance(root, GradientEdge) or root.requires_grad
+    ]
+
+
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor | None:
-    """Clip the norm of all gradients to a maximum; return the norm that they had.
+    """Clip the norm of all gradients to a maximum; return the norm before clipping.
 
     Args:
         model: model whose gradients are clipped.
-        max_grad_norm: maximum; infinity measures the norm alone, None does neither.
+        max_grad_norm: maximum; infinity only measures the norm, None skips both.
     """
     if max_grad_norm is None:
         return None

@@ -525,11 +525,10 @@ class Step:
 
     def gradients(self) -> dict[int, torch.Tensor]:
         """Return the gradients by parameter id, including those of external parameters."""
-        others = [
-            leaf for leaf, _ in self.saved_gradients.others() if isinstance(leaf, nn.Parameter)
-        ]
         gradients = self._gradients()
-        gradients |= {leaf: leaf.grad for leaf in others if leaf.grad is not None}
+        for leaf, _ in self.saved_gradients.external():
+            if isinstance(leaf, nn.Parameter) and leaf.grad is not None:
+                gradients[leaf] = leaf.grad
         return {id(parameter): gradient for parameter, gradient in gradients.items()}
 
     def has_gradients(self) -> bool:
