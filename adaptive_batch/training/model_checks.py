@@ -33,8 +33,8 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether the model normalizes over the rows of a micro-batch, so that its results
-    depend on their number.
+    """Return whether a BatchNorm normalizes over the rows of a micro-batch: results then depend on
+    the number of rows.
     """
     return any(
         is_batch_norm(module) and (module.training or module.running_mean is None)
@@ -46,11 +46,12 @@ def fewest_rows(model: nn.Module) -> int:
     """Return the fewest rows that the model can train on: two with a BatchNorm1d, whose statistics
     are undefined for one value.
     """
-    takes_statistics = any(
+    # A model in evaluation mode is put into training mode with all modules.
+    has_batch_norm_1d = any(
         isinstance(module, nn.BatchNorm1d) and (module.training or not model.training)
         for module in model.modules()
     )
-    return 2 if takes_statistics else 1
+    return 2 if has_batch_norm_1d else 1
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -63,7 +64,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation mode inside; restore the mode of each module afterwards."""
+    """Context manager: set the model to evaluation mode, and restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -74,14 +75,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def check_parameters(model: object, optimizer: object) -> None:
-    """Refuse an optimizer of parameters outside of the model, whose gradients a step would neither
-    clip nor restore; log the parameters that it leaves out.
+    """Raise if the optimizer has parameters outside of the model, whose gradients a step would
+    neither clip nor restore. Log the trained parameters that the optimizer does not have.
+
+    Raises:
+        SettingError: an argument cannot be used.
     """
     if not isinstance(model, nn.Module):
         raise SettingError("model", type(model).__name__, "give an nn.Module")
     if not isinstance(optimizer, Optimizer):
         remedy = (
-            "give one torch.optim.Optimizer; where several step the model, that with most state"
+            "give one torch.optim.Optimizer; if several step the model, the one with most state"
         )
         raise SettingError("optimizer", type(optimizer).__name__, remedy)
     closure = signature(optimizer.step).parameters.get("closure")
@@ -92,44 +96,41 @@ def check_parameters(model: object, optimizer: object) -> None:
     parameters = {id(parameter) for parameter in model.parameters()}
     if not parameters:
         raise SettingError("model", type(model).__name__, "it has no parameters")
-    num_foreign = 0
-    for group in optimizer.param_groups:
-        num_foreign += sum(id(tensor) not in parameters for tensor in group["params"])
+    stepped = _stepped_by(optimizer)
+    num_foreign = len(stepped - parameters)
     if num_foreign:
         remedy = (
-            f"{num_foreign} tensors of the optimizer are no parameters of it; put all that is"
-            " trained into one nn.Module"
+            f"{num_foreign} tensors of the optimizer are not parameters of the model; put all"
+            " trained parameters into one nn.Module"
         )
         raise SettingError("model", type(model).__name__, remedy)
-    stepped = _stepped_by(optimizer)
-    left = [
+    not_stepped = [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) not in stepped
     ]
-    if left and distributed.is_rank_zero():
+    if not_stepped and distributed.is_rank_zero():
         log.warning(
             "the optimizer leaves out %s: freeze them with requires_grad_(False),"
-            " or, where another optimizer steps them, clear their gradients after each step too,"
-            " and note that its state is in no trial of find_bound",
-            some_names(left),
+            " or, if another optimizer steps them, clear their gradients after each step too;"
+            " trials of find_bound do not contain its state",
+            some_names(not_stepped),
         )
 
 
 def _stepped_by(optimizer: Optimizer) -> set[int]:
-    stepped: set[int] = set()
-    for group in optimizer.param_groups:
-        stepped |= {id(parameter) for parameter in group["params"]}
-    return stepped
+    """Return the ids of an optimizer's parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def some_names(names: Sequence[str], kind: str = "parameter") -> str:
+    """Describe names for a message: their number and the first of them."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{count(len(names), kind)} ({', '.join(names[:_NAMED])}{more})"
 
 
 def check_ranks(model: nn.Module, sharding: Sharding) -> None:
-    """Refuse a model that several ranks neither divide among them as a whole, nor keep alike.
+    """Raise if a model is neither fully sharded nor replicated over ranks.
 
     Raises:
         SettingError: parameters are neither sharded nor replicated.
@@ -137,74 +138,62 @@ def check_ranks(model: nn.Module, sharding: Sharding) -> None:
     if distributed.world_size() == 1:
         return
     if isinstance(sharding, Replicas):
-        alike = {id(parameter) for parameter in sharding.parameters}
-        apart = [
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in alike
-        ]
-        if apart:
-            needed = f"DDP leaves out {some_names(apart)}, so each rank would train its own"
-            remedy = "wrap the whole model in one DDP module"
-            raise SettingError("model", type(model).__name__, f"{needed}; {remedy}")
-        return
-    if not (sharding.is_sharded and _is_divided_by_rows(model)):
-        needed = (
-            "several ranks need one that torch's fully_shard, and nothing else, has divided over"
-            " all of them, or a DDP module"
-        )
-        raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
-    whole = _undivided(model)
-    if whole:
-        needed = f"fully_shard leaves out {some_names(whole)}, so each rank would train its own"
+        synchronized = {id(parameter) for parameter in sharding.parameters}
+        cause = "DDP leaves out"
+        remedy = "wrap the whole model in one DDP module"
+    else:
+        dtensors = _dtensors(model)
+        if not (sharding.is_sharded and _is_sharded_by_rows(dtensors)):
+            remedy = (
+                "several ranks need a DDP module, or a model that fully_shard alone has sharded"
+                " over all ranks; or start one process"
+            )
+            raise SettingError("model", type(model).__name__, remedy)
+        synchronized = {id(parameter) for parameter in dtensors if _num_shardings(parameter)}
+        cause = "fully_shard leaves out"
         remedy = "call fully_shard on the whole model too, after its parts"
-        raise SettingError("model", type(model).__name__, f"{needed}; {remedy}")
-
-
-def _is_divided_by_rows(model: nn.Module) -> bool:
-    """Return whether each rank runs its own rows; with tensor parallelism some run the same."""
-    divided = _divided(model)
-    if any(parameter.device_mesh.size() != distributed.world_size() for parameter in divided):
-        return False
-    num_divisions = [
-        sum(not place.is_replicate() for place in parameter.placements) for parameter in divided
+    left_out = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in synchronized
     ]
-    return max(num_divisions) <= 1
+    if left_out:
+        problem = f"{cause} {some_names(left_out)}, so each rank would train its own"
+        raise SettingError("model", type(model).__name__, f"{problem}; {remedy}")
+
+
+def _is_sharded_by_rows(dtensors: Sequence[Any]) -> bool:
+    """Return whether each rank runs its own rows; with tensor parallelism some run the same."""
+    return all(
+        parameter.device_mesh.size() == distributed.world_size() and _num_shardings(parameter) <= 1
+        for parameter in dtensors
+    )
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Return whether ranks also hold copies of parts, kept alike by other collectives."""
-    return any(parameter.device_mesh.ndim > 1 for parameter in _divided(model))
+    """Return whether ranks also hold copies of shards, which other collectives synchronize."""
+    return any(parameter.device_mesh.ndim > 1 for parameter in _dtensors(model))
 
 
-def _divided(model: nn.Module) -> list[Any]:
+def _dtensors(model: nn.Module) -> list[Any]:
     return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
 
 
-def _undivided(model: nn.Module) -> list[str]:
-    """Return the names of trained parameters that no rank has sharded."""
-    divided = {
-        id(parameter)
-        for parameter in _divided(model)
-        if not all(place.is_replicate() for place in parameter.placements)
-    }
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in divided
-    ]
+def _num_shardings(dtensor: Any) -> int:
+    """Return the number of mesh dimensions that shard a tensor."""
+    return sum(not place.is_replicate() for place in dtensor.placements)
 
 
 def gradient_hooks(model: nn.Module) -> list[str]:
-    """Return the names of parameters with a hook that changes or reads their gradients."""
+    """Return the names of parameters with a hook that reads or changes their gradients."""
     return [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
 
 
 def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
-    """Refuse hooks that may step an optimizer in the backward of each part.
+    """Raise for hooks that may step an optimizer in the backward of each part.
 
     Raises:
-        SettingError: a leaf has a hook that is not DDP's own.
+        SettingError: a leaf has such a hook, and it is not DDP's own.
     """
     for leaf in leaves:
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
@@ -214,8 +203,8 @@ def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
                 continue
             name = getattr(function, "__qualname__", type(function).__name__)
             remedy = (
-                "a split batch would call this hook once for each part, and so step an optimizer"
-                " several times; remove the hook and call optimizer.step() after the batch, or make"
+                "a split batch would call this hook once for each part, so an optimizer might step"
+                " several times; remove the hook and call optimizer.step() after the batch, or use"
                 " batches that fit whole, without micro_batch_size and micro_batch_tokens"
             )
             raise SettingError("register_post_accumulate_grad_hook", name, remedy)
@@ -223,16 +212,16 @@ def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
 
 @contextmanager
 def optimizers_wait() -> Iterator[None]:
-    """Refuse to step an optimizer inside, where the parts of a batch run.
+    """Context manager for the parts of a batch, between which no optimizer may step.
 
     Raises:
-        SettingError: an optimizer's ``step()`` is called.
+        SettingError: an optimizer's ``step()`` is called inside.
     """
 
     def refuse(optimizer: Optimizer, *_: object) -> None:
         remedy = (
-            "a part of a split batch called it, so it would step once for each part; call it after"
-            " the batch, outside of forward_backward"
+            "forward_backward called it, so it would step once for each part of a split batch;"
+            " call it after the batch"
         )
         raise SettingError("optimizer.step()", type(optimizer).__name__, remedy)
 
@@ -244,60 +233,61 @@ def optimizers_wait() -> Iterator[None]:
 
 
 def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse gradients that are there before a step.
+    """Raise if a parameter has a nonzero gradient before a step.
 
     Args:
-        model: that trains.
-        optimizer: of its parameters.
+        model: model to train.
+        optimizer: optimizer of its parameters.
 
     Raises:
-        ValueError: with the parameters that have some.
+        ValueError: a gradient is not zero.
     """
-    dirty = {
+    with_gradients = {
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and bool(local_part(parameter.grad).any())
     }
-    if not dirty:
+    if not with_gradients:
         return
     stepped = _stepped_by(optimizer)
-    foreign = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
-    if len(foreign) < len(dirty):
+    if any(id(parameter) in stepped for parameter in with_gradients.values()):
         remedy = (
-            "call optimizer.step() and optimizer.zero_grad() after each run. Accumulation belongs"
-            " to the loop, which runs a step of any batch_size in micro-batches that fit: set"
-            " gradient_accumulation_steps=1 in a trainer around it"
+            "call optimizer.step() and optimizer.zero_grad() after each run. The loop itself runs a"
+            " step of any batch_size in micro-batches that fit: set gradient_accumulation_steps=1"
+            " in a trainer around it"
         )
     else:
         remedy = (
-            f"the optimizer leaves out {some_names(foreign)}, and so does its zero_grad();"
-            " freeze them with requires_grad_(False), or call model.zero_grad() after each step"
+            f"the optimizer does not have {some_names(list(with_gradients))}, so its zero_grad()"
+            " does not clear them; freeze them with requires_grad_(False), or call"
+            " model.zero_grad() after each step"
         )
-    raise ValueError(f"gradients are there before a step: {remedy}")
+    raise ValueError(f"gradients are not zero before a step: {remedy}")
 
 
 @contextmanager
 def gradients_must_come(model: nn.Module, function: Callable[..., object]) -> Iterator[None]:
-    """Refuse a `forward_backward` function that changes no gradient inside, unless hooks of the
-    script's own take them.
+    """Raise if a `forward_backward` function changes no gradient and no hook consumes gradients.
 
     Raises:
-        SettingError: each parameter has the gradient that it had.
+        SettingError: no gradient has changed.
     """
     before = [_gradient_version(parameter) for parameter in model.parameters()]
     yield
     for parameter, version in zip(model.parameters(), before, strict=True):
-        # Hooks that run an optimizer in backward.
-        takes_gradients = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if takes_gradients or _gradient_version(parameter) != version:
+        # Such a hook may step an optimizer and clear the gradient.
+        has_hook = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        if has_hook or _gradient_version(parameter) != version:
             return
     name = getattr(function, "__name__", type(function).__name__)
-    remedy = "it left no gradient; call backward() of its loss in it, and leave zero_grad() out"
+    remedy = "it left no gradient; call backward() on the loss in it, but not zero_grad()"
     raise SettingError("forward_backward", name, remedy)
 
 
 def _gradient_version(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """Return what changes as a gradient comes or is added to; None without one."""
+    """Return id and version of a gradient, which change when it is written; None without a
+    gradient.
+    """
     gradient = parameter.grad
     if gradient is None:
         return None

@@ -174,4 +174,4 @@ def refusal() -> str:
 def test_ranks_that_do_not_each_have_rows_of_their_own_are_refused():
     # Lightning's default is one data-parallel group of all ranks.
     for message in run_on_ranks(refusal, 2):
-        assert "model='Module': several ranks need one that torch's fully_shard" in message
+        assert "model='Module': several ranks need a DDP module" in message

@@ -242,7 +242,7 @@ def test_parameters_outside_of_ddp_are_refused():
     first, second = run_on_ranks(refused, 2)
     assert first == second
     assert "DDP leaves out 2 parameters (head.weight, head.bias), so each rank would" in first[0]
-    assert "or a DDP module" in first[1]
+    assert "several ranks need a DDP module" in first[1]
     assert "ran out of memory on rank 1, alone in its micro-batch" in first[2]
 
 

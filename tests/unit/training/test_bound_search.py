@@ -268,7 +268,7 @@ def test_what_is_no_function_model_or_optimizer_is_refused():
         ((model, optimizer, run, 8), "sample=8: give a function"),
         ((run, optimizer, run, sample), "model='method': give an nn.Module"),
         ((model, "adamw", run, sample), "optimizer='str': give one torch.optim.Optimizer"),
-        ((model, other, run, sample), "2 tensors of the optimizer are no parameters of it"),
+        ((model, other, run, sample), "2 tensors of the optimizer are not parameters of the model"),
     ):
         with pytest.raises(SettingError, match=message):
             find_max_batch_size(*arguments)

@@ -208,7 +208,7 @@ def test_leaves_of_earlier_batches_are_known_in_later_ones(numbers, fails):
 
 
 def test_a_leaf_that_only_a_failed_backward_shows_is_refused_if_the_graph_seemed_known():
-    with pytest.raises(SettingError, match="give one module with all that is trained"):
+    with pytest.raises(SettingError, match="pass one module that has all trained parameters"):
         Heads().run([0, 1, 2], "backward")
 
 
