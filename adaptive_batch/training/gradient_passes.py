@@ -37,7 +37,7 @@ _DROPOUTS = (
 )
 
 
-# Numbers that the gradient of a parameter is projected to, and its entries that are projected.
+# Size of the projected gradient of a parameter, and about the most entries that are projected.
 _NUMBERS = 256
 _MOST_ENTRIES = 2**15
 # Weight of the loss in the second run of the same rows, so that backward rounds differently.
@@ -52,11 +52,12 @@ def _identity(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 @contextmanager
 def exact_forward(model: nn.Module) -> Iterator[None]:
-    """Disable dropout and compiled kernels, and let batch norms use their running statistics.
+    """Context manager: disable dropout and compiled kernels, and let batch norms use their running
+    statistics.
 
-    The model stays in training mode, in which some models compute another loss. Functions are
-    replaced, since activation checkpointing runs them again in backward, where a TorchFunctionMode
-    is off.
+    The model stays in training mode, since some models compute another loss in evaluation mode.
+    Functions are replaced, since activation checkpointing runs them again in backward, where a
+    TorchFunctionMode is off.
     """
     attention = functional.scaled_dot_product_attention
     batch_norm = functional.batch_norm
@@ -121,20 +122,20 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Disable autocast, also for a function that enters it; yield a function that returns whether
-    autocast was on.
+    """Context manager: disable autocast, also if a function inside enables it. Yield a function
+    that returns whether autocast would have been on.
     """
-    is_used = torch.is_autocast_enabled(device.type)
+    was_on = torch.is_autocast_enabled(device.type)
 
     @contextmanager
     def disabled(autocast: Any) -> Iterator[None]:
-        nonlocal is_used
+        nonlocal was_on
         yield
-        is_used = is_used or torch.is_autocast_enabled(autocast.device)
+        was_on = was_on or torch.is_autocast_enabled(autocast.device)
         torch.set_autocast_enabled(autocast.device, False)
 
     with around_autocast(disabled), torch.autocast(device.type, enabled=False):
-        yield lambda: is_used
+        yield lambda: was_on
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ class Sample:
 
     Attributes:
         batch: batch of these rows.
-        parts: numbers of the rows of each part, ascending; none on a rank without rows.
-        dummy: function that makes a row which runs with weight 0.
+        parts: numbers of the rows of each part, ascending; empty on a rank without rows.
+        dummy: function that makes a batch of one row, which runs with weight 0.
     """
 
     batch: BatchSource
@@ -165,7 +166,7 @@ class Sample:
         return replace(self, batch=self.batch.uncut())
 
     def shares(self, labels: LabelCounter, *, counts_first: bool) -> tuple[float, ...]:
-        """Return the share of each part in the labels; 0 of one without labels."""
+        """Return the share of each part in the labels; 0 for a part without labels."""
         counts = [
             labels.count(self.batch.part(part), len(part), counts_first=counts_first)
             if part
@@ -180,10 +181,10 @@ class Comparison:
     """Inner products of the gradients of a sample as a whole and in two parts, summed over ranks.
 
     Attributes:
-        products: float64 `[3, 3]`, of the gradient of the whole and of each part.
-        shares: of the two parts on this rank.
-        has_other_draws: whether the passes drew random numbers, or with a seed for each row, random
-            numbers that belong to no row.
+        products: float64 `[3, 3]`: inner products of the gradients of the whole and of each part.
+        shares: shares of the two parts on this rank.
+        has_other_draws: whether the passes drew random numbers; if each row had its own seed,
+            whether they drew random numbers that belong to no row.
     """
 
     products: torch.Tensor
@@ -192,34 +193,36 @@ class Comparison:
 
     @property
     def norm(self) -> float:
-        """Return the largest finite norm of the three; not finite if the whole's is not."""
+        """Return the largest finite norm of the three gradients; if the norm of the whole is not
+        finite, return that.
+        """
         whole, *parts = self.products.diagonal().sqrt().tolist()
         norm: float = max([whole, *filter(math.isfinite, parts)])
         return norm
 
     @property
     def is_measured(self) -> bool:
-        """Return whether there is a finite gradient, so that differences mean something."""
+        """True if a gradient is finite and not zero, so that differences mean something."""
         return 0 < self.norm < math.inf
 
     @property
     def difference(self) -> float:
-        """Return the norm of whole - sum of parts, as a share of `norm`; infinite if a part's
-        gradient is not finite.
+        """Norm of whole - sum of parts, as a share of `norm`; infinite if the gradient of a part
+        is not finite.
         """
         signs = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
         square = float(signs @ self.products @ signs)
         return math.sqrt(max(0.0, square)) / self.norm if math.isfinite(square) else math.inf
 
     def fitted_shares(self) -> tuple[list[float], float]:
-        """Return the shares of the parts that fit the whole best, by least squares, and the
+        """Return the shares with which the parts fit the whole best, by least squares, and the
         remaining difference as a share of `norm`.
         """
         parts = self.products[1:, 1:].nan_to_num()
         target = self.products[1:, 0].nan_to_num()
         weights = torch.linalg.pinv(parts, rtol=1e-9, hermitian=True) @ target
-        left = (self.products[0, 0] - weights @ target).clamp(min=0).sqrt() / self.norm
-        return (weights * torch.tensor(self.shares)).tolist(), float(left)
+        residual = (self.products[0, 0] - weights @ target).clamp(min=0).sqrt() / self.norm
+        return (weights * torch.tensor(self.shares)).tolist(), float(residual)
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class Pass:
         batch: the batch.
         rows: numbers of its rows that run, ascending.
         share: weight of their mean loss; 0 if no row has labels, and a dummy runs instead.
-        dummy: function that makes one.
+        dummy: function that makes the dummy.
     """
 
     batch: BatchSource
@@ -247,7 +250,7 @@ class Pass:
 
 
 class GradientPasses:
-    """Runs passes and compares their gradients; all ranks run the same number.
+    """Runs passes and compares their gradients. All ranks run the same number of passes.
 
     Args:
         step: runs the parts of a batch.
@@ -260,7 +263,6 @@ class GradientPasses:
     def __init__(self, step: PartStep) -> None:
         self._step = step
         self.keeps_autocast = False
-        self._has_other_draws = False
         self.written: set[str] = set()
 
     def compare(
@@ -288,105 +290,114 @@ class GradientPasses:
             SettingError: the function failed.
         """
         shares = sample.shares(self._step.labels, counts_first=counts_first)
+        # The shares sum to 1, or to 0 without labels.
         whole = Pass(sample.batch.uncut(), sample.rows, sum(shares), sample.dummy)
         parts = [
             Pass(sample.batch, part, share, sample.dummy)
             for part, share in zip(sample.parts, shares, strict=True)
         ]
-        gradients = self._gradients([whole, *parts], by_row=by_row, accumulates=accumulates)
-        if gradients is None:
+        measured = self._gradients([whole, *parts], by_row=by_row, accumulates=accumulates)
+        if measured is None:
             return None
-        has_other_draws = distributed.any_of_ranks(self._has_other_draws)
-        return Comparison(_products(gradients), shares, has_other_draws)
+        gradients, has_other_draws = measured
+        return Comparison(_products(gradients), shares, distributed.any_of_ranks(has_other_draws))
 
     def noise(self, sample: Sample, *, has_labels: bool, by_row: bool) -> float:
-        """Return how far the gradients of two runs of a sample differ, as a share of their norm; 0
-        if memory runs out. The other arguments are those of :meth:`compare`.
+        """Return the difference between the gradients of two runs of a sample, as a share of their
+        norm; 0 if memory runs out.
 
         Args:
+            sample: rows and their parts.
             has_labels: whether the sample has labels on this rank.
+            by_row: see :meth:`compare`.
         """
-        # In the same order: among equal losses a top-k may choose other rows.
+        # Both in the same order: among equal losses, a top-k may depend on the order.
         passes = [
             Pass(sample.batch.uncut(), sample.rows, share * has_labels, sample.dummy)
             for share in (1.0, _SECOND_RUN_SHARE)
         ]
-        gradients = self._gradients(passes, by_row=by_row)
-        if gradients is None:
+        measured = self._gradients(passes, by_row=by_row)
+        if measured is None:
             return 0.0
-        products = _products(gradients)
-        # The sine of the angle between both, as a function may ignore the share.
+        products = _products(measured[0])
+        # Return the sine of the angle between both, since a function may ignore the share.
         cosine = products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()
         return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
 
     def _gradients(
         self, passes: Sequence[Pass], *, by_row: bool, accumulates: bool = True
-    ) -> torch.Tensor | None:
-        """Return the projected gradient of each pass, of rows as a whole and then of their parts:
-        float64 `[passes, numbers]`; None if a rank ran out of memory.
+    ) -> tuple[torch.Tensor, bool] | None:
+        """Return the projected gradient of each pass, float64 `[passes, numbers]`, and whether the
+        passes have other draws, see :class:`Comparison`; None if a rank ran out of memory.
+
+        Args:
+            passes: the whole and its two parts, or two runs of the whole.
+            by_row: see :meth:`compare`.
+            accumulates: see :meth:`compare`.
         """
         with exact_forward(self._step.model):
             if not self.keeps_autocast:
-                with without_autocast(self._step.memory.device) as is_used:
+                with without_autocast(self._step.memory.device) as was_on:
                     try:
                         return self._run(passes, by_row, accumulates)
                     except SettingError:
-                        if not is_used():
+                        if not was_on():
                             raise
-                # Some kernels exist for 16-bit types alone.
+                # Some kernels exist only for 16-bit types.
                 self.keeps_autocast = True
             return self._run(passes, by_row, accumulates)
 
-    def _run(self, passes: Sequence[Pass], by_row: bool, accumulates: bool) -> torch.Tensor | None:
+    def _run(
+        self, passes: Sequence[Pass], by_row: bool, accumulates: bool
+    ) -> tuple[torch.Tensor, bool] | None:
         step = self._step
         statistics: list[Mapping[str, Any]] = []
         gradients: list[dict[int, torch.Tensor]] = []
-        draws_of_passes: list[list[int | None]] = []
-        drawn: set[str] = set()
+        sizes_of_draws: list[list[int | None]] = []
+        generators: set[str] = set()
 
         def measure(number: int) -> None:
-            statistics.append(self._step.statistics.of_part(passes[number].part()))
+            statistics.append(step.statistics.of_part(passes[number].part()))
 
         def run_pass(number: int) -> None:
             one = passes[number]
             random_state = RandomState(step.memory.device)
             versions = self._versions()
-            # Sum of the parts before this one.
-            summed = gradients[-1] if accumulates and number > 1 else None
-            if summed is None:
+            # The second part adds to the gradients of the first, as in training.
+            adds = accumulates and number == 2
+            if not adds:
                 step.saved_gradients.drop_new()
             if not one.share and not step.sharding.needs_dummy(is_last=False):
-                gradients.append(summed or {})
+                gradients.append(gradients[-1] if adds else {})
                 return
-            with _draws_by_row(one.rows, by_row) as draws:
-                is_first_of_parts = accumulates and number == 1 and len(passes) > 2
+            with _row_seeds(one.rows, enabled=by_row) as sizes:
                 part = one.part()._replace(
-                    is_first=summed is None,
-                    is_last=not is_first_of_parts,
+                    is_first=not adds,
+                    is_last=not (accumulates and number == 1 and len(passes) == 3),
                     statistics=statistics[number] if statistics else {},
                 )
                 step.forward_backward(part)
-            draws_of_passes.append(draws)
-            drawn.update(random_state.changed())
+            sizes_of_draws.append(sizes)
+            generators.update(random_state.changed())
             written = self._versions().items() - versions.items()
             self.written.update(name for name, _ in written)
             gradients.append({key: _projected(grad) for key, grad in step.gradients().items()})
 
-        if self._step.statistics.are_needed:
-            if not self._run_in_turn(passes, measure, step.statistics.KIND):
+        if step.statistics.are_needed:
+            if not self._run_and_undo(passes, measure, step.statistics.KIND):
                 return None
-            # The parts of a batch have the sums over all of them.
+            # Each part has the sums over all parts.
             statistics[1:] = [step.statistics.sum_of(statistics[1:])] * (len(passes) - 1)
-        if not self._run_in_turn(passes, run_pass):
+        if not self._run_and_undo(passes, run_pass):
             return None
-        self._has_other_draws = bool(drawn)
+        has_other_draws = bool(generators)
         if by_row:
-            kinds = set(map(tuple, draws_of_passes))
-            # Several entries for a row may also lie view after view.
-            belong_to_rows = len(kinds) == 1 and set(chain(*kinds)) <= {0, 1}
-            self._has_other_draws = not belong_to_rows or bool(drawn & {"python", "numpy"})
+            sizes_of_pass = set(map(tuple, sizes_of_draws))
+            # If there are several entries per row, they may be ordered by view, and not by row.
+            belong_to_rows = len(sizes_of_pass) == 1 and set(chain(*sizes_of_pass)) <= {0, 1}
+            has_other_draws = not belong_to_rows or bool(generators & {"python", "numpy"})
         zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
-        # One zero, as there may be no gradient.
+        # torch.cat() needs a tensor even if there is no gradient.
         start = torch.zeros(1, dtype=torch.float64)
         vectors = torch.stack(
             [
@@ -395,32 +406,38 @@ class GradientPasses:
             ]
         )
         if accumulates:
+            # The gradients of the second part contain those of the first.
             vectors[2:] -= vectors[1:-1].clone()
-        return vectors
+        return vectors, has_other_draws
 
-    def _run_in_turn(
-        self, passes: Sequence[Pass], run: Callable[[int], None], evaluates: bool | str = False
+    def _run_and_undo(
+        self,
+        passes: Sequence[Pass],
+        run_number: Callable[[int], None],
+        evaluates: bool | str = False,
     ) -> bool:
-        """Run passes and undo their changes; return whether all fit on all ranks."""
+        """Run passes by number and undo each; return whether all of them fit on all ranks."""
+        whole = passes[0]
 
-        def run_named(number: int) -> None:
+        def run(number: int) -> None:
             try:
-                run(number)
+                run_number(number)
             except Exception as error:
                 if isinstance(error, AdaptiveBatchError) or is_out_of_memory(error):
                     raise
-                raise self._failure(passes[0], error) from error
+                raise self._failure(whole, error) from error
 
         return self._step.run_trials(
-            [partial(run_named, number) for number in range(len(passes))],
-            MicroBatch(list(passes[0].rows) or [0], 0),
+            [partial(run, number) for number in range(len(passes))],
+            # For errors: row 0 on a rank without rows, length unknown.
+            MicroBatch(list(whole.rows) or [0], 0),
             evaluates=evaluates,
             doing="in the check of a split",
         )
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        """Return by name what changes as a buffer or a frozen parameter is written; a BatchNorm's
-        are left out.
+        """Return id and version of each buffer and frozen parameter by name, except those of
+        BatchNorms. A write changes one of them.
         """
         return {
             f"{path}.{name}".lstrip("."): (id(tensor), tensor._version)
@@ -446,12 +463,14 @@ class GradientPasses:
 
 
 @contextmanager
-def _draws_by_row(rows: Sequence[int], by_row: bool) -> Iterator[list[int | None]]:
-    """If `by_row`, draw random numbers with a seed for each row; yield their sizes per row."""
-    if not by_row:
+def _row_seeds(rows: Sequence[int], *, enabled: bool) -> Iterator[list[int | None]]:
+    """Context manager: seed random numbers per row if `enabled`. Yield the entries that each
+    operator drew per row, filled inside; empty if not `enabled`.
+    """
+    if not enabled:
         yield []
         return
-    # Imported here, as it derives from a private class of torch.
+    # Imported here, since it derives from a private class of torch.
     from .row_draws import RowDraws
 
     with RowDraws(rows or [0]) as draws:
@@ -471,14 +490,15 @@ def _products(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _projected(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a random projection of a gradient, which keeps its norm and its inner products to
-    about 6%: entries with random signs, summed in 256 groups; of a large one only a part.
+    """Return a random projection of a gradient, which keeps norms and inner products to about 6%.
+
+    The entries get random signs and are summed in 256 groups. A large gradient is sampled.
     """
     entries = local_part(gradient.detach())
     if entries.is_sparse:
         entries = entries.to_dense()
     entries = entries.reshape(-1)
-    # An odd stride meets all columns of a matrix. A copy, as a later part adds to the gradient.
+    # An odd stride samples all columns of a matrix. Copy, since a later part adds to the gradient.
     entries = entries[:: entries.numel() // _MOST_ENTRIES | 1].to("cpu", torch.float64, copy=True)
     if entries.numel() <= _NUMBERS:
         return entries

@@ -13,8 +13,8 @@ from adaptive_batch._torch import TorchDispatchMode
 class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draw the random numbers of each row with the row's own seed.
 
-    The seed of an operator is one number of the global generator. Activation checkpointing restores
-    that generator, so a recomputed forward pass draws the same numbers.
+    Each operator takes one number of the global generator as the base of its seeds. Activation
+    checkpointing restores that generator, so a recomputed forward pass draws the same numbers.
 
     Args:
         rows: numbers of the rows of the part that runs.
@@ -50,6 +50,9 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.set_rng_state(state)
 
     def _draw(self, func: Any, args: Any, kwargs: Any, seed: int) -> Any:
+        """Run an operator once for each row, with its slice of the first dimension; run it once if
+        that dimension cannot be divided by rows.
+        """
         num_rows = len(self._rows)
         shapes = [
             tuple(getattr(arg, "shape", arg))
