@@ -1,5 +1,5 @@
-"""Compares the gradient of a few rows with the sum of their parts' gradients before a batch is
-split, so that a loss which does not decompose is refused.
+"""Refuses a loss that does not decompose: before a batch is split, compares the gradient of a few
+rows with the sum of the gradients of their parts.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ log = logging.getLogger("adaptive_batch")
 # records float32 differed by at most 2.4e-5, and bfloat16 weights by more than 1.5% once.
 _TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
 _TOLERANCE_FLOAT32 = 1e-3
-# A difference that each further part adds, such as a term without share, comes to 1% of many parts.
+# Allowed difference summed over all parts, since a loss term without `share` adds once per part.
 _TOLERANCE_ALL_PARTS = 1e-2
 _MIN_TOLERANCE = 1e-4
 _TOLERANCE_TF32 = 1e-2
 # For parts of one row in less than float32: losses near 0 differed by up to 15%.
 _TOLERANCE_ONE_ROW = 0.25
-# If two runs of the same rows differ by more, a comparison shows nothing.
+# If two runs of the same rows differ by more than this, a comparison shows nothing.
 _MAX_NOISE = 0.05
-# Difference between fitted shares and those that a kind of loss would have.
+# Difference up to which fitted shares count as those of a sum or of a weighted mean.
 _SAME_SHARE = 0.05
-# Checks that begin since it is not known whether first labels count.
+# Maximum number of checks that run only to decide whether first labels count.
 _MAX_LABEL_CHECKS = 6
-# Splits that are checked, and every 256th after them: rows of one batch may be alike by chance.
+# Numbers of the splits that are checked, and every 256th: rows of one batch may be alike by chance.
 _CHECKED = frozenset({1, 2, 4, 8, 16, 32, 64})
 _CHECKED_EVERY = 256
-# Rows of a batch among which those with fewest and with most labels are sought.
+# Maximum number of rows of a batch from which those of a check are chosen.
 _CANDIDATES = 64
 
 
 class SplitCheck:
-    """Compares the gradient of a few rows with the sum of their parts' gradients.
+    """Compares the gradient of a few rows with the sum of the gradients of their parts.
 
-    All ranks call it alike, and decide alike.
+    All ranks make the same calls and decisions.
 
     Args:
         step: runs the parts of a batch.
 
     Attributes:
-        counts_first_label: whether the first label of each row counts, as far as batches have
-            shown; see :class:`.LabelCounter`.
+        counts_first_label: whether the first label of each row counts, according to the batches so
+            far; see :class:`.LabelCounter`.
         keeps_columns: whether parts keep all columns, since the gradient depends on padding.
     """
 
@@ -73,10 +73,10 @@ class SplitCheck:
         self._knows_first_label = False
         self._num_splits = 0
         self._num_label_checks = 0
-        # A batch was cut; a batch was packed.
-        self._forms = [False, False]
+        self._has_seen_cut = False
+        self._has_seen_packed = False
         self._num_parts = 0
-        # The rows of the last check had no finite gradient.
+        # Whether the rows of the last check had no finite gradient.
         self._lacks_gradient = False
         self._warned: set[str] = set()
 
@@ -85,15 +85,12 @@ class SplitCheck:
         self._num_splits += 1
         is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
         is_due |= self._lacks_gradient and self._num_splits < max(_CHECKED)
-        # The first batch of a form is checked, whenever it comes.
-        if not all(self._forms):
-            forms = [
-                was or is_one
-                for was, is_one in zip(self._forms, (rows.cuts, rows.is_packed), strict=True)
-            ]
-            forms = list(map(bool, distributed.all_reduce_max([int(form) for form in forms])))
-            is_due |= forms != self._forms
-            self._forms = forms
+        # Check the first batch that is cut, and the first packed one.
+        if not (self._has_seen_cut and self._has_seen_packed):
+            cuts, packs = distributed.all_reduce_max([int(rows.cuts), int(rows.is_packed)])
+            is_due |= cuts > self._has_seen_cut or packs > self._has_seen_packed
+            self._has_seen_cut |= bool(cuts)
+            self._has_seen_packed |= bool(packs)
         if is_due or self._knows_first_label:
             return is_due
         shares = set(map(shares_of, zip(*counts, strict=True)))
@@ -117,7 +114,7 @@ class SplitCheck:
             pieces: parts that the batch is split into.
             counts: labels of each part without and with the first of each row; none on a rank
                 without rows.
-            num_parts: parts of the batch, on the rank that has most.
+            num_parts: parts of the batch on the rank that has the most.
 
         Raises:
             SettingError: splitting changes the gradient, or a part fails.
@@ -136,17 +133,17 @@ class SplitCheck:
             batch = rows.to_check()
             if batch.num_rows:
                 try:
-                    # A script's own split= compares all of its rows with the batch.
+                    # A CustomSplit checks the part of all rows.
                     batch.part(range(batch.num_rows))
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-            # An AdaptiveLoop collates each part, so that it cannot keep columns.
+            # An AdaptiveLoop collates each part, so its parts cannot keep columns.
             can_keep_columns = distributed.any_of_ranks(rows.cuts)
             candidates = _Candidates(batch, pieces, self._step.labels, number=self._num_splits)
             for parts in self._choose_parts(candidates):
                 sample = Sample(batch, parts, rows.dummy)
-                self._compare(sample, can_keep_columns=can_keep_columns)
+                self._check_sample(sample, can_keep_columns=can_keep_columns)
         self._warn_of_side_effects()
 
     def _choose_parts(self, candidates: _Candidates) -> Iterator[Parts]:
@@ -154,19 +151,20 @@ class SplitCheck:
             yield from candidates.by_first_labels()
         yield from candidates.by_values(
             counts_first=self.counts_first_label,
-            is_float32=self._tolerance(1) <= _TOLERANCE_FLOAT32,
+            is_precise=max(distributed.all_gather(self._rounding())) <= _TOLERANCE_FLOAT32,
         )
 
-    def _compare(self, sample: Sample, *, can_keep_columns: bool) -> None:
+    def _check_sample(self, sample: Sample, *, can_keep_columns: bool) -> None:
         """Compare a sample with its parts.
 
         Raises:
             SettingError: their gradients differ.
         """
-        result = self._compared(sample)
+        result = self._measure(sample)
         if result is None:
+            # Out of memory: retry with one row per part.
             sample = sample.one_row_each()
-            result = self._compared(sample)
+            result = self._measure(sample)
         tolerance = self._tolerance(len(sample.parts[0]))
         if result is None:
             self._warn("memory", "two rows do not fit in memory at once, so the split is unchecked")
@@ -180,11 +178,11 @@ class SplitCheck:
         else:
             self._explain(sample, result, tolerance, can_keep_columns=can_keep_columns)
 
-    def _compared(self, sample: Sample, *, by_row: bool = False) -> Comparison | None:
+    def _measure(self, sample: Sample, *, by_row: bool = False) -> Comparison | None:
         """Return the comparison of a sample with its parts; None if a rank ran out of memory.
 
-        As long as it is not known whether first labels count, the answer that fits better is used
-        from then on.
+        Until it is known whether first labels count, compare both ways to count them and keep the
+        better one.
         """
         counts_first = self.counts_first_label
         result = self._passes.compare(sample, counts_first=counts_first, by_row=by_row)
@@ -205,18 +203,18 @@ class SplitCheck:
         """Log what explains a difference: random numbers, noise, padding or an auxiliary loss.
 
         Raises:
-            SettingError: nothing of these explains it.
+            SettingError: none of these explains it.
         """
         by_row = result.has_other_draws
         if by_row:
-            result = self._compared(sample, by_row=True) or result
+            result = self._measure(sample, by_row=True) or result
         noise = self._passes.noise(sample, has_labels=any(result.shares), by_row=by_row)
         tolerance = max(tolerance, 2 * noise)
-        difference_of_cut = 0.0
+        difference_if_cut = 0.0
         if result.difference > tolerance and distributed.any_of_ranks(sample.batch.cuts):
-            difference_of_cut = result.difference
+            difference_if_cut = result.difference
             sample = sample.uncut()
-            result = self._compared(sample, by_row=by_row) or result
+            result = self._measure(sample, by_row=by_row) or result
         is_equal = result.difference <= tolerance
         difference = _percent(result.difference)
         coefficient = _auxiliary_coefficient(self._step.model)
@@ -225,12 +223,12 @@ class SplitCheck:
             if noise > _MAX_NOISE:
                 reason = f"two runs of the same rows differ by {_percent(noise)}"
             self._warn("noise", f"a batch and its parts cannot be compared, since {reason}")
-        elif is_equal and (can_keep_columns or not difference_of_cut):
-            if difference_of_cut:
+        elif is_equal and (can_keep_columns or not difference_if_cut):
+            if difference_if_cut:
                 self.keeps_columns = True
                 self._warn(
                     "columns",
-                    f"the gradient depends on padding (it differs by {_percent(difference_of_cut)}"
+                    f"the gradient depends on padding (it differs by {_percent(difference_if_cut)}"
                     " without), so parts of a batch keep all columns",
                 )
             self._learn_first_label(sample, tolerance)
@@ -246,8 +244,8 @@ class SplitCheck:
                 f"gradients of {count(len(sample.rows), noun)} and of their two parts differ by"
                 f" {difference} (noise {_percent(noise)}"
             )
-            if difference_of_cut:
-                measured += f", {_percent(difference_of_cut)} if the parts leave padding out"
+            if difference_if_cut:
+                measured += f", {_percent(difference_if_cut)} if the parts leave padding out"
             remedy = (
                 "the model sees padding, of which a part has less; mask it, or pad all rows to one"
                 " length"
@@ -266,14 +264,14 @@ class SplitCheck:
         *,
         by_row: bool,
     ) -> str:
-        """Return what helps a loss that does not decompose, as its gradients show.
+        """Return the fix for a loss that does not decompose, as its gradients show.
 
         Args:
             sample: rows that were compared.
             result: their comparison.
             tolerance: difference that rounding may cause.
             coefficient: coefficient of the model's auxiliary loss; 0 without one.
-            by_row: whether each row draws its random numbers with its own seed.
+            by_row: see :meth:`GradientPasses.compare`.
         """
         terms = self._step.terms
         separate = self._passes.compare(
@@ -284,10 +282,10 @@ class SplitCheck:
                 "it changes gradients that earlier parts left, by zero_grad, clipping or an"
                 " assignment; do that once, outside of it"
             )
-        shares, rest = result.fitted_shares()
+        shares, residual = result.fitted_shares()
         given = " and ".join(f"{share:.3g}" for share in result.shares)
         fitted = " and ".join(f"{share:.3g}" for share in shares)
-        if rest > tolerance or fitted == given:
+        if residual > tolerance or fitted == given:
             noun = sample.batch.noun
             remedy = f"a loss that compares {noun}s, such as a contrastive one"
             if sample.batch.is_packed:
@@ -319,16 +317,21 @@ class SplitCheck:
             )
         return f"{weighted}; {remedy};{terms.totals}".rstrip(";")
 
-    def _tolerance(self, rows_per_part: int) -> float:
-        """Return the difference that rounding may cause, on any rank."""
+    def _rounding(self) -> float:
+        """Return the difference on this rank that rounding may cause if parts have several rows."""
         types = {parameter.dtype for parameter in self._step.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
-        of_parts = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
-        float32 = min(_TOLERANCE_FLOAT32, of_parts)
+        many_parts = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
+        float32 = min(_TOLERANCE_FLOAT32, many_parts)
         tolerance = max(_TOLERANCES.get(dtype, float32) for dtype in types)
         if self._step.memory.device.type == "cuda" and _has_tf32(self._step.model):
             tolerance = max(tolerance, _TOLERANCE_TF32)
+        return tolerance
+
+    def _tolerance(self, rows_per_part: int) -> float:
+        """Return the largest difference on any rank that rounding may cause. A collective."""
+        tolerance = self._rounding()
         if tolerance > _TOLERANCE_FLOAT32 and rows_per_part == 1:
             tolerance = _TOLERANCE_ONE_ROW
         return max(distributed.all_gather(tolerance))
@@ -340,7 +343,7 @@ class SplitCheck:
         self._warned.add(kind)
 
     def _warn_of_side_effects(self) -> None:
-        """Name the buffers that a forward pass writes, and the hooks of gradients."""
+        """Log the buffers that a forward pass writes, and the hooks of gradients."""
         written = sorted(self._passes.written)
         if written:
             self._warn(
@@ -357,7 +360,7 @@ class SplitCheck:
             )
 
     def _learn_first_label(self, sample: Sample, tolerance: float) -> None:
-        """Decide whether first labels count, if the other answer would have given other shares."""
+        """Record whether first labels count if this sample can distinguish the two cases."""
         if self._knows_first_label:
             return
         without, including = (
@@ -370,17 +373,17 @@ class SplitCheck:
         if self.counts_first_label:
             if distributed.is_rank_zero():
                 log.info(
-                    "labels are shifted already where they reach the model, so the first of each"
-                    " row counts too"
+                    "labels are shifted before they reach the model, so the first label of each row"
+                    " counts"
                 )
             return
         batch = sample.batch
         rows = range(batch.num_rows)
         if distributed.any_of_ranks(bool(rows) and has_shifted_labels(batch.part(rows))):
             remedy = (
-                "each is the token after its own already, and the loss shifts them again, so that"
-                f" it predicts the token after the next; shift them in one of the two, or give"
-                f" {self._step.terms.num_labels} where that is meant"
+                "each label is the next token already, and the loss shifts labels again, so that it"
+                " predicts the token after the next; shift them only once, or give"
+                f" {self._step.terms.num_labels} if this is intended"
             )
             raise SettingError("labels", "shifted twice", remedy)
 
@@ -388,14 +391,14 @@ class SplitCheck:
 class _Candidates:
     """Chooses the rows of a batch that would show a wrong split most.
 
-    A part has two rows if a micro-batch has four, so that a check needs no more memory.
+    A part has two rows if a micro-batch has four, so that a check needs no more memory; otherwise
+    one row.
 
     Args:
         batch: the batch.
         pieces: parts that it is split into.
         labels: counts the labels of a row.
-        number: number of the split; another number chooses other values, and other rows among
-            equals.
+        number: number of the split; it changes the values and the order by which rows are chosen.
     """
 
     def __init__(
@@ -411,15 +414,17 @@ class _Candidates:
         length = max((piece.length for piece in pieces), default=0) or 1
         self._batch = batch
         self._number = number
-        # In 16 bits, one document on each side would hide attention to others.
+        # In 16 bits, parts of one document would not show attention to other documents.
         has_room = batch.is_packed or 4 * length <= largest
         self._size = 2 if has_room and num_rows >= 4 else 1
-        # Among equal rows, the order decides.
+        # Among rows of equal values, the order decides.
         order = random.Random(number).sample(range(num_rows), num_rows)[:_CANDIDATES]
         self._counts = {row: labels.candidates(batch.part([row]), 1) for row in order}
 
     def by_first_labels(self) -> Iterator[Parts]:
-        """Yield the parts whose shares differ most with and without first labels, if any do."""
+        """Yield the parts whose shares differ most with and without first labels; none if no
+        shares differ.
+        """
         ratios = {
             row: (without / number, -number)
             for row, (without, number) in self._counts.items()
@@ -428,9 +433,13 @@ class _Candidates:
         if distributed.any_of_ranks(len({ratio for ratio, _ in ratios.values()}) > 1):
             yield self._extremes(ratios)
 
-    def by_values(self, *, counts_first: bool, is_float32: bool) -> Iterator[Parts]:
-        """Yield parts of rows with fewest and with most labels, parts that differ in another value,
-        and parts that share it.
+    def by_values(self, *, counts_first: bool, is_precise: bool) -> Iterator[Parts]:
+        """Yield parts with the fewest and the most labels; parts that differ most in another value;
+        and parts with similar values, since a loss may decompose only if values differ.
+
+        Args:
+            counts_first: whether the first label of each row counts.
+            is_precise: whether parts of one row show a difference beyond rounding.
         """
         values = {
             row: [counts[counts_first], *_values(self._batch.part([row]))]
@@ -439,33 +448,33 @@ class _Candidates:
         yield self._extremes(values)
         if distributed.maximum(self._batch.num_rows) <= 2:
             return
-        # The last value first; each power of two moves on to the one before.
-        moves = self._number.bit_length()
-        by_value = {
-            row: each[-moves % len(each) :] + each[: -moves % len(each)]
-            for row, each in values.items()
-        }
+        # Compare other values first at later splits.
+        shift = self._number.bit_length()
+        by_value = {}
+        for row, row_values in values.items():
+            start = -shift % len(row_values)
+            by_value[row] = row_values[start:] + row_values[:start]
         lowest, highest = self._extremes(by_value)
         yield lowest, highest
-        # A loss may decompose over parts that differ in a value, and not over parts that share it.
-        if is_float32:
+        if is_precise:
             rows = sorted(by_value, key=by_value.__getitem__)
             yield rows[:1], rows[1:2]
         else:
-            # Parts of one row show little in 16 bits.
+            # Parts of one row show little, so mix the rows of both parts.
             yield (
                 sorted([*lowest[::2], *highest[1::2]]),
                 sorted([*lowest[1::2], *highest[::2]]),
             )
 
     def _extremes(self, values: Mapping[int, Any]) -> Parts:
+        """Return a part of the rows with the lowest values, and one of those with the highest."""
         rows = sorted(values, key=values.__getitem__)
         return sorted(rows[: self._size]), sorted(rows[self._size :][-self._size :])
 
 
 def _values(row: Any) -> list[float]:
-    """Return the sums of a row's tensors: floating-point tensors, integer tensors, single floats,
-    such as a weight, and last single integers, such as a class.
+    """Return the sum of each tensor of a row: first tensors, then single numbers, and of both the
+    floating-point ones first.
     """
     tensors = [
         each.detach()
