@@ -21,10 +21,12 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, wanted_bytes
 from adaptive_batch.probe import NEWER_FIELDS, ProbeResult, Throughput
 
-# Another program has freed memory if the device has this many times the bytes at the OOM.
-_GIVEN_BACK = 1.02
-# A restart after a lost rank costs more than a step that runs again: it waits eight times as long.
-_TRIES_THAT_A_LOST_RANK_COUNTS = 3
+# If the device has more than this multiple of its bytes at the OOM, another program has freed
+# memory.
+_FREED = 1.02
+# A restart after a lost rank costs more than a repeated step, so the former limit is retried 2**3
+# times as late.
+_FAILED_TRIES_AFTER_LOST_RANK = 3
 
 
 class ShrinkRequest(NamedTuple):
@@ -32,7 +34,7 @@ class ShrinkRequest(NamedTuple):
 
     Attributes:
         rows: rows of the micro-batch that ran out of memory.
-        length: tokens that each was padded to; 0 if unknown.
+        length: padded length of these rows in tokens; 0 if unknown.
         limit: requested limit; None if the micro-batch had one row.
         error: message of the device.
     """
@@ -45,17 +47,16 @@ class ShrinkRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class LimitChange:
-    """Change of a limit: lowered after an OOM, or tried again.
+    """Change of a limit: lowered after an OOM, or raised to retry the former limit.
 
     Attributes:
         before: limit until now.
         after: limit from now on.
-        rows: rows of the micro-batch that ran out of memory; 0 if the former limit is tried again.
-        length: tokens that each was padded to; 0 if unknown.
-        error: message of the device; empty if the former limit is tried again.
-        ranks: ranks that ran out of memory, of several; empty if there is one.
-        good_steps: steps that have fit since the limit was lowered, if the former one is tried
-            again.
+        rows: rows of the micro-batch that ran out of memory; 0 if the limit is raised.
+        length: padded length of these rows in tokens; 0 if unknown.
+        error: message of the device; empty if the limit is raised.
+        ranks: ranks that ran out of memory; empty if there is only one rank.
+        good_steps: steps without an OOM before the limit is raised; 0 if it is lowered.
         noun: name of a row in messages.
     """
 
@@ -70,7 +71,7 @@ class LimitChange:
 
     @property
     def grows(self) -> bool:
-        """True if the former limit is tried again, False after an OOM."""
+        """True if the limit is raised, False after an OOM."""
         return self.good_steps > 0
 
     def facts(self) -> dict[str, Any]:
@@ -103,11 +104,11 @@ class LimitChange:
 
 @dataclass(frozen=True)
 class OOMPolicy:
-    """Decides when a limit is tried again after an OOM.
+    """Decides when the limit before an OOM is retried.
 
     Attributes:
-        grow_after: steps without an OOM before the former limit is tried again. Each try that fails
-            within them doubles the wait, unless the device has more memory since.
+        grow_after: steps without an OOM before a retry. Each retry that fails within these steps
+            doubles the wait, unless the device has more memory than at the OOM.
     """
 
     grow_after: int = 5
@@ -149,7 +150,7 @@ class ConfiguredSize:
         return self.is_given and not self.needs_search
 
     def check(self, result: ProbeResult, layout: MicroBatchLayout) -> None:
-        """Refuse a size above the bound in a layout."""
+        """Raise if the size is above the bound in a layout."""
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
         max_batch_size = result.max_batch_size
@@ -187,17 +188,16 @@ class MicroBatchSizer:
         micro_batch: configured size of a micro-batch.
         layout: layout of micro-batches.
         memory: memory of the device; None if nothing runs.
-        policy: when a lowered limit is tried again; None for :class:`OOMPolicy` as it is.
+        policy: when the limit before an OOM is retried; None for the default policy.
         on_change: function that is called with each change of the limit.
 
     Attributes:
         layout: layout of micro-batches.
         max_batch_size: the most rows that were tried and fit; None before a search.
-        tried_length: tokens of the longest row that was tried, 1 if they are not known; 0 before a
-            search.
-        throughput: fastest micro-batches, which ``auto`` takes; None for the largest.
-        num_out_of_memory: out-of-memory errors so far, those of trials included.
-        is_packed: whether this step's batch is packed: then a limit that a search found counts
+        tried_length: tokens of the longest row that was tried; 1 if unknown, 0 before a search.
+        throughput: fastest micro-batches, which ``auto`` uses; None if ``auto`` uses the largest.
+        num_out_of_memory: out-of-memory errors so far, including those of trials.
+        is_packed: whether the batch of this step is packed. A limit from a search then counts
             tokens.
         noun: name of a row of this step's batch in messages.
     """
@@ -223,18 +223,20 @@ class MicroBatchSizer:
         self._batch_size = 1
         self._memory = memory
         self._grow_after = (policy or OOMPolicy()).grow_after
-        self._forget_limits()
+        # Sets the attributes of lowered limits.
+        self._reset_lowered_limit()
 
-    def _forget_limits(self) -> None:
-        # Limit of rows that are longer than those of the search; never exceeded.
+    def _reset_lowered_limit(self) -> None:
+        # Limit for rows that are longer than those of the search; never exceeded.
         self._limit_for_longer_rows: MicroBatchLimit | None = None
-        # None if no limit was lowered, or the former one is tried again.
+        # None if no limit was lowered, or if the former limit is being retried.
         self._lowered: MicroBatchLimit | None = None
-        # Steps that have fit since the limit changed last: enough, as nothing was tried again yet.
+        # Steps without an OOM since the limit last changed. The start value keeps the first OOM
+        # from counting as a failed try.
         self._good_steps = self._grow_after
-        # Tries of the former limit that have failed, one after the other.
+        # Consecutive failed tries of the former limit.
         self._failed_tries = 0
-        # Bytes that the device had when memory ran out; 0 if it did not report them.
+        # Bytes that the device had at the OOM; 0 if unknown.
         self._total_bytes = 0
 
     # --- what may run at once ---------------------------------------------------------------------
@@ -257,7 +259,7 @@ class MicroBatchSizer:
         return _smaller(self.full_limit(batch_size), self._lowered)
 
     def full_limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return the limit that is configured or was found, before any OOM lowered it."""
+        """Return the configured or found limit, which an OOM does not lower."""
         if self.throughput is not None:
             return _smaller(self.throughput.limit, self._limit_for_longer_rows)
         rows = self._micro_batch.micro_batch_size
@@ -265,7 +267,7 @@ class MicroBatchSizer:
         most_rows = self.max_batch_size
         is_from_search = tokens is None and not isinstance(rows, int) and most_rows is not None
         if is_from_search and self.is_packed:
-            # A search tries rows, not documents, so their tokens count.
+            # A search tries packed rows, not documents, so the limit counts tokens.
             tokens = "auto"
         if tokens == "auto":
             tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
@@ -289,18 +291,18 @@ class MicroBatchSizer:
         return self._micro_batch.needs_search and not self.tried_length
 
     def use_layout(self, kind: str) -> None:
-        """Use the layout of this name, from the next step on."""
+        """Use the layout of this kind, from the next step on."""
         self.layout = self.layout.of_kind(kind, time=self.layout.time)
 
     @contextmanager
     def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
-        """Use another layout inside, as for a timed trial."""
-        usual = self.layout
+        """Context manager: use another layout, as for a timed trial."""
+        former = self.layout
         self.layout = layout
         try:
             yield
         finally:
-            self.layout = usual
+            self.layout = former
 
     # --- searches ---------------------------------------------------------------------------------
 
@@ -309,7 +311,7 @@ class MicroBatchSizer:
 
         Args:
             result: result of the search.
-            checks: whether to refuse a configured size above the bound. False if nothing runs.
+            checks: whether to raise for a configured size above the bound. False if nothing runs.
 
         Raises:
             SettingError: a configured size is above what fits.
@@ -317,11 +319,11 @@ class MicroBatchSizer:
         if checks:
             self._micro_batch.check(result, self.layout)
         if result.max_batch_size != self.max_batch_size:
-            self._forget_limits()
+            self._reset_lowered_limit()
         self.max_batch_size = result.max_batch_size
         self.tried_length = max(1, result.sequence_length)
         if self.throughput is not None:
-            # It may have been found where more fits.
+            # A saved choice may be of a device on which more fits.
             limit = self.throughput.limit
             fitting = self.layout.amount(self.max_batch_size, self.tried_length, unit=limit.unit)
             limit = replace(limit, amount=min(limit.amount, fitting))
@@ -341,15 +343,15 @@ class MicroBatchSizer:
             can_split: whether a step may run as several micro-batches.
         """
         length = result.sequence_length
-        fitting_rows = result.max_batch_size
+        max_rows = result.max_batch_size
         limit = self.full_limit(batch_size)
         if not can_split:
-            self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
-        elif fitting_rows < tried_rows:
-            amount = self.layout.amount(fitting_rows, length, unit=limit.unit)
+            self.max_batch_size = min(self.max_batch_size or max_rows, max_rows)
+        elif max_rows < tried_rows:
+            amount = self.layout.amount(max_rows, length, unit=limit.unit)
             self._limit_for_longer_rows = _smaller(limit, replace(limit, amount=amount))
         elif self._micro_batch.micro_batch_tokens == "auto":
-            # The limit would be the maximum batch size times the new length.
+            # Keep the limit: with the new length, the maximum batch size would allow more tokens.
             self._limit_for_longer_rows = limit
         self.tried_length = length
 
@@ -367,9 +369,8 @@ class MicroBatchSizer:
         Args:
             failed: micro-batch that ran out of memory.
             error: message of the device.
-            failures: failures of this step so far, this one included; 0 if the process ends.
-                Only the first uses the free memory: if the step fails again, that
-                estimate was wrong.
+            failures: failures of this step so far, this one included; 0 if the process ends. Only
+                the first one estimates the limit from the free memory; others halve it.
         """
         limit = self.limit_of_step
         rows = len(failed.rows)
@@ -382,13 +383,13 @@ class MicroBatchSizer:
         if room is not None and needed_bytes is not None and needed_bytes > room.held_bytes:
             free_bytes = room.total_bytes - room.held_bytes
             fits = rows * row_amount * free_bytes // (needed_bytes - room.held_bytes)
-            # Fewer rows than failed, whatever the device reports.
+            # Request fewer rows than failed, whatever the device reports.
             amount = min(fits, (rows - max(1, rows // 16)) * row_amount)
         smaller_limit = replace(limit, amount=max(row_amount, amount))
         return ShrinkRequest(rows, failed.length, smaller_limit, error)
 
     def after_attempt(self) -> None:
-        """Count a step that ran to its end."""
+        """Count a step without an OOM."""
         self._good_steps += 1
 
     @property
@@ -397,41 +398,35 @@ class MicroBatchSizer:
         return 0 if room is None else room.total_bytes
 
     @property
-    def _tries_former(self) -> bool:
-        """True if the former limit allows more in this step and is due: after enough good steps, or
-        if the device has more memory since.
-        """
+    def _should_retry(self) -> bool:
+        """True if the former limit allows more in this step and is due, see :class:`OOMPolicy`."""
         is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
-        return (
-            is_lowered
-            and self._good_steps >= self._grow_after
-            and (
-                self._good_steps >= self._grow_after << self._failed_tries
-                or self._available_bytes > _GIVEN_BACK * self._total_bytes > 0
-            )
-        )
+        if not is_lowered or self._good_steps < self._grow_after:
+            return False
+        has_waited = self._good_steps >= self._grow_after << self._failed_tries
+        return has_waited or self._available_bytes > _FREED * self._total_bytes > 0
 
     def retry_former_limit(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
-        """Try the former limit again if it is due on all ranks. A collective.
+        """Retry the former limit if it is due on all ranks. A collective.
 
         Args:
             numbers: numbers that ranks compare in the same collective.
 
         Returns:
-            The largest of each number on any rank; and whether the limit has changed.
+            The maximum over ranks of each number, and whether the limit has changed.
         """
-        any_stays, *largest = distributed.all_reduce_max([int(not self._tries_former), *numbers])
-        if not any_stays:
+        any_waits, *largest = distributed.all_reduce_max([int(not self._should_retry), *numbers])
+        if not any_waits:
             before = self.limit_of_step
             good_steps = self._good_steps
             self._lowered = None
             self._good_steps = 0
             after = self.limit_of_step
             self._on_change(LimitChange(before, after, good_steps=good_steps, noun=self.noun))
-        return largest, not any_stays
+        return largest, not any_waits
 
     def lower(self, requests: Mapping[int, ShrinkRequest]) -> None:
-        """Use the smallest limit of the requests of ranks; all have a limit."""
+        """Use the smallest limit that ranks request; each request has a limit."""
         before = self.limit_of_step
         limits = {rank: request.limit for rank, request in requests.items() if request.limit}
         rank = min(limits, key=lambda rank: limits[rank].amount)
@@ -440,9 +435,9 @@ class MicroBatchSizer:
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         self.num_out_of_memory += 1
         if self._lowered is None:
-            # Soon after a try of the former limit, the next try comes later.
-            is_too_early = self._good_steps < self._grow_after << self._failed_tries
-            self._failed_tries = self._failed_tries + 1 if is_too_early else 0
+            # An OOM soon after a retry makes the next retry later.
+            has_failed = self._good_steps < self._grow_after << self._failed_tries
+            self._failed_tries = self._failed_tries + 1 if has_failed else 0
         self._lowered = limit
         self._good_steps = 0
         self._total_bytes = self._available_bytes
@@ -451,11 +446,11 @@ class MicroBatchSizer:
         assert now.amount <= limit.amount, f"lowered to {limit}, and the limit is {now}"
 
     def start_below(self, limit: MicroBatchLimit) -> None:
-        """Start with the limit of a lost rank in an earlier attempt of the run."""
+        """Start with the limit that a lost rank requested before a restart."""
         if self._lowered is None or limit.amount < self._lowered.amount:
             self._lowered = limit
         self._good_steps = 0
-        self._failed_tries = _TRIES_THAT_A_LOST_RANK_COUNTS
+        self._failed_tries = _FAILED_TRIES_AFTER_LOST_RANK
 
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""
@@ -464,7 +459,7 @@ class MicroBatchSizer:
     # --- state ------------------------------------------------------------------------------------
 
     def conditions(self) -> dict[str, Any]:
-        """Return the settings that a lowered limit depends on; other settings drop it."""
+        """Return the settings that a lowered limit depends on; if they change, it is dropped."""
         return {"bound": self.max_batch_size, **asdict(self._micro_batch)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -492,7 +487,7 @@ class MicroBatchSizer:
 
         Args:
             state: saved state.
-            kinds: layouts that may be chosen now; of another one nothing is taken.
+            kinds: layouts that may be chosen now. A choice of another layout is ignored.
         """
         saved = state["throughput"]
         if saved and saved["kind"] in kinds:
@@ -501,11 +496,10 @@ class MicroBatchSizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a search or without one.
 
-        A lowered limit is kept if it was lowered from the same maximum under the same settings, and
-        the former one is tried again from there.
+        A lowered limit is kept if it was lowered from the same maximum under the same settings.
         """
         self.num_out_of_memory = state["num_out_of_memory"]
-        self._forget_limits()
+        self._reset_lowered_limit()
         if any(state[key] != value for key, value in self.conditions().items()):
             return
         self._limit_for_longer_rows = state["held"] and MicroBatchLimit(**state["held"])

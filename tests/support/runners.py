@@ -62,7 +62,7 @@ class HeldSizer(MicroBatchSizer):
 
     @current.setter
     def current(self, limit: MicroBatchLimit) -> None:
-        self._forget_limits()
+        self._reset_lowered_limit()
         self._full_limit = limit
 
 
