@@ -38,11 +38,11 @@ class OOMRetry:
         sharding: FSDP modules of the model.
         retries: whether an attempt is repeated; False raises the out-of-memory error.
         remedies: end of the message that one row does not fit.
-        is_of_training: whether `sizer` limits training. If this rank is lost, a restart begins
-            with its smaller limit.
+        is_of_training: whether `sizer` limits training. If this rank is lost, a restart then begins
+            with the smaller limit.
 
     Attributes:
-        current: micro-batch that runs; after a run the fullest one.
+        current: micro-batch that is running; after a run, the fullest one.
         retries: as given.
         num_failures: failed attempts of the current step.
     """
@@ -69,7 +69,7 @@ class OOMRetry:
         self._has_succeeded = False
 
     def with_sizer(self, sizer: MicroBatchSizer) -> OOMRetry:
-        """Return an OOMRetry for the same model with a limit that is not training's."""
+        """Return an OOMRetry for the same model with another limit than training's."""
         return OOMRetry(sizer, memory=self.memory, sharding=self._sharding, is_of_training=False)
 
     @property
@@ -80,8 +80,8 @@ class OOMRetry:
     def attempts(
         self, *, undo: Callable[[], object], doing: str
     ) -> Iterator[AbstractContextManager[None]]:
-        """Yield a context for each attempt. After an OOM inside, undo the attempt, lower the limit,
-        and yield again::
+        """Yield a context for each attempt. After an OOM inside it, undo the attempt, lower the
+        limit, and yield again::
 
             for attempt in retry.attempts(undo=undo, doing="in a step"):
                 with attempt:
@@ -132,7 +132,9 @@ class OOMRetry:
             self._error = _message(error)
 
     def set_suspects(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set `current` to the fullest micro-batch, which is blamed for an OOM before the first."""
+        """Set `current` to the fullest micro-batch, which errors name if an OOM comes before the
+        first one runs.
+        """
         self.current = micro_batches[0]
         if len(micro_batches) > 1:
             self.current = self.sizer.limit_of_step.fullest(micro_batches)
@@ -140,7 +142,8 @@ class OOMRetry:
     def prepare(self, make: Callable[[], Result]) -> Result | None:
         """Call a function before the first micro-batch, and return its result; None after an OOM.
 
-        :meth:`run_in_turn` then runs the collectives alone, so that other ranks finish the attempt.
+        After an OOM, :meth:`run_in_turn` runs only the collectives, so that other ranks finish the
+        attempt.
         """
         try:
             return make()
@@ -162,7 +165,7 @@ class OOMRetry:
         kinds: Sequence[Mapping[str, Any]],
         context: Callable[..., AbstractContextManager[object]] | None = None,
     ) -> None:
-        """Run micro-batches one after the other; after an OOM only the collectives of the rest.
+        """Run micro-batches one after the other; after an OOM, only the collectives of the rest.
 
         Args:
             slots: micro-batches, the same number on all ranks; None for a dummy on a rank that has
@@ -178,9 +181,9 @@ class OOMRetry:
         self.set_suspects(list(filter(None, slots)) or [idle])
         fullest = self.current
         for number, (micro_batch, kind) in enumerate(zip(slots, kinds, strict=True)):
-            # Ranks run it together, or not at all.
-            is_together = self._sharding.reduces_in_backward and kind.get("is_last")
-            if is_together and distributed.any_of_ranks(self.has_failed):
+            # A micro-batch that reduces in backward runs on all ranks or on none.
+            reduces = self._sharding.reduces_in_backward and kind.get("is_last")
+            if reduces and distributed.any_of_ranks(self.has_failed):
                 break
             if self._error is not None:
                 self._sharding.run_dummy_collectives(**kind)
@@ -214,27 +217,23 @@ class OOMRetry:
         limit for a restart.
         """
         message = _message(error)
-        request = self.sizer.after_out_of_memory(self.current, "")
-        rows = request.rows
-        length = request.length
-        smaller_limit = request.limit
-        limit = self.sizer.limit_of_step
+        rows, length, smaller_limit, _ = self.sizer.after_out_of_memory(self.current, "")
         facts: dict[str, Any] = {
             "rows": rows,
             "length": length,
-            "before": limit.amount,
+            "before": self.sizer.limit_of_step.amount,
             "error": message,
         }
-        what_next = self.remedies
+        remedy = self.remedies
         if smaller_limit is not None:
-            what_next = f"{smaller_limit} would be less"
+            remedy = f"use at most {smaller_limit}"
             if self._is_of_training:
                 facts |= {"limit": smaller_limit.amount, "unit": smaller_limit.unit}
         size = f"{count(rows, self.sizer.noun)} of {count(length, 'token')}"
         return RankLostError(
             f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
-            f" {message.splitlines()[0]}; the other ranks wait there and cannot be told, so all"
-            f" end; {what_next}",
+            f" {message.splitlines()[0]}; the other ranks wait in a collective, so all ranks end;"
+            f" {remedy}",
             facts,
         )
 
@@ -246,16 +245,15 @@ class OOMRetry:
             request = self.sizer.after_out_of_memory(
                 self.current, self._error, failures=self.num_failures
             )
-        requests = {
-            rank: asked for rank, asked in enumerate(distributed.all_gather(request)) if asked
-        }
-        for rank, rank_request in requests.items():
-            if rank_request.limit is None:
+        gathered = enumerate(distributed.all_gather(request))
+        requests = {rank: requested for rank, requested in gathered if requested is not None}
+        for rank, requested in requests.items():
+            if requested.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
-                tokens = count(rank_request.length, "token")
+                tokens = count(requested.length, "token")
                 raise DoesNotFitError(
                     f"one {self.sizer.noun} of {tokens} ran out of memory on {place}, alone in its"
-                    f" micro-batch: {rank_request.error}; {self.remedies}"
+                    f" micro-batch: {requested.error}; {self.remedies}"
                 )
         self.sizer.lower(requests)
 
