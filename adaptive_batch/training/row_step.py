@@ -74,7 +74,7 @@ class RowsOfStep(BatchSource):
 
     @cached_property
     def lengths(self) -> list[int]:
-        # map() would end without an error if a script's function raises StopIteration.
+        # A list, since a StopIteration of a script's function would end map() without an error.
         return [self._step.dataset.length(row) for row in self._rows]
 
     def part(self, rows: Sequence[int], /) -> Batch:
@@ -84,8 +84,8 @@ class RowsOfStep(BatchSource):
         return self._step.make_batch([self._step.labelled_row])
 
     def to_check(self) -> BatchSource:
-        """Return the collated batch, as collating its parts apart may draw other random numbers, of
-        masks for instance.
+        """Return the collated batch, since collating its parts may draw other random numbers, such
+        as masks.
         """
         if not self._step.sizer.layout.pads or not self._rows:
             return self
@@ -105,20 +105,20 @@ class RowStep(PartStep):
     Args:
         model: model on its device.
         optimizer: optimizer of its parameters.
-        dataset: rows, and their lengths.
+        dataset: rows and their lengths.
         collate: function that makes one padded batch of a list of rows, on the host.
         mean_loss: function that returns the mean loss of a batch over its labels.
-        num_labels: function that returns how many these are; see :class:`.AdaptiveStep`.
-        micro_batch_size: rows at once; see :class:`.AdaptiveStep`.
-        micro_batch_tokens: padded tokens at once.
-        options: how a step runs.
+        num_labels: function that returns the number of labels; see :class:`.AdaptiveStep`.
+        micro_batch_size: maximum rows at once; see :class:`.AdaptiveStep`.
+        micro_batch_tokens: maximum padded tokens at once.
+        options: options of a step.
 
     Attributes:
         dataset: as given.
 
     Raises:
-        SettingError: an argument cannot be used, or packed rows are configured and would not train
-            the model as padded ones do.
+        SettingError: an argument cannot be used, or packed rows are configured and would train the
+            model differently from padded rows.
     """
 
     terms = Terms(
@@ -180,15 +180,15 @@ class RowStep(PartStep):
     # --- a step
 
     def make_batch(self, rows: Sequence[Row]) -> Batch:
-        """Return one batch of rows, on the host. Collating gets copies of the rows, as a step may
-        run again.
+        """Return one batch of rows, on the host. `collate` gets copies of the rows, since a step
+        may run again.
         """
         if not self.sizer.layout.pads:
             return pack_rows(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
     def _token_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the losses of a batch of one row."""
+        """Return the sum of the token losses of a batch."""
         num_labels = self.num_labels(batch, 1)
         return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
 
@@ -199,14 +199,13 @@ class RowStep(PartStep):
             return None
         with self._isolate_rows(part.batch):
             loss = check_loss(self._mean_loss(self._to_device(part.batch)))
-            weighted = loss
             if part.share != 1.0:
-                weighted = loss * part.share
-            weighted.backward()  # type: ignore[no-untyped-call]
-        return weighted.detach(), num_labels
+                loss = loss * part.share
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), num_labels
 
     def _isolate_rows(self, batch: Batch) -> AbstractContextManager[object]:
-        """Keep packed rows from seeing each other, in backward too."""
+        """Return a context that isolates packed rows, for forward and backward."""
         if self.sizer.layout.pads:
             return nullcontext()
         return isolated_rows(packed_lengths(batch))
@@ -222,37 +221,37 @@ class RowStep(PartStep):
         Raises:
             SettingError: the bound was found for steps of one micro-batch, and this one has more
                 rows.
-            ValueError: gradients are there before the step.
+            ValueError: gradients are not zero before the step.
         """
         reshard(self.model)
         if self.has_gradients():
             check_gradients_are_clear(self.model, self._optimizer)
         bound = self.sizer.max_batch_size
-        must_not_split = self.bound_excludes_gradients and not self.sizer.may_split
-        if bound is not None and report.batch_size > bound and must_not_split:
+        can_split = self.sizer.may_split or not self.bound_excludes_gradients
+        if bound is not None and report.batch_size > bound and not can_split:
             remedy = (
-                f"{bound} rows fit at once where no gradients are there yet, and from a step's"
-                " second micro-batch on there are; call find_bound again, which sees this batch,"
-                f" or give {bound} or less"
+                f"{bound} rows fit without existing gradients, but later micro-batches of a step"
+                " run with gradients in memory; call find_bound again for this batch size, or give"
+                f" {bound} or less"
             )
             raise SettingError("batch_size", report.batch_size, remedy)
         step_rows = RowsOfStep(self, rows)
         results = self.run_rows(step_rows, report)
-        trained = list(filter(None, results))
-        num_parts = len(trained)
+        with_labels = list(filter(None, results))
+        num_parts = len(with_labels)
         loss = 0.0
         num_labels: float = 0
-        if trained:
-            losses, labels = zip(*trained, strict=True)
+        if with_labels:
+            losses, labels = zip(*with_labels, strict=True)
             loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
             num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
-        run_tokens = sum(each.run_tokens for each in self.plan.micro_batches)
+        run_tokens = sum(micro_batch.run_tokens for micro_batch in self.plan.micro_batches)
         ranks = distributed.world_size()
         if ranks > 1:
             own: list[Any] = [loss / ranks, num_labels, num_tokens, run_tokens]
             loss, num_labels, num_tokens, run_tokens = (
-                sum(values) for values in zip(*distributed.all_gather(own), strict=True)
+                sum(of_ranks) for of_ranks in zip(*distributed.all_gather(own), strict=True)
             )
             num_parts = self.plan.number if num_labels else 0
             if not num_labels:
@@ -275,12 +274,12 @@ class RowStep(PartStep):
         )
 
     def clip(self) -> torch.Tensor | None:
-        """Clip the gradients as configured; return the norm that they had."""
+        """Clip the gradients as configured; return the norm before clipping."""
         return clip_gradients(self.model, self._max_grad_norm)
 
     @cached_property
     def labelled_row(self) -> Row:
-        """The first row that has a label, for a rank that has no row of a step."""
+        """First row with a label, for a rank without rows in a step."""
         for number in range(len(self.dataset)):
             row = self.dataset[number]
             if self.num_labels(self.make_batch([row]), 1):
@@ -307,10 +306,11 @@ class RowStep(PartStep):
             with private.disable_current_modes():
                 batch = self.make_batch(longest.first(num_rows))
                 isolated = self._isolate_rows(batch)
-            made = {"batch": batch}
-            device.batch(made)
+            tensors = {"batch": batch}
+            # FakeDevice.batch() replaces the tensors in place.
+            device.batch(tensors)
             with isolated:
-                loss = check_loss(self._mean_loss(made["batch"]))
+                loss = check_loss(self._mean_loss(tensors["batch"]))
                 loss.backward()  # type: ignore[no-untyped-call]
 
         return estimate_step(
@@ -354,15 +354,15 @@ class RowStep(PartStep):
         Args:
             options: options of the search.
             order: numbers of the rows in the order of training.
-            accumulates: whether some step has several micro-batches for another reason than memory.
-            step_rows: rows of a step on one device; it is one micro-batch if they fit.
+            accumulates: whether a step may have several micro-batches even if its rows fit at once.
+            step_rows: rows of a step on one device.
             timed_rows: rows of a step whose micro-batches are timed.
         """
         reshard(self.model)
         choices = None
-        # A saved state may have chosen.
-        is_open = self._chooses_fastest and self.sizer.throughput is None
-        if is_open and needs_times(options.objective):
+        # Skip timing if a loaded state already has the fastest layout.
+        must_time_layouts = self._chooses_fastest and self.sizer.throughput is None
+        if must_time_layouts and needs_times(options.objective):
             choices = Choices(self._compare_layouts(), "tokens", timed_rows)
         scope = SearchScope(
             self.longest_rows(order),
@@ -373,7 +373,7 @@ class RowStep(PartStep):
         keep_gradients = None
         if distributed.world_size() > 1 and not self._options.sync_gradients_every_micro_batch:
             keep_gradients = partial(self._try_rows, is_last=False)
-            # The gradients that are kept can be dropped once FSDP has run.
+            # Run FSDP once: before that, its unsharded gradients cannot be dropped.
             self.record_collectives_of(RowsOfStep(self, self.dataset.longest(1)))
         tried = TriedStep(
             self,
@@ -389,16 +389,16 @@ class RowStep(PartStep):
         self.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
 
     def _compare_layouts(self) -> tuple[str, ...]:
-        """Run a few rows in each layout; return the kinds that train the model alike, for a search.
-        A collective.
+        """Return the layouts that a search may choose, which all train the model alike. A
+        collective.
         """
         return kinds_to_choose_from(
             self._why_not_packed, configured=self._options.micro_batch_layout
         )
 
     def _why_not_packed(self) -> str:
-        """Return why packed rows would train the model differently from padded rows; empty if they
-        would not. A collective.
+        """Return the reason why packed rows would train the model differently from padded rows;
+        empty if they would not. A collective.
         """
         # A row of one token has no label.
         rows = self.dataset.longest(min(2, len(self.dataset)))
@@ -408,7 +408,7 @@ class RowStep(PartStep):
                 and "labels" in row
                 and row.keys() & {"tokens", "input_ids"}
             ):
-                return "rows are no mappings with `labels` and `tokens` or `input_ids`"
+                return "rows are not mappings with `labels` and `tokens` or `input_ids`"
 
         return why_not_packed(
             self.model,
@@ -421,14 +421,14 @@ class RowStep(PartStep):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what fits, as plain values."""
+        """Return the limits as plain values."""
         return {**super().state_dict(), "bound_accumulates": not self.bound_excludes_gradients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; the bound of a later search is kept."""
-        has_found = self.sizer.max_batch_size is not None
+        keeps_bound = self.sizer.max_batch_size is not None
         super().load_state_dict(state)
-        if has_found:
+        if keeps_bound:
             return
         self.bound_excludes_gradients = not state["bound_accumulates"]
         if state["sizer"]["throughput"] and self._chooses_fastest:

@@ -143,7 +143,7 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(b
     else:
         one.loop.load_state_dict(of_ranks(training().loop.state_dict(), 6))
     rows = next(iter(one.loop))
-    with pytest.raises(SettingError, match="batch_size=24: 10 rows fit at once where no"):
+    with pytest.raises(SettingError, match="batch_size=24: 10 rows fit without existing"):
         one.loop.run(rows)
     beside_gradients = one.loop.find_bound(**budget).max_batch_size
     assert 0 < beside_gradients < 10
@@ -433,7 +433,7 @@ def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
 
 @pytest.mark.parametrize("row", [{"input_ids": [1, 2, 3]}, torch.arange(5)], ids=type)
 def test_rows_that_cannot_be_packed_are_refused(row: Any) -> None:
-    says = "^micro_batch_layout='packed': rows are no mappings"
+    says = "^micro_batch_layout='packed': rows are not mappings"
     with pytest.raises(SettingError, match=says):
         llama(rows=[row] * 8, micro_batch_layout="packed", row_length=len)
 
@@ -495,7 +495,7 @@ def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_
         # Compiling takes hundreds of times as long as a micro-batch here.
         assert sum(lengths) / fastest.tokens_per_second < fastest.compile_seconds
     else:
-        reason = "micro-batches are not chosen"
+        reason = "micro-batches are excluded"
         assert all(f"{layout} {reason}" in caplog.text for layout in ("grouped", "packed"))
         assert fastest is None
         assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(lengths)
