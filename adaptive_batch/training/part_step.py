@@ -1,7 +1,7 @@
 """The step of a script, whose function runs forward and backward of each part of a batch.
 
 Each part is weighted by its share of the labels, so that the gradients of the parts add up to those
-of the batch. A single part keeps the script's own bits.
+of the batch. With a single part, gradients are bitwise equal to the script's own.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _STATISTICS_REMEDY = (
 
 
 class PartStep(Step):
-    """Runs a function on the parts of a batch; checks some splits, and repeats a step after an OOM.
+    """Runs a function on the parts of a batch, checks some splits, and repeats a step after an OOM.
 
     Args:
         model: model whose gradients are summed.
         forward_backward: function that runs forward and backward of a part.
         micro_batch_size, micro_batch_tokens, num_labels, statistics: see :class:`.AdaptiveStep`.
-        options: how a step runs.
+        options: options of a step.
         name: name of the function in errors.
 
     Attributes:
@@ -116,12 +116,12 @@ class PartStep(Step):
         self.statistics = BatchStatistics(statistics, self)
         self.check = SplitCheck(self)
         self.bound_excludes_gradients = False
-        # A rank can finish a micro-batch after an OOM only if its collectives are known.
+        # After an OOM, a rank can finish a micro-batch only if its collectives are recorded.
         self._records_collectives = (
             sharding.is_sharded and self.retry.retries and not is_compiled(model)
         )
         if sizer.waits_for_search:
-            log.info("auto: batches run whole until a search has found what fits")
+            log.info("auto: batches are not split before a search has found the limit")
 
     def run_rows(self, rows: BatchSource, report: RankReport) -> list[Any]:
         """Run forward and backward of a batch, in parts that fit.
@@ -174,8 +174,8 @@ class PartStep(Step):
         """Run a batch as one part in a trial, and drop its result.
 
         Args:
-            make: function that returns the batch and its number of rows; its memory is part of the
-                trial.
+            make: function that returns the batch and its number of rows. It runs inside the trial,
+                which measures the memory of the batch too.
             is_last: whether gradients are reduced.
         """
         statistics: Mapping[str, Any] = {}
@@ -183,7 +183,7 @@ class PartStep(Step):
             with self.trial(evaluates=self.statistics.KIND):
                 batch, num_rows = make()
                 statistics = self.statistics.of_part(Part(batch, num_rows, is_trial=True))
-                # Made again below, since its memory is part of the trial.
+                # Free it: the next trial makes its own batch.
                 del batch
         with self.trial(is_last=is_last):
             batch, num_rows = make()
@@ -223,7 +223,7 @@ class LabelShares(Weighting[list[Any]]):
 
     @property
     def _rows(self) -> BatchSource:
-        # Memory may run out after the check has found that parts keep all columns.
+        # The check may have found after construction that parts must keep all columns.
         return self._given_rows.uncut() if self._step.check.keeps_columns else self._given_rows
 
     def drop(self) -> None:
@@ -255,7 +255,7 @@ class LabelShares(Weighting[list[Any]]):
         """Make the parts with their shares and statistics, before the first backward.
 
         Returns:
-            The plan; another one if the split check finds that parts keep all columns.
+            The plan; another one if the split check finds that parts must keep all columns.
 
         Raises:
             SettingError: the loss of the batch is not the sum of its parts' shares.
@@ -263,7 +263,7 @@ class LabelShares(Weighting[list[Any]]):
         step = self._step
         rows = self._rows
         own = plan.micro_batches
-        # After an OOM here, this rank takes part in the collectives as one without rows.
+        # After an OOM here, this rank runs only the collectives, like a rank without rows.
         batches = step.retry.prepare(lambda: [rows.part(each.rows) for each in own]) or []
         if plan.number == 1 and not step.counts_over_ranks:
             self._parts = [Part(batch, rows.num_rows) for batch in batches] or [None]
@@ -295,23 +295,23 @@ class LabelShares(Weighting[list[Any]]):
         if step.counts_over_ranks:
             # FSDP takes the mean over ranks.
             total = sum(distributed.all_gather(total)) / distributed.world_size()
-        labelled = [number for number, count in enumerate(labels) if count]
+        with_labels = [number for number, count in enumerate(labels) if count]
         parts: list[Part | None] = [None] * plan.number
         for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
             part = Part(batch, len(own[number].rows))
             if len(own) > 1 or step.counts_over_ranks:
-                # A part of share 0 runs no loss, but its statistics may count.
+                # A part without labels runs no loss, but its statistics may count.
                 part = part._replace(
                     share=count / total if count else 0.0,
-                    is_first=number in labelled[:1],
-                    is_last=number in labelled[-1:],
+                    is_first=number in with_labels[:1],
+                    is_last=number in with_labels[-1:],
                 )
             parts[number] = part
         return parts
 
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
         """Call the function with the next part, or with a dummy of share 0 if other ranks wait."""
-        # Popped, so that this part is freed before the next one runs.
+        # Remove the part, so that it is freed before the next one runs.
         part = self._parts.pop(0)
         function = self._step.forward_backward
         if part is not None and part.share:
@@ -339,8 +339,8 @@ class BatchStatistics:
     """Sums the results of a function over the parts of a batch, in a pass without gradients before
     the first backward.
 
-    The model stays in its training mode. Random numbers and persistent buffers are restored
-    afterwards, so that the loss draws the same numbers, as if one forward had served both.
+    The model stays in training mode. Random numbers and persistent buffers are restored afterwards,
+    so that the forward of the loss draws the same numbers.
 
     Args:
         function: ``function(part)`` returns a mapping of names to numbers or tensors; None without
@@ -348,8 +348,8 @@ class BatchStatistics:
         step: runs the parts of a batch.
     """
 
-    # Kind of micro-batch: it has other collectives, since the function may run the model less often
-    # than the loss does.
+    # Kind of micro-batch, which identifies its collectives: the function may run the model less
+    # often than the loss does.
     KIND = "statistics"
 
     def __init__(
@@ -368,7 +368,7 @@ class BatchStatistics:
         """Return the statistics of a part; empty without a function.
 
         Raises:
-            SettingError: the function returned something else than a mapping.
+            SettingError: the function did not return a mapping.
         """
         if self._function is None:
             return {}
@@ -393,11 +393,11 @@ class BatchStatistics:
             OutOfMemoryElsewhereError: a rank ran out of memory; all ranks raise it.
             SettingError: parts have different statistics.
         """
-        left = list(parts)
+        remaining = list(parts)
 
         def forward(_: MicroBatch | None) -> Mapping[str, Any]:
-            part = left.pop(0)
-            if part is None and self._step.sharding.needs_dummy(is_last=not left):
+            part = remaining.pop(0)
+            if part is None and self._step.sharding.needs_dummy(is_last=not remaining):
                 part = Part(rows.dummy(), 1, share=0.0)
             return {} if part is None else self.of_part(part)
 
@@ -409,27 +409,29 @@ class BatchStatistics:
             on_host = [_moved(statistics, torch.device("cpu")) for statistics in of_parts]
             of_all_ranks = list(chain(*distributed.all_gather(on_host)))
             return _moved(self.sum_of(of_all_ranks), self._step.memory.device)
-        # A rank without rows runs only dummies, whose loss has weight 0.
-        return self.sum_of(of_parts) or next((each for _, each in results if each), {})
+        if not of_parts:
+            # This rank runs only dummies, whose loss has weight 0, so any statistics will do.
+            of_parts = [statistics for _, statistics in results if statistics][:1]
+        return self.sum_of(of_parts)
 
     @staticmethod
     def sum_of(statistics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the sums by name; a single mapping as it is.
+        """Return the sum over parts of each value by name.
 
         Raises:
-            SettingError: names or shapes differ.
+            SettingError: parts have different names or shapes.
         """
         if not statistics:
             return {}
         total, *others = statistics
         for other in others:
             if other.keys() != total.keys():
-                names = " and ".join(str(sorted(each)) for each in (total, other))
-                raise SettingError("statistics", f"of two parts {names}", _STATISTICS_REMEDY)
+                value = f"{sorted(total)} of one part and {sorted(other)} of another"
+                raise SettingError("statistics", value, _STATISTICS_REMEDY)
             for name in total:
                 shapes = [tuple(torch.as_tensor(each[name]).shape) for each in (total, other)]
                 if shapes[0] != shapes[1]:
-                    value = f"{name} of shapes {shapes[0]} and {shapes[1]} of two parts"
+                    value = f"{name} of shape {shapes[0]} in one part and {shapes[1]} in another"
                     raise SettingError("statistics", value, _STATISTICS_REMEDY)
             total = {name: value + other[name] for name, value in total.items()}
         return total

@@ -192,8 +192,8 @@ def means(page: Page, part: Part) -> dict[str, torch.Tensor]:
     ("loss", "statistics", "message"),
     [
         ("token_mean", lambda page, part: 3.0, "statistics='float': return a mapping"),
-        ("token_mean", lambda page, part: {f"of {part.num_rows}": 1}, "of two parts"),
-        ("token_mean", lambda page, part: {"loss": torch.ones(part.num_rows)}, "loss of shapes"),
+        ("token_mean", lambda page, part: {f"of {part.num_rows}": 1}, "of one part and"),
+        ("token_mean", lambda page, part: {"loss": torch.ones(part.num_rows)}, "loss of shape"),
         ("distill", means, "so a split would train something else"),
     ],
 )
