@@ -144,13 +144,13 @@ class FakeDevice:
         for number, buffer in enumerate(chain.from_iterable(model.buffers() for model in models)):
             yield ("filled", number), buffer
 
-    def batch(self, batch: dict[str, Any], *, is_moved: bool = True) -> None:
+    def batch(self, batch: dict[str, Any], *, is_on_device: bool = True) -> None:
         """Make the tensors of a batch fake, in place, and count them.
 
         Args:
             batch: tensors by name.
-            is_moved: whether the whole batch is on the device. If False, tensors on the CPU count
-                once the step copies them, inside :class:`DevicesAsHost`.
+            is_on_device: whether the whole batch is on the device. If False, tensors on the CPU
+                count once the step copies them, inside :class:`DevicesAsHost`.
         """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class FakeDevice:
                 with private.disable_current_modes():
                     result = self._on_host_device(tensor)
             storage = result.untyped_storage()
-            if not is_moved and tensor.device.type == "cpu":
+            if not is_on_device and tensor.device.type == "cpu":
                 self.not_moved.add(storage)
             elif self._counter:
                 self._counter._see(storage)

@@ -49,9 +49,9 @@ class AdaptiveStep(PartStep):
     """Calls a function of the script for each part of a batch, in smaller parts after an OOM.
 
     The script keeps its data, optimizer, rate and scaler: autocast, ``scaler.scale(loss)``,
-    ``accelerator.backward``, clipping and accumulation stay in it. The step adds to the gradients
-    of earlier batches. The gradients of a batch do not depend on the split, except for rounding; a
-    batch of one part has the bits of the script alone.
+    ``accelerator.backward``, clipping and accumulation stay in it. The step adds to existing
+    gradients. The number of parts changes a gradient only by rounding. With one part, gradients are
+    bitwise equal to the script's own.
 
     After an OOM the step restores gradients, random numbers and running statistics. Other side
     effects of `forward_backward`, such as metrics, happen in each attempt.
@@ -180,7 +180,7 @@ class AdaptiveStep(PartStep):
         try:
             return self.run_rows(rows, report)
         finally:
-            # Also if the step ended with an OOM.
+            # Warn even if the step raises DoesNotFitError.
             if self.bound_excludes_gradients and self.num_micro_batches > 1:
                 self.bound_excludes_gradients = False
                 log.warning(
@@ -239,7 +239,7 @@ class AdaptiveStep(PartStep):
     def _try_sample(
         self, make_batch: Callable[[], Any], *, has_gradients: bool, is_last: bool = True
     ) -> None:
-        """Run forward and backward of a batch at once, as a trial.
+        """Run forward and backward of a batch as one part, in a trial.
 
         Args:
             make_batch: function that makes the batch.
@@ -252,9 +252,9 @@ class AdaptiveStep(PartStep):
             return rows.part(range(rows.num_rows)), rows.num_rows
 
         def run() -> None:
-            comes = gradients_must_come(self.model, self.forward_backward)
+            checking = gradients_must_come(self.model, self.forward_backward)
             # Parameters have no gradients before the reduction.
-            with comes if is_last else nullcontext():
+            with checking if is_last else nullcontext():
                 self.try_part(whole, is_last=is_last)
 
         if not has_gradients:
@@ -262,7 +262,7 @@ class AdaptiveStep(PartStep):
             return
         gradients = self.save_gradients()
         if self.sizer.may_split:
-            # From the second part on, a batch has its own gradients in memory, too.
+            # From the second part on, the gradients of the batch are in memory too.
             gradients.fill_new()
         run()
         gradients.add_up()
@@ -305,11 +305,12 @@ class AdaptiveStep(PartStep):
 
         def forward_backward(fake: FakeDevice, num_rows: int) -> None:
             with private.disable_current_modes():
-                made = {"batch": sample(num_rows)}
-            # A script copies the tensors of a sample from the CPU to a model on another device.
-            fake.batch(made, is_moved=device.type == "cpu")
+                tensors = {"batch": sample(num_rows)}
+            # If the model is on the CPU, a script moves no tensors of a sample to its device.
+            # FakeDevice.batch() replaces the tensors in place.
+            fake.batch(tensors, is_on_device=device.type == "cpu")
             with DevicesAsHost(fake):
-                part = Part(made["batch"], num_rows, is_trial=True)
+                part = Part(tensors["batch"], num_rows, is_trial=True)
                 self.forward_backward(part._replace(statistics=self.statistics.of_part(part)))
 
         return estimate_step(

@@ -214,7 +214,7 @@ def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
     with device.counting() as counter:
         counter.add([])
         first = torch.zeros(100)
-        device.batch(batch, is_moved=False)
+        device.batch(batch, is_on_device=False)
         tokens = batch["tokens"][:, :2].contiguous().view(4)
         assert list(counter.log) == [400, 32]
         with DevicesAsHost(device):
@@ -230,7 +230,7 @@ def test_a_change_of_dtype_copies_a_batch_once():
     batch = {"mask": torch.zeros(2, 3, dtype=torch.int64)}
     with device.counting() as counter:
         counter.add([])
-        device.batch(batch, is_moved=False)
+        device.batch(batch, is_on_device=False)
         with DevicesAsHost(device):
             batch["mask"].to("cuda", torch.float32)
     assert [entry for entry in counter.log if entry > 0] == [24]

@@ -986,7 +986,7 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
     optimizer = torch.optim.AdamW(model.parameters())
     script = Script(model)
     step = AdaptiveStep(model, script, **{key: "auto"})
-    assert caplog.text.count("auto: batches run whole until a search") == 1
+    assert caplog.text.count("auto: batches are not split before a search") == 1
     expected, _ = plain_gradients(model, make_batch())
     step(make_batch())
     assert (script.rows, step.max_batch_size) == ([12], None)
