@@ -86,17 +86,18 @@ SEARCHES = ("predict", "binary", "halve")
 
 # Steps of a trial with training's own lengths, which fragment the allocator's cache.
 _DRAWN_STEPS = 12
-# A timed sample has this number of the largest micro-batches, or one step; and at most so many
-# rows.
+# A timed sample has the tokens of this number of the largest micro-batches, or of one step if that
+# has fewer.
 _LARGEST_IN_SAMPLE = 2
-_MOST_ROWS = 256
-# Least tokens of a timed sample: the time of fewer is noise.
-_LEAST_TOKENS = 1024
-# Rows of a pass that warms up a compiled model, and the most passes.
+# Minimum number of rows from which timed samples are taken.
+_SAMPLED_ROWS = 256
+# Minimum number of tokens of a timed sample: the time of fewer is noise.
+_MIN_TOKENS = 1024
+# Rows of a pass that warms up a compiled model, and the maximum number of passes.
 _WARM_ROWS = 8
 _WARM_PASSES = 6
-# Variants of one function in a layout: as many as torch allows by default.
-_MOST_VARIANTS = 8
+# Maximum number of compiled variants of a function in a layout: torch's default.
+_MAX_VARIANTS = 8
 
 
 class MeasuredRows(Protocol):
@@ -112,10 +113,11 @@ class MeasuredRows(Protocol):
 
 @dataclass(frozen=True)
 class LongestRows:
-    """Rows of trials: the largest ones that training can have.
+    """Rows of trials: the largest rows of training.
 
     Attributes:
-        first: ``first(size)`` returns `size` rows, the largest first, in the form that trials take.
+        first: ``first(size)`` returns `size` rows, the largest first, as an argument of
+            :attr:`TriedStep.try_rows`.
         length: tokens of the longest row; 0 if unknown.
         name: name of a single row in errors.
         in_order: ``in_order(begin, size)`` returns rows in the order of training; None without an
@@ -138,7 +140,7 @@ class LongestRows:
 
         Args:
             sample: ``sample(size)`` makes a batch of `size` rows.
-            split: function that makes a batch ready to be split.
+            split: function that returns a batch as a :class:`.BatchSource`.
             device: device whose random numbers are restored.
         """
         length = length_in_sample(sample, split, device)
@@ -156,11 +158,11 @@ class LongestRows:
         prepare: Callable[[Any], Any] = lambda row: row,
         order: Callable[[], RowOrder | torch.Tensor] | None = None,
     ) -> LongestRows:
-        """Build the rows of a dataset; the largest row is that with the most bytes in its tensors.
+        """Build the rows of a dataset. The largest row has the most bytes in its tensors.
 
         Args:
             rows: the dataset.
-            length: tokens that `prepare` cuts or fills each row to; None if it keeps the length.
+            length: tokens that `prepare` cuts or extends each row to; None if it keeps the length.
             are_alike: whether all rows have one length, which errors do not name.
             source: end of a row's name in errors.
             prepare: function that prepares a row for trials.
@@ -178,34 +180,35 @@ class LongestRows:
 
         def in_order(begin: int, size: int) -> list[Any]:
             assert order is not None
-            in_turn = order()
-            if not len(in_turn):
+            ordered = order()
+            if not len(ordered):
                 return first(size)
-            places = torch.arange(begin, begin + size) % len(in_turn)
-            return [rows[number] for number in in_turn[places].tolist()]
+            places = torch.arange(begin, begin + size) % len(ordered)
+            return [rows[number] for number in ordered[places].tolist()]
 
         largest_length = int(lengths[numbers[0]]) if length is None else length
         name = "one row" if are_alike else _name(largest_length) + source
-        made = cls(first, largest_length, name, None if order is None else in_order)
+        largest = cls(first, largest_length, name, None if order is None else in_order)
         (longest,) = longest_rows(lengths, 1)
         longest_length = int(lengths[longest])
         if length is not None or longest_length == largest_length:
-            return made
+            return largest
 
         @cache
         def longest_row() -> Any:
             return prepare(rows[longest])
 
-        beside = replace(
-            made,
+        padded_to_longest = replace(
+            largest,
             first=lambda size: [longest_row(), *first(size - 1)],
             length=longest_length,
             name=_name(longest_length) + source,
         )
-        return replace(made, padded_to_longest=beside)
+        return replace(largest, padded_to_longest=padded_to_longest)
 
 
 def _name(length: int) -> str:
+    """Return the name of a row of this length in errors."""
     return f"one row of {count(length, 'token')}" if length else "one row"
 
 
@@ -215,7 +218,7 @@ class Evaluation:
 
     Attributes:
         run: function that runs rows without gradients.
-        trained: rows of training; one is stepped, so that the optimizer has its state.
+        trained: rows of training, of which the dry run steps one to create the optimizer's state.
         name: phrase for logs, such as ``evaluating rows``.
         kind: kind of micro-batch, see :meth:`Sharding.micro_batch`.
         in_training_mode: whether the model stays in training mode.
@@ -232,16 +235,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TriedStep:
-    """Step of training that trials run, by the same code as training.
+    """Step of training that trials run with the code of training.
 
     Attributes:
         engine: runs its micro-batches.
         optimizer: optimizer of the model's parameters, or the optimizers in backward.
-        try_rows: function that runs forward and backward of rows of :class:`LongestRows` at once;
-            ``is_last=False`` does not reduce gradients.
+        try_rows: function that runs forward and backward of the result of
+            :attr:`LongestRows.first` at once; ``is_last=False`` does not reduce gradients.
         clip: function that clips the gradients before the optimizer's step.
         row_length: function that returns the tokens of a row.
-        keep_gradients: function that leaves the unsharded gradients of mid-step; None without any.
+        keep_gradients: function that leaves the gradients within a step, which are unsharded; None
+            if they are sharded.
         frozen_modules: frozen modules that the step runs besides the model.
     """
 
@@ -321,13 +325,12 @@ class SearchScope:
 
     Attributes:
         rows: rows of the trials.
-        accumulates: whether some step has several micro-batches, so that a forward begins with
-            gradients in memory.
-        whole_step_rows: rows of a step on one device that is one micro-batch if they fit; None if a
-            step never has more rows than fit.
+        accumulates: whether a forward may begin with gradients in memory.
+        whole_step_rows: rows of a step on one device. If they do not fit at once, the search is
+            repeated with gradients in memory. None if all steps fit at once.
         evaluation: evaluation to try instead of training; None for training.
-        choices: layouts among which the fastest micro-batches are sought within the bound; None for
-            the largest.
+        choices: layouts for the search for the fastest micro-batches within the bound; None for no
+            such search.
     """
 
     rows: LongestRows
@@ -351,8 +354,8 @@ class SearchCache(Protocol):
 
 
 class BoundSearch:
-    """Finds how many rows fit, in training or in evaluation; leaves training as it was, bit for
-    bit.
+    """Finds the most rows that fit in training or in evaluation, and restores the training state
+    bit for bit.
 
     Args:
         tried: step that trials run.
@@ -360,7 +363,7 @@ class BoundSearch:
         options: options of the search.
         cache: results of earlier searches; None without a cache.
         time_limit: function that returns a context, which ends all ranks if a trial takes too long.
-        strategy: search algorithm; None for the one that `options` names.
+        strategy: search strategy; None for the strategy in `options`.
     """
 
     def __init__(
@@ -382,15 +385,15 @@ class BoundSearch:
         self._memory = tried.engine.memory
         self._maximum = distributed.minimum(options.maximum)
         self._min_rows = fewest_rows(tried.engine.model)
-        # This empties the allocator's cache.
         self._budget = self.budget_bytes()
+        # budget_bytes() has emptied the allocator's cache.
         tried.engine.largest_size = 0
         evaluation = scope.evaluation
         stepped = evaluation.trained if evaluation else scope.rows
         min_rows = self._min_rows
-        keeps = None
+        keep_gradients = None
         if tried.keep_gradients:
-            keeps = partial(tried.keep_gradients, stepped.first(min_rows))
+            keep_gradients = partial(tried.keep_gradients, stepped.first(min_rows))
         self._dry_run = DryRun(
             model=tried.engine.model,
             optimizer=tried.optimizer,
@@ -402,7 +405,7 @@ class BoundSearch:
             min_rows=min_rows,
             row=stepped.name if min_rows == 1 else f"{min_rows} rows, which BatchNorm needs,",
             sharding=tried.engine.sharding,
-            keep_gradients=keeps,
+            keep_gradients=keep_gradients,
             remedies=tried.engine.retry.remedies,
             varying_steps=self._varying_steps if self._fragments else None,
             frozen_modules=tried.frozen_modules,
@@ -413,20 +416,20 @@ class BoundSearch:
         """Return the bytes that a trial on this rank may use.
 
         Raises:
-            SettingError: more is asked for than the device has.
+            SettingError: `device_memory` is more than the device has.
         """
         model = self._tried.engine.model
         states = optimizer_state_tensors(optimizer_list(self._tried.optimizer))
-        changing = [*model.parameters(), *model.buffers(), *states]
-        held = [
+        copied = [*model.parameters(), *model.buffers(), *states]
+        frozen = [
             tensor
             for module in self._tried.frozen_modules
             for tensor in (*module.parameters(), *module.buffers())
         ]
-        available = self._memory.available_bytes([*changing, *held])
+        available = self._memory.available_bytes([*copied, *frozen])
         if self._memory.device.type == "cpu":
-            # The probe's own copies lie in the same memory.
-            available = max(1, available - storage_bytes(changing))
+            # The copies of the dry run are in the same memory.
+            available = max(1, available - storage_bytes(copied))
         return budget_bytes(
             self._options.device_memory,
             headroom=self.headroom,
@@ -446,8 +449,8 @@ class BoundSearch:
     def left_free(self) -> str:
         """Description of the headroom, and of a way to reduce it."""
         text = f"{100 * self.headroom:.4g}% of the memory left free"
-        would_leave_less = self._fragments and not segments_expand() and segments_can_expand()
-        if isinstance(self._options.headroom, str) and would_leave_less:
+        could_expand = self._fragments and not segments_expand() and segments_can_expand()
+        if isinstance(self._options.headroom, str) and could_expand:
             text += (
                 f" ({100 * HEADROOM_EXPANDABLE:.4g}% with"
                 " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
@@ -456,7 +459,7 @@ class BoundSearch:
 
     @property
     def _of_tokens(self) -> str:
-        """Length of the rows, for messages."""
+        """Length of the rows, for messages; empty if unknown."""
         length = self._scope.rows.length
         return f" of {count(length, 'token')}" if length else ""
 
@@ -490,24 +493,29 @@ class BoundSearch:
             format_bytes(self._budget),
             self.left_free,
         )
-        others = ExternalLeaves(engine.own_leaves, in_trials=True)
+        external_leaves = ExternalLeaves(engine.own_leaves, in_trials=True)
         gradients = SavedGradients({}, lambda: None)
         try:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
                 stack.callback(gradients.put_back)
-                stack.enter_context(others.watch_backward(gradients.set_aside))
+                stack.enter_context(external_leaves.watch_backward(gradients.set_aside))
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(min(budgets), resident_bytes)
-                # Counting sees eager operations.
+                # Memory is counted without the compiler.
                 if compiles and self._memory.granularity_bytes == 1:
                     result = replace(result, counts_eager=True)
                 choices = self._scope.choices
                 if choices and result.max_batch_size and result.throughput is None:
-                    rows, most = self._scope.rows, result.max_batch_size
-                    search = ThroughputSearch(self._tried, self._dry_run, choices, rows, most)
+                    search = ThroughputSearch(
+                        self._tried,
+                        self._dry_run,
+                        choices,
+                        self._scope.rows,
+                        result.max_batch_size,
+                    )
                     config: Any = torch.compiler.config
                     # Timed micro-batches have more shapes than torch compiles by default.
                     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
@@ -515,7 +523,7 @@ class BoundSearch:
                         result = replace(result, throughput=search())
         finally:
             if compiles:
-                # The sizes of trials must not use up the compiler's limit of variants.
+                # Training must not share the compiler's limit of variants with trials.
                 torch.compiler.reset()
         if self._leaves_cache:
             largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
@@ -546,7 +554,7 @@ class BoundSearch:
         if self._scope.evaluation and not self._tried.engine.sharding.knows(
             evaluates=self._scope.evaluation.kind
         ):
-            # It records the collectives, so that a rank can finish them after an OOM.
+            # Record the collectives, so that a rank can finish them after an OOM.
             self._run_trial(1)
         if earlier is not None:
             result = try_again(earlier, self._run_trial)
@@ -563,20 +571,22 @@ class BoundSearch:
         )
         max_batch_size = result.max_batch_size
         if self._leaves_cache and max_batch_size and max_batch_size != result.trials[-1].batch_size:
-            # Training begins with the allocator's cache of this trial.
+            # Training starts with the allocator's cache of the last trial.
             self._run_trial(max_batch_size)
         return result
 
     def _run_trial(self, size: int) -> Trial:
-        # Rows are read before anything is measured.
-        self._scope.rows.first(size)
+        """Run a trial of training, or of evaluation if the scope has one."""
+        rows = self._scope.rows
+        # Cache the rows, so that the trial does not measure reading.
+        rows.first(size)
         with self._time_limit(f"a trial of {count(size, 'row')}{self._of_tokens}"):
             evaluation = self._scope.evaluation
             if evaluation is None:
                 return self._dry_run(size)
             try:
                 return self._dry_run.evaluation(
-                    lambda size: evaluation.run(self._scope.rows.first(size)),
+                    lambda num_rows: evaluation.run(rows.first(num_rows)),
                     size,
                     in_training_mode=evaluation.in_training_mode,
                 )
@@ -585,8 +595,8 @@ class BoundSearch:
                 raise
 
     def _varying_steps(self, size: int) -> Iterator[TrialStep]:
-        """Yield the steps of a trial whose micro-batches hold `size` rows: the longest, what comes
-        first in training, and the longest again.
+        """Yield the steps of a trial whose micro-batches hold `size` rows: the longest rows, the
+        first rows of training, and the longest rows again.
         """
         tried = self._tried
         rows = self._scope.rows
@@ -594,15 +604,16 @@ class BoundSearch:
         layout = tried.engine.sizer.layout
         unit = tried.engine.sizer.limit_of_step.unit
         limit = MicroBatchLimit(layout.amount(size, rows.length, unit=unit), unit)
-        per_step = 2 if self._scope.accumulates else 1
+        num_micro_batches = 2 if self._scope.accumulates else 1
         longest = partial(tried.try_rows, rows.first(size))
-        yield [longest] * per_step
+        yield [longest] * num_micro_batches
+        step_rows = num_micro_batches * size
         for step in range(_DRAWN_STEPS):
-            drawn = rows.in_order(step * per_step * size, per_step * size)
+            drawn = rows.in_order(step * step_rows, step_rows)
             lengths = [min(rows.length, tried.row_length(row)) for row in drawn]
             pieces = micro_batches(lengths, limit, layout)
             yield [partial(tried.try_rows, [drawn[row] for row in piece.rows]) for piece in pieces]
-        yield [longest] * per_step
+        yield [longest] * num_micro_batches
 
     def _named_strategy(self, budget: int, resident_bytes: int) -> Search:
         if self._options.search == "binary":
@@ -613,11 +624,10 @@ class BoundSearch:
         if self._cache is not None:
             expected = distributed.from_rank_zero(self._cache.expected)
         if expected is not None:
-            expected_rows = expected.max_rows(budget)
-            rows = self._maximum
-            if expected_rows is not None:
-                rows = min(expected_rows, self._maximum)
-            log.info("about %d rows are expected to fit; each size that counts is tried", rows)
+            rows = expected.max_rows(budget)
+            if rows is None or rows > self._maximum:
+                rows = self._maximum
+            log.info("about %d rows are expected to fit; the result is always tried", rows)
         return Predictive(
             budget_bytes=budget,
             maximum=self._maximum,
@@ -639,8 +649,8 @@ class ThroughputSearch:
         tried: step of training that trials run.
         dry_run: entered dry run; measures and undoes trials.
         choices: candidate layouts.
-        worst: rows of trials, with those of training in order.
-        max_batch_size: most of the longest rows that fit at once.
+        rows: rows of trials, with an order of training.
+        max_batch_size: the most rows of trials that fit at once.
     """
 
     def __init__(
@@ -648,20 +658,20 @@ class ThroughputSearch:
         tried: TriedStep,
         dry_run: DryRun,
         choices: Choices,
-        worst: LongestRows,
+        rows: LongestRows,
         max_batch_size: int,
     ) -> None:
-        assert worst.in_order is not None, "rows of no order are not trained on"
+        assert rows.in_order is not None, "timed rows need the order of training"
         self._began = time.perf_counter()
         self._tried = tried
         self._dry_run = dry_run
         self._choices = choices
-        self._in_order = worst.in_order
+        self._in_order = rows.in_order
         self._layout = tried.engine.sizer.layout
-        self._longest = self._layout.padded(worst.length)
+        self._longest = self._layout.padded(rows.length)
         self._step_rows = choices.timed_rows or max_batch_size
         self._max_batch_size = max_batch_size
-        self._rows = self._in_order(0, max(self._step_rows, _MOST_ROWS))
+        self._rows = self._in_order(0, max(self._step_rows, _SAMPLED_ROWS))
         self._lengths = list(map(tried.row_length, self._rows))
 
     def __call__(self) -> Throughput | None:
@@ -670,20 +680,22 @@ class ThroughputSearch:
         compile_seconds = 0.0
         if is_compiled(self._tried.engine.model):
             with Compilations() as compilations:
-                layouts = [layout for layout in layouts if self._settles(layout, compilations)]
+                layouts = [
+                    layout for layout in layouts if self._stops_compiling(layout, compilations)
+                ]
             compile_seconds = compilations.seconds
             log.info("compiling took %.0f s before micro-batches are timed", compile_seconds)
-        of_step = self._dry_run.time(
+        seconds = self._dry_run.time(
             [partial(self._tried.try_rows, self._rows[:1]), self._tried.step]
         )
-        if of_step is None or not layouts:
+        if seconds is None or not layouts:
             return None
         search = FastestSearch(
             self._time,
             steps=self._sample(layouts),
             layouts=layouts,
             limits=self._limits,
-            step_seconds=of_step[1],
+            step_seconds=seconds[1],
         )
         for found in search():
             trial = self._try_largest(found)
@@ -696,14 +708,14 @@ class ThroughputSearch:
         return None
 
     def _sample(self, layouts: Sequence[MicroBatchLayout]) -> list[list[int]]:
-        """Return the row lengths of the steps that are timed first."""
-        largest = [self._limits(layout)[1] for layout in layouts]
-        fills = [
-            limit.amount * (1 if limit.unit == "tokens" else self._longest) for limit in largest
-        ]
-        tokens = min(_LARGEST_IN_SAMPLE * max(fills), sum(self._lengths[: self._step_rows]))
-        so_far = list(accumulate(self._lengths))
-        num_rows = bisect_left(so_far, max(_LEAST_TOKENS, tokens)) + 1
+        """Return the row lengths of the steps that are timed."""
+        limits = [self._limits(layout)[1] for layout in layouts]
+        largest_tokens = max(
+            limit.amount * (1 if limit.unit == "tokens" else self._longest) for limit in limits
+        )
+        tokens = min(_LARGEST_IN_SAMPLE * largest_tokens, sum(self._lengths[: self._step_rows]))
+        tokens_so_far = list(accumulate(self._lengths))
+        num_rows = bisect_left(tokens_so_far, max(_MIN_TOKENS, tokens)) + 1
         return self._in_steps(self._lengths[:num_rows])
 
     def _in_steps(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -726,36 +738,36 @@ class ThroughputSearch:
         with self._tried.engine.sizer.trying(layout):
             return self._dry_run(layout.rows_within(found.limit, self._longest))
 
-    def _settles(self, layout: MicroBatchLayout, compilations: Compilations) -> bool:
+    def _stops_compiling(self, layout: MicroBatchLayout, compilations: Compilations) -> bool:
         """Warm up a layout with new rows, at the largest limit and a quarter of it, until nothing
         is compiled. Return False if a function has too many variants.
         """
         smallest, largest = self._limits(layout)
         quarter = replace(largest, amount=max(smallest.amount, largest.amount // 4))
-        sizes = [quarter, largest]
+        limits = [quarter, largest]
         num_variants = {name: len(found) for name, found in compilations.variants.items()}
         for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
             rows = self._in_order(begin, _WARM_ROWS)
             lengths = list(map(self._tried.row_length, rows))
             num_compilations = compilations.number
-            for limit in sizes:
+            for limit in limits:
                 for piece in micro_batches(lengths, limit, layout):
                     with self._tried.engine.sizer.trying(layout):
                         micro_batch = partial(
                             self._tried.try_rows, [rows[row] for row in piece.rows]
                         )
                         if self._dry_run.time([micro_batch]) is None:
-                            # The search rejects the largest limit again.
-                            sizes = sizes[:1]
+                            # Warm up only a quarter; the search rejects the largest limit too.
+                            limits = [quarter]
             new_variants = [
                 len(found) - num_variants.get(name, 0)
                 for name, found in compilations.variants.items()
             ]
-            if distributed.any_of_ranks(max(new_variants, default=0) > _MOST_VARIANTS):
+            if distributed.any_of_ranks(max(new_variants, default=0) > _MAX_VARIANTS):
                 log.info(
-                    "%s micro-batches are not chosen: their shapes are compiled more than %d times",
+                    "%s micro-batches are excluded: a function was compiled more than %d times",
                     layout.kind,
-                    _MOST_VARIANTS,
+                    _MAX_VARIANTS,
                 )
                 return False
             if not distributed.any_of_ranks(compilations.number > num_compilations):
@@ -763,7 +775,9 @@ class ThroughputSearch:
         return True
 
     def _time(self, cuts: Sequence[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of each micro-batch in some layouts, None if one does not fit."""
+        """Return the seconds of each micro-batch of each split; None for a split that does not
+        fit.
+        """
         timings = []
         for pieces, layout in cuts:
             last = len(pieces)
@@ -808,17 +822,17 @@ def find_limit(
     cache_of: Callable[[SearchScope], SearchCache | None] = lambda scope: None,
     time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
 ) -> list[ProbeResult]:
-    """Find how many rows fit, and limit a sizer to them. All searches go through this function.
+    """Find the most rows that fit, and limit a sizer to them. All searches use this function.
 
-    A step that does not fit as one micro-batch is searched again with the gradients of an earlier
-    micro-batch in memory. If another row has more tokens than the largest rows, the search is
-    repeated with rows padded to it.
+    If a step does not fit as one micro-batch, the search is repeated with the gradients of an
+    earlier micro-batch in memory. If another row has more tokens than the largest row, the search
+    is repeated with rows padded to it.
 
     Args:
         tried: step that trials run.
         scope: target of the search.
         options: options of the search.
-        sizer: receives the bound, and refuses a configured size above it; None without one.
+        sizer: sizer to limit; None for no sizer.
         report: function that is called with the result of each search.
         cache_of: function that returns the cache of a search; None for no cache.
         time_limit: see :class:`BoundSearch`.
@@ -860,23 +874,22 @@ def find_max_batch_size(
     search: str = "predict",
     accumulates: bool = False,
 ) -> ProbeResult:
-    """Find the largest batch that fits in a whole training step; leave training as it was, bit for
-    bit.
+    """Find the largest batch that fits in a whole training step.
 
-    Trials run forward and backward of the largest rows with the optimizer's state in memory; the
-    returned size was tried. Weights, optimizer, gradients, buffers and random numbers are restored.
-    On several ranks `fully_shard` must have divided the model; all ranks call this function, and
-    the smallest bound counts.
+    Trials run forward and backward of the longest rows with the optimizer's state in memory, and
+    the returned size was tried. Weights, optimizer, gradients, buffers and random numbers are
+    restored to the bit. On several ranks, shard the model with `fully_shard`. All ranks call this
+    function, and the smallest bound of a rank is returned.
 
     Args:
         model: model on its device.
         optimizer: optimizer of its parameters.
-        forward_backward: function that runs a batch as training does, ``backward()`` included;
-            autocast and scaling belong into it.
-        sample: function that returns the `n` worst rows as a batch: the longest that training may
-            meet, collated.
+        forward_backward: function that runs forward and backward of a batch as in training, with
+            autocast and scaling.
+        sample: function ``sample(n)`` that returns a collated batch of the `n` longest rows that
+            training may have.
         device_memory: see :class:`ProbeOptions`.
-        headroom: share of `device_memory` that is left free.
+        headroom: share of `device_memory` that stays free.
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
         accumulates: whether a forward begins with gradients in memory, as in scripts that
@@ -899,9 +912,9 @@ def find_max_batch_size(
     engine = Step(model, MicroBatchSizer(), remedies=REMEDIES)
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
-        # Gradients that are not reduced are not the parameters' yet.
-        comes = gradients_must_come(model, forward_backward) if is_last else nullcontext()
-        with comes, engine.trial(is_last=is_last):
+        # Parameters have no gradients before the reduction.
+        checking = gradients_must_come(model, forward_backward) if is_last else nullcontext()
+        with checking, engine.trial(is_last=is_last):
             forward_backward(make_batch())
 
     tried = TriedStep(engine, optimizer, try_sample)
