@@ -4,6 +4,7 @@ the frozen reference of a loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ REFERENCE = "reference"
 # Key of a batch under which its loss finds the values of the reference.
 REFERENCE_VALUES = "reference_values"
 Result = TypeVar("Result")
-# Rows that an evaluation reads at a time, at least.
+# Minimum number of rows that an evaluation reads at a time.
 _ROWS_READ = 256
-# By tokens, it reads at least this number of times the limit.
-_LIMITS_READ = 4
+# If the limit counts tokens, it reads at least the tokens of this number of micro-batches.
+_MICRO_BATCHES_READ = 4
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ class RowLoss:
             host or the device: an integer scalar tensor.
         row_length: returns the tokens of a row.
         num_real_tokens: returns the tokens of a row without padding.
-        dummy_row: returns a row with labels, for a rank that has no row left; needed on several
-            ranks.
+        dummy_row: returns a row with labels, for a rank without rows; needed on several ranks.
         pack: ``pack(rows)`` makes one batch on the host without padding, and returns it with the
             number of tokens of each sequence; None if rows are always padded.
         counts_rows: whether `mean_loss` is a mean over rows, which `count_labels` counts. The share
@@ -105,7 +105,7 @@ class RowLoss:
         return mean, count
 
     def some_row(self) -> Row:
-        """Return a row with labels, for a rank that has no row left."""
+        """Return a row with labels, for a rank without rows."""
         assert self.dummy_row is not None, "several ranks need a dummy row"
         return self.dummy_row()
 
@@ -121,7 +121,7 @@ class SmallBatch(NamedTuple):
 
     rows: Any
     label_tokens: Any
-    # Squared norm of its gradients, which are sums over its label tokens.
+    # Squared norm of the gradients of its summed loss.
     squared_norm: Any
     has_labels: bool
 
@@ -136,8 +136,8 @@ class SumThenDivide(Weighting[StepResult]):
         measures_noise: whether the noise is sampled, see :class:`SmallBatch`.
 
     Attributes:
-        reference_values: numbers of each row from a reference that has its own micro-batches:
-            `[rows, numbers]`; else None.
+        reference_values: values of each row from a :class:`RowReference`: `[rows, num_values]`;
+            None without one.
     """
 
     def __init__(
@@ -176,7 +176,8 @@ class SumThenDivide(Weighting[StepResult]):
         self._num_tokens = sum(map(self._loss.num_real_tokens, self._rows))
         self._run_tokens = 0
         self._num_labelled = 0
-        # A single rank sums on its device; several ranks count on the host with the other counts.
+        # A single rank starts on the host and adds sums of its device without waiting for it.
+        # Several ranks send the loss from the device.
         device = self._step.memory.device if distributed.world_size() > 1 else None
         self._loss_sum = torch.zeros((), device=device)
         self._label_tokens = torch.zeros((), dtype=torch.int64)
@@ -214,9 +215,11 @@ class SumThenDivide(Weighting[StepResult]):
             self._small = self._small_batch()
 
     def _backward(self, batch: Batch, labels: torch.Tensor | None) -> None:
-        """Add the gradients of a batch with this number of labels; None for weight 0."""
+        """Run forward and backward of a batch with this number of labels; None for a dummy of
+        weight 0.
+        """
         mean, count = self._loss.loss_and_labels(batch)
-        together = distributed.world_size() > 1
+        has_ranks = distributed.world_size() > 1
         if self._loss.counts_rows:
             loss = mean * 0
             if labels is not None:
@@ -228,16 +231,16 @@ class SumThenDivide(Weighting[StepResult]):
         else:
             loss = mean * (0 if labels is None else count)
             if labels is not None:
-                self._add(loss.detach(), labels if together else count, batch, weight=count)
+                self._add(loss.detach(), labels if has_ranks else count, batch, weight=count)
         # The optimizer in backward steps each parameter as soon as its gradient is computed, so the
         # loss of this, the only micro-batch, is divided before backward.
         if not self._step.scales_gradients:
             self._all_reduce()
-            if not self._loss.counts_rows and not together:
+            if not self._loss.counts_rows and not has_ranks:
                 loss = mean
             elif not self._loss.counts_rows:
-                # No rank has labels, so no parameter is stepped.
                 if not self._label_tokens:
+                    # No rank has labels: skip the backward, which would step the parameters.
                     return
                 loss = loss * (distributed.world_size() / self._label_tokens)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -250,7 +253,9 @@ class SumThenDivide(Weighting[StepResult]):
         *,
         weight: float | torch.Tensor,
     ) -> None:
-        """Add a micro-batch with labels, and the metrics that its loss stored in the batch."""
+        """Add the loss and labels of a micro-batch to the sums, and the metrics that its loss has
+        stored in the batch.
+        """
         self._num_labelled += 1
         self._loss_sum = self._loss_sum + self._as_sum(loss)
         self._label_tokens = self._label_tokens + labels
@@ -258,7 +263,7 @@ class SumThenDivide(Weighting[StepResult]):
             self._metrics[name] = total + self._as_sum(weight * batch[name])
 
     def _as_sum(self, value: torch.Tensor) -> torch.Tensor:
-        # All ranks send the dtype of one without labels.
+        # All ranks must send the dtype of a rank without labels.
         return value.to(self._loss_sum.dtype) if distributed.world_size() > 1 else value
 
     # --- the end of a step
@@ -273,14 +278,14 @@ class SumThenDivide(Weighting[StepResult]):
             scale = ranks / self._label_tokens
             for parameter in self._step.model.parameters():
                 if parameter.grad is not None:
-                    # It is on the host where parameters are offloaded.
+                    # Gradients of offloaded parameters are on the host.
                     parameter.grad *= scale.to(parameter.grad.device)
         elif not has_labels and ranks > 1:
             self._step.drop_gradients()
         noise = None
         if self._small is not None:
             noise = self._noise(self._small)
-        # Reading numbers below waits for the device.
+        # The code below reads numbers, which waits for the device.
         grad_norm = self._step.clip()
         num_micro_batches = self._num_labelled
         if ranks > 1:
@@ -304,8 +309,8 @@ class SumThenDivide(Weighting[StepResult]):
         )
 
     def _all_reduce(self) -> bool:
-        """Sum over ranks in two small collectives: counts as integers, loss and metrics as floats.
-        Return whether a rank ran out of memory.
+        """Sum counts, loss and metrics over ranks in two small collectives; return whether a rank
+        ran out of memory.
         """
         failed = int(self._step.retry.has_failed)
         if distributed.world_size() == 1:
@@ -346,10 +351,12 @@ class SumThenDivide(Weighting[StepResult]):
         return squared_norm(shards) if shards else torch.zeros(())
 
     def _small_batch(self) -> SmallBatch:
-        """Return the small batch; its reduced gradients are the only ones so far."""
+        """Return the first micro-batch of each rank, whose reduced gradients are the only ones so
+        far.
+        """
         squared = self._squared_norm()
         if self._loss.counts_rows:
-            # As if losses had been summed.
+            # Convert to the gradients of a summed loss.
             squared = squared * (self._global_rows / distributed.world_size()) ** 2
         num_rows = sum(len(first.rows) for first in self._step.plan.micro_batches[:1])
         return SmallBatch(num_rows, self._label_tokens, squared, self._num_labelled > 0)
@@ -361,7 +368,7 @@ class SumThenDivide(Weighting[StepResult]):
         rows, labels, squared, has_labels = small
         whole = self._squared_norm()
         ranks = distributed.world_size()
-        # Counted in micro-batches, so that a single rank does not wait for its device.
+        # A single rank counts micro-batches, since counting labels would wait for its device.
         is_part = has_labels and self._num_labelled > 1
         if ranks > 1:
             device = self._step.memory.device
@@ -381,13 +388,13 @@ class SumThenDivide(Weighting[StepResult]):
 
 @dataclass(frozen=True)
 class RowReference:
-    """Numbers that a loss needs of each row from a frozen reference.
+    """Values of each row that a loss needs from a frozen reference.
 
     Attributes:
-        values: function that returns the numbers of a batch on the device: `[rows, numbers]`. It
+        values: function that returns the values of a batch on the device: `[rows, num_values]`. It
             may empty the batch.
-        num_values: numbers of each row.
-        sizer: limits a micro-batch of the reference, which training's sizer does not.
+        num_values: number of values of each row.
+        sizer: limits a micro-batch of the reference.
     """
 
     values: Callable[[dict[str, Any]], torch.Tensor]
@@ -404,7 +411,7 @@ class ReferencePass:
     Args:
         step: step that trains the model.
         loss: loss of its rows; it makes the batches.
-        reference: numbers that are computed.
+        reference: values to compute.
 
     Attributes:
         sizer: see :class:`RowReference`.
@@ -419,10 +426,11 @@ class ReferencePass:
         self._snapshot = StepSnapshot(step.model, step.memory.device)
 
     def of_rows(self, rows: Sequence[Any]) -> torch.Tensor:
-        """Return the numbers of each row of a step, on the device: `[rows, numbers]`. A collective.
+        """Return the values of each row of a step on the device: `[rows, num_values]`. A
+        collective.
 
         Args:
-            rows: rows of this rank; none where other ranks have some.
+            rows: rows of this rank; empty if only other ranks have rows.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -454,7 +462,7 @@ class ReferencePass:
         return torch.zeros(num_rows, self._reference.num_values)
 
     def try_rows(self, rows: Sequence[Any]) -> None:
-        """Run one micro-batch as :meth:`of_rows` does, and drop its numbers."""
+        """Run one micro-batch as :meth:`of_rows` does, as a trial."""
         length = self.sizer.layout.padded(max(map(self._loss.row_length, rows)))
         with torch.no_grad(), self._step.trial(evaluates=REFERENCE):
             self._values(rows, length)
@@ -472,13 +480,12 @@ class RecipeStep(Step):
         model: model whose gradients are summed; they must be clear when :meth:`run` begins.
         loss: loss of its rows.
         sizer: limits a micro-batch.
-        max_grad_norm: norm that all gradients are clipped to; infinity only measures it, None does
-            neither.
-        scale_gradients: False with the optimizer in backward, which steps the only micro-batch
-            during its backward.
+        max_grad_norm: see :func:`clip_gradients`.
+        scale_gradients: whether gradients are divided after the last micro-batch. False with the
+            optimizer in backward, which steps during the backward of the only micro-batch.
         measures_noise: whether steps may sample the gradient's noise.
-        reference: frozen reference with its own micro-batches; None if the loss runs it or has
-            none.
+        reference: frozen reference with its own micro-batches; None if the loss runs its reference
+            or needs none.
         options: see :class:`Step`.
 
     Attributes:
@@ -519,17 +526,17 @@ class RecipeStep(Step):
         measures_noise: bool = False,
     ) -> StepResult:
         """Compute and clip the gradients of the mean loss over all label tokens, or over all rows
-        if the loss counts rows. All ranks agree on the step before.
+        if the loss counts rows. A collective.
 
         Args:
-            rows: rows of this rank; none where other ranks have some.
-            report: report of this rank to the others; with accumulation its batch size is that of
-                one batch.
+            rows: rows of this rank; empty if only other ranks have rows.
+            report: report of this rank to the others. If the recipe accumulates batches, its batch
+                size is the rows of one batch.
             measures_noise: whether the noise is sampled with the first micro-batch of each rank.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            GrowthFunctionError: a rule has answered differently on some rank.
+            GrowthFunctionError: ranks have different batches.
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
         assert not measures_noise or self._measures_noise
@@ -544,7 +551,7 @@ class RecipeStep(Step):
         return self.run_step(weighting, plan)
 
     def clip(self) -> torch.Tensor | None:
-        """Clip the gradients as configured; return the norm that they had."""
+        """Clip the gradients as configured; return the norm before clipping."""
         return clip_gradients(self.model, self._max_grad_norm)
 
     # --- without gradients
@@ -564,7 +571,7 @@ class RecipeStep(Step):
         """Run a function on rows without gradients, in micro-batches within the limit of `retry`.
 
         Args:
-            rows: rows of this rank; none where other ranks have some.
+            rows: rows of this rank; empty if only other ranks have rows.
             forward: ``forward(rows, length)`` runs rows, padded to at least `length` tokens each.
             retry: runs micro-batches.
             loss: returns the lengths of rows, and the dummy of a rank that has fewer micro-batches.
@@ -580,8 +587,8 @@ class RecipeStep(Step):
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
-        # Rows are divided by the measured time of training's micro-batches: larger ones are not
-        # faster if they have more padding.
+        # Use the time model of training's micro-batches: larger ones are not faster if they have
+        # more padding.
         layout = retry.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
         lengths = list(map(loss.row_length, rows))
         idle = MicroBatch([], 0)
@@ -632,7 +639,7 @@ class RecipeStep(Step):
 
     def record_collectives_of_row(self) -> None:
         """Run one row as a trial, so that a rank can finish the collectives of its first
-        micro-batch. All ranks call it, unless a search has run trials.
+        micro-batch after an OOM. Needed unless a search has run trials. A collective.
 
         Raises:
             RankLostError: out of memory.
@@ -650,7 +657,7 @@ class RecipeStep(Step):
         self.record_collectives(run, MicroBatch([0], self.loss.row_length(row)))
 
     def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        """Run one micro-batch as :meth:`run` does, with or without labels, and drop its loss."""
+        """Run one micro-batch as :meth:`run` does, as a trial, with or without labels."""
         # The batch stays alive until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
             if self.reference is not None:
@@ -663,19 +670,23 @@ class RecipeStep(Step):
     def try_evaluation(
         self, rows: Sequence[Row], *, loss: RowLoss | None = None, length: int = 0
     ) -> None:
-        """Run one micro-batch without gradients, with or without labels, and drop its loss; for the
-        arguments see :meth:`sum_losses`.
+        """Run one micro-batch without gradients as a trial.
+
+        Args:
+            rows: rows of the micro-batch.
+            loss: loss of the rows; None for training's.
+            length: minimum padded length.
         """
-        own_loss = loss or self.loss
-        collated = own_loss.collated(rows, self.sizer.layout, length)
+        collated = (loss or self.loss).collated(rows, self.sizer.layout, length)
         with collated as batch, torch.no_grad(), self.trial(evaluates=True):
             mean, count = self.loss.loss_and_labels(batch)
             if count:
+                # Wait for the device, as sum_losses() does.
                 (mean * count).item()
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
-        """Leave the gradients of mid-step: unsharded ones and, if noise is measured, the reduced
-        ones of the first micro-batch.
+        """Leave the gradients that exist within a step: unsharded ones and, if noise is measured,
+        the reduced ones of the first micro-batch.
         """
         if self._measures_noise:
             self.try_rows(rows)
@@ -688,9 +699,9 @@ class Evaluator:
     Several ranks evaluate their own rows, in the same number of micro-batches.
 
     Args:
-        step: step that trains the model; its loss is that of a batch.
+        step: step that trains the model and computes the loss of a batch.
         loss: makes batches of the rows of the evaluation.
-        sizer: limits a micro-batch of the evaluation; the kind of its layout is training's.
+        sizer: limits a micro-batch of the evaluation.
     """
 
     def __init__(self, step: RecipeStep, loss: RowLoss, sizer: MicroBatchSizer) -> None:
@@ -708,7 +719,7 @@ class Evaluator:
         """Return the mean loss over the label tokens of the `rows` of all ranks; NaN without any.
 
         Args:
-            rows: of this rank.
+            rows: rows of this rank.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -716,7 +727,7 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
-        # Training's kind, if rows can be packed.
+        # The kind of training's layout, if rows can be packed.
         kind = "padded" if self._loss.pack is None else self._step.sizer.layout.kind
         forward = partial(self._step.sum_losses, loss=self._loss)
         self._sizer.retry_former_limit()
@@ -744,15 +755,18 @@ class Evaluator:
         return loss_sum / label_tokens
 
     def _read(self, unread: Iterator[Any]) -> list[Any]:
-        """Read the next rows, enough for several micro-batches."""
+        """Read at least `_ROWS_READ` rows, in whole micro-batches if the limit counts rows; fewer
+        at the end.
+        """
         amount = self.limit.amount
         if self.limit.unit == "rows":
-            return list(islice(unread, amount * -(-_ROWS_READ // amount)))
+            num_micro_batches = math.ceil(_ROWS_READ / amount)
+            return list(islice(unread, num_micro_batches * amount))
         rows = []
         tokens = 0
         for row in unread:
             rows.append(row)
             tokens += self._loss.row_length(row)
-            if len(rows) >= _ROWS_READ and tokens >= _LIMITS_READ * amount:
+            if len(rows) >= _ROWS_READ and tokens >= _MICRO_BATCHES_READ * amount:
                 break
         return rows
