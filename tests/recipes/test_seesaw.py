@@ -60,7 +60,7 @@ def test_each_step_of_seesaw_equals_a_computation_by_hand(grown):
     (said,) = records(grown.output_dir, "lr")
     assert (
         said["message"]
-        == "lr 0.01 belongs to 4 rows a step, and is scaled by the rule sqrt; beta2 0.999 belongs"
-        " to 4 rows a step, and is scaled by the rule half_life; weight_decay 0.01 belongs to 4"
-        " rows a step, and is scaled by the rule per_token"
+        == "lr 0.01: chosen for 4 rows per step, scaled by sqrt; beta2 0.999: chosen for 4 rows per"
+        " step, scaled by half_life; weight_decay 0.01: chosen for 4 rows per step, scaled by"
+        " per_token"
     )

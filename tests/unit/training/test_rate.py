@@ -99,7 +99,7 @@ def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_t
 def test_one_that_follows_does_not():
     rate = rate_of(lr_scaling="sqrt", reference_batch_size=4)
     assert rate.describe_unscaled(64, configured=4) is None
-    assert rate.describe() == "lr 2e-05 belongs to 4 rows a step, and is scaled by the rule sqrt"
+    assert rate.describe() == "lr 2e-05: chosen for 4 rows per step, scaled by sqrt"
 
 
 def test_what_is_no_optimizer_no_number_of_rows_or_no_state_is_refused():

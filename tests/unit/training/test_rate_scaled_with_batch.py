@@ -155,7 +155,7 @@ def test_what_is_reported_is_of_the_first_group_that_has_any():
     adamw = torchao.optim._AdamW(parameters(), betas=(0.9, 0.99))
     of_torchao = scaled(adamw, follow={"beta2": "half_life"})
     assert of_torchao.set(rows=16)["beta2"] == pytest.approx(0.99**2)
-    assert rate.describe().startswith("weight_decay 0.1 belongs to 8 rows a step")
+    assert rate.describe().startswith("weight_decay 0.1: chosen for 8 rows per step")
     assert rate.set(rows=16)["weight_decay"] == 0.2
 
 
