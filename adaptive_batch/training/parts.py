@@ -18,18 +18,18 @@ from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
 
-# `isinstance` of a dict is fast; of `Mapping` it searches the subclasses.
+# `isinstance` with dict is fast; with `Mapping`, it searches the subclasses.
 _MAPPING = (dict, Mapping)
 # A tuple: `list | tuple` would build a union at each call.
 _LIST = (list, tuple)
 
-# If several first dimensions are equally common, that of these keys is the number of rows.
+# If several first dimensions are equally common, the one of these keys is the number of rows.
 _ROW_KEYS = ("input_ids", "tokens", "attention_mask", "labels")
-# Two or three mappings may be collated views; a longer list has one mapping per row.
+# A list of more mappings than this has one per row; a shorter one may have collated views.
 _MOST_VIEWS = 3
 
-# Padding values of the tensors that a collate function pads together; None if only the mask or the
-# labels show the padding.
+# Padding value of each tensor that a collate function pads; None if only the mask or the labels
+# show the padding.
 _PADDING = {
     "attention_mask": 0,
     "completion_mask": 0,
@@ -154,8 +154,8 @@ class RowsOfBatch(BatchSource):
     The number of rows is the most common first dimension of the tensors and NumPy arrays. Mappings,
     tuples and lists are split key by key. Tensors with this number of rows are divided; so are
     nested and sparse tensors, packed sequences, and lists with one item per row. Other values are
-    kept whole. If all tensors are in lists, and the lists are equally long, each list has one item
-    per row. The exception are lists of tensors that all have the same first dimension.
+    kept whole. If all tensors are in lists of one length, each list has one item per row, unless
+    all tensors have the same first dimension.
 
     A part has no columns that are padding in all of its rows. Padding is 0 in ``attention_mask``
     and ``completion_mask``, and -100 in ``labels``. Without ``attention_mask``, padding is the
@@ -198,7 +198,7 @@ class RowsOfBatch(BatchSource):
             raise SettingError("batch", type(batch).__name__, remedy)
         self.num_rows = num_rows
         for name, value in _values(batch, known=self.is_divided, num_rows=num_rows):
-            # A batch of texts may have None or no image, and the next one an image for each row.
+            # Do not decide for None or an empty list: the next batch may have a value for each row.
             if length := _length(value):
                 self.is_divided.setdefault(name, length == num_rows)
 
@@ -226,35 +226,38 @@ class RowsOfBatch(BatchSource):
         """Return a bool tensor `[rows, columns]`, true where a column is used; None if unknown."""
         if not isinstance(self._batch, _MAPPING):
             return None
-        mask = self._batch.get("attention_mask")
+        # Tensor that shows the used columns.
+        shown_by = self._batch.get("attention_mask")
         labels = self._batch.get("labels")
         tokens = self._batch.get("tokens", self._batch.get("input_ids"))
-        if mask is None:
+        if shown_by is None:
             if not (self._is_table(tokens) and self._is_table(labels)):
                 return None
             if tokens.shape != labels.shape or labels.is_floating_point():
                 return None
-            mask = labels
-        if not self._is_table(mask):
+            shown_by = labels
+        if not self._is_table(shown_by):
             return None
-        used = torch.zeros_like(mask, dtype=torch.bool)
-        has_other_width = self._is_table(tokens) and tokens.shape != mask.shape
+        # Without trimming, every column counts as used.
+        all_columns = torch.ones_like(shown_by, dtype=torch.bool)
+        has_other_width = self._is_table(tokens) and tokens.shape != shown_by.shape
         if not self._trims or has_other_width or self._has_other_tensor_as_wide():
-            return ~used
+            return all_columns
         # An additive mask is 0 for a token and a large negative number for padding.
-        if bool((mask < 0).any()) and mask is not labels:
-            return ~used
+        if shown_by is not labels and bool((shown_by < 0).any()):
+            return all_columns
+        used = ~all_columns
         for name, padding in _PADDING.items():
             table = self._batch.get(name)
-            if padding is not None and self._is_table(table) and table.shape == mask.shape:
+            if padding is not None and self._is_table(table) and table.shape == shown_by.shape:
                 used |= (table != padding).to(used.device)
-        if mask is labels:
+        if shown_by is labels:
             # After the last label of a row, its padding repeats one token.
             used |= tokens != tokens[:, -1:]
         return used
 
     def _has_other_tensor_as_wide(self) -> bool:
-        """Return whether another tensor is as wide as the rows, and may have other padding."""
+        """Return whether another tensor has the width of the rows, with unknown padding."""
         if self._row_lengths is not None:
             return False
         named = [self._batch.get(name) for name in _PADDING]
@@ -330,17 +333,18 @@ class RowsOfBatch(BatchSource):
         """Description of the keys for errors: divided, cut or kept whole."""
         names: dict[str, list[str]] = {}
         for name, value in _values(self._batch, known=self.is_divided):
-            how = "kept whole"
+            treatment = "kept whole"
             if self.is_divided.get(name):
                 is_cut = self.cuts and self._is_table(value) and value.shape[1] == self.width
-                how = "divided and cut" if is_cut else "divided"
-            names.setdefault(how, []).append(name or "the batch")
-        return "; ".join(f"{', '.join(each)} {how}" for how, each in names.items())
+                treatment = "divided and cut" if is_cut else "divided"
+            names.setdefault(treatment, []).append(name or "the batch")
+        return "; ".join(f"{', '.join(keys)} {treatment}" for treatment, keys in names.items())
 
 
 def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
-    """Return the number of rows, None if unknown. If only lists show it, also return the names of
-    the lists with one item per row.
+    """Return the number of rows, None if unknown, and the names of lists with one item per row.
+
+    Lists are named only if no other value shows the number of rows.
     """
     entries = sorted(
         named_items(batch) or [("", batch)], key=lambda entry: entry[0] not in _ROW_KEYS
@@ -358,8 +362,8 @@ def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
 
 
 def _hold_rows(lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether each list has one item per row. Otherwise the items are tensors of all rows,
-    with the same first dimension.
+    """Return whether each list has one item per row. Otherwise its items have all rows, as the
+    first dimension of their tensors.
     """
     items = lists[0]
     if len(set(map(len, lists))) > 1 or len(items) < 2:
@@ -369,9 +373,9 @@ def _hold_rows(lists: Sequence[Sequence[Any]]) -> bool:
     lengths = {_length(value) for items in lists for item in items for _, value in _values(item)}
     if len(lists) == 1 and isinstance(items[0], _MAPPING) and len(items) > _MOST_VIEWS:
         return True
-    # A single list of tensors of all rows may also have one tensor of another size.
-    num_dimensions = 2 if len(lists) == 1 and is_array(items[0]) else 1
-    return None in lengths or len(lengths) > num_dimensions
+    # A single list of tensors with all rows may also have one tensor of another size.
+    max_lengths = 2 if len(lists) == 1 and is_array(items[0]) else 1
+    return None in lengths or len(lengths) > max_lengths
 
 
 def _form(value: Any) -> Any:
@@ -392,7 +396,7 @@ def _most_common(lengths: Iterable[int | None]) -> int | None:
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Return whether a value is a list or a tuple, but no named tuple."""
+    """Return whether a value is a list or a tuple, but not a named tuple."""
     return isinstance(value, _LIST) and not hasattr(value, "_fields")
 
 
@@ -413,7 +417,7 @@ def is_array(value: Any) -> bool:
     """Return whether a value is a tensor, an array of NumPy or a packed sequence."""
     if isinstance(value, torch.Tensor | PackedSequence):
         return True
-    # Ask the type: the attribute of a PIL image would copy its pixels.
+    # Ask the type: reading the attribute of a PIL image copies its pixels.
     return hasattr(type(value), "__array_interface__") and hasattr(value, "ndim")
 
 
@@ -444,7 +448,7 @@ def _values(
     value: Any, name: str = "", *, known: Collection[str] = (), num_rows: int | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yield the values of a batch with their names. A list is one value if its name is known, if it
-    has no tensors, or if it has one item per row that is no tensor of all rows.
+    has no tensors, or if it has one item per row and its tensors do not have all rows.
     """
     is_value = name in known
     if _is_list(value) and not is_value and f"{name}[0]" not in known:
@@ -477,7 +481,7 @@ def _select(value: Any, rows: Sequence[int]) -> Any:
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy all containers of a batch, but no tensors, so that a function may pop from them."""
+    """Copy all containers of a batch but not its tensors, so that a function may pop from them."""
     if not isinstance(value, _MAPPING):
         return rebuild(value, "", lambda item, name: copy_containers(item))
     try:
@@ -515,9 +519,8 @@ def like_mapping(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 class LabelCounter:
     """Counts the labels that the mean loss of a part averages over.
 
-    ``labels`` of `[rows, columns]` are shifted by the collate function or by the model. In the
-    second case the first label of each row has no loss. The check of the first split shows which
-    case it is.
+    Either the collate function or the model shifts ``labels`` of `[rows, columns]`. If the model
+    does, the first label of each row has no loss. The check of the first split finds out.
 
     Args:
         num_labels: function that returns the number of labels of a batch, or the sum of their
@@ -560,8 +563,8 @@ class LabelCounter:
 
 
 def has_shifted_labels(batch: Any) -> bool:
-    """Return whether each label equals the next token, because the collate function has shifted the
-    labels, and not the token at its own place.
+    """Return whether the collate function has shifted the labels: each label equals the next token,
+    and not all equal the token at their own place.
     """
     if not isinstance(batch, Mapping):
         return False
