@@ -24,12 +24,12 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: mean loss over label tokens, or over rows if the loss counts rows; 0 without any.
-        num_labels: label tokens after the shift, or rows if the loss counts rows, or the sum of
-            weights that `num_labels` returns; a scalar tensor if a number would wait for a device.
+        num_labels: label tokens after the shift; rows if the loss counts rows; or the sum of the
+            weights that `num_labels` returns. A scalar tensor if a number would wait for a device.
         rows: rows of the step.
         tokens: real tokens of the step, without padding.
         micro_batches: forward and backward passes of each rank.
-        padding_fraction: share of the padded tokens that were padding.
+        padding_fraction: share of padding in the tokens that ran.
         metrics: further means over the rows of the step, by name.
         grad_norm: norm of all gradients before clipping, a scalar tensor; None if not measured.
         noise: sample of the gradient's noise. None if not measured, or if the small batch has all
@@ -66,10 +66,10 @@ class StepResult(NamedTuple):
         :data:`PLACE_OF_STEP` are metrics. The loss of a step without a label is None.
 
         Args:
-            progress: what training has consumed after the step.
+            progress: progress after the step.
             numbers: numbers of the step's rows.
             seconds: duration of the step.
-            rates: learning rate of the step as ``lr``, and what else followed the batch.
+            rates: learning rate of the step as ``lr``, and other scaled values.
             num_out_of_memory: out-of-memory errors so far.
         """
         record = {
@@ -104,13 +104,12 @@ class StepResult(NamedTuple):
 
 
 class FullBatchLoss:
-    """Averages the loss over the label tokens of a full batch of rows, over any number of steps.
+    """Averages the loss of one or several steps over the label tokens of a full batch.
 
-    Steps are not cut: an average ends with the first step that makes it full, so it may cover up to
-    one step more than a full batch.
+    Steps are not divided: the step that completes a full batch belongs to it with all rows.
 
     Args:
-        rows: of a full batch, over all ranks.
+        rows: rows of a full batch on all ranks.
     """
 
     def __init__(self, rows: int) -> None:
@@ -123,14 +122,13 @@ class FullBatchLoss:
         """Count a step.
 
         Args:
-            loss: mean over its label tokens.
-            label_tokens: how many.
-            rows: of the step, over all ranks.
+            loss: mean loss over the label tokens of the step.
+            label_tokens: number of these tokens.
+            rows: rows of the step on all ranks.
 
         Returns:
-            The mean over the label tokens of a full batch if this step completes it and one of its
-            tokens has a label, else None. A step that is a full batch itself returns its own loss,
-            to the bit.
+            The mean loss of the full batch if this step completes it and it has a label, else None.
+            If the step alone is a full batch, its loss is returned to the bit.
         """
         if self._seen == 0 and rows >= self.rows:
             return loss if label_tokens else None
@@ -176,10 +174,10 @@ class NonfiniteSteps:
         policy: ``warn`` checks the loss and takes the step. ``skip`` and ``stop`` also check the
             norm of the gradients, if measured, and clear the gradients; ``stop`` raises.
         step: runs the steps, whose gradients are dropped.
-        event: ``event(kind, message, **facts)`` logs each step that is not finite; of several in a
-            row it prints the first and each hundredth.
+        event: ``event(kind, message, **facts)`` logs each step that is not finite. Of several in a
+            row, the first and every hundredth are printed.
         is_taken: whether the optimizer in backward has already taken the step.
-        remedy: returns the fix after ``stop``.
+        remedy: function that returns the end of the error of ``stop``.
     """
 
     def __init__(
@@ -197,36 +195,36 @@ class NonfiniteSteps:
         self._remedy = remedy
         self._is_taken = is_taken
         self._num_in_a_row = self._num_since_counted = 0
-        # The last step that was finite: its number, loss and learning rate.
+        # Number, loss and learning rate of the last finite step.
         self._last_finite: tuple[int, float, float] | None = None
-        self._facts: dict[str, object] = {}
+        # Settings of the last step, and the last change of each.
+        self._settings: dict[str, object] = {}
         self._changes: dict[str, str] = {}
 
     def drops(self, result: StepResult, progress: Progress, *, lr: float) -> bool:
         """Check a step; return whether its gradients were cleared, so that it is not taken.
 
         Args:
-            result: of the step, the same on all ranks.
-            progress: progress before it, with the batch that was requested for it.
-            lr: its learning rate.
+            result: result of the step, the same on all ranks.
+            progress: progress before the step, with its requested batch.
+            lr: learning rate of the step.
 
         Raises:
             NonfiniteLossError: the policy is ``stop``.
         """
         step = progress.steps + 1
-        # The message names the last change of each of these.
-        facts = {
+        settings = {
             "epoch": progress.epoch,
             "batch": progress.batch,
             "micro_batch": self._step.sizer.limit_of_step,
         }
-        for name, now in facts.items():
-            previous = self._facts.get(name, now)
+        for name, now in settings.items():
+            previous = self._settings.get(name, now)
             if previous != now:
                 self._changes[name] = f"{name} {previous} -> {now} at step {step}"
-        self._facts = facts
-        wrong = self._wrong(result)
-        if wrong is None:
+        self._settings = settings
+        problem = self._problem(result)
+        if problem is None:
             self._num_in_a_row = 0
             self._last_finite = (step, result.loss, lr)
             return False
@@ -236,10 +234,10 @@ class NonfiniteSteps:
         in_a_row = ""
         if self._num_in_a_row > 1:
             in_a_row = f" ({self._num_in_a_row} steps in a row)"
-        message = f"step {step}: {wrong}{in_a_row}, lr {lr:g}{self._before()}{changes}"
+        message = f"step {step}: {problem}{in_a_row}, lr {lr:g}{self._before()}{changes}"
         skips = self._policy == "skip"
         if skips:
-            what_next = "it is skipped: weights and optimizer stay as they are"
+            what_next = "it is skipped: weights and optimizer do not change"
         elif self._is_taken:
             what_next = "on_nonfinite_loss=stop would end training"
         else:
@@ -287,11 +285,12 @@ class NonfiniteSteps:
         step, loss, lr = self._last_finite
         return f"; step {step} had loss {loss:.4g} and lr {lr:g}"
 
-    def _wrong(self, result: StepResult) -> str | None:
+    def _problem(self, result: StepResult) -> str | None:
+        """Return the value that is not finite, for the message; None if the step is finite."""
         if not math.isfinite(result.loss):
             return f"the loss is {result.loss}"
         if self._policy != "warn" and not result.is_finite:
-            # The loss is finite, so the norm is there and is not.
+            # The loss is finite, so the norm is not.
             assert result.grad_norm is not None
             return f"the norm of the gradients is {float(result.grad_norm)}"
         return None
