@@ -17,9 +17,10 @@ class Compilations(AbstractContextManager["Compilations"]):
     """Context manager that counts the compilations inside and frees the garbage of each.
 
     Attributes:
-        number: compilations so far; those of the backward, at its first run, count too.
-        seconds: their duration.
-        variants: numbers of the compiled variants of each function, by torch's number of it.
+        number: compilations so far, including those of the backward at its first run.
+        seconds: total duration.
+        variants: numbers of the compiled variants of each function, by torch's number of the
+            function.
     """
 
     def __init__(self) -> None:
@@ -44,10 +45,10 @@ class Compilations(AbstractContextManager["Compilations"]):
 
     def _end(self, compilation: Any) -> None:
         self.number += 1
-        # Such as "function/variant_attempt"; the backward has the name of its forward.
+        # The id is "function/variant_attempt"; a backward has the id of its forward.
         function, _, variant = compilation.compile_id.partition("/")
         self.variants[function].add(variant.partition("_")[0])
         self.seconds += time.perf_counter() - self._start
         # The error of a kernel that needs too much shared memory is in a cycle with the frames of
-        # its callers, and so keeps their logits alive. Torch collects only younger generations.
+        # its callers, and keeps their logits alive. Torch collects only younger generations.
         gc.collect()

@@ -21,8 +21,8 @@ from .step_result import ON_NONFINITE_LOSS
 
 log = logging.getLogger("adaptive_batch")
 
-# Options that only a loop has, with the place of the same in a script with AdaptiveStep.
-_OF_LOOP = {
+# Options that only AdaptiveLoop takes, with their replacement in a script with AdaptiveStep.
+_ONLY_IN_LOOP = {
     "max_grad_norm": "clip between step(batch) and optimizer.step()",
     "to_device": "move part.batch in forward_backward",
     "on_nonfinite_loss": "check the results of step(batch)",
@@ -62,7 +62,7 @@ class Terms:
 def _norm(key: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and 0 < value < math.inf):
-        raise SettingError(key, value, "give a number above 0, or None to clip nothing")
+        raise SettingError(key, value, "give a number above 0, or None for no clipping")
 
 
 def _function(key: str, value: object, *, remedy: str) -> None:
@@ -150,16 +150,16 @@ class StepOptions:
         self.report(kind, text, prints=False, **change.facts())
 
     def check_of_step(self) -> None:
-        """Refuse the options of a loop in a bare step.
+        """Raise if an option is set that AdaptiveStep does not take.
 
         Raises:
-            SettingError: an option is set that only AdaptiveLoop takes.
+            SettingError: only AdaptiveLoop takes the option.
         """
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in _OF_LOOP and value != field.default:
+            if field.name in _ONLY_IN_LOOP and value != field.default:
                 raise SettingError(
-                    field.name, value, f"only AdaptiveLoop takes it; {_OF_LOOP[field.name]}"
+                    field.name, value, f"only AdaptiveLoop takes it; {_ONLY_IN_LOOP[field.name]}"
                 )
         layout = self.micro_batch_layout
         if layout is not None and not LAYOUT_KINDS[layout].pads:

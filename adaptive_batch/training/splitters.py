@@ -21,16 +21,18 @@ class CustomSplit:
 
     Args:
         split: function that returns the :class:`SplitBatch` of a batch.
-
-    Raises:
-        SettingError: when called, if the function returns something else, or if rows are missing in
-            the part of all rows.
     """
 
     def __init__(self, split: Callable[[Any], Any]) -> None:
         self._split = split
 
     def __call__(self, batch: Any) -> SplitBatch:
+        """Return the split of a batch, which raises a SettingError if the part of all rows does not
+        have all rows.
+
+        Raises:
+            SettingError: the function did not return a SplitBatch.
+        """
         rows = self._split(batch)
         if not isinstance(rows, SplitBatch):
             remedy = "give a function that returns SplitBatch(num_rows, part)"
@@ -48,7 +50,7 @@ class CustomSplit:
     split_sample = __call__
 
     def _check_all_rows(self, all_rows: Any, batch: Any, num_rows: int) -> None:
-        """Refuse a part of all rows if a tensor has fewer or more rows than in the batch."""
+        """Raise if a tensor in the part of all rows has more or fewer rows than in the batch."""
         tensors = {"a tensor": (batch, all_rows)}
         if isinstance(all_rows, Mapping) and isinstance(batch, Mapping):
             tensors = {key: (batch[key], all_rows[key]) for key in all_rows.keys() & batch.keys()}
@@ -85,7 +87,7 @@ class RowSplitter:
         self._is_divided: dict[str, bool] = {}
 
     def __call__(self, batch: Any) -> RowsOfBatch | DocumentsOfBatch:
-        """Return a batch as rows; later batches are divided alike.
+        """Return a batch as rows, and divide the same keys in later batches.
 
         Raises:
             SettingError: the number of rows is unknown.
@@ -99,9 +101,7 @@ class RowSplitter:
     def split_sample(
         self, batch: Any, is_divided: Mapping[str, bool] | None = None
     ) -> RowsOfBatch | DocumentsOfBatch:
-        """Return a sample of a search as rows. It does not decide for later batches, which may have
-        another form.
-        """
+        """Return a sample of a search as rows, which does not decide on keys of later batches."""
         documents = documents_of(batch)
         if documents is not None and not (self._keeps_rows and documents.num_packed_rows > 1):
             return documents
@@ -126,10 +126,10 @@ def length_in_sample(
 def counted_sample(
     sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
 ) -> Callable[[int], Any]:
-    """Return a sample function that refuses a batch with fewer rows than requested.
+    """Return a sample function that raises for a batch with fewer rows than requested.
 
-    The number of rows of some batches is unknown. A batch is refused only if an earlier batch had
-    the requested number of rows, or if it is not larger than a batch of fewer requested rows.
+    The number of rows of some batches is unknown. The function raises only if an earlier batch had
+    the requested number of rows, or if the batch is not larger than one of fewer requested rows.
     """
     has_rows = False
     first: tuple[int, int] | None = None
