@@ -18,27 +18,27 @@ from .parts import SPLIT_REMEDY, BatchSource, RowsOfBatch, copy_containers, is_a
 
 _TOKENS = ("input_ids", "tokens")
 _POSITIONS = ("position_ids", "positions")
-# Begins the keys of where documents end, and of the number of tokens of the longest.
+# Prefix of the keys for document ends and for the length of the longest document.
 _ENDS = "cu_seq"
 _LONGEST = ("max_length", "max_seqlen")
-# Values that documents of several rows keep in one row.
+# Keys of values with one entry per token, which documents of several rows have in one row.
 _OF_TOKENS = (*_TOKENS, *_POSITIONS, "labels", "seq_idx", "attention_mask")
 
 
 class DocumentsOfBatch(BatchSource):
     """A packed batch, whose parts have whole documents, one after the other in one row.
 
-    A part has the tokens of its documents from each tensor of tokens: ``[rows, columns, ...]``,
-    ``[..., rows, columns]`` or, without a dimension of rows, ``[columns, ...]``. It has both
-    dimensions of a mask ``[1, heads, columns, columns]``. The ends of documents (``cu_seq...``),
-    the length of the longest (``max_length...``, ``max_seqlen...``) and the numbers of documents
-    (``seq_idx``, or a mask with numbers above 1) are counted again. Positions are unchanged: they
-    restart in each document. Tensors, arrays and lists with one entry per document are divided;
-    numbers and text are copied. Tokens after the last document of a row are in no part.
+    Tensors of tokens are divided: ``[rows, columns, ...]``, ``[..., rows, columns]`` and, without a
+    dimension of rows, ``[columns, ...]``; a mask ``[1, heads, columns, columns]`` in both
+    dimensions. The ends of documents (``cu_seq...``), the length of the longest
+    (``max_length...``, ``max_seqlen...``) and the numbers of documents (``seq_idx``, or a mask with
+    numbers above 1) are computed again. Positions do not change, since they restart in each
+    document. Tensors, arrays and lists with one entry per document are divided; numbers and text
+    are copied. Tokens after the last document of a row are in no part.
 
     Args:
         batch: tokens and other values by name.
-        spans: start and end of each document, in the tokens of all rows laid end to end.
+        spans: start and end of each document in the flattened tokens of all rows.
         num_rows: packed rows of the batch.
         problem: reason why the documents cannot be separated; empty if they can.
 
@@ -112,7 +112,7 @@ class DocumentsOfBatch(BatchSource):
 
     @cached_property
     def _shifted_labels(self) -> torch.Tensor | None:
-        """Labels that equal the tokens, so that the model shifts them; None if they do not."""
+        """Labels that the model will shift, since they equal the tokens; None if they differ."""
         labels = self._batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
             return None
@@ -122,22 +122,23 @@ class DocumentsOfBatch(BatchSource):
         return labels if bool((labels == self._tokens)[is_label].all()) else None
 
     def _lost_labels(self) -> str:
-        """Return the problem if the first token of a document is a label.
+        """Return the problem if a split would lose labels; empty if not.
 
-        In the batch, the last token of the previous document predicts it; in a part, no token does.
+        In the batch, the last token of a document predicts the first label of the next document. In
+        a part, no token may predict it.
         """
         labels = self._shifted_labels
-        # The first of a row has no token before it.
+        # The first token of a row is never predicted.
         begins = [begin for begin, _ in self._spans if begin % self._shape[1]]
         if labels is None or not bool((labels.flatten()[begins] != IGNORE_INDEX).any()):
             return ""
         return (
-            "the first token of a document is a label of the document before it; give it the label"
-            " -100"
+            "the last token of a document predicts the first token of the next one; give first"
+            " tokens the label -100"
         )
 
     def _of_documents(self, key: str, value: Any, documents: Sequence[int]) -> Any:
-        """Return a value of some documents."""
+        """Return the part of a value that belongs to some documents."""
         lengths = [self._lengths[number] for number in documents]
         is_tensor = isinstance(value, torch.Tensor)
         if key.startswith(_LONGEST):
@@ -170,13 +171,15 @@ class DocumentsOfBatch(BatchSource):
     def _tokens_in(
         self, key: str, value: torch.Tensor, documents: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return the tokens of some documents; None if the tensor has no dimension of tokens."""
+        """Return the entries for the tokens of some documents; None if the tensor has no dimension
+        of tokens.
+        """
         rows, columns = self._shape
         shape = value.shape
         if rows == 1 and "mask" in key and shape[-2:] == (columns, columns):
             return self._along(-1, self._along(-2, value, documents), documents)
         if rows > 1 and value is self._shifted_labels:
-            # In a part the first token of a row may follow another document.
+            # In a part, the first token of a row may follow another document.
             value = value.clone()
             value[:, 0] = IGNORE_INDEX
         if shape[:2] == (rows, columns):
@@ -188,8 +191,9 @@ class DocumentsOfBatch(BatchSource):
         return None
 
     def _along(self, axis: int, value: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
+        """Return the entries of some documents along an axis."""
         spans = [self._spans[number] for number in documents]
-        # Adjacent documents are a view.
+        # Return a view of adjacent documents.
         if all(end == begin for (_, end), (begin, _) in pairwise(spans)):
             begin, end = spans[0][0], spans[-1][1]
             return value.narrow(axis, begin, end - begin)
@@ -197,15 +201,15 @@ class DocumentsOfBatch(BatchSource):
 
 
 class TokensWithoutEnds(RowsOfBatch):
-    """Tokens and labels of one dimension: perhaps one row of documents with unknown ends."""
+    """Tokens and labels of one dimension, which may be documents with unknown ends."""
 
     num_packed_rows = 1
 
     def part(self, rows: Sequence[int], /) -> Any:
-        """Return the batch as it is.
+        """Return the whole batch.
 
         Raises:
-            SettingError: the batch would be split.
+            SettingError: `rows` are not all rows.
         """
         if len(rows) < self.num_rows:
             remedy = f"nothing shows where documents end; give positions, or {SPLIT_REMEDY}"
@@ -216,14 +220,14 @@ class TokensWithoutEnds(RowsOfBatch):
 def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
     """Return a packed batch as documents; None if the batch is divided by rows.
 
-    The first of these that the batch has shows the ends of documents: keys that begin with
-    ``cu_seq``; ``seq_idx``, the number of each token's document; ``position_ids`` or ``positions``,
-    which restart as the first document of the row starts; in a single row, an ``attention_mask``
-    with numbers above 1, the numbers of documents. By positions and by a mask, padding at the end
-    belongs to the last document; by positions, a document of one token belongs to the one before.
+    The ends of documents are read from the first of these values that the batch has: keys that
+    begin with ``cu_seq``; ``seq_idx``, the number of each token's document; ``position_ids`` or
+    ``positions``, which restart at each document; in a single row, an ``attention_mask`` with
+    numbers above 1, the numbers of documents. With positions or a mask, padding at the end belongs
+    to the last document. With positions, a document of one token belongs to the one before.
 
-    Several rows are divided into documents only if the batch has labels and each value is one of
-    these, or tokens. Otherwise documents of two rows might attend to each other in one row.
+    Several rows are divided into documents only if the batch has labels and its other values are
+    known. With an unknown value, documents of two rows might attend to each other in one row.
     """
     tokens = _tokens_of(batch) if isinstance(batch, Mapping) else None
     if not isinstance(tokens, torch.Tensor) or tokens.is_nested or tokens.dim() not in (1, 2):
@@ -247,7 +251,7 @@ def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
 
 
 def _has_only_documents(batch: Mapping[str, Any], num_rows: int, columns: int) -> bool:
-    """Return whether the batch has labels, and nothing but values of tokens and of documents."""
+    """Return whether the batch has labels, and all its values are those of tokens or documents."""
     return "labels" in batch and all(
         str(key).startswith((_ENDS, *_LONGEST))
         or (key in _OF_TOKENS and getattr(value, "shape", None) == (num_rows, columns))
@@ -301,8 +305,8 @@ def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[lis
 
 
 def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.Tensor | None:
-    """Return a bool tensor `[rows, columns]`, true where a document after the first of its row
-    begins; None if neither numbers nor positions show it.
+    """Return a bool tensor `[rows, columns]`, true at the first token of each document except the
+    first of a row; None if the batch does not show it.
     """
     numbers = _table(batch, "seq_idx", num_rows, columns)
     if numbers is not None:
@@ -316,7 +320,8 @@ def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.T
         if positions is not None and begins is None:
             first = positions[:, :1]
             if num_rows > 1 and bool((first != positions.min()).any()):
-                # A row continues a document: in a part it might follow another document.
+                # A row continues a document of the row before. In a part, it might follow another
+                # document.
                 return None
             is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
             begins = functional.pad(is_begin & (is_begin.cumsum(1) > 1), (0, 1))

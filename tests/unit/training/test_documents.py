@@ -99,7 +99,7 @@ def test_a_batch_without_positions_and_labels_that_another_document_predicts_are
     with pytest.raises(SettingError, match=r"^batch='tokens and labels of \[9\]': .* positions"):
         gradients(Attends(), {"tokens": tokens, "labels": labels}, micro_batch_size=2)
     batch = row_of([4, 5], position_ids=positions[None], labels=tokens[None])
-    with pytest.raises(SettingError, match="the first token of a document is a label"):
+    with pytest.raises(SettingError, match="predicts the first token of the next one"):
         gradients(Attends(), batch, micro_batch_size=1)
 
 
