@@ -39,7 +39,7 @@ class PackedAttention:
     Attributes:
         calls: number of calls, without those of compiled code.
         dtype: dtype of the last query.
-        ends: cumulative lengths of the rows, beginning with 0: int32 `[rows + 1]` on the host.
+        cu_seqlens: cumulative lengths of the rows from 0: int32 `[rows + 1]` on the host.
     """
 
     def __init__(self, lengths: Sequence[int], attend: Callable[..., Tensor]) -> None:
@@ -48,9 +48,9 @@ class PackedAttention:
         self._lengths = list(lengths)
         self._longest = max(lengths)
         self._attend = attend
-        self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        # Copy of `ends` on the device of the last call.
-        self._device_ends: Tensor | None = None
+        self.cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        # Copy of `cu_seqlens` on the device of the last call.
+        self._device_cu_seqlens: Tensor | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
@@ -64,12 +64,12 @@ class PackedAttention:
         tokens = sum(self._lengths)
         if any(tensor.dim() != 4 or tensor.shape[::2] != (1, tokens) for tensor in tensors):
             raise ValueError(
-                f"attention of {list(query.shape)} to {list(key.shape)} cannot keep packed rows of"
-                f" {tokens} tokens in all apart; it can where both are [1, heads, tokens, head_dim]"
+                f"attention of {list(query.shape)} to {list(key.shape)} cannot isolate packed rows"
+                f" of {tokens} tokens; both shapes must be [1, heads, tokens, head_dim]"
             )
         options.update(zip(("attn_mask", "dropout_p", "is_causal"), arguments, strict=False))
         self._check_mask(options.get("attn_mask"), is_causal=options.get("is_causal", False))
-        self.calls = self.calls + 1
+        self.calls += 1
         self.dtype = query.dtype
         options.update(attn_mask=None, is_causal=True)
         suits_kernel = (
@@ -78,9 +78,9 @@ class PackedAttention:
             and not options.get("dropout_p")
         )
         if suits_kernel:
-            estimated = memory.estimated_attention(*tensors, self._lengths, self._device_ends)
+            estimated = memory.estimated_attention(*tensors, self._lengths, self._device_cu_seqlens)
             if estimated is not None:
-                output, self._device_ends = estimated
+                output, self._device_cu_seqlens = estimated
                 return output
         if (
             query.is_cuda
@@ -88,10 +88,15 @@ class PackedAttention:
             and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
         ):
             # Layers may be on several devices.
-            if self._device_ends is None or self._device_ends.device != query.device:
-                self._device_ends = self.ends.to(query.device)
+            if self._device_cu_seqlens is None or self._device_cu_seqlens.device != query.device:
+                self._device_cu_seqlens = self.cu_seqlens.to(query.device)
             flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
-            bounds = (self._device_ends, self._device_ends, self._longest, self._longest)
+            bounds = (
+                self._device_cu_seqlens,
+                self._device_cu_seqlens,
+                self._longest,
+                self._longest,
+            )
             output = _varlen_attention()(*flat, *bounds, scale=options.get("scale"))
             return output.transpose(0, 1)[None]
         rows = zip(*(torch.split(tensor, self._lengths, 2) for tensor in tensors), strict=True)
@@ -113,11 +118,12 @@ class PackedAttention:
 
 
 def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool = False) -> str:
-    """Return how attention within rows differs from causal attention; empty where it does not.
+    """Describe the difference between attention within rows and causal attention; empty without
+    one.
 
     Args:
-        mask: mask as `scaled_dot_product_attention` takes it, of `[..., tokens, tokens]` or what
-            broadcasts to that: bool, or a bias.
+        mask: mask of `scaled_dot_product_attention`, a bool tensor or a bias that broadcasts to
+            `[..., tokens, tokens]`; None for no mask.
         lengths: tokens of each row of the sequence. Attention between rows is not compared.
         is_causal: argument of the same function.
     """
@@ -160,10 +166,11 @@ def _varlen_attention() -> Callable[..., Tensor]:
     )
 
 
-# Attention of the `isolated_rows` that is entered; empty outside of it.
+# Attention inside of `isolated_rows`; empty outside of it.
 _active: list[PackedAttention] = []
-# Its `ends`. A compiled graph takes this tensor as an input, so that new ends do not recompile it.
-_active_ends = torch.zeros(2, dtype=torch.int32)
+# Its `cu_seqlens`. A compiled graph has this tensor as an input, so that new values do not
+# recompile it.
+_active_cu_seqlens = torch.zeros(2, dtype=torch.int32)
 # Runs `_attend_eagerly` outside of the compiled graph.
 _attend_without_compiler: Callable[..., Tensor]
 _without_compiler = cache(torch.compiler.disable)
@@ -183,7 +190,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **option
             tensors[1:] = [tensor.repeat_interleave(repeats, 1) for tensor in tensors[1:]]
         # The compiler fuses these copies with the operations that produced the tensors.
         flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in tensors]
-        output: Tensor = memory.packed_attention(*flat, _active_ends, options.get("scale"))[0]
+        output: Tensor = memory.packed_attention(*flat, _active_cu_seqlens, options.get("scale"))[0]
         return output.transpose(0, 1)[None]
     attended: Tensor = _attend_without_compiler(query, key, value, *arguments, **options)
     return attended
@@ -203,8 +210,8 @@ def _operator_takes(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> bool:
-    """Return whether the operator for compiled graphs takes these arguments; other calls break the
-    graph.
+    """Return whether the operator for compiled graphs supports these arguments. Other calls break
+    the graph.
     """
     tensors = (query, key, value)
     is_one_sequence = all(tensor.dim() == 4 and tensor.shape[0] == 1 for tensor in tensors)
@@ -229,10 +236,11 @@ def _operator_takes(
 
 @contextmanager
 def isolated_rows(lengths: Sequence[int]) -> Iterator[PackedAttention]:
-    """Context manager: replace `torch.nn.functional.scaled_dot_product_attention` by causal
+    """Context manager: replace `torch.nn.functional.scaled_dot_product_attention` with causal
     attention within each row of a packed sequence.
 
-    Run forward and backward inside, since activation checkpointing attends again in backward.
+    Run forward and backward inside, since activation checkpointing runs attention again in
+    backward.
     Compiled code calls one operator, whose graph does not depend on the rows. In half precision on
     CUDA, a call runs one kernel of `torch.nn.attention.varlen`, whose backward needs 512 bytes for
     each row, head and element of a head in addition to the memory of the tokens. Elsewhere, and
@@ -249,13 +257,13 @@ def isolated_rows(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     Yields:
         The attention of these rows.
     """
-    global _active_ends, _attend_without_compiler
+    global _active_cu_seqlens, _attend_without_compiler
     assert not _active, "isolated_rows cannot be nested"
     attend: Any = functional.scaled_dot_product_attention
     packed = PackedAttention(lengths, attend)
     functional.scaled_dot_product_attention = cast(Any, _attend)
     _active.append(packed)
-    _active_ends = packed.ends
+    _active_cu_seqlens = packed.cu_seqlens
     _attend_without_compiler = _attend_eagerly
     # `torch.compiler.disable` imports the compiler, which takes more than a second.
     if "torch._dynamo" in sys.modules:
@@ -274,7 +282,7 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
         rows: rows without padding, with ``labels`` and ``tokens`` (torchtune) or ``input_ids``
             (transformers).
         ignore_index: label without a loss. The first label of each row becomes `ignore_index`, so
-            that after the shift by one no row predicts a token of the next.
+            that no row predicts a token of the next row.
 
     Returns:
         The keys of the rows, and positions within rows as ``input_pos`` or ``position_ids``: all

@@ -156,7 +156,7 @@ with isolated_rows([3, 5]) as packed:
     for number in range(2):
         heads = torch.zeros(3, 1, 2, 8, 64, dtype=torch.float16, device=f"cuda:{number}")
         functional.scaled_dot_product_attention(*heads, is_causal=True)
-        print(packed._device_ends.device)
+        print(packed._device_cu_seqlens.device)
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
