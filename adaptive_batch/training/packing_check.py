@@ -1,4 +1,4 @@
-"""Check before training that packed rows train a model as single rows do."""
+"""Check before training that packed rows train a model like padded rows."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def why_not_packed(
     collate: Callable[[Sequence[Row], int], Batch],
     pack: Callable[[Sequence[Row]], Batch],
 ) -> str:
-    """Return why packed rows would train the model differently from padded rows; empty if they
-    would not. Random numbers and the training mode are restored.
+    """Return the reason why packed rows would train the model differently from padded rows; empty
+    if they would not. Random numbers and the training mode are restored.
 
     Packed rows are not collated, so `collate` must not change the tokens and labels of the longest
     rows. Attention must be causal in forward passes of whole rows. Five more forward passes compare
-    the loss of two short rows: packed, packed in the other order, and each alone. The losses may
-    differ by rounding, and by a small share of the difference that attention between the rows would
-    make. All passes run in evaluation mode.
+    the loss of two short rows: each alone, packed, packed in the other order, and joined to one
+    row. The first three losses may differ by rounding, and by a small share of the difference to
+    the last one. All passes run in evaluation mode.
 
     Args:
         model: model that `token_loss` calls.
         token_loss: function that returns the sum of the token losses of a batch on the host.
-        rows: the two longest rows of the dataset, as for :func:`pack_rows`; all of their tokens are
+        rows: the two longest rows of the dataset, as for :func:`pack_rows`. All of their tokens are
             used as labels.
         collate: function that makes an ordinary batch of rows, padded to a length.
         pack: function that makes a packed batch.
@@ -116,7 +116,7 @@ def why_not_packed(
                 packed = float(token_loss(pack(short_rows)))
             with isolated_rows(lengths[::-1]):
                 reversed_order = float(token_loss(pack(short_rows[::-1])))
-            # As one row, so that the second row attends to the first.
+            # Joined to one row, so that the second row attends to the first.
             with isolated_rows([sum(lengths)]) as joined:
                 mixed = float(token_loss(pack(short_rows)))
     except (TypeError, ValueError) as error:
@@ -145,7 +145,7 @@ def why_not_packed(
 
 
 def _changed_by_collate(collated: Batch, packed: Batch, name: str) -> str:
-    """Return the key of a row that `collate` changes; empty if there is none, or if the collated
+    """Return the key of a row whose values `collate` changes; empty without one, or if the collated
     batch has another form.
 
     Args:
@@ -155,17 +155,17 @@ def _changed_by_collate(collated: Batch, packed: Batch, name: str) -> str:
     """
     # The first label has no loss, so the batches may differ in it.
     for key, begin in ((name, 0), ("labels", 1)):
-        own = collated.get(key) if isinstance(collated, Mapping) else None
-        if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != 1:
+        value = collated.get(key) if isinstance(collated, Mapping) else None
+        if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != 1:
             return ""
-        due = packed[key][0]
-        if not torch.equal(own[0, begin : len(due)].to(due), due[begin:]):
+        expected = packed[key][0]
+        if not torch.equal(value[0, begin : len(expected)].to(expected), expected[begin:]):
             return key
     return ""
 
 
 def _unseen_attention(model: nn.Module) -> str:
-    """Describe a model whose attention cannot be replaced, and the fix."""
+    """Return the problem of a model whose attention cannot be replaced, and the fix."""
     problem = "it does not call torch.nn.functional.scaled_dot_product_attention"
     if hasattr(model, "config"):
         return f"{problem}: load it with attn_implementation='sdpa'"
