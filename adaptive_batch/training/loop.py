@@ -167,7 +167,7 @@ class AdaptiveLoop:
         )
         # Rows of each step that was yielded and has not been run, the oldest first.
         self._waiting: deque[list[Any]] = deque()
-        self._has_begun = False
+        self._has_reported_start = False
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
         reference: ReferenceBatch | int | str | None = reference_batch_size
         if reference is None and batch_size != "max":
@@ -192,11 +192,13 @@ class AdaptiveLoop:
             "lr_clock": str(clock),
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
-        self._awaits_optimizer = self._sees_steps = False
+        # Whether optimizer.step() is due after the last run().
+        self._awaits_optimizer = False
+        self._has_step_hook = False
         # Some optimizers of torchao and accelerate's wrapper have no hooks.
         with suppress(AttributeError):
             optimizer.register_step_post_hook(self._note_optimizer_step)
-            self._sees_steps = True
+            self._has_step_hook = True
 
     # --- what fits
 
@@ -245,8 +247,8 @@ class AdaptiveLoop:
             result = self._step.find_bound(
                 options,
                 order=batches.order,
-                # On fewer ranks than at the beginning, a batch at the bound has more rows than
-                # the bound.
+                # If training began on more ranks, a step of this rank may have more rows than the
+                # bound.
                 accumulates=batching.grow_beyond_maximum or batches.ranks > ranks,
                 step_rows=step_rows,
                 timed_rows=timed_rows,
@@ -361,7 +363,7 @@ class AdaptiveLoop:
         """
         step = self._step
         self._check_rows_of_step(rows)
-        if not self._has_begun:
+        if not self._has_reported_start:
             self._report_start()
         planned = self._batches.oldest
         report = RankReport(
@@ -375,7 +377,7 @@ class AdaptiveLoop:
         rates = self._rate.apply(self.progress, batch=batch)
         self.learning_rate = rates["lr"]
         self._nonfinite.drops(result, planned.progress, lr=rates["lr"])
-        self._awaits_optimizer = self._sees_steps
+        self._awaits_optimizer = self._has_step_hook
         self._waiting.popleft()
         progress = self._batches.done(tokens=result.tokens, ends_epoch=False)
         if self._event is not None:
@@ -392,7 +394,7 @@ class AdaptiveLoop:
         return result
 
     def _check_rows_of_step(self, rows: Sequence[Any]) -> None:
-        """Refuse rows that do not belong to the next step."""
+        """Raise if the rows are not those of the next step."""
         waiting = self._waiting
         if not waiting or len(rows) != len(waiting[0]):
             next_rows = f"{len(waiting[0])} rows come next" if waiting else "none are waiting"
@@ -400,15 +402,15 @@ class AdaptiveLoop:
                 f"{len(rows)} rows were given, but {next_rows}: run each step once, in the order of"
                 " the loop"
             )
-        # A script may copy rows, so refuse only the very rows of another step.
+        # A script may copy rows, so compare identities only with those of later steps.
         if not _are_same(rows, waiting[0]) and any(_are_same(rows, later) for later in waiting):
             raise ValueError(
                 "an earlier step has not been run: run each step once, in the order of the loop"
             )
 
     def _report_start(self) -> None:
-        """Report where training starts or resumes."""
-        self._has_begun = True
+        """Report the start or the resume of training."""
+        self._has_reported_start = True
         progress = self.progress
         num_rows = len(self._step.dataset)
         begins = "resuming" if progress.steps else "starting"
@@ -448,7 +450,7 @@ class AdaptiveLoop:
             ValueError: ``optimizer.step()`` was not called after the last step; a resumed run would
                 lose this step.
         """
-        # After a step that a GradScaler skips there are no gradients.
+        # If a GradScaler has skipped the step, zero_grad() has cleared the gradients.
         if self._awaits_optimizer and self._step.has_gradients():
             raise ValueError(
                 "optimizer.step() was not called after the last run(), so a resumed run would lose"
@@ -478,11 +480,11 @@ class AdaptiveLoop:
         )
         self._batches.load_state_dict(state["batches"])
         self._waiting.clear()
-        self._has_begun = False
+        self._has_reported_start = False
         self._step.load_state_dict(state["step"])
         self._rate.load_state_dict(state["rate"])
         if state["rate"]["reference"]:
-            # Training may have begun on another number of ranks.
+            # The reference depends on the number of ranks at the start of training.
             self._rate.refer_to(ReferenceBatch(**state["rate"]["reference"]))
 
 
