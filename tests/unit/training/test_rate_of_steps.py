@@ -491,7 +491,7 @@ def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
 def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
     one = optimizer(0.1)
     scheduler = build(one)
-    with pytest.raises(SettingError, match=f"^lr_scheduler='{type(scheduler).__name__}': it keeps"):
+    with pytest.raises(SettingError, match=f"^lr_scheduler='{type(scheduler).__name__}': it counts"):
         AdaptiveRate(one, wrap(scheduler))
 
 
@@ -504,7 +504,7 @@ def test_what_does_not_belong_together_is_refused():
         AdaptiveRate(one, LambdaLR(optimizer(0.1), cosine))
     rate = AdaptiveRate(one, LambdaLR(one, lambda step: math.nan if step > 1 else 1.0))
     applied(rate, 1)
-    with pytest.raises(SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it gives \[nan"):
+    with pytest.raises(SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it returns \[nan"):
         applied(rate, 2)
     one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the"):
