@@ -260,7 +260,7 @@ def _has_only_documents(batch: Mapping[str, Any], num_rows: int, columns: int) -
 
 
 def _tokens_of(batch: Mapping[str, Any]) -> Any:
-    return next((batch[key] for key in _TOKENS if key in batch), None)
+    return batch.get("input_ids", batch.get("tokens"))
 
 
 def _has_numbers(mask: torch.Tensor) -> bool:

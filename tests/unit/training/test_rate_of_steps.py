@@ -491,7 +491,9 @@ def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
 def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
     one = optimizer(0.1)
     scheduler = build(one)
-    with pytest.raises(SettingError, match=f"^lr_scheduler='{type(scheduler).__name__}': it counts"):
+    with pytest.raises(
+        SettingError, match=f"^lr_scheduler='{type(scheduler).__name__}': it counts"
+    ):
         AdaptiveRate(one, wrap(scheduler))
 
 
