@@ -274,7 +274,7 @@ def test_gradients_that_are_kept_unsharded_are_there_in_a_trial(two_ranks):
 @pytest.mark.parametrize("name", ["whole", "over fewer ranks", "twice"])
 def test_a_model_not_divided_by_fully_shard_alone_is_refused_on_several_ranks(two_ranks, name):
     assert (
-        "fully_shard, and nothing else, has divided over all of them"
+        "a model that fully_shard alone has sharded over all ranks"
         in two_ranks[0][f"refused, {name}"]
     )
 
