@@ -207,17 +207,19 @@ def _stored(divided: Any) -> Any:
     names: dict[int, str] = {}
     used_names: set[str] = set()
 
-    def name(path: _Path, form: torch.Tensor) -> _Stored:
+    def to_stored(path: _Path, form: torch.Tensor) -> _Stored:
         if id(form) not in names:
-            joined = _joined(path)
             # ``{"a.b": x, "a": {"b": y}}`` gives two tensors the same joined path.
-            if joined in used_names:
-                joined = f"{joined}#{len(names)}"
-            names[id(form)] = joined
-            used_names.add(_joined(path))
+            unique = joined = _joined(path)
+            number = len(names)
+            while unique in used_names:
+                unique = f"{joined}#{number}"
+                number += 1
+            names[id(form)] = unique
+            used_names.add(unique)
         return _Stored(names[id(form)], form)
 
-    return map_leaves(name, divided, torch.Tensor)
+    return map_leaves(to_stored, divided, torch.Tensor)
 
 
 def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> Any:
