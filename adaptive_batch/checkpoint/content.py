@@ -210,11 +210,9 @@ def _stored(divided: Any) -> Any:
     def to_stored(path: _Path, form: torch.Tensor) -> _Stored:
         if id(form) not in names:
             # ``{"a.b": x, "a": {"b": y}}`` gives two tensors the same joined path.
-            unique = joined = _joined(path)
-            number = len(names)
+            unique = _joined(path)
             while unique in used_names:
-                unique = f"{joined}#{number}"
-                number += 1
+                unique += "#"
             names[id(form)] = unique
             used_names.add(unique)
         return _Stored(names[id(form)], form)
