@@ -7,13 +7,11 @@ imports Transformers' Trainer.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -27,15 +25,17 @@ def install() -> None:
     sys.meta_path.insert(0, TrainerFinder())
 
 
-class TrainerFinder(MetaPathFinder):
-    """Patches ``Trainer.train`` once, after the import of its module."""
+class TrainerFinder:
+    """Patches ``Trainer.train`` at the end of the import of its module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the spec of Trainer's module with a patched loader; None for other modules."""
         if name != _TRAINER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        specs = (
+            finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self
+        )
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             exec_module = spec.loader.exec_module
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,10 @@ import adaptive_batch
 from adaptive_batch.__main__ import main
 
 PROGRAM = """
-import sys
+import importlib.util, sys
 import torch
 from torch import nn
+importlib.util.find_spec("transformers.trainer")
 from transformers import Trainer, TrainingArguments
 
 class Model(nn.Module):
@@ -79,10 +79,7 @@ def test_the_exit_status_is_the_programs_and_one_line_says_that_nothing_was_adop
 
 def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
-    program = textwrap.dedent("""
-        import sys
-        print("transformers" in sys.modules, "torch" in sys.modules)
-    """)
+    program = "import sys; print('transformers' in sys.modules, 'torch' in sys.modules)"
     done = run(
         tmp_path,
         "--",
