@@ -42,8 +42,7 @@ class AdaptivePlugin:
         Raises:
             SettingError: a value is invalid.
         """
-        keys = {key: cfg.get(key) for key in _FIELDS}
-        given = {key.removeprefix(_PREFIX): keys[key] for key in keys if keys[key] is not None}
+        given = {key.removeprefix(_PREFIX): cfg[key] for key in _FIELDS if cfg.get(key) is not None}
         adopt(trainer, AdaptiveArguments(**given))
 
     def __getattr__(self, name: str) -> Callable[..., None]:

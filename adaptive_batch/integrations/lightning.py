@@ -31,7 +31,7 @@ from adaptive_batch.memory import check_segments, expand_segments_in_script, is_
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .part_logs import over_parts
+from .part_logs import over_parts, save_objects
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
@@ -78,8 +78,6 @@ class AdaptiveCallback(Callback):
         # Lightning moves the model to its device later.
         expand_segments_in_script()
         self.step: AdaptiveStep | None = None
-        # Function that runs a micro-batch of the current batch.
-        self._run_part: Callable[[Part], _Result] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_segments(trainer.strategy.root_device)
@@ -98,7 +96,6 @@ class AdaptiveCallback(Callback):
                 )
 
         def forward_backward(part: Part) -> _Result:
-            assert self._run_part is not None, "a step runs within a batch"
             return self._run_part(part)
 
         forward_backward.__name__ = f"{type(pl_module).__name__}.training_step"
@@ -132,13 +129,14 @@ class AdaptiveCallback(Callback):
         # None while Lightning accumulates gradients.
         if clear_gradients is not None:
             clear_gradients()
+        # Function that runs a micro-batch of the current batch.
         self._run_part = partial(
             _run_part,
             trainer,
             kwargs,
             optimizer,
             self.adaptive.loss_reduction == "sum",
-            _save_metric_states(trainer.lightning_module),
+            _save_metrics(trainer.lightning_module),
         )
         self._find_bound(trainer, self.step)
         results = self.step(kwargs["batch"])
@@ -229,7 +227,7 @@ def _run_part(
     module = trainer.lightning_module
     is_counted = not part.is_trial and part.share > 0
     if not is_counted:
-        restore_metrics = _save_metric_states(module)
+        restore_metrics = _save_metrics(module)
     elif part.is_first:
         # An earlier attempt may have updated the metrics.
         restore_metrics()
@@ -260,26 +258,9 @@ def _run_part(
     return _Result(part.num_rows, part.num_rows if is_sum else part.share, loss, outputs, logged)
 
 
-def _save_metric_states(module: LightningModule) -> Callable[[], None]:
+def _save_metrics(module: LightningModule) -> Callable[[], None]:
     """Return a function that restores the current state of a module's torchmetrics."""
-
-    def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: value.clone() if isinstance(value, torch.Tensor) else [*value]
-            for name, value in state.items()
-        }
-
-    states = [
-        (metric, copied(metric.metric_state), {**vars(metric)})
-        for metric in module.modules()
-        if isinstance(metric, Metric)
-    ]
-
-    def restore() -> None:
-        for metric, state, attributes in states:
-            vars(metric).update(attributes | copied(state))
-
-    return restore
+    return save_objects(each for each in module.modules() if isinstance(each, Metric))
 
 
 @contextmanager

@@ -38,15 +38,19 @@ class PlainArguments:
 def add_options(parser: ArgumentParser) -> None:
     """Add an option for each plain argument."""
     for each in fields(PlainArguments):
-        option = "--" + each.name.replace("_", "-")
-        shown = {key: each.metadata[key] for key in ("metavar", "help")}
-        parser.add_argument(option, type=_number_or_text, **shown)
+        parser.add_argument(
+            "--" + each.name.replace("_", "-"),
+            type=_number_or_text,
+            metavar=each.metadata["metavar"],
+            help=each.metadata["help"],
+        )
 
 
 def given_options(options: Namespace) -> dict[str, Any]:
     """Return the plain arguments given on the command line, by name."""
-    values = {each.name: getattr(options, each.name) for each in fields(PlainArguments)}
-    return {name: value for name, value in values.items() if value is not None}
+    names = {each.name for each in fields(PlainArguments)}
+    given = vars(options).items()
+    return {name: value for name, value in given if name in names and value is not None}
 
 
 def _number_or_text(text: str) -> int | float | str:

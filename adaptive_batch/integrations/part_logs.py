@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -18,7 +18,9 @@ from adaptive_batch.training import Part
 # Attributes of TRL's trainers that hold metrics: lists with one number per batch.
 _LISTS = ("_metrics", "_stored_metrics")
 
-_REDUCTIONS: dict[str, Callable[[Any], Any]] = {"sum": sum, "min": min, "max": max}
+# Types of values in metric attributes.
+_VALUES = (int, float, str, torch.Tensor)
+_REDUCTIONS: dict[str, Any] = {"sum": sum, "min": min, "max": max}
 _EXTREME = re.compile(r"(?<![a-z])(min|max)(?:imum)?(?![a-z])", re.IGNORECASE)
 
 
@@ -74,7 +76,8 @@ def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str 
 class PartLogs:
     """Logs and metric attributes of a trainer during the micro-batches of one batch.
 
-    Metric attributes hold numbers, texts and tensors, also nested in mappings and lists.
+    Metric attributes of the trainer and of its state hold numbers, texts, tensors and metric
+    objects (with `update` and `compute`), also nested in mappings and lists.
 
     Args:
         trainer: trainer with a method ``log`` for a mapping of values by name.
@@ -88,24 +91,23 @@ class PartLogs:
         self.weights: list[float] = []
         # The `log` calls of each micro-batch.
         self._calls: list[list[dict[str, Any]]] = []
-        self._lists_before = {
-            name: _copy(value) for name, value in vars(trainer).items() if name in _LISTS
-        }
+        self._lists_before = {name: _copy(vars(trainer).get(name)) for name in _LISTS}
         self._undo = self.snapshot()
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the current logs and metric attributes."""
-        num_calls = len(self._calls)
-        num_weights = len(self.weights)
-        attributes = vars(self._trainer)
-        saved = {name: _copy(value) for name, value in attributes.items() if _is_metric(value)}
+        calls, weights = [*self._calls], [*self.weights]
+        holders = (self._trainer, self._trainer.state)
+        saved = [_copy(_metrics_of(holder)) for holder in holders]
+        restore_objects = save_objects(filter(_is_object, _leaves(saved)))
 
         def restore() -> None:
-            del self._calls[num_calls:]
-            del self.weights[num_weights:]
-            for name in [name for name, value in attributes.items() if _is_metric(value)]:
-                del attributes[name]
-            attributes.update({name: _copy(value) for name, value in saved.items()})
+            self._calls, self.weights = [*calls], [*weights]
+            for holder, metrics in zip(holders, saved, strict=True):
+                for name in _metrics_of(holder):
+                    delattr(holder, name)
+                vars(holder).update(_copy(metrics))
+            restore_objects()
 
         return restore
 
@@ -145,7 +147,7 @@ class PartLogs:
     def log(self) -> None:
         """Reduce the logs and list entries of the micro-batches to one value for the batch."""
         for name, before in self._lists_before.items():
-            merge_lists(vars(self._trainer)[name], before, self.weights)
+            merge_lists(vars(self._trainer).get(name), before, self.weights)
         # Calls of different parts match if they have the same position and the same names.
         matching: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
         for weight, calls in zip(self.weights, self._calls, strict=True):
@@ -163,8 +165,37 @@ class PartLogs:
             )
 
 
-def _is_metric(value: Any) -> bool:
-    return all(isinstance(leaf, int | float | str | torch.Tensor) for leaf in _leaves(value))
+def save_objects(objects: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that restores the current attributes of metric objects."""
+
+    def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+        # An object may change its tensors in place.
+        return {
+            name: value.clone() if isinstance(value, torch.Tensor) else _copy(value)
+            for name, value in attributes.items()
+        }
+
+    saved = [(each, copied(vars(each))) for each in objects]
+
+    def restore() -> None:
+        for each, attributes in saved:
+            vars(each).update(copied(attributes))
+
+    return restore
+
+
+def _metrics_of(holder: Any) -> dict[str, Any]:
+    """Return the metric attributes of a trainer or of its state, except its long list of logs."""
+    return {
+        name: value
+        for name, value in vars(holder).items()
+        if name != "log_history"
+        and all(isinstance(leaf, _VALUES) or _is_object(leaf) for leaf in _leaves(value))
+    }
+
+
+def _is_object(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("update", "compute", "__dict__"))
 
 
 def _copy(value: Any) -> Any:
