@@ -175,8 +175,6 @@ class AdaptiveArguments(PlainArguments):
 
     def not_searched(self, reason: str) -> SettingError:
         """Return the error for ``auto`` if no trial can run before training."""
-        key = "micro_batch_size"
-        if self.micro_batch_tokens is not None:
-            key = "micro_batch_tokens"
+        key = "micro_batch_size" if self.micro_batch_tokens is None else "micro_batch_tokens"
         remedy = "give a number, or None to split only after an out-of-memory error"
         return SettingError(key, "auto", f"{reason}; {remedy}")

@@ -1,4 +1,4 @@
-"""Batches of TRL's preference collator: all chosen rows, then all rejected rows in that order."""
+"""Batches of preference collators: all chosen rows, then all rejected rows in that order."""
 
 from __future__ import annotations
 
@@ -12,31 +12,41 @@ from adaptive_batch.training import RowsOfBatch, SplitBatch
 
 from .arguments import AdaptiveArguments
 
-# Class name in TRL, compared by name to avoid the import.
-COLLATOR = "DataCollatorForPreference"
+# Class names in TRL and in LLaMA-Factory, compared by name to avoid the imports.
+_COLLATORS = ("DataCollatorForPreference", "PairwiseDataCollatorWithPadding")
+
+
+def stacks_pairs(collator: Any) -> bool:
+    """Return whether a collator of TRL, LLaMA-Factory or ms-swift makes such batches."""
+    # ms-swift's is a method of its template; with padding_free it packs all rows into one.
+    template: Any = getattr(getattr(collator, "func", None), "__self__", None)
+    is_of_swift = getattr(template, "mode", "") == "rlhf" and not template.padding_free
+    return is_of_swift or type(collator).__name__ in _COLLATORS
 
 
 def by_pairs(adaptive: AdaptiveArguments) -> AdaptiveArguments:
     """Return arguments that split batches by pairs, unless `adaptive` has its own `split`."""
     if adaptive.split is not None:
         return adaptive
-    counts_tokens = adaptive.micro_batch_tokens is not None
-    row_length = adaptive.row_length
-    if row_length is None:
-        row_length = _longer_of_pair
+    return replace(
+        adaptive,
+        split=_split_pairs,
+        row_length=adaptive.row_length or _longer_of_pair,
+        num_labels=adaptive.num_labels or _num_pairs,
+    )
 
-    def split(batch: Mapping[str, Any]) -> SplitBatch:
-        return _split_pairs(batch, counts_tokens)
 
-    return replace(adaptive, split=split, row_length=row_length)
+def _num_pairs(batch: Mapping[str, Any]) -> int:
+    return RowsOfBatch(batch).num_rows // 2
 
 
 def _longer_of_pair(row: Mapping[str, Sequence[int]]) -> int:
-    prompt = row.get("prompt_ids", ())
-    return len(prompt) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+    ids = "ids" if "chosen_ids" in row else "input_ids"
+    longer = max(len(row[f"chosen_{ids}"]), len(row[f"rejected_{ids}"]))
+    return len(row.get("prompt_ids", ())) + longer
 
 
-def _split_pairs(batch: Mapping[str, Any], counts_tokens: bool) -> SplitBatch:
+def _split_pairs(batch: Mapping[str, Any]) -> SplitBatch:
     rows = RowsOfBatch(batch)
     num_pairs = rows.num_rows // 2
 
@@ -50,9 +60,9 @@ def _split_pairs(batch: Mapping[str, Any], counts_tokens: bool) -> SplitBatch:
         }
         return {**both, **of_pairs}
 
-    lengths = None
-    if counts_tokens and rows.lengths is not None:
-        pairs_of_lengths = zip(rows.lengths[:num_pairs], rows.lengths[num_pairs:], strict=True)
+    lengths = rows.lengths
+    if lengths is not None:
         # Both rows are padded to the longer one.
+        pairs_of_lengths = zip(lengths[:num_pairs], lengths[num_pairs:], strict=True)
         lengths = [2 * max(pair) for pair in pairs_of_lengths]
     return SplitBatch(num_pairs, part, lengths)

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce, wraps
+from functools import cache, partial, reduce, wraps
 from inspect import signature
 from typing import Any
 
@@ -30,9 +30,9 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .pairs import COLLATOR, by_pairs
+from .pairs import by_pairs, stacks_pairs
 from .part_logs import PartLogs
-from .transformers_growth import Growth, refuse_own_order, refuse_saved_growth
+from .transformers_growth import Growth, refuse_saved_growth
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer", "adopt"]
 
@@ -54,7 +54,7 @@ class AdaptiveTrainer(Trainer):
     List it as the last base of a class that derives from another subclass of Trainer, such as
     TRL's. The trainer prepares a batch once per step. Logs and metric attributes of
     ``compute_loss`` hold the values of the whole batch; trials and failed attempts do not count.
-    Pairs of TRL's preference collator stay together and count as one row.
+    Pairs of a preference collator stay together and count as one row.
 
     An evaluation batch that runs out of memory is repeated in micro-batches, on that rank only.
 
@@ -128,7 +128,7 @@ class AdaptiveTrainer(Trainer):
             SettingError: the trainer has its own order of rows, which growing batches ignore.
         """
         if self.adaptive.batch_increase_function is not None:
-            refuse_own_order(self, library=(AdaptiveTrainer, Trainer))
+            self._refuse_own_order()
         values = super().set_initial_training_values(args, *arguments)
         if self._growth is None:
             return values
@@ -138,6 +138,18 @@ class AdaptiveTrainer(Trainer):
             return (sys.maxsize, *between, max_steps)
         num_epochs = math.ceil(args.num_train_epochs)
         return (num_epochs, *between, self._growth.num_steps(args.num_train_epochs))
+
+    def _refuse_own_order(self) -> None:
+        for owner in (self, *type(self).__mro__):
+            own = {"_get_train_sampler", "get_train_dataloader"} & vars(owner).keys()
+            if own and owner not in (AdaptiveTrainer, Trainer):
+                name = getattr(owner, "__name__", "the trainer")
+                remedy = (
+                    "growing batches draw their own order of rows and would not call this method;"
+                    " remove the method, remove batch_increase_function, or use AdaptiveBatches,"
+                    " which accepts a sampler, in your own loop"
+                )
+                raise SettingError("batch_increase_function", f"{name}.{min(own)}", remedy)
 
     def _init_training_state(self, *arguments: Any, **keywords: Any) -> tuple[int, int]:
         place: tuple[int, int] = super()._init_training_state(*arguments, **keywords)
@@ -190,7 +202,7 @@ class AdaptiveTrainer(Trainer):
         self._part_logs = logs = PartLogs(self)
         with replaced(self, _prepare_inputs=prepare_part):
             step = self._step_of(model)
-            losses: list[torch.Tensor] = step(batch)
+            losses = step(batch)
         logs.log()
         if self._growth is not None:
             self._growth.set_rate(self.optimizer)
@@ -239,7 +251,7 @@ class AdaptiveTrainer(Trainer):
             elif type(self.model).__name__.endswith("ForCTC"):
                 reduction = getattr(self.model.config, "ctc_loss_reduction", "mean")
             adaptive = replace(adaptive, loss_reduction=reduction)
-        if type(self.data_collator).__name__ == COLLATOR:
+        if stacks_pairs(self.data_collator):
             return by_pairs(adaptive)
         return adaptive
 
@@ -248,8 +260,9 @@ class AdaptiveTrainer(Trainer):
             return
         has_own_inputs = type(self)._prepare_inputs is not Trainer._prepare_inputs
         if has_own_inputs and not self._cuts_inputs:
-            reason = "this trainer generates its rows in each step; no trial can run before"
-            raise self.adaptive.not_searched(reason)
+            raise self.adaptive.not_searched(
+                "this trainer generates its rows in each step; no trial can run before"
+            )
         # Trials run without the gradient scaler.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         self._arguments.find_bound(
@@ -270,7 +283,8 @@ class AdaptiveTrainer(Trainer):
         changed: dict[str, Any] = {}
         # An unsplit batch stays bitwise equal to Trainer's.
         if share != 1.0:
-            changed["compute_loss"] = partial(_multiply_loss, self.compute_loss, share)
+            compute_loss = self.compute_loss
+            changed["compute_loss"] = lambda *given, **named: compute_loss(*given, **named) * share
             if num_items is not None and share:
                 # The loss may be divided by the labels of the step, or be a mean of this part:
                 # with this number of labels, the share is right for both.
@@ -311,18 +325,16 @@ class AdaptiveTrainer(Trainer):
         batch, prepare_part = self._prepare_batch(inputs)
         logs = PartLogs(self)
         count_labels = self._get_num_items_in_batch
-        counted: list[Any] = []
 
-        def count_once(_: Any, device: torch.device) -> Any:
+        @cache
+        def count_once() -> Any:
             # Ranks count labels together, once per batch: losses of its parts add up to a sum.
-            if not counted:
-                with distributed.alone(False):
-                    counted.append(count_labels([batch], device))
-            return counted[0]
+            with distributed.alone(False):
+                return count_labels([batch], self.args.device)
 
         changed: dict[str, Any] = {"_prepare_inputs": prepare_part}
         if distributed.world_size() > 1:
-            changed["_get_num_items_in_batch"] = count_once
+            changed["_get_num_items_in_batch"] = lambda *_: count_once()
 
         def forward(part: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             with logs.collect(), replaced(self, **changed):
@@ -355,16 +367,6 @@ class AdaptiveTrainer(Trainer):
             )
             self._adaptive_of_evaluation = self.adaptive
         return evaluation
-
-
-def _multiply_loss(
-    compute_loss: Callable[..., Any], share: float, *arguments: Any, **keywords: Any
-) -> Any:
-    result = compute_loss(*arguments, **keywords)
-    if isinstance(result, tuple):
-        loss, *outputs = result
-        return (loss * share, *outputs)
-    return result * share
 
 
 def adopt(trainer: Trainer, adaptive: AdaptiveArguments | None = None) -> AdaptiveTrainer:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches, Sampling
@@ -119,28 +119,6 @@ class Growth(TrainerCallback):
         self.batches.step()
         state.epoch = self.batches.progress.epochs
         state.stateful_callbacks[_STATE] = self.batches.state_dict()
-
-
-def refuse_own_order(trainer: Trainer, *, library: tuple[type[Trainer], ...]) -> None:
-    """Raise if a trainer overrides its sampler or loader, since growing batches replace them.
-
-    Args:
-        trainer: trainer to check.
-        library: classes that may define a sampler and a loader.
-
-    Raises:
-        SettingError: the trainer, or one of its classes outside `library`, overrides one.
-    """
-    for owner in (trainer, *type(trainer).__mro__):
-        own = {"_get_train_sampler", "get_train_dataloader"} & vars(owner).keys()
-        if own and owner not in library:
-            name = getattr(owner, "__name__", "the trainer")
-            remedy = (
-                "growing batches draw their own order of rows and would not call this method;"
-                " remove the method, remove batch_increase_function, or use AdaptiveBatches, which"
-                " accepts a sampler, in your own loop"
-            )
-            raise SettingError("batch_increase_function", f"{name}.{min(own)}", remedy)
 
 
 def refuse_saved_growth(state: TrainerState) -> None:

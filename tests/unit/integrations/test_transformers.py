@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.padded_rows import collate
 from torch import nn
+from torchmetrics import SumMetric
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -470,6 +471,7 @@ class CountsInItsLoss(Trainer):
         self.num_rows = 0
         self.row_counts = []
         self.calls = Counter()
+        self.custom_metrics = {"train": defaultdict(SumMetric)}
 
     def _prepare_inputs(self, inputs):
         self.num_prepared += 1
@@ -481,6 +483,9 @@ class CountsInItsLoss(Trainer):
         self.num_rows += num_rows
         self.calls["rows"] += num_rows
         self.row_counts.append(torch.tensor(num_rows))
+        self.custom_metrics["train"]["rows"].update(num_rows)
+        seen = getattr(self.state, "tokens", {"total": torch.zeros(1)})
+        self.state.tokens = {"total": seen["total"] + num_rows}
         self.num_seen_later = getattr(self, "num_seen_later", 0) + num_rows
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -496,6 +501,8 @@ def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
     assert ours._num_tokens == plain._num_tokens
     assert ours.num_rows == ours.num_seen_later == plain.num_rows
     assert ours.calls == plain.calls
+    assert ours.state.tokens == plain.state.tokens
+    assert ours.custom_metrics["train"]["rows"].compute() == plain.num_rows
     assert sum(ours.row_counts) == sum(plain.row_counts)
     assert ours.num_prepared == plain.num_prepared
 
@@ -622,12 +629,22 @@ def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
 class DataCollatorForPreference:
     """Named and laid out as TRL's: all chosen rows of a batch, then all rejected ones."""
 
+    ids = "ids"
+
     def __call__(self, features):
-        rows = [{"input_ids": row["prompt_ids"] + row["chosen_ids"]} for row in features]
-        rows += [{"input_ids": row["prompt_ids"] + row["rejected_ids"]} for row in features]
-        batch = collate(rows)
-        del batch["labels"]
+        answers = [row[f"chosen_{self.ids}"] for row in features]
+        answers += [row[f"rejected_{self.ids}"] for row in features]
+        prompts = [row.get("prompt_ids", []) for row in features] * 2
+        batch = collate([{"input_ids": a + b} for a, b in zip(prompts, answers, strict=True)])
+        if self.ids == "ids":
+            del batch["labels"]
         return {**batch, "margins": torch.tensor([row["margin"] for row in features])}
+
+
+class PairwiseDataCollatorWithPadding(DataCollatorForPreference):
+    """Named as LLaMA-Factory's, or a template of ms-swift: answers have the prompt already."""
+
+    ids, mode, padding_free = "input_ids", "rlhf", False
 
 
 class Prefers(Trainer):
@@ -648,27 +665,33 @@ class PrefersInParts(Prefers, AdaptiveTrainer):
 
 
 @pytest.mark.parametrize(
-    ("adaptive", "parts"),
+    ("collator", "adaptive", "parts"),
     [
-        (AdaptiveArguments(micro_batch_size=2), 3),
-        (AdaptiveArguments(micro_batch_tokens=2 * 16), 5),
-        (AdaptiveArguments(micro_batch_size="auto"), 1),
+        (DataCollatorForPreference(), AdaptiveArguments(micro_batch_size=2), 3),
+        (DataCollatorForPreference(), AdaptiveArguments(micro_batch_tokens=2 * 16), 5),
+        (PairwiseDataCollatorWithPadding(), AdaptiveArguments(micro_batch_size="auto"), 1),
+        (PairwiseDataCollatorWithPadding(), AdaptiveArguments(micro_batch_size=2), 3),
+        (
+            functools.partial(PairwiseDataCollatorWithPadding().__call__),
+            AdaptiveArguments(micro_batch_size=2),
+            3,
+        ),
     ],
-    ids=["rows", "tokens", "auto"],
 )
-def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, adaptive, parts):
+def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, collator, adaptive, parts):
+    ids = getattr(collator, "ids", "input_ids")
     data = [
         {
-            "prompt_ids": row["input_ids"][:2],
-            "chosen_ids": row["input_ids"][2:],
-            "rejected_ids": other["input_ids"],
+            **({"prompt_ids": row["input_ids"][:2]} if ids == "ids" else {}),
+            f"chosen_{ids}": row["input_ids"][2:],
+            f"rejected_{ids}": other["input_ids"],
             "margin": number / 10,
         }
         for number, (row, other) in enumerate(zip(rows(), reversed(rows()), strict=True))
     ]
     given = {
         "data": data,
-        "collator": DataCollatorForPreference(),
+        "collator": collator,
         "remove_unused_columns": False,
         "num_train_epochs": 1,
     }
@@ -888,15 +911,7 @@ class SamplesAsTrainersDo(Trainer):
         return super()._get_train_sampler(dataset)
 
 
-class AlsoSamples(AdaptiveTrainer, SamplesAsTrainersDo):
-    pass
-
-
 class FromOneOfOthers(SamplesAsTrainersDo, AdaptiveTrainer):
-    pass
-
-
-class DerivesFromOurs(Loads):
     pass
 
 
@@ -905,9 +920,7 @@ class DerivesFromOurs(Loads):
     [
         (Reversed, "Reversed._get_train_sampler"),
         (Loads, "Loads.get_train_dataloader"),
-        (AlsoSamples, "SamplesAsTrainersDo._get_train_sampler"),
         (FromOneOfOthers, "SamplesAsTrainersDo._get_train_sampler"),
-        (DerivesFromOurs, "Loads.get_train_dataloader"),
     ],
 )
 def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_path, kind, name):
