@@ -71,7 +71,8 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = limit_finder.search_training(trainer, length=length)
+            # A step that must be split is searched again with gradients in memory; the last counts.
+            result = limit_finder.search_training(trainer, length=length)[-1]
         except DoesNotFitError as error:
             # Only one rank may have failed, and the others wait for it.
             if distributed.world_size() > 1:

@@ -92,13 +92,13 @@ def measure_rows(
     """Measure each row of a dataset, or read earlier measurements.
 
     A cached result is used if its checksum, name and number of rows are right, and a few rows,
-    including the longest, still have the cached numbers. The random state of Python, numpy and
+    including the longest, still have the cached integers. The random state of Python, numpy and
     torch (CPU) is restored.
 
     Args:
         dataset: map-style; need not be picklable.
-        measure: ``measure(number, row)`` returns whole numbers, tokens of the row first.
-        num_numbers: number of whole numbers of a row.
+        measure: ``measure(index, row)`` returns integers, the number of tokens of the row first.
+        num_numbers: number of integers that `measure` returns.
         cache_file: file whose name has a fingerprint of data, tokenizer and settings; None for no
             cache. A file that cannot be read or written is logged.
         reads_cache: False ignores the file and replaces it.
@@ -108,7 +108,7 @@ def measure_rows(
         show_progress: whether to show a progress bar on stderr, which needs tqdm.
 
     Returns:
-        The numbers of each row: int64 ``[rows, numbers of a row]``.
+        The integers of each row: int64 ``[rows, num_numbers]``.
 
     Raises:
         SettingError: the dataset has no rows or no length.
@@ -121,10 +121,9 @@ def measure_rows(
         if cache_file is not None and reads_cache:
             cached = _read(cache_file, num_rows, num_numbers)
         if cached is not None:
-            last = num_rows - 1
-            checked = {last * i // (RECHECKED_ROWS - 2) for i in range(RECHECKED_ROWS - 1)} | {
-                int(cached[:, 0].argmax())
-            }
+            # Evenly spaced rows, and the longest.
+            spaced = torch.linspace(0, num_rows - 1, RECHECKED_ROWS - 1, dtype=torch.float64)
+            checked = {*spaced.long().tolist(), int(cached[:, 0].argmax())}
             changed = next(
                 (row for row in sorted(checked) if [*rows.measured(row)] != cached[row].tolist()),
                 None,
@@ -132,9 +131,7 @@ def measure_rows(
             if changed is None:
                 _tell_cached(num_rows, cache_file)
                 return cached
-            logger.warning(
-                "%s: row %d no longer has that length; counting all rows again", cache_file, changed
-            )
+            logger.warning("%s: row %d has changed; measuring all rows again", cache_file, changed)
         measured: Iterable[Numbers] = _measured(rows, num_rows, num_workers)
         if show_progress:
             measured = _with_progress(measured, num_rows)

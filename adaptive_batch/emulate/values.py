@@ -188,7 +188,10 @@ def has_values(tensor: torch.Tensor) -> bool:
     return (_storage(tensor)[1] if tensor.is_cuda else tensor.nbytes) <= limit
 
 
-def _origin(tensors: Iterable[torch.Tensor]) -> str | None:
+def _why_made_up(tensors: Iterable[torch.Tensor]) -> str | None:
+    """Return why the values of these tensors are made up: a large tensor, or the operator that was
+    not computed; None if they are real.
+    """
     for tensor in tensors:
         if tensor.is_cuda:
             if not has_values(tensor):
@@ -302,7 +305,7 @@ class _Operator:
         read = given
         if self.name in _OVERWRITING and outputs and _fills_its_storage(outputs[0]):
             read = given[1:]
-        origin = _origin(read)
+        origin = _why_made_up(read)
         can_compute = (
             self.has_cpu_kernel
             and all(map(has_values, [*given, *outputs]))
@@ -439,7 +442,7 @@ def _unscale(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         keyset: Any, gradients: list[torch.Tensor], overflow: torch.Tensor, factor: torch.Tensor
     ) -> None:
         unscale_small(keyset, gradients, overflow, factor)
-        if _origin([overflow]) is not None:  # gradients that were not computed do not overflow
+        if _why_made_up([overflow]) is not None:  # gradients that were not computed do not overflow
             on_host(overflow).zero_()
             _set_origin(overflow, None)
 
@@ -461,7 +464,7 @@ def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     """CUDA's kernel counts on the device: it gets the count from the host and allocates by it."""
 
     def nonzero(keyset: Any, tensor: torch.Tensor) -> torch.Tensor:
-        _note("shape", _origin([tensor]))
+        _note("shape", _why_made_up([tensor]))
         one = torch.ones((), device="cpu")
         flags = on_host(tensor) if has_values(tensor) else one.expand(tensor.shape)
         positions = flags.nonzero()
@@ -471,7 +474,7 @@ def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         answer(ctypes.c_longlong(0), 0)
         if has_values(result):
             on_host(result).copy_(positions)
-        _set_origin(result, _origin([tensor]))
+        _set_origin(result, _why_made_up([tensor]))
         return result
 
     return nonzero
@@ -508,7 +511,7 @@ def _unique(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     """
 
     def unique(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        origin = _origin([tensor])
+        origin = _why_made_up([tensor])
         _note("shape", origin)
         if has_values(tensor):
             host = on_host(tensor)

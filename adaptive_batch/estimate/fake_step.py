@@ -311,17 +311,7 @@ class FakeStep:
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
         # Steps of the optimizer: the first one, which creates its state, and any later one.
         self._steps: list[Phase] = []
-        if self._in_backward and not self._sharding.is_sharded:
-            self._at(FEW, forward_backward, is_first=True)
-        for _ in range(2):
-            if self._sharding.is_sharded:
-                # FSDP initializes itself in the first run; gradients are its reduced ones.
-                with torch.compiler.set_stance("force_eager"), device.mode:
-                    forward_backward(FEW)
-            elif not self._in_backward:
-                self._give_gradients()
-            if not self._in_backward:
-                self._trace_step(step)
+        self._run_first_steps(step)
         self._prepare()
         gradients = [
             tensor for (kind, _), tensor in self._named() if kind in ("gradient", "kept gradient")
@@ -332,6 +322,24 @@ class FakeStep:
             storage_bytes(self._states()),
             storage_bytes(gradients),
         )
+
+    def _run_first_steps(self, step: Callable[[], object]) -> None:
+        """Run two steps: the first creates the optimizer's state, the second stands for all later
+        ones.
+        """
+        if self._in_backward and not self._sharding.is_sharded:
+            # Backward runs the optimizer, so the first micro-batch creates its state.
+            self._at(FEW, self.forward_backward, is_first=True)
+            return
+        for _ in range(2):
+            if self._sharding.is_sharded:
+                # FSDP initializes itself in the first run; gradients are its reduced ones.
+                with torch.compiler.set_stance("force_eager"), self._device.mode:
+                    self.forward_backward(FEW)
+            else:
+                self._give_gradients()
+            if not self._in_backward:
+                self._trace_step(step)
 
     def _trace_step(self, step: Callable[[], object]) -> None:
         """Run the optimizer's step and record its log."""

@@ -499,11 +499,7 @@ class Data:
 
 
 def _layout_of(job: Job, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
-    """Return the configured layout of micro-batches.
-
-    Ranks that shard the output layer gather it once for each chunk of the loss, so all need the
-    same number of chunks: n chunks need n (n - 1) + 1 tokens.
-    """
+    """Return the configured layout: padding and shape constraints of micro-batches."""
     kind = job.settings.micro_batch_layout or "padded"
     if packed:
         return MicroBatchLayout(uniform, kind=kind)
@@ -513,10 +509,16 @@ def _layout_of(job: Job, uniform: str | None, *, packed: bool) -> MicroBatchLayo
         multiple *= len(job.task.fields)
     shortest = 1
     if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
+        # Each rank gathers the sharded output layer once per chunk of the loss. torch.chunk(n)
+        # gives fewer than n chunks for few tokens, but always n from n (n - 1) + 1 tokens on.
         chunks = getattr(job.loss_fn, "num_output_chunks", 1)
         shortest = min(chunks * (chunks - 1) + 1, job.max_row_length or sys.maxsize)
     return MicroBatchLayout(
-        uniform, multiple, job.max_row_length if multiple > 1 else None, shortest, kind
+        uniform,
+        multiple,
+        longest=job.max_row_length if multiple > 1 else None,
+        shortest=shortest,
+        kind=kind,
     )
 
 

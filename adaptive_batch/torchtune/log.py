@@ -200,17 +200,17 @@ class TrainingLog:
     # --- training
 
     def epoch(self, batches: Batches, rate: AdaptiveRate) -> None:
-        """Log the epoch that begins, where anything adaptive is on."""
-        epoch = batches.progress.epoch
-        plan = batches.plan
+        """Log the epoch that begins, if an adaptive key is set."""
         settings = self._settings
-        holds = batches.limit
         if not settings.adaptive:
             return
+        epoch = batches.progress.epoch
+        plan = batches.plan
+        limit = batches.limit
         content = plan.describe()
         if settings.batch_tokens and settings.batch_size_schedule is None:
             content += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
-        content += f"; a micro-batch holds {holds}"
+        content += f"; a micro-batch holds {limit}"
         self.event(
             "plan",
             f"epoch {epoch}: {content}",
@@ -219,11 +219,11 @@ class TrainingLog:
             global_batch=plan.global_rows,
             batch_size=batches.batch_size,
             batch_tokens=settings.batch_tokens,
-            limit=holds.amount,
-            unit=holds.unit,
+            limit=limit.amount,
+            unit=limit.unit,
             steps=plan.steps,
         )
-        # The plan of a schedule shows its batches.
+        # For a schedule, rate_and_stages() has logged all of them.
         if settings.batch_size_schedule is None:
             self._log_unscaled(rate, plan.global_rows)
 

@@ -229,8 +229,10 @@ class AdaptiveRate:
                 rate_factor=scale_learning_rate(1.0, batch, reference, self._lr_scaling),
                 names=self._scaled_options,
             )
+            # Each optimizer.step() applies the scale and undoes it afterwards.
             for optimizer in self._optimizers:
                 scale_steps(optimizer, scale)
+            # Values of the step, to return.
             groups = [group | scale(self._optimizers[0], group) for group in groups]
         rates = [float(group["lr"]) for group in groups]
         if self._scheduler is not None:

@@ -241,7 +241,7 @@ def test_a_first_last_or_longest_row_of_another_length_is_noticed(changed, tmp_p
     lengths[changed] += 1
     assert measure(Rows(lengths), tmp_path).tolist() == lengths
     (warning,) = warnings_of(caplog)
-    assert f"lengths-f.bin: row {changed} no longer has that length; counting all" in warning
+    assert f"lengths-f.bin: row {changed} has changed; measuring all" in warning
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(tmp_path, caplog):
