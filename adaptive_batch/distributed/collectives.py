@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +37,8 @@ _ranks_of_a_model = 1
 # Time for gloo's threads to release their tensors; a release during interpreter shutdown aborts the
 # process.
 _SETTLE_SECONDS = 0.1
+# Store of this attempt, rank and number of ranks, by rendezvous address.
+_attempts: dict[tuple[str, str], tuple[Store, int, int]] = {}
 # True within `alone`.
 _is_alone = ContextVar("_is_alone", default=False)
 
@@ -60,10 +61,9 @@ def launch_name() -> str | None:
     return f"{run}/{platform.node()}/{os.getppid()}/{began}"
 
 
-@cache
 def meet_ranks() -> tuple[Store, int, int]:
-    """Connect to the other ranks in the store of torchrun's environment; the first call is a
-    collective that needs no process group.
+    """Connect to the other ranks in the store of torchrun's environment; the first call for an
+    address is a collective that needs no process group.
 
     torchrun's store outlives a restart, and this attempt must not read keys of earlier attempts.
     torchrun's restart count does not identify an attempt: it does not count a restart of a healthy
@@ -76,9 +76,12 @@ def meet_ranks() -> tuple[Store, int, int]:
         RankLostError, torch.distributed.DistStoreError, torch.distributed.DistNetworkError: other
             ranks or the store did not answer within 10 minutes.
     """
-    store, rank, size = next(rendezvous("env://", timeout=_JOIN))
-    name = _attempt(PrefixStore("adaptive_batch/attempts", store), rank, size)
-    return PrefixStore(f"adaptive_batch/{name}", store), rank, size
+    address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    if address not in _attempts:
+        store, rank, size = next(rendezvous("env://", timeout=_JOIN))
+        name = _attempt(PrefixStore("adaptive_batch/attempts", store), rank, size)
+        _attempts[address] = (PrefixStore(f"adaptive_batch/{name}", store), rank, size)
+    return _attempts[address]
 
 
 def _attempt(store: Store, rank: int, size: int) -> str:
