@@ -457,7 +457,8 @@ class _Candidates:
         lowest, highest = self._extremes(by_value)
         yield lowest, highest
         if is_precise:
-            rows = sorted(by_value, key=by_value.__getitem__)
+            # Rows with labels first: padding between documents has none.
+            rows = sorted(by_value, key=lambda row: (not values[row][0], by_value[row]))
             yield rows[:1], rows[1:2]
         else:
             # Parts of one row show little, so mix the rows of both parts.

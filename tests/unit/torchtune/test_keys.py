@@ -143,7 +143,7 @@ def test_overrides_and_removals_are_arguments(tmp_path):
 FUNCTION = "adaptive_batch.schedules.by_critical_batch"
 
 
-@pytest.mark.parametrize("key", REMOVED.keys() - {FUNCTION})
+@pytest.mark.parametrize("key", [key for key in REMOVED if key != FUNCTION])
 @pytest.mark.parametrize("value", ["1", "False", "null"])
 def test_a_removed_key_is_refused_with_its_replacement(key, value):
     config = OmegaConf.merge(PLAIN, OmegaConf.from_dotlist([f"{key}={value}"]))

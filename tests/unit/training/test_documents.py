@@ -222,3 +222,11 @@ def test_a_step_that_ran_out_of_memory_has_the_bits_of_the_same_parts(lengths, f
         (model(part.batch) * part.share).backward()
     assert sum(part.num_rows for part in ran[last_attempt:]) == len(lengths)
     assert all(map(torch.equal, found, [parameter.grad for parameter in model.parameters()]))
+
+
+def test_padding_that_looks_like_documents_does_not_hide_a_gradient(caplog):
+    lengths = [4, 5, 6, 3, 3, 3]
+    batch = row_of(lengths, position_ids=flat(lengths)[2][None])
+    batch["labels"][0, sum(lengths[:3]) :] = -100
+    gradients(Attends(), batch, micro_batch_size=3)
+    assert "no finite gradient" not in caplog.text
