@@ -69,7 +69,7 @@ def balance_by_tokens(
         than ranks.
     """
     layout = layout or MicroBatchLayout()
-    in_turn = [list(positions) for positions in balance_by_rows(len(lengths), ranks)]
+    in_turn = list(map(list, balance_by_rows(len(lengths), ranks)))
     if ranks == 1 or len(lengths) <= ranks:
         return in_turn
     if not layout.pads and limit.unit == "tokens":

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -62,12 +63,14 @@ class PlannedRows(StepAhead):
     """A step that was handed out, with its row numbers.
 
     Attributes:
+        batch_size: rows of a batch on one device; a step may accumulate several of them.
         numbers: row numbers of all ranks.
         own: row numbers of this rank.
         following: row numbers that this rank takes next if the next step is as large and ranks take
             rows in turn.
     """
 
+    batch_size: int
     numbers: list[int]
     own: list[int]
     following: list[int]
@@ -321,8 +324,9 @@ class Batches(Sampler[list[int]]):
         self._enter_epoch()
         if self.batching.drop_last:
             if self.plan.steps == 0:
-                rows = self.plan.rows
-                remedy = f"a step of the requested batch is more than an epoch's {rows} rows"
+                remedy = (
+                    f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
+                )
                 raise SettingError("drop_last", True, remedy)
             if self.reference.steps == 0:
                 remedy = f"an epoch of {self.num_rows} rows has no whole step; set drop_last=False"
@@ -491,17 +495,14 @@ class Batches(Sampler[list[int]]):
             counts_tokens: whether progress counts the tokens of the steps.
         """
         dry_run = copy.copy(self)
-        dry_run._leave_no_trace(counts_tokens=counts_tokens)
-        return dry_run
-
-    def _leave_no_trace(self, *, counts_tokens: bool) -> None:
         function = copy_rule(self.batching.batch_increase_function)
-        self.batching = replace(self.batching, batch_increase_function=function)
-        self._counts_tokens = counts_tokens
-        self._event = lambda kind, message, **facts: None
-        self._from_rank_zero = lambda ask: ask()
+        dry_run.batching = replace(self.batching, batch_increase_function=function)
+        dry_run._counts_tokens = counts_tokens
+        dry_run._event = lambda kind, message, **facts: None
+        dry_run._from_rank_zero = lambda ask: ask()
         if isinstance(self._order_of, SamplerOrder):
-            self._order_of = self._order_of.ahead
+            dry_run._order_of = self._order_of.ahead
+        return dry_run
 
     def remaining(self, epochs: int, *, paces: bool = False) -> Iterator[StepAhead]:
         """Walk through the remaining steps of a :meth:`dry_run` until `epochs` epochs are done.
@@ -562,16 +563,17 @@ class Batches(Sampler[list[int]]):
         epoch = self._progress.epoch
         # A run that resumes within an epoch has logged them before.
         if self.batching.batch_tokens and not self._progress.epoch_rows:
-            for kind, message, facts in self._epoch.describe_token_steps():
+            epoch_events = chain(self._epoch.steps_over_budget(), self._epoch.dropped_rows())
+            for kind, message, facts in epoch_events:
                 self._event(kind, message, epoch=epoch, **facts)
         while self._progress.epoch == epoch:
             # Steps that are done have exact tokens; steps ahead only if their tokens are counted.
-            progress = self._ahead[-1].after if self._ahead else self.progress
+            progress = self.newest.after if self._ahead else self.progress
             step = self._epoch.next_step(progress, self._request, counts_tokens=self._counts_tokens)
             if step is None:
                 return
             self._ahead.append(self._rows_of(step))
-            yield self._ahead[-1]
+            yield self.newest
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's row numbers of the steps that are left of the current epoch."""
@@ -579,15 +581,18 @@ class Batches(Sampler[list[int]]):
             yield step.own
 
     def _rows_of(self, step: StepAhead) -> PlannedRows:
-        """Look up the row numbers of a step of the current epoch."""
+        """Return a step with its row numbers, and a guess of the next step's, to read ahead."""
         begin = step.progress.epoch_rows
         two_steps = self._epoch.order[begin : begin + 2 * step.rows].tolist()
         numbers = two_steps[: step.rows]
-        next_numbers = two_steps[step.rows :]
+        next_rows = two_steps[step.rows :]
         positions = self._positions_of_rank(numbers)
         own = [numbers[position] for position in positions]
-        following = [next_numbers[place] for place in positions if place < len(next_numbers)]
-        return PlannedRows(step.progress, step.rows, step.tokens, numbers, own, following)
+        # Right only if the next step is as large and ranks take rows in turn.
+        following = [next_rows[position] for position in positions if position < len(next_rows)]
+        return PlannedRows(
+            step.progress, step.rows, step.tokens, self.batch_size, numbers, own, following
+        )
 
     def _positions_of_rank(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among the `numbers` of all ranks.

@@ -138,7 +138,10 @@ def check_loss(loss: Any) -> torch.Tensor:
     """
     remedy = "return the mean over the labels alone, a tensor of one number"
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise SettingError("mean_loss", _described(loss), f"that is what it returned; {remedy}")
+        returned = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            returned = f"{loss.dtype} of {list(loss.shape)}"
+        raise SettingError("mean_loss", returned, f"that is what it returned; {remedy}")
     if torch.is_grad_enabled() and not loss.requires_grad:
         problem = "its result depends on no parameter that needs gradients"
         remedy = "compute it without detach(), item() or no_grad(), of a model that trains"
@@ -149,13 +152,6 @@ def check_loss(loss: Any) -> torch.Tensor:
     if single.dtype.itemsize < 4:
         single = single.float()
     return single
-
-
-def _described(value: Any) -> str:
-    """Return how an error names a value: dtype and shape of a tensor, else its type."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of {list(value.shape)}"
-    return type(value).__name__
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:

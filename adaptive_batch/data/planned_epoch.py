@@ -312,39 +312,48 @@ class PlannedEpoch:
         reasons = {reason: rest, "long_rows": long_rows}
         return {reason: rows for reason, rows in reasons.items() if rows}
 
-    def describe_token_steps(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield the kind, message and facts of two events: steps have more than `batch_tokens`
-        because of `min_rows_per_batch`, and rows are in no step.
+    def steps_over_budget(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield the kind, message and facts of an event if steps have more than `batch_tokens`
+        because of `min_rows_per_batch`.
         """
-        batching = self.batching
-        epoch = self.planned_at.epoch
+        min_rows = self.batching.min_rows_per_batch
+        if min_rows == 1:
+            return
         batches, budgets, _ = self.token_steps
-        least = batching.min_rows_per_batch
-        if least > 1:
-            tokens = [int(self.lengths.all[rows].sum()) for rows in batches.tolist()]
-            most = [budget * self.ranks for budget in budgets]
-            over = [held for held, budget in zip(tokens, most, strict=True) if held > budget]
-            if over:
-                message = (
-                    f"epoch {epoch}: {len(over)} of {count(len(tokens), 'step')} have more than"
-                    f" batch_tokens, up to {max(over)} over all ranks, for"
-                    f" min_rows_per_batch={least}"
-                )
-                yield "over_budget", message, {"steps": len(over)}
-        rows_by_reason = {
-            f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
-        }
-        if batching.drop_last:
-            rows_by_reason["of the last step (drop_last)"] = batches[-1]
-        for reason, rows in rows_by_reason.items():
+        tokens_of_steps = [int(self.lengths.all[rows].sum()) for rows in batches.tolist()]
+        budget_of_steps = [budget * self.ranks for budget in budgets]
+        too_large = [
+            tokens
+            for tokens, budget in zip(tokens_of_steps, budget_of_steps, strict=True)
+            if tokens > budget
+        ]
+        if too_large:
+            message = (
+                f"epoch {self.planned_at.epoch}: {len(too_large)} of"
+                f" {count(len(batches), 'step')} have more than batch_tokens, up to"
+                f" {max(too_large)} over all ranks, for min_rows_per_batch={min_rows}"
+            )
+            yield "over_budget", message, {"steps": len(too_large)}
+
+    def dropped_rows(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield the kind, message and facts of an event for rows that are too long, and of one for
+        those of the last step.
+        """
+        batches = self.token_steps.batches
+        budget = self.batching.batch_tokens
+        dropped = [(batches.dropped.tolist(), f"of more than batch_tokens={budget}")]
+        if self.batching.drop_last:
+            # EpochPlan.from_sizes drops the last step, whether it is full or not.
+            dropped.append((batches[-1], "of the last step (drop_last)"))
+        for rows, origin in dropped:
             if not rows:
                 continue
             numbers = ", ".join(map(str, sorted(rows)[:10]))
             if len(rows) > 10:
                 numbers += ", ..."
             verb = "is" if len(rows) == 1 else "are"
-            dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
-            yield "dropped", f"epoch {epoch}: {dropped}: {numbers}", {"rows": sorted(rows)}
+            message = f"{count(len(rows), 'row')} {origin} {verb} dropped: {numbers}"
+            yield "dropped", f"epoch {self.planned_at.epoch}: {message}", {"rows": sorted(rows)}
 
 
 def plan_token_batches(

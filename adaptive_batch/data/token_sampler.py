@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import torch
@@ -239,8 +239,7 @@ def plan_batches_by_rule(
             begins.append(progress)
             budgets.append(budget)
             tokens = sum(sizes[place] for place in places)
-            progress = progress.after_step(rows=len(places), tokens=tokens)
-            progress = replace(progress, batch=budget)
+            progress = progress.after_step(rows=len(places), tokens=tokens, batch=budget)
     for begin, budget in zip(begins, budgets, strict=True):
         again = request_batch(rule, begin, maximum=None).after
         if again != budget:
