@@ -14,7 +14,15 @@ from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
 
-from .parts import SPLIT_REMEDY, BatchSource, RowsOfBatch, copy_containers, is_array, like_mapping
+from .parts import (
+    SPLIT_REMEDY,
+    BatchSource,
+    RowsOfBatch,
+    copy_containers,
+    is_array,
+    is_table,
+    like_mapping,
+)
 
 _TOKENS = ("input_ids", "tokens")
 _POSITIONS = ("position_ids", "positions")
@@ -114,9 +122,7 @@ class DocumentsOfBatch(BatchSource):
     def _shifted_labels(self) -> torch.Tensor | None:
         """Labels that the model will shift, since they equal the tokens; None if they differ."""
         labels = self._batch.get("labels")
-        if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
-            return None
-        if labels.shape != self._tokens.shape:
+        if not is_table(labels) or labels.shape != self._tokens.shape:
             return None
         is_label = labels != IGNORE_INDEX
         return labels if bool((labels == self._tokens)[is_label].all()) else None

@@ -155,7 +155,7 @@ class Sample:
     @property
     def rows(self) -> list[int]:
         """Return the rows of both parts, ascending."""
-        return sorted([*self.parts[0], *self.parts[1]])
+        return sorted(chain(*self.parts))
 
     def one_row_each(self) -> Sample:
         """Return the sample with one row in each part."""

@@ -150,7 +150,11 @@ class ExternalLeaves:
             # torch.autograd.grad accumulates nothing.
             if not options.get("accumulate_grad", True):
                 return run_backward(roots, *arguments, **options)
-            nodes = _root_nodes([roots] if isinstance(roots, torch.Tensor) else roots)
+            nodes = [
+                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+                for root in ([roots] if isinstance(roots, torch.Tensor) else roots)
+                if isinstance(root, GradientEdge) or root.requires_grad
+            ]
             is_searched = self._has_new_size(nodes) or self._is_split or self._in_trials
             new_leaves = self._new_leaves(nodes) if is_searched else []
             if self._is_split:
@@ -209,14 +213,6 @@ class ExternalLeaves:
                     visited.add(next_node)
                     unvisited.append(next_node)
         return new
-
-
-def _root_nodes(roots: Iterable[Any]) -> list[Any]:
-    return [
-        root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-        for root in roots
-        if isinstance(root, GradientEdge) or root.requires_grad
-    ]
 
 
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor | None:

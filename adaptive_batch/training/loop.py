@@ -376,7 +376,7 @@ class AdaptiveLoop:
         batch = result.tokens if self._rate.counts_tokens else result.rows
         rates = self._rate.apply(self.progress, batch=batch)
         self.learning_rate = rates["lr"]
-        self._nonfinite.drops(result, planned.progress, lr=rates["lr"])
+        self._nonfinite.drop_if_nonfinite(result, planned.progress, lr=rates["lr"])
         self._awaits_optimizer = self._has_step_hook
         self._waiting.popleft()
         progress = self._batches.done(tokens=result.tokens, ends_epoch=False)
@@ -390,7 +390,9 @@ class AdaptiveLoop:
             )
             self._event("step", "", **record)
         if self._batches.is_over:
-            self._end_epoch()
+            message, facts = self._batches.describe_epoch()
+            self._batches.report("epoch", message, **facts)
+            self._batches.end_epoch()
         return result
 
     def _check_rows_of_step(self, rows: Sequence[Any]) -> None:
@@ -423,12 +425,6 @@ class AdaptiveLoop:
             ranks=distributed.world_size(),
             progress=progress.state_dict(),
         )
-
-    def _end_epoch(self) -> None:
-        """Report the end of the epoch, and begin the next one."""
-        message, facts = self._batches.describe_epoch()
-        self._batches.report("epoch", message, **facts)
-        self._batches.end_epoch()
 
     def _find_batch_size(self) -> None:
         """Find the batch size of training if it is ``"max"`` and not known."""

@@ -15,6 +15,7 @@ from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .model_checks import evaluation_mode
 from .packing import Batch, Row, isolated_rows, not_causal, tokens_key
+from .parts import is_table
 
 
 class CheckedAttention:
@@ -156,7 +157,7 @@ def _changed_by_collate(collated: Batch, packed: Batch, name: str) -> str:
     # The first label has no loss, so the batches may differ in it.
     for key, begin in ((name, 0), ("labels", 1)):
         value = collated.get(key) if isinstance(collated, Mapping) else None
-        if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != 1:
+        if not is_table(value) or len(value) != 1:
             return ""
         expected = packed[key][0]
         if not torch.equal(value[0, begin : len(expected)].to(expected), expected[begin:]):

@@ -28,18 +28,10 @@ _ROW_KEYS = ("input_ids", "tokens", "attention_mask", "labels")
 # A list of more mappings than this has one per row; a shorter one may have collated views.
 _MOST_VIEWS = 3
 
-# Padding value of each tensor that a collate function pads; None if only the mask or the labels
-# show the padding.
-_PADDING = {
-    "attention_mask": 0,
-    "completion_mask": 0,
-    "labels": IGNORE_INDEX,
-    "input_ids": None,
-    "tokens": None,
-    "position_ids": None,
-    "token_type_ids": None,
-    "mm_token_type_ids": None,
-}
+# Padding values that show which columns of a row are used.
+_KNOWN_PADDING = {"attention_mask": 0, "completion_mask": 0, "labels": IGNORE_INDEX}
+# Other tensors that a collate function pads to the same columns.
+_OTHER_PADDED = ("input_ids", "tokens", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
@@ -205,12 +197,15 @@ class RowsOfBatch(BatchSource):
     @property
     def width(self) -> int:
         """Padded length of the rows; 0 if unknown."""
-        if isinstance(self._batch, _MAPPING):
-            for name in ("attention_mask", "tokens", "input_ids"):
-                table = self._batch.get(name)
-                if self._is_table(table):
-                    return table.shape[1]
+        for name in ("attention_mask", "tokens", "input_ids"):
+            table = self._get(name)
+            if self._is_table(table):
+                return table.shape[1]
         return 0
+
+    def _get(self, name: str) -> Any:
+        """Return the value of a key; None in a batch without keys."""
+        return self._batch.get(name) if isinstance(self._batch, _MAPPING) else None
 
     @cached_property
     def lengths(self) -> list[int] | None:
@@ -224,43 +219,49 @@ class RowsOfBatch(BatchSource):
 
     def _used_columns(self) -> torch.Tensor | None:
         """Return a bool tensor `[rows, columns]`, true where a column is used; None if unknown."""
-        if not isinstance(self._batch, _MAPPING):
-            return None
-        # Tensor that shows the used columns.
-        shown_by = self._batch.get("attention_mask")
-        labels = self._batch.get("labels")
-        tokens = self._batch.get("tokens", self._batch.get("input_ids"))
+        shown_by = self._table_that_shows_padding()
         if shown_by is None:
-            if not (self._is_table(tokens) and self._is_table(labels)):
-                return None
-            if tokens.shape != labels.shape or labels.is_floating_point():
-                return None
-            shown_by = labels
-        if not self._is_table(shown_by):
             return None
-        # Without trimming, every column counts as used.
-        all_columns = torch.ones_like(shown_by, dtype=torch.bool)
-        has_other_width = self._is_table(tokens) and tokens.shape != shown_by.shape
-        if not self._trims or has_other_width or self._has_other_tensor_as_wide():
-            return all_columns
-        # An additive mask is 0 for a token and a large negative number for padding.
-        if shown_by is not labels and bool((shown_by < 0).any()):
-            return all_columns
-        used = ~all_columns
-        for name, padding in _PADDING.items():
-            table = self._batch.get(name)
-            if padding is not None and self._is_table(table) and table.shape == shown_by.shape:
+        if not self._trims or self._must_keep_columns(shown_by):
+            return torch.ones_like(shown_by, dtype=torch.bool)
+        used = torch.zeros_like(shown_by, dtype=torch.bool)
+        for name, padding in _KNOWN_PADDING.items():
+            table = self._get(name)
+            if self._is_table(table) and table.shape == shown_by.shape:
                 used |= (table != padding).to(used.device)
-        if shown_by is labels:
+        if self._get("attention_mask") is None:
             # After the last label of a row, its padding repeats one token.
-            used |= tokens != tokens[:, -1:]
+            used |= self._tokens != self._tokens[:, -1:]
         return used
+
+    @property
+    def _tokens(self) -> Any:
+        return self._batch.get("tokens", self._batch.get("input_ids"))
+
+    def _table_that_shows_padding(self) -> torch.Tensor | None:
+        """Return the attention mask, or without one the labels beside tokens; None if unknown."""
+        mask = self._get("attention_mask")
+        if mask is not None:
+            return mask if self._is_table(mask) else None
+        labels = self._get("labels")
+        if not (self._is_table(labels) and self._is_table(self._tokens)):
+            return None
+        is_like_tokens = labels.shape == self._tokens.shape and not labels.is_floating_point()
+        return labels if is_like_tokens else None
+
+    def _must_keep_columns(self, shown_by: torch.Tensor) -> bool:
+        """Return whether the padding of some tensor is unknown."""
+        tokens_differ = self._is_table(self._tokens) and self._tokens.shape != shown_by.shape
+        if tokens_differ or self._has_other_tensor_as_wide():
+            return True
+        # An additive mask is 0 for a token and a large negative number for padding.
+        return self._get("attention_mask") is not None and bool((shown_by < 0).any())
 
     def _has_other_tensor_as_wide(self) -> bool:
         """Return whether another tensor has the width of the rows, with unknown padding."""
         if self._row_lengths is not None:
             return False
-        named = [self._batch.get(name) for name in _PADDING]
+        named = [self._get(name) for name in (*_KNOWN_PADDING, *_OTHER_PADDED)]
         padded = {id(table) for table in named if self._is_table(table)}
         return any(
             isinstance(tensor, PackedSequence)
@@ -271,10 +272,8 @@ class RowsOfBatch(BatchSource):
         )
 
     def _is_table(self, value: Any) -> TypeGuard[torch.Tensor]:
-        """Return whether a value is a tensor `[rows, columns]`."""
-        if not isinstance(value, torch.Tensor) or value.is_nested or value.dim() != 2:
-            return False
-        return value.shape[0] == self.num_rows
+        """Return whether a value is a tensor `[rows, columns]` with the rows of the batch."""
+        return is_table(value) and value.shape[0] == self.num_rows
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some rows; the script's own tensors if these are all rows.
@@ -314,10 +313,11 @@ class RowsOfBatch(BatchSource):
 
     def dummy(self) -> Any:
         """Return the row with the most labels: the mean loss of no label is NaN."""
-        labels = self._batch.get("labels") if isinstance(self._batch, _MAPPING) else None
-        if not self._is_table(labels):
-            return self.part([0])
-        return self.part([int((labels[:, 1:] != IGNORE_INDEX).sum(dim=1).argmax())])
+        row = 0
+        labels = self._get("labels")
+        if self._is_table(labels):
+            row = int((labels[:, 1:] != IGNORE_INDEX).sum(dim=1).argmax())
+        return self.part([row])
 
     @property
     def cuts(self) -> bool:
@@ -419,6 +419,11 @@ def is_array(value: Any) -> bool:
         return True
     # Ask the type: reading the attribute of a PIL image copies its pixels.
     return hasattr(type(value), "__array_interface__") and hasattr(value, "ndim")
+
+
+def is_table(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor `[rows, columns]`."""
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == 2
 
 
 def arrays_in(value: Any) -> Iterator[Any]:
@@ -570,10 +575,7 @@ def has_shifted_labels(batch: Any) -> bool:
         return False
     labels: Any = batch.get("labels")
     tokens: Any = batch.get("tokens", batch.get("input_ids"))
-    for tensor in (labels, tokens):
-        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 2:
-            return False
-    if labels.shape != tokens.shape:
+    if not (is_table(labels) and is_table(tokens)) or labels.shape != tokens.shape:
         return False
     is_label = labels != IGNORE_INDEX
     is_next = labels[:, :-1] == tokens[:, 1:]

@@ -270,6 +270,7 @@ class MicroBatchSizer:
             # A search tries packed rows, not documents, so the limit counts tokens.
             tokens = "auto"
         if tokens == "auto":
+            # By the default objective, training has returned above with the throughput found.
             tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
             tokens = tokens or NO_LIMIT
         if tokens is not None:

@@ -77,8 +77,9 @@ class RankReport(NamedTuple):
     Attributes:
         batch_size: argument of :meth:`MicroBatchSizer.limit`; the same on all ranks.
         num_rows: rows of the step on all ranks, as this rank counts them; 0 if not counted.
-        requested: batch size that the user's rule returned. Ranks compare it, since the rule may
-            differ on some rank.
+        requested: rows of the step on one device, within the maximum and with accumulation, or its
+            tokens with `batch_tokens`. Ranks compare it, since the user's rule may differ on some
+            rank.
         stop_requested: whether this rank was requested to stop.
     """
 

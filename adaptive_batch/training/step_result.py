@@ -201,13 +201,16 @@ class NonfiniteSteps:
         self._settings: dict[str, object] = {}
         self._changes: dict[str, str] = {}
 
-    def drops(self, result: StepResult, progress: Progress, *, lr: float) -> bool:
-        """Check a step; return whether its gradients were cleared, so that it is not taken.
+    def drop_if_nonfinite(self, result: StepResult, progress: Progress, *, lr: float) -> bool:
+        """Count a step, and clear its gradients if it is not finite, unless the policy is ``warn``.
 
         Args:
             result: result of the step, the same on all ranks.
             progress: progress before the step, with its requested batch.
             lr: learning rate of the step.
+
+        Returns:
+            Whether the gradients were cleared, so that the step is not taken.
 
         Raises:
             NonfiniteLossError: the policy is ``stop``.
@@ -234,7 +237,11 @@ class NonfiniteSteps:
         in_a_row = ""
         if self._num_in_a_row > 1:
             in_a_row = f" ({self._num_in_a_row} steps in a row)"
-        message = f"step {step}: {problem}{in_a_row}, lr {lr:g}{self._before()}{changes}"
+        before = ""
+        if self._last_finite is not None:
+            last_step, last_loss, last_lr = self._last_finite
+            before = f"; step {last_step} had loss {last_loss:.4g} and lr {last_lr:g}"
+        message = f"step {step}: {problem}{in_a_row}, lr {lr:g}{before}{changes}"
         skips = self._policy == "skip"
         if skips:
             what_next = "it is skipped: weights and optimizer do not change"
@@ -277,13 +284,6 @@ class NonfiniteSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state."""
         self._num_since_counted = state["since_counted"]
-
-    def _before(self) -> str:
-        """Describe the last finite step, for the message."""
-        if self._last_finite is None:
-            return ""
-        step, loss, lr = self._last_finite
-        return f"; step {step} had loss {loss:.4g} and lr {lr:g}"
 
     def _problem(self, result: StepResult) -> str | None:
         """Return the value that is not finite, for the message; None if the step is finite."""

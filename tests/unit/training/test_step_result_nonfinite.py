@@ -43,7 +43,7 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     steps, events, dropped = steps_of("warn")
     losses = [2.0, NAN, INF, -INF, -3.0, NAN]
     for step, loss in enumerate(losses):
-        assert not steps.drops(result(loss), Progress(steps=step), lr=0.1)
+        assert not steps.drop_if_nonfinite(result(loss), Progress(steps=step), lr=0.1)
     assert [(event.kind, event.step, event.prints, event.skipped) for event in events] == [
         ("nonfinite_loss", 2, True, False),
         ("nonfinite_loss", 3, False, False),
@@ -55,7 +55,9 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
 
 def test_many_in_a_row_are_printed_now_and_then():
     steps, events, _ = steps_of("skip")
-    assert all(steps.drops(result(NAN), Progress(steps=step), lr=0.1) for step in range(250))
+    assert all(
+        steps.drop_if_nonfinite(result(NAN), Progress(steps=step), lr=0.1) for step in range(250)
+    )
     printed = [event for event in events if event.prints]
     assert [event.step for event in printed] == [1, 100, 200]
     assert printed[1].message.startswith("step 100: the loss is nan (100 steps in a row), lr 0.1;")
@@ -65,7 +67,7 @@ def test_the_line_names_what_changed_before():
     steps, events, _ = steps_of("warn")
     seen = [(0, 4, 2.0, 0.1), (0, 8, 1.5, 0.2), (0, 8, 1.25, 0.2), (1, 8, NAN, 0.3)]
     for step, (epoch, batch, loss, lr) in enumerate(seen):
-        steps.drops(result(loss), Progress(epoch, steps=step, batch=batch), lr=lr)
+        steps.drop_if_nonfinite(result(loss), Progress(epoch, steps=step, batch=batch), lr=lr)
     assert (
         events[0].message
         == "step 4: the loss is nan, lr 0.3; step 3 had loss 1.25 and lr 0.2; batch 4 -> 8 at"
@@ -76,11 +78,14 @@ def test_the_line_names_what_changed_before():
 def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     steps, events, dropped = steps_of("skip")
     assert [
-        steps.drops(result(1.0, norm), Progress(), lr=0.1) for norm in (None, 3.0, NAN, INF)
+        steps.drop_if_nonfinite(result(1.0, norm), Progress(), lr=0.1)
+        for norm in (None, 3.0, NAN, INF)
     ] == [False, False, True, True]
     assert (dropped.count, [event.skipped for event in events]) == (2, [True, True])
     steps, events, _ = steps_of("warn")
-    assert not steps.drops(result(1.0, NAN), Progress(), lr=0.1)  # nothing is waited for
+    assert not steps.drop_if_nonfinite(
+        result(1.0, NAN), Progress(), lr=0.1
+    )  # nothing is waited for
     assert not events
 
 
@@ -88,5 +93,5 @@ def test_to_stop_is_an_error_with_what_to_do():
     steps, events, dropped = steps_of("stop", remedy=lambda: "resume from step_2")
     message = "^step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop.* resume from step_2$"
     with pytest.raises(NonfiniteLossError, match=message):
-        steps.drops(result(INF), Progress(steps=2), lr=0.1)
+        steps.drop_if_nonfinite(result(INF), Progress(steps=2), lr=0.1)
     assert ([event.prints for event in events], dropped.count) == ([False], 1)
