@@ -148,7 +148,8 @@ def _build(package: Path, cuda: str, folder: Path) -> None:
     for library in sorted((package / "lib").glob("*.so")):
         if library.name != STUB:
             imported |= _imported_functions(library)
-            sonames |= set(filter(_SONAME.fullmatch, _needed(library)))
+            needed = re.findall(r"NEEDED.*\[(.*)\]", _run("readelf", "-d", library))
+            sonames |= set(filter(_SONAME.fullmatch, needed))
     looked_up = re.findall(
         rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (package / "lib/libc10_cuda.so").read_bytes()
     )
@@ -229,10 +230,6 @@ def _imported_functions(library: Path) -> set[str]:
 def _defined_functions(library: Path) -> list[str]:
     dynamic = ["-D"] if library.suffix == ".so" else []
     return _run("nm", *dynamic, "--defined-only", "--format=just-symbols", library).split()
-
-
-def _needed(library: Path) -> list[str]:
-    return re.findall(r"NEEDED.*\[(.*)\]", _run("readelf", "-d", library))
 
 
 def _gcc(*words: str | Path) -> None:

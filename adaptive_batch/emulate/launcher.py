@@ -113,6 +113,7 @@ def emulate(
             status, was_ended = _run(command, scratch, environment, max_minutes)
         except OSError as error:
             raise EmulationError(f"{command[0]} cannot be started: {error.strerror}") from None
+        processes = [json.loads(file.read_text()) for file in sorted(records.glob("*.json"))]
         report = {
             "device": device.setting.split(",")[0],
             "total_bytes": device.total_bytes,
@@ -121,7 +122,7 @@ def emulate(
             "exit_status": status,
             "ended_by_time_limit": was_ended,
             "seconds": round(time.time() - started, 1),
-            "processes": _read_records(records),
+            "processes": [one for one in processes if one["devices"] or one["out_of_memory"]],
             "files": written_files(scratch, started),
             "folder": str(scratch) if output else None,
             "values_are_real": False,
@@ -177,11 +178,6 @@ def _run(
     if was_ended:
         return 0, True
     return (code if code >= 0 else 128 - code), False
-
-
-def _read_records(folder: Path) -> list[dict[str, Any]]:
-    records = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    return [record for record in records if record["devices"] or record["out_of_memory"]]
 
 
 def install_cuda_build() -> int:

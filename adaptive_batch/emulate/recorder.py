@@ -114,33 +114,20 @@ class _Recorder:
 
     def read_history(self) -> None:
         """Sum the live bytes at the highest peak of the allocator's history by line of code."""
+        # The snapshot has the blocks that are live now, and a ring buffer of events that led to
+        # them. Undo the events, newest first, to find the highest total; then undo only so far.
         snapshot = torch.cuda.memory._snapshot()
         for device, events in enumerate(snapshot["device_traces"]):
-            blocks = [
-                (block["address"], block)
-                for segment in snapshot["segments"]
-                if segment["device"] == device
-                for block in segment["blocks"]
-                if block["state"].startswith("active")
-            ]
-            living = {address: (block["requested_size"], block) for address, block in blocks}
-            total = best = sum(size for size, _ in living.values())
-            at_best = len(events)
-            for place in range(len(events) - 1, -1, -1):
-                total += _change_backward(events[place])
-                if total > best:
-                    best, at_best = total, place
-            for event in reversed(events[at_best:]):
-                change = _change_backward(event)
-                if change < 0:
-                    living.pop(event["addr"], None)
-                elif change > 0:
-                    living[event["addr"]] = (event["size"], event)
-            if best > self.living.get("bytes", 0):
+            living = _live_blocks(snapshot, device)
+            now = sum(size for size, _ in living.values())
+            peak, events_since_peak = _events_since_peak(events, now)
+            if peak > self.living.get("bytes", 0):
+                _undo(living, events_since_peak)
                 lines = Counter[str]()
                 for size, holder in living.values():
                     lines[_line_of(holder.get("frames", ()))] += size
-                self.living = {"bytes": best, "device": device, "lines": lines.most_common()}
+                self.living = {"bytes": peak, "device": device, "lines": lines.most_common()}
+        # at_exit reads again only above this peak.
         self.read_peak = self.highest()
 
     def write(self) -> None:
@@ -166,10 +153,39 @@ class _Recorder:
         new.replace(self.file)
 
 
-def _change_backward(event: dict[str, Any]) -> int:
-    """Return the change of the live bytes by an event, backward in time."""
-    action, size = event["action"], event["size"]
-    return {"alloc": -int(size), "free_completed": int(size)}.get(action, 0)
+def _live_blocks(snapshot: Any, device: int) -> dict[int, tuple[int, Any]]:
+    """Return the size and the block at each live address of a device."""
+    return {
+        block["address"]: (block["requested_size"], block)
+        for segment in snapshot["segments"]
+        if segment["device"] == device
+        for block in segment["blocks"]
+        if block["state"].startswith("active")
+    }
+
+
+def _events_since_peak(events: list[Any], now: int) -> tuple[int, list[Any]]:
+    """Return the highest total of live bytes, which are `now` after all events, and the events
+    since then.
+    """
+    total = peak = now
+    peak_place = len(events)
+    for place, event in reversed(list(enumerate(events))):
+        changes = {"alloc": -event["size"], "free_completed": event["size"]}
+        total += changes.get(event["action"], 0)
+        if total > peak:
+            peak = total
+            peak_place = place
+    return peak, events[peak_place:]
+
+
+def _undo(living: dict[int, Any], events: list[Any]) -> None:
+    """Undo events in the live blocks, newest first."""
+    for event in reversed(events):
+        if event["action"] == "alloc":
+            living.pop(event["addr"], None)
+        elif event["action"] == "free_completed":
+            living[event["addr"]] = (event["size"], event)
 
 
 def _line_of(frames: Any) -> str:
