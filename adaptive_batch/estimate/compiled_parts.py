@@ -280,16 +280,12 @@ def _give_attention(graph: fx.GraphModule, kernels: CudaKernels) -> None:
         if node.target is nn.functional.scaled_dot_product_attention:
             node.target = kernels.attention
         elif node.target is torch.ops.adaptive_batch.packed_attention.default:
-            _check_packed_rows(node, kernels)
+            # Each has shape [tokens, heads, head_dim].
+            tensors = [operand.meta["example_value"] for operand in node.all_input_nodes[:3]]
+            if not kernels.takes_packed_rows(*(tensor.transpose(0, 1)[None] for tensor in tensors)):
+                # The packed rows leave the graph.
+                raise NotImplementedError("the attention of packed rows runs once for each row")
     graph.recompile()
-
-
-def _check_packed_rows(node: fx.Node, kernels: CudaKernels) -> None:
-    """Raise an error if no kernel supports the packed rows, so that they leave the graph."""
-    # Each has shape [tokens, heads, head_dim].
-    tensors = [operand.meta["example_value"] for operand in node.all_input_nodes[:3]]
-    if not kernels.takes_packed_rows(*(tensor.transpose(0, 1)[None] for tensor in tensors)):
-        raise NotImplementedError("the attention of packed rows runs once for each row")
 
 
 def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -235,8 +235,10 @@ class _Twins:
 
 @contextmanager
 def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -> Iterator[_Twins]:
-    """Replace the parameters and buffers of a model by fake ones, and yield a copy of its
-    optimizer.
+    """Context manager: replace the parameters and buffers of a model by fake ones.
+
+    Yields:
+        Copy of the optimizer, for the fake parameters.
 
     Raises:
         SettingError: the optimizer's step reads an attribute that cannot be copied.
@@ -246,20 +248,21 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
     try:
         device.move(model)
         fakes = dict(model.named_parameters(remove_duplicate=False))
-        # An optimizer that refers to the model refers to the same one in the copy.
-        kept: dict[int, Any] = {id(module): module for module in model.modules()}
-        kept.update({id(real[name]): fakes[name] for name in real})
+        # deepcopy's memo: the copy keeps the model itself, and gets the fake of each parameter.
+        memo: dict[int, Any] = {id(module): module for module in model.modules()}
+        memo.update({id(real[name]): fakes[name] for name in real})
         with device.copying():
-            twins = _twins_of(optimizer, kept)
+            twins = _twins_of(optimizer, memo)
         try:
             yield twins
         except AttributeError as error:
             cause = twins.not_copied.get(str(error.name))
             if cause is None or not isinstance(error.obj, Optimizer):
                 raise
-            reason = f"its step reads {error.name!r}, which cannot be copied ({cause})"
-            remedy = f"{reason}; probe it on a device"
-            raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
+            problem = f"its step reads {error.name!r}, which cannot be copied ({cause})"
+            raise SettingError(
+                "optimizer", type(optimizer).__name__, f"{problem}; probe it on a device"
+            ) from error
     finally:
         for module, training, tensors in modules:
             module.training = training
@@ -267,13 +270,13 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
                 setattr(module, name, tensor)
 
 
-def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
+def _twins_of(optimizer: Optimizer, replacements: Mapping[int, Any]) -> _Twins:
     """Copy an optimizer.
 
     Args:
-        kept: replacements in the copy by ``id`` of the original object.
+        replacements: objects of the copy by ``id`` of the original object.
     """
-    memo = dict(kept)
+    memo = dict(replacements)
     originals = [optimizer]
     # The loop extends the list.
     for original in originals:
@@ -295,7 +298,10 @@ def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
                 setattr(twin, name, copy.deepcopy(value, memo))
             except Exception as error:
                 not_copied[name] = error
-    copies = [memo[id(optimizer)], *(value for key, value in memo.items() if key not in kept)]
+    copies = [
+        memo[id(optimizer)],
+        *(value for key, value in memo.items() if key not in replacements),
+    ]
     return _Twins(
         optimizers=list(dict.fromkeys(value for value in copies if isinstance(value, Optimizer))),
         # Scalars, such as a learning rate, are on the host.

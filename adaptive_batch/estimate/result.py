@@ -365,12 +365,15 @@ def rank_changes(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change,
     """
     gains: dict[Change, float] = {}
     for change in changes:
+        if change.refused:
+            continue
         lets_more_fit = False
         gain = 0.0
-        for rows, current_rows in zip(change.bounds, now, strict=False):
-            changed_rows = math.inf if rows is None else rows
-            lets_more_fit = lets_more_fit or changed_rows > current_rows
-            gain += changed_rows / max(0.5, current_rows)
+        for bound, current in zip(change.bounds, now, strict=True):
+            rows = math.inf if bound is None else bound  # None: any number fits
+            lets_more_fit = lets_more_fit or rows > current
+            # Where nothing fits now, the first row counts as a doubling.
+            gain += rows / max(current, 0.5)
         if lets_more_fit:
             gains[change] = gain
     return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
