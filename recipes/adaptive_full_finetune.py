@@ -144,14 +144,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Load weights and optimizer, and search for limits."""
         self.trainer = Trainer.load(self.job, self.data, self.store, self.sizers)
         self.saver.check(self.trainer)
-        self.saver.keep("limits", self.sizers.training)
+        self.saver.register("limits", self.sizers.training)
         if self.sizers.reference is not None:
-            self.saver.keep("reference_limits", self.sizers.reference)
+            self.saver.register("reference_limits", self.sizers.reference)
         if self.resumed.saved:
             self.store.load_optimizer(self.trainer)
             self.resumed.change_optimizer(self.trainer.optimizers)
             self.saver.export_missing(self.trainer)
-        self.limit_finder.begin(self.trainer, self.batches, self.resumed)
+        self.limit_finder.find_limits(self.trainer, self.batches, self.resumed)
         self.validation = None
         if self.settings.validation.is_on:
             self.validation = Validation(self.job, self.data, self.trainer, self.log)
@@ -175,7 +175,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             total_steps=ahead.schedule_steps,
             saved=self.resumed.state_of("learning_rate"),
         )
-        self.rate = self.saver.keep("learning_rate", rate)
+        self.rate = self.saver.register("learning_rate", rate)
         self.log.epoch(self.batches, self.rate)
         self.log.rate_and_stages(self.rate, self.preview, ahead)
         self.trainer.record_collectives()
@@ -196,15 +196,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.event("nothing_to_train", message)
         with self.saver.preemption:
             for epoch in range(first_epoch, epochs):
-                # Rows that were read ahead belong to the last epoch.
-                self.data.dataset.expect([])
+                # They were read for the epoch before.
+                self.data.dataset.forget_rows_read_ahead()
                 if epoch == first_epoch:
-                    batches = self.resumed.begin_reading(self.loader, self.batches.progress)
+                    steps = self.resumed.begin_reading(self.loader, self.batches.progress)
                 else:
                     self.batches.begin_epoch()
                     self.log.epoch(self.batches, self.rate)
-                    batches = iter(self.loader)
-                for rows in self.log.progress_bar(batches, self.batches):
+                    steps = iter(self.loader)
+                for rows in self.log.progress_bar(steps, self.batches):
                     self._train_step(rows)
                 self.monitor.end_epoch(self.batches)
                 self.batches.end_epoch()
@@ -229,11 +229,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         result = self.trainer.forward_backward(
             rows,
             step,
-            batch_size=self.batches.batch_size,
+            # Ranks agree on it in the step's first collective.
             stop_requested=self.saver.preemption.requested,
             measures_noise=self.monitor.measures_noise(step),
         )
-        if not self.monitor.drops(step, result, lr=rates["lr"]):
+        if not self.monitor.drop_if_nonfinite(step, result, lr=rates["lr"]):
             # Run `optimizer.step()` and `zero_grad()`.
             self.trainer.step()
 

@@ -101,7 +101,8 @@ class FakeRun:
             with_values=self._with_values,
         )
         if reads_data:
-            self.data = self._read_what_is_at_hand()
+            with _offline():
+                self.data = Data.read(self.job)
         else:
             self.job.check_model()
             packed = any(values_at(cfg, "dataset.packed"))
@@ -146,10 +147,6 @@ class FakeRun:
         return (*self._left_out, *self._compiled_parts.left_out)
 
     # --- data
-
-    def _read_what_is_at_hand(self) -> Data:
-        with _offline():
-            return Data.read(self.job)
 
     def _with_values(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that makes batches of real values, whatever is fake around it."""

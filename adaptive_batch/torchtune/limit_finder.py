@@ -109,7 +109,7 @@ class LimitFinder:
 
     # --- training ---------------------------------------------------------------------------------
 
-    def begin(self, trainer: Trainer, batches: Batches, resumed: ResumedRun) -> None:
+    def find_limits(self, trainer: Trainer, batches: Batches, resumed: ResumedRun) -> None:
         """Search for the limits that the settings need, and set the batch size of training.
 
         A resumed run keeps the checkpoint's batch size.

@@ -360,9 +360,9 @@ class StepMonitor:
             is_taken=job.settings.optimizer_in_bwd,
             remedy=remedy,
         )
-        self._nonfinite = saver.add("nonfinite", nonfinite)
-        self.full_batch_loss = saver.add("full_batch_loss", FullBatchLoss(full_batch_rows))
-        self._noise_scale = saver.add("noise_scale", NoiseScale())
+        self._nonfinite = saver.restore("nonfinite", nonfinite)
+        self.full_batch_loss = saver.restore("full_batch_loss", FullBatchLoss(full_batch_rows))
+        self._noise_scale = saver.restore("noise_scale", NoiseScale())
         # Steps of this epoch without a label, since the start.
         self._num_unlabelled = 0
 
@@ -370,8 +370,8 @@ class StepMonitor:
         """Return whether the noise of the gradients is sampled in a step."""
         return self._settings.measures_noise and self._noise_scale.is_due(step.progress.steps)
 
-    def drops(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
-        """Count a step; return whether its gradients are dropped, as they are not finite."""
+    def drop_if_nonfinite(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
+        """Count a step, and drop its gradients if they are not finite; return whether they were."""
         num_rows = len(step.numbers)
         assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
         number = step.progress.steps + 1
@@ -382,7 +382,7 @@ class StepMonitor:
             self._log.event("no_labels", f"step {number}: {message}", prints=prints, step=number)
         if result.noise is not None:
             self._noise_scale.update(result.noise)
-        return self._nonfinite.drops(result, step.progress, lr=lr)
+        return self._nonfinite.drop_if_nonfinite(result, step.progress, lr=lr)
 
     @property
     def noise_scale(self) -> float | None:

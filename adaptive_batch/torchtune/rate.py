@@ -84,18 +84,15 @@ def rewind_rates(optimizers: Sequence[Optimizer]) -> None:
             write_rate(group, float(group.get("initial_lr", base_rate)))
 
 
-def check_rate(job: Job, batches: Batches) -> None:
-    """Couple a batch schedule that follows the rate to the configured scheduler.
+def couple_seesaw(job: Job, batches: Batches) -> None:
+    """Give a `seesaw` schedule of the batch the decay of the configured scheduler.
 
     Raises:
-        SettingError: the scheduler cannot be built or followed, or the optimizer lacks what
-            `scale_with_batch` names.
+        SettingError: the schedule cannot follow the scheduler.
     """
-    check_scheduler(job)
-    optimizer = job.optimizer_of_one_weight()
-    prepare_scaled(optimizer, job.settings.rate.scale_with_batch or {})
-    block = job.cfg.get("lr_scheduler", None)
     if isinstance(job.settings.batch_size_schedule, Seesaw):
+        block = job.cfg.get("lr_scheduler", None)
+        optimizer = job.optimizer_of_one_weight()
         steps = job.settings.epochs * batches.reference.steps
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
@@ -103,20 +100,21 @@ def check_rate(job: Job, batches: Batches) -> None:
         batches.couple(scheduler, lr_clock=job.settings.rate.lr_clock)
 
 
-def check_scheduler(job: Job) -> None:
-    """Raise if the scheduler cannot be built as in torchtune's recipes, or cannot follow
-    `lr_clock`.
+def check_rate(job: Job) -> None:
+    """Check the scheduler, and the values of the optimizer that follow the batch.
 
     Raises:
-        SettingError: the message names the scheduler or the clock.
+        SettingError: the optimizer lacks what `scale_with_batch` names, or the scheduler cannot be
+            built as in torchtune's recipes, or cannot follow `lr_clock`.
     """
+    optimizer = job.optimizer_of_one_weight()
+    prepare_scaled(optimizer, job.settings.rate.scale_with_batch or {})
     cfg = job.cfg
     block = cfg.get("lr_scheduler", None)
     if not block:
         return
     # Raises with similar names if the component does not exist.
     load_function(block._component_, key="lr_scheduler._component_")
-    optimizer = job.optimizer_of_one_weight()
     # Longer than any warm-up.
     steps = 10**6
     remedy = (

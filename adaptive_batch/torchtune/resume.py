@@ -36,7 +36,7 @@ from .data import Data
 from .job import Job
 from .keys import values_of
 from .probe_cache import settings_name
-from .rate import check_rate
+from .rate import check_rate, couple_seesaw
 from .settings import FILLS_STEPS, RESUME
 
 # Keys of the rows of a trial that ended all ranks.
@@ -135,7 +135,7 @@ class ResumedRun:
         """Create the batches of the run, positioned at its progress.
 
         Raises:
-            SettingError: see :func:`.check_rate`.
+            SettingError: see :func:`.check_rate` and :func:`.couple_seesaw`.
         """
         settings = self._settings
         # torchtune's sampler has its own seed.
@@ -148,7 +148,8 @@ class ResumedRun:
             event=event,
         )
         batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
-        check_rate(self._job, batches)
+        check_rate(self._job)
+        couple_seesaw(self._job, batches)
         return batches
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
@@ -306,8 +307,10 @@ class ResumedRun:
 
     def _restore_random_state(self, progress: Progress) -> None:
         """Restore the random state of the checkpoint, after building and searching drew numbers."""
+        # torchtune's recipe seeds again.
         restores = (
-            self._settings.restores_random_state
+            self._settings.adaptive
+            or self._settings.saving.save_every_n_steps is not None
             or self.saved.get("preempted")
             or progress.epoch_steps
         )

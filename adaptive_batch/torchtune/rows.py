@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,12 +37,23 @@ private = PrivateNames("reading rows")
 
 log = logging.getLogger("adaptive_batch")
 
-# What is measured of a row.
-_TOKENS = 0
-_REAL = 1
-_WORST = 2
-_OTHER_BYTES = 3
-_LABELS = 4
+
+class RowMeasures(NamedTuple):
+    """Measurements of a row as numbers, or of all rows as columns: int64 ``[rows]``.
+
+    Attributes:
+        tokens: tokens of the row, with padding.
+        real: tokens that are not padding.
+        extreme_token_id: the token id that is most likely outside of a vocabulary.
+        other_bytes: bytes of all but the text, see :func:`.count_other_bytes`.
+        labels: labels after the first token.
+    """
+
+    tokens: Any
+    real: Any
+    extreme_token_id: Any
+    other_bytes: Any
+    labels: Any
 
 
 class DatasetRows(Dataset[Any]):
@@ -82,7 +93,7 @@ class DatasetRows(Dataset[Any]):
         # A thread that reads keeps this one from launching kernels.
         self._ahead = ReadAhead(dataset, at_once=False)
         self.num_real_tokens = real_tokens or job.task.num_real_tokens
-        self._measured: torch.Tensor | None = None
+        self._measured: RowMeasures | None = None
         self._cache_file: Path | None = None
         self._trusts_cache = True
         # How a row differs from the cache, as a sentence.
@@ -104,6 +115,10 @@ class DatasetRows(Dataset[Any]):
         if self._job.device.type != "cpu":
             self._ahead.expect(numbers)
 
+    def forget_rows_read_ahead(self) -> None:
+        """Forget the rows that were read ahead, or are to be."""
+        self._ahead.expect([])
+
     def read_ahead(self) -> None:
         """Start a thread that reads the expected rows, if there are any."""
         self._ahead.start()
@@ -111,7 +126,7 @@ class DatasetRows(Dataset[Any]):
     @property
     def lengths(self) -> torch.Tensor:
         """Tokens of every row, counted once and cached on disk: int64, `[rows]`."""
-        return self._numbers[:, _TOKENS]
+        return self._columns.tokens  # type: ignore[no-any-return]
 
     @property
     def knows_lengths(self) -> bool:
@@ -121,17 +136,17 @@ class DatasetRows(Dataset[Any]):
     @property
     def real_lengths(self) -> torch.Tensor:
         """Those of them that are not padding: int64, `[rows]`."""
-        return self._numbers[:, _REAL]
+        return self._columns.real  # type: ignore[no-any-return]
 
     @property
     def other_bytes(self) -> torch.Tensor:
         """Bytes of each row without its text, see :func:`.count_other_bytes`: int64, `[rows]`."""
-        return self._numbers[:, _OTHER_BYTES]
+        return self._columns.other_bytes  # type: ignore[no-any-return]
 
     def has_label(self, num_rows: int) -> bool:
         """Return whether any of the first rows has a label after its first token."""
         with RandomState(self._job.device):
-            return any(self._measure(number, self[number])[_LABELS] for number in range(num_rows))
+            return any(self._measure(number, self[number]).labels for number in range(num_rows))
 
     def recount(self) -> str:
         """Drop the lengths if a row that any rank has read has another length; a collective once
@@ -155,10 +170,10 @@ class DatasetRows(Dataset[Any]):
             raise
         except Exception as error:
             raise self._unreadable(number, f"{type(error).__name__}: {one_line(error)}") from error
-        numbers = self._measure(number, row)
-        self._check(number, numbers)
+        measures = self._measure(number, row)
+        self._check(number, measures)
         if self._measured is not None:
-            self._compare(number, numbers[_TOKENS], self._measured)
+            self._compare(number, measures.tokens, self._measured)
         return row
 
     def _unreadable(self, number: int, reason: str) -> SettingError:
@@ -177,11 +192,11 @@ class DatasetRows(Dataset[Any]):
             return SettingError(self._key, self._name, remedy)
         return self._refused(number, f"cannot be read ({reason}); correct it, or filter it out")
 
-    def _compare(self, number: int, num_tokens: int, measured: torch.Tensor) -> None:
+    def _compare(self, number: int, num_tokens: int, measured: RowMeasures) -> None:
         """Log the first row of an epoch that has not the length that it was counted with, and
         remove the cache, so that a resumed run counts all rows again as this one will.
         """
-        num_counted = int(measured[number, _TOKENS])
+        num_counted = int(measured.tokens[number])
         if num_counted == num_tokens or self._changed:
             return
         self._changed = (
@@ -195,18 +210,15 @@ class DatasetRows(Dataset[Any]):
         log.warning("%s: %s; %s", self._key, self._changed, remedy)
 
     @property
-    def _numbers(self) -> torch.Tensor:
+    def _columns(self) -> RowMeasures:
         if self._measured is None:
-            self._measured = distributed.from_rank_zero(self._measure_all)
-            numbers = self._measured
-            worst_rows = (
-                numbers[:, _TOKENS].argmax(),
-                numbers[:, _WORST].argmin(),
-                numbers[:, _WORST].argmax(),
-            )
+            table = distributed.from_rank_zero(self._measure_all)
+            self._measured = RowMeasures(*table.unbind(1))
+            extremes = self._measured.extreme_token_id
+            worst_rows = self._measured.tokens.argmax(), extremes.argmin(), extremes.argmax()
             # What was cached may have been measured for another model.
             for number in map(int, worst_rows):
-                self._check(number, numbers[number].tolist())
+                self._check(number, RowMeasures(*table[number].tolist()))
         return self._measured
 
     def _measure_all(self) -> torch.Tensor:
@@ -220,27 +232,25 @@ class DatasetRows(Dataset[Any]):
             "rows, their labels and bytes", described, installed_version("torchtune")
         )
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
-        numbers = measure_rows(
+        table = measure_rows(
             self,
             self._measure,
             num_numbers=5,
             cache_file=self._cache_file,
             reads_cache=self._trusts_cache,
         )
-        without = int((numbers[:, _LABELS] == 0).sum())
+        columns = RowMeasures(*table.unbind(1))
+        without = int((columns.labels == 0).sum())
         if without:
-            message = f"{without} of {count(len(numbers), 'row')} have no label, and train nothing"
+            message = f"{without} of {count(len(table), 'row')} have no label, and train nothing"
             limit = next(iter(values_at(self._job.cfg, "tokenizer.max_seq_len")), sys.maxsize)
-            cut = int((numbers[:, _TOKENS] >= limit * len(self._task.fields)).sum())
+            cut = int((columns.tokens >= limit * len(self._task.fields)).sum())
             if cut:
                 message += f"; {count(cut, 'row')} may be cut to tokenizer.max_seq_len={limit}"
             log.warning("%s: %s", self._key, message)
-        return numbers
+        return table
 
-    def _measure(self, number: int, row: Any) -> list[int]:
-        """Return a row's tokens, its real tokens, the token id that is most likely outside of a
-        vocabulary, the bytes of all but its text, and its labels after the first token.
-        """
+    def _measure(self, number: int, row: Any) -> RowMeasures:
         ignored = self._task.ignore_index
         extremes = []
         length = 0
@@ -264,12 +274,17 @@ class DatasetRows(Dataset[Any]):
             targets = targets[targets != ignored]
             if len(targets):
                 extremes += [int(targets.min()), int(targets.max())]
-        worst = min(extremes)
+        extreme = min(extremes)
         # No vocabulary has negative ids, so without one the largest decides.
-        if worst >= 0:
-            worst = max(extremes)
-        tokens = length * len(self._task.fields)
-        return [tokens, self.num_real_tokens(row), worst, count_other_bytes(row), num_labels]
+        if extreme >= 0:
+            extreme = max(extremes)
+        return RowMeasures(
+            tokens=length * len(self._task.fields),
+            real=self.num_real_tokens(row),
+            extreme_token_id=extreme,
+            other_bytes=count_other_bytes(row),
+            labels=num_labels,
+        )
 
     def _labels(
         self, number: int, key: str, labels: Any, *, num_tokens: int
@@ -309,20 +324,20 @@ class DatasetRows(Dataset[Any]):
             number, f"must be a mapping with a list or 1-D tensor of whole numbers '{key}'"
         )
 
-    def _check(self, number: int, numbers: list[int]) -> None:
+    def _check(self, number: int, measures: RowMeasures) -> None:
         """Raise SettingError if the model does not take a row."""
         job = self._job
-        length = self._task.sequence_length(numbers[_TOKENS])
-        worst = numbers[_WORST]
+        length = self._task.sequence_length(measures.tokens)
+        token_id = measures.extreme_token_id
         if job.max_seq_len is not None and length > job.max_seq_len:
             remedy = (
                 f"has {count(length, 'token')}, and the model takes {job.max_seq_len} at most; set"
                 f" tokenizer.max_seq_len={job.max_seq_len} or less"
             )
             raise self._refused(number, remedy)
-        if job.vocab_size is not None and not 0 <= worst < job.vocab_size:
+        if job.vocab_size is not None and not 0 <= token_id < job.vocab_size:
             problem = (
-                f"has the token id {worst}, and the model's vocabulary has 0 to"
+                f"has the token id {token_id}, and the model's vocabulary has 0 to"
                 f" {job.vocab_size - 1}"
             )
             raise self._refused(

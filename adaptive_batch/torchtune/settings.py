@@ -394,19 +394,9 @@ class Settings(Batching):
         return self.batch_increase_function is not None or self.batch_size_schedule is not None
 
     @property
-    def step_varies(self) -> bool:
-        """Return whether the rows of a step may differ from the configured ones."""
-        return self.batch_changes or self.grows or self.batch_tokens is not None
-
-    @property
     def measures_noise(self) -> bool:
         """Return whether the gradient noise scale is measured."""
         return self.log_gradient_noise_scale or needs_noise_scale(self.batch_size_schedule)
-
-    @property
-    def restores_random_state(self) -> bool:
-        """Return whether resuming restores the random state; torchtune's recipe seeds again."""
-        return self.adaptive or self.saving.save_every_n_steps is not None
 
     @property
     def layout_kind(self) -> LayoutKind:
@@ -423,7 +413,8 @@ class Settings(Batching):
         chooses_fastest = (
             size.needs_search and needs_times(self.probe.objective) and not self.optimizer_in_bwd
         )
-        stays = size.needs_search and not self.step_varies
+        step_varies = self.batch_changes or self.grows or self.batch_tokens is not None
+        stays = size.needs_search and not step_varies
         divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
         repeats = self.gradient_accumulation_steps > 1 and not stays
         return SearchPlan(

@@ -398,16 +398,16 @@ class Saver:
             component = str(self._job.cfg.optimizer._component_)
             raise SettingError("optimizer", component, str(error)) from error
 
-    def add(self, name: str, part: Part) -> Part:
-        """Save a part under a name, and load its state from the checkpoint."""
-        self.keep(name, part)
+    def restore(self, name: str, part: Part) -> Part:
+        """Register a part, and load its state from the checkpoint."""
+        self.register(name, part)
         state = self._resumed.state_of(name)
         if state is not None:
             part.load_state_dict(state)
         return part
 
-    def keep(self, name: str, part: Part) -> Part:
-        """Save a part under a name; its state is already loaded."""
+    def register(self, name: str, part: Part) -> Part:
+        """Save the state of a part under a name in each checkpoint."""
         self._parts[name] = part
         return part
 

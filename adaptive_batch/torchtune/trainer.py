@@ -279,7 +279,6 @@ class Trainer:
         rows: Sequence[Any],
         step: PlannedRows,
         *,
-        batch_size: int,
         stop_requested: bool,
         measures_noise: bool,
     ) -> StepResult:
@@ -289,12 +288,11 @@ class Trainer:
         Args:
             rows: rows of this rank.
             step: plan of the step.
-            batch_size: batch size of the run.
             stop_requested: whether this process was requested to stop.
             measures_noise: whether to sample the gradient noise.
         """
         report = RankReport(
-            batch_size=batch_size,
+            batch_size=step.batch_size,
             num_rows=len(step.numbers),
             requested=step.progress.batch,
             stop_requested=stop_requested,
