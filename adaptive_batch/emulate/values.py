@@ -303,8 +303,8 @@ class _Operator:
             if tensor.is_cuda and tensor.layout is torch.strided
         ]
         read = given
-        if self.name in _OVERWRITING and outputs and _fills_its_storage(outputs[0]):
-            read = given[1:]
+        if self.name in _OVERWRITING and outputs and outputs[0].nbytes == _storage(outputs[0])[1]:
+            read = given[1:]  # the output fills its storage
         origin = _why_made_up(read)
         can_compute = (
             self.has_cpu_kernel
@@ -386,10 +386,6 @@ def _to_host(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu")
     return value
-
-
-def _fills_its_storage(tensor: torch.Tensor) -> bool:
-    return tensor.nbytes == _storage(tensor)[1]
 
 
 def _number(value: Any, other: torch.Tensor | None) -> torch.Tensor:

@@ -55,9 +55,8 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
 
 def test_many_in_a_row_are_printed_now_and_then():
     steps, events, _ = steps_of("skip")
-    assert all(
-        steps.drop_if_nonfinite(result(NAN), Progress(steps=step), lr=0.1) for step in range(250)
-    )
+    for step in range(250):
+        assert steps.drop_if_nonfinite(result(NAN), Progress(steps=step), lr=0.1)
     printed = [event for event in events if event.prints]
     assert [event.step for event in printed] == [1, 100, 200]
     assert printed[1].message.startswith("step 100: the loss is nan (100 steps in a row), lr 0.1;")
@@ -77,15 +76,11 @@ def test_the_line_names_what_changed_before():
 
 def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     steps, events, dropped = steps_of("skip")
-    assert [
-        steps.drop_if_nonfinite(result(1.0, norm), Progress(), lr=0.1)
-        for norm in (None, 3.0, NAN, INF)
-    ] == [False, False, True, True]
+    for norm, drops in ((None, False), (3.0, False), (NAN, True), (INF, True)):
+        assert steps.drop_if_nonfinite(result(1.0, norm), Progress(), lr=0.1) == drops
     assert (dropped.count, [event.skipped for event in events]) == (2, [True, True])
     steps, events, _ = steps_of("warn")
-    assert not steps.drop_if_nonfinite(
-        result(1.0, NAN), Progress(), lr=0.1
-    )  # nothing is waited for
+    assert not steps.drop_if_nonfinite(result(1.0, NAN), Progress(), lr=0.1)
     assert not events
 
 
