@@ -259,7 +259,10 @@ def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[N
 
 def _worthwhile_workers(seconds_left: float) -> int:
     """Return the number of worker processes for work that takes `seconds_left` in this process."""
-    if not _fork_is_safe() or seconds_left <= WORTHWHILE_SECONDS:
+    # macOS has fork, but its system libraries may crash in the child:
+    # https://bugs.python.org/issue33725
+    is_safe = sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
+    if not is_safe or seconds_left <= WORTHWHILE_SECONDS:
         return 0
     num_cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -268,12 +271,6 @@ def _worthwhile_workers(seconds_left: float) -> int:
     if num_cpus == 1:
         return 0
     return min(num_cpus, MAX_WORKERS)
-
-
-def _fork_is_safe() -> bool:
-    # macOS has fork, but its system libraries may crash in the child:
-    # https://bugs.python.org/issue33725
-    return sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
 
 
 def _measured_by_workers(

@@ -321,11 +321,10 @@ class PlannedEpoch:
             return
         batches, budgets, _ = self.token_steps
         tokens_of_steps = [int(self.lengths.all[rows].sum()) for rows in batches.tolist()]
-        budget_of_steps = [budget * self.ranks for budget in budgets]
         too_large = [
             tokens
-            for tokens, budget in zip(tokens_of_steps, budget_of_steps, strict=True)
-            if tokens > budget
+            for tokens, budget in zip(tokens_of_steps, budgets, strict=True)
+            if tokens > budget * self.ranks
         ]
         if too_large:
             message = (
@@ -340,8 +339,9 @@ class PlannedEpoch:
         those of the last step.
         """
         batches = self.token_steps.batches
-        budget = self.batching.batch_tokens
-        dropped = [(batches.dropped.tolist(), f"of more than batch_tokens={budget}")]
+        dropped = [
+            (batches.dropped.tolist(), f"of more than batch_tokens={self.batching.batch_tokens}")
+        ]
         if self.batching.drop_last:
             # EpochPlan.from_sizes drops the last step, whether it is full or not.
             dropped.append((batches[-1], "of the last step (drop_last)"))
