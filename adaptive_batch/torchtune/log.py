@@ -180,7 +180,8 @@ class TrainingLog:
             self.event("lr", message, reference=str(rate.reference), rule=settings.rate.lr_scaling)
         if not ahead.stages:
             return
-        self.event("stages", f"the plan:\n{preview.table(ahead)}")
+        text, stages = preview.table(ahead)
+        self.event("stages", f"the plan:\n{text}", stages=stages)
         if settings.batch_size_schedule:
             self._log_unscaled(rate, ahead.full_batch_rows)
 

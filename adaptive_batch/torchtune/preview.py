@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
@@ -179,8 +180,10 @@ class TrainingPreview:
         raise_if_answers_differ(answers)
         return stages
 
-    def table(self, ahead: TrainingPlan) -> str:
-        """Return the stages of the rest of training as text."""
+    def table(self, ahead: TrainingPlan) -> tuple[str, list[dict[str, Any]]]:
+        """Return the stages of the rest of training as text, the middle ones left out, and all of
+        them as records.
+        """
         settings = self._settings
         batches = self._batches
         rate = build_rate(
@@ -200,13 +203,26 @@ class TrainingPreview:
             return rate.apply(step.progress, batch=batch)
 
         stages = ahead.stages
+        ends = [(rates(stage.first), rates(stage.last)) for stage in stages]
+        records = [
+            {
+                "first": stage.first.progress.state_dict(),
+                "last": stage.last.after.state_dict(),
+                "steps": stage.steps,
+                "batch": stage.first.batch,
+                "micro_batches": stage.micro_batches,
+                "rates_first": first,
+                "rates_last": last,
+            }
+            for stage, (first, last) in zip(stages, ends, strict=True)
+        ]
         notes = [*self._notes]
         if has_two_units:
             notes.append("learning rates are not shown, since lr_clock has two units")
         if len(stages) > 2 * SHOWN:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
-        ends = [(rates(stage.first), rates(stage.last)) for stage in stages]
+            ends = [*ends[:SHOWN], *ends[-SHOWN:]]
         if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
         if batches.plan.is_estimate:
@@ -214,13 +230,14 @@ class TrainingPreview:
                 "the schedule follows what training measures: this is what comes if nothing new is"
                 " measured"
             )
-        return table(
+        text = table(
             stages,
             ends,
             unit="tokens" if settings.batch_tokens else "rows",
             ranks=batches.ranks,
             notes=notes,
         )
+        return text, records
 
     def show(self, limit_finder: LimitFinder) -> None:
         """Print the changes since the checkpoint and the plan of training on rank zero, without a
@@ -245,7 +262,7 @@ class TrainingPreview:
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 self._batches.set_batch_size(result.batch_size)
         self._batches.begin_epoch()
-        text = self.table(self.plan_remaining())
+        text, _ = self.table(self.plan_remaining())
         if distributed.is_rank_zero():
             print(*lines, text, sep="\n")
 

@@ -181,8 +181,8 @@ class ResumedRun:
         ranks = distributed.data_parallel_size()
         if ranks != self._job.ranks:
             message = (
-                f"batch_size still refers to {count(self._job.ranks, 'rank')}, and the rows of each"
-                " step are distributed over those that there are now"
+                f"batch_size still refers to {count(self._job.ranks, 'rank')}, and the rows of a"
+                " step are distributed over the current ranks"
             )
             self._add_change("ranks", self._job.ranks, ranks, message)
         if self.begins_epoch_again:

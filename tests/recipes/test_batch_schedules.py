@@ -96,8 +96,10 @@ def test_the_run_trains_the_steps_that_were_planned(small, rule):
             assert after is None or after["first"][place] == stage["last"][place]
         part = steps[stage["first"]["steps"] : stage["last"]["steps"]]
         assert len(part) == stage["steps"] > 0
-        assert part[0]["lr"] == stage["rates_first"]["lr"]
-        assert part[-1]["lr"] == stage["rates_last"]["lr"]
+        # A clock of two units is not shown.
+        if stage["rates_first"]:
+            assert part[0]["lr"] == stage["rates_first"]["lr"]
+            assert part[-1]["lr"] == stage["rates_last"]["lr"]
         assert part[-1]["samples_seen"] == stage["last"]["samples"]
         assert part[-1]["tokens_seen"] == stage["last"]["tokens"]
         if by_tokens:
@@ -115,7 +117,6 @@ def test_the_run_trains_the_steps_that_were_planned(small, rule):
                 step["micro_batches"] == -(-step["batch_size"] // min(8, stage["batch"]))
                 or "growth" in rule[0]
             )
-            assert step["micro_batches"] <= stage["micro_batches_most"]
     assert sum(figures(finished, "batch_size")) == 64
 
 

@@ -189,7 +189,7 @@ def test_a_text_or_a_number_in_a_row_changes_nothing_under_torchtunes_collate(sm
     packed = "micro_batch_layout=packed"
     without = small.run_in_process(OURS, *BASE, "micro_batch_tokens=100", packed)
     assert small.run_in_process(OURS, *ids, packed).losses == without.losses != []
-    with pytest.raises(SettingError, match=r"^micro_batch_tokens=100: rows have id, source, "):
+    with pytest.raises(SettingError, match=r"^micro_batch_tokens=100: the memory of id, source "):
         small.run_in_process(
             OURS, *ids, "collate_fn=torchtune.data.padded_collate_sft", "preview=True"
         )

@@ -43,10 +43,7 @@ def test_more_ranks_resume_within_an_epoch(small):
     way = replace(WAYS["3 ranks"], parts=(Part(1, 3), Part(3)))
     done = train_in_parts(small, way)
     assert_goes_on_as_alone(done[-1].output_dir, train_alone(small, way), weights=1e-8)
-    assert (
-        "ranks 1 -> 3: batch_size still refers to 1 rank, and rows keep their"
-        " order; each holds 2 to 3 of the 8 rows of a step" in done[1].output
-    )
+    assert "ranks 1 -> 3: batch_size still refers to 1 rank" in done[1].output
 
 
 def test_a_schedule_resumes_with_its_rows_divided_among_more_ranks(small):
@@ -60,10 +57,7 @@ def test_a_schedule_resumes_with_its_rows_divided_among_more_ranks(small):
         "epochs=1",
     )
     parts = train_in_parts(small, Way((*SGD, *schedule), (Part(1, 3), Part(2))))
-    assert (
-        "ranks 1 -> 2: batch_size still refers to 1 rank, and rows keep their"
-        " order; each holds 3 to 3 of the 6 rows of a step" in parts[1].output
-    )
+    assert "ranks 1 -> 2: batch_size still refers to 1 rank" in parts[1].output
     sizes = [len(step["rows"]) for step in records(parts[1].output_dir, "step")]
     assert sizes[:4] == [2, 2, 6, 6]
 
