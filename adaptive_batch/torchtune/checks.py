@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from adaptive_batch._util import check_bool, check_share, check_whole
@@ -33,7 +34,7 @@ _OPTIONAL_BLOCKS = (
     *("lr_scheduler", "checkpointer", "metric_logger", "tensor_parallel_plan", "dataset_val"),
 )
 TO_PLAN = ("device", "dtype", *_BLOCKS)
-TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
+TO_TRAIN = (*TO_PLAN, "seed", "shuffle", "output_dir")
 # Annotations of arguments that are truth values.
 _BOOLS = (bool, bool | None, "bool", "bool | None", "Optional[bool]")
 # Optimizers whose kernels need the parameters on the device.
@@ -99,14 +100,7 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
-    blocks = (
-        "lr_scheduler",
-        "checkpointer",
-        "metric_logger",
-        "tensor_parallel_plan",
-        "dataset_val",
-    )
-    for name in blocks:
+    for name in _OPTIONAL_BLOCKS:
         if config.get(name) is not None:
             check_block(name, config[name], several=name == "dataset_val")
     for key, check in _VALUES:
@@ -148,11 +142,6 @@ def values_at(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
 _Rule = tuple[str, Callable[["Settings", Mapping[str, Any]], object], str]
 
 
-def _trains_on_cuda(c: Mapping[str, Any]) -> bool:
-    # torchtune takes CUDA where no device is named.
-    return str(c.get("device") or "cuda").startswith("cuda")
-
-
 _RULES: tuple[_Rule, ...] = (
     (
         "seed",
@@ -180,7 +169,12 @@ _RULES: tuple[_Rule, ...] = (
         "enable_activation_offloading",
         lambda s, c: (
             c.get("enable_activation_offloading")
-            and not (_trains_on_cuda(c) and c.get("enable_activation_checkpointing"))
+            and not (
+                # torchtune takes CUDA where there is one and no device is named.
+                (c.get("device") or torch.cuda.is_available())
+                and str(c.get("device") or "cuda").startswith("cuda")
+                and c.get("enable_activation_checkpointing")
+            )
         ),
         "it needs device=cuda and enable_activation_checkpointing=True; set it to False",
     ),
@@ -222,6 +216,19 @@ _RULES: tuple[_Rule, ...] = (
         "min_rows_per_batch",
         lambda s, c: s.min_rows_per_batch > (s.max_rows_per_batch or math.inf),
         "max_rows_per_batch is {s.max_rows_per_batch}; give that or less",
+    ),
+    (
+        "uniform_micro_batches",
+        lambda s, c: (
+            s.uniform_micro_batches in ("rows", "both")
+            and not (s.batch_changes or s.grows or s.batch_tokens)
+            and isinstance(s.micro_batch.micro_batch_size, int)
+            and 1 < s.micro_batch.micro_batch_size < s.step_rows
+            and all(s.step_rows % rows for rows in range(2, s.micro_batch.micro_batch_size + 1))
+        ),
+        "the {s.step_rows} rows of a step divide into equal micro-batches of up to"
+        " {s.micro_batch.micro_batch_size} only one by one; change batch_size or micro_batch_size"
+        " so that one divides the other",
     ),
     (
         "micro_batch_layout",

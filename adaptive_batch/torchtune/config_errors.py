@@ -107,6 +107,8 @@ def refusing(
         message = one_line(error)
         if not isinstance(error, InstantiationError):
             message = f"{type(error).__name__}: {message}"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            remedy = f"pip install {error.name}"
         raise SettingError(key, value, f"{problem}: {message}; {remedy}") from error
 
 

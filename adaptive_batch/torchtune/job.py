@@ -18,7 +18,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
-from .config_errors import component_of, instantiate, one_line
+from .config_errors import component_of, instantiate, one_line, refusing
 from .model import FullModel, SecondModel, num_token_embeddings
 from .settings import Settings
 from .task import Distillation, NextTokens, PreferencePairs, Task, takes_pairs
@@ -159,9 +159,22 @@ class Job:
         return None if model is None else num_token_embeddings(model)
 
     def optimizer_of_one_weight(self) -> torch.optim.Optimizer:
-        """Build the configured optimizer without a model; raise SettingError if it cannot be."""
+        """Build the configured optimizer without a model; raise SettingError if it cannot be, or
+        is one of torch's that cannot step.
+        """
         weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=self.dtype, device=self.device))
-        return self.new_optimizer([weight])
+        optimizer = self.new_optimizer([weight])
+        # Others may compile their step.
+        if type(optimizer).__module__.startswith("torch.optim."):
+            weight.grad = torch.zeros_like(weight)
+            with refusing(
+                "optimizer",
+                self.cfg.optimizer._component_,
+                "give torch.optim.AdamW",
+                problem="its step fails",
+            ):
+                optimizer.step()
+        return optimizer
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""

@@ -29,6 +29,7 @@ from adaptive_batch.training import differences
 
 from .checks import check_parallel
 from .config_errors import as_dict, check_file, plainly
+from .store import FinishedError
 
 log = logging.getLogger("adaptive_batch")
 
@@ -213,10 +214,14 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
         with all_ranks(cfg) as watch:
             show_details(cfg, recipe_name=Path(sys.argv[0]).stem)
             recipe = make_recipe(watch)
-            with interruptible(recipe.after_end):
-                with raising_on_request():
-                    recipe.setup()
-                recipe.train()
+            try:
+                with interruptible(recipe.after_end):
+                    with raising_on_request():
+                        recipe.setup()
+                    recipe.train()
+            except FinishedError as done:
+                # A job that is started again by the same command must not fail.
+                log.info("%s", done)
     finally:
         if recipe:
             recipe.cleanup()

@@ -288,9 +288,7 @@ class LimitFinder:
                     f"batch_size {batch_size} is kept; {rows_fit(max_batch_size)} here, so it runs"
                     " as more micro-batches"
                 )
-                self._event(
-                    "limit", message, batch_size=batch_size, micro_batch_size=max_batch_size
-                )
+                self._event("limit", message, before=batch_size, after=max_batch_size, unit="rows")
             return
         if settings.search_plan.sets_batch:
             batches.set_batch_size(result.batch_size)

@@ -51,10 +51,10 @@ def build_rate(
         reference = ReferenceBatch(**saved["reference"])
     block = job.cfg.get("lr_scheduler", None)
     scheduler = None
+    # A resumed run builds it for the first step too: it is evaluated at the clock, or stepped to
+    # where training is. Without one, the base rate counts.
+    rewind_rates(optimizers)
     if block:
-        # a resumed run builds it for the first step too: it is evaluated at the clock, or stepped
-        # to where training is
-        rewind_rates(optimizers)
         scheduler = instantiate(
             "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1
         )

@@ -142,7 +142,12 @@ class ResumedRun:
         seed = 0 if settings.sample_order == "dataloader" else self.seed
         batches = Batches(
             data.dataset,
-            replace(settings, seed=seed, max_steps_per_epoch=self.max_steps_per_epoch),
+            replace(
+                settings,
+                seed=seed,
+                max_steps_per_epoch=self.max_steps_per_epoch,
+                batch_size=self.conditions["batch_size"],
+            ),
             sizer,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
             event=event,
@@ -208,7 +213,11 @@ class ResumedRun:
         if in_mid_epoch:
             refused |= row_keys
         for name in {**now, **saved}:
-            is_kept = name.startswith("optimizer.") or name in ("seed", _MAX_STEPS)
+            is_kept = (
+                name.startswith("optimizer.")
+                or name in ("seed", _MAX_STEPS)
+                or (name == "batch_size" and self.keeps_batch)
+            )
             # An earlier version may not have saved all conditions.
             is_known = name in saved or is_kept
             if not is_known or saved.get(name) == now.get(name):
@@ -220,16 +229,15 @@ class ResumedRun:
                 remedy = f"the checkpoint's optimizer state was saved with {before}; give that"
                 raise SettingError(name, after, remedy)
             if is_kept and not may_change:
-                self._keep(name, after, before)
-                now[name] = before
+                is_found = name == "batch_size" and self._settings.batch_changes
+                self._keep(name, after, self.saved["steps"][name] if is_found else before)
+                now[name] = saved.get(name)
             elif name in refused and name not in allowed:
                 remedy = (
                     f"the checkpoint was trained with {before!r}; resume with that, or set"
                     f" resume_allow_changes=[{name}]"
                 )
                 raise SettingError(name, after, remedy)
-            elif name == "batch_size" and self.keeps_batch:
-                self._keep(name, after, self.saved["steps"]["batch_size"])
             else:
                 self._add_change(name, before, after, "differs from the checkpoint")
                 if is_kept:
@@ -237,6 +245,8 @@ class ResumedRun:
                 else:
                     self._differs.append(name)
         self.begins_epoch_again = in_mid_epoch and not row_keys.isdisjoint(self._differs)
+        # Keys without effect must have valid names, too.
+        self._job.optimizer_of_one_weight()
         optimizer = self._job.cfg.optimizer
         own = {key: value for key, value in optimizer.items() if key in _IMPLEMENTATION}
         for name, value in now.items():
@@ -250,8 +260,9 @@ class ResumedRun:
         message = f"{name}={configured} has no effect: the checkpoint's {text} is kept"
         if name in _CHANGEABLE:
             message += f"; resume_allow_changes=[{name}] changes it"
-        facts = {"key": name, "configured": configured, "after": kept}
-        self.changes.append(("no_effect", message, facts))
+        self.changes.append(
+            ("no_effect", message, {"key": name, "configured": configured, "after": kept})
+        )
 
     def _add_change(self, name: str, before: Any, after: Any, reason: str) -> None:
         message = f"{name} {before} -> {after}: {reason}"
@@ -260,7 +271,7 @@ class ResumedRun:
     @property
     def keeps_steps(self) -> bool:
         """True if the run has the steps planned at the time of the checkpoint."""
-        return bool(self.saved) and not self._differs
+        return bool(self.saved) and not self._differs and _MAX_STEPS not in self._taken
 
     def change_optimizer(self, optimizers: Iterable[Optimizer]) -> None:
         """Apply the changes that `resume_allow_changes` permits, after the optimizers loaded
@@ -389,9 +400,9 @@ def _fingerprint_rows(job: Job, data: Data) -> str:
             sys.modules["numpy"].random.seed(0)
         sampled = [
             [
-                int(token)
-                for tokens, _ in job.task.sequences(data.dataset[number])
-                for token in tokens
+                None if values is None else list(map(int, values))
+                for sequence in job.task.sequences(data.dataset[number])
+                for values in sequence
             ]
             for number in numbers
         ]

@@ -115,6 +115,8 @@ class ProbeSettings(ProbeOptions):
             `max_seq_len`: the limit of the tokenizer. Or a number of tokens.
         sequence_lengths: list of lengths for `adaptive_probe`, which searches for each of them.
             Replaces `probe.sequence_length`.
+        trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not
+            tried.
         trial_timeout: on several ranks, seconds after which a trial that hangs ends all ranks.
         assumed_maximum: maximum batch size that `preview` assumes, as it runs no search.
         cache: whether to reuse results in `{output_dir}/adaptive_batch/probe.json` from runs with
@@ -455,6 +457,8 @@ class Settings(Batching):
         config = as_dict(given)
         check_names(cls, given)
         values = read_keys(cls, config)
+        # As in torchtune's recipes, null is False.
+        values.setdefault("shuffle", False)
         if values.get("batch_tokens") and not values["micro_batch"].is_given:
             # The tokens of a step do not imply the size of a micro-batch.
             values["micro_batch"] = ConfiguredSize(micro_batch_tokens="auto")

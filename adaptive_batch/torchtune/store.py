@@ -38,7 +38,7 @@ from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import RandomState, tensors_in
 from adaptive_batch.report import read_records
 
-from .checks import AUTO
+from .checks import AUTO, check_output_dir
 from .job import Job
 from .log import TrainingLog
 from .model import Weights
@@ -52,6 +52,10 @@ Part = TypeVar("Part", bound=Stateful)
 _BEGIN_AGAIN = "start again (resume_from_checkpoint=False overwrite_output_dir=True)"
 
 
+class FinishedError(CheckpointError):
+    """A command with ``resume_from_checkpoint=auto`` finds the run finished."""
+
+
 class RunFolder:
     """Saves in the output folder, including those of earlier runs; every method reads the folder
     again. For rank 0 only.
@@ -60,7 +64,9 @@ class RunFolder:
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
         self.path = Path(cfg.output_dir)
-        self.exports_path = Path(cfg.checkpointer.output_dir)
+        self.exports_path = check_output_dir(
+            cfg.checkpointer.output_dir, key="checkpointer.output_dir"
+        )
         self._job = self.path / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
 
@@ -105,6 +111,7 @@ class RunFolder:
         Raises:
             CheckpointError: the run resumes, but the folder has no complete checkpoint, or has
                 saves of two runs.
+            FinishedError: the last epoch was saved without a checkpoint.
             SettingError: the given path is not a checkpoint.
         """
         restarted = self._find_of_launch()
@@ -117,13 +124,21 @@ class RunFolder:
         if not asked or (asked == AUTO and not saves):
             return Found()
         runs = {run: paths for run, paths in saves.items() if run is not None}
+        newest = self.newest(runs)
         if len(runs) > 1:
-            newest = self.newest(runs)
             example = newest.path if newest else "OUTPUT_DIR/step_100"
             raise CheckpointError(
                 f"{self.path} holds saves of {len(runs)} runs: {_described(runs)}; name the"
                 f" checkpoint to resume from, as in resume_from_checkpoint={example}"
             )
+        newest_place = (newest.order, newest.step) if newest else (0, 0)
+        for export in exports_in(self.exports_path):
+            is_last = export.run in runs and export.epoch + 1 >= self._cfg.epochs
+            if asked == AUTO and is_last and (export.order, export.step) > newest_place:
+                raise FinishedError(
+                    f"nothing to train: run {export.run} is done ({export.path}); only a run with"
+                    " keep_final_state=True continues if you raise epochs"
+                )
         return self._newest(*checkpoints_in(self.path))
 
     def _find_of_launch(self) -> Found | None:

@@ -227,10 +227,10 @@ REFUSED = {
         "optimizer.lr=text",
         "optimizer.betas=[0.9]",
         "optimizer.differentiable=null",
-        "optimizer._component_=torch.optim.LBFGS ~optimizer.fused",
         "optimizer._component_=torch.optim.SGD optimizer.momentum=0.9 optimizer.dampening=abc",
     ],
     "checkpointer": ["checkpointer.nosuch=1"],
+    "checkpointer.output_dir": [f"checkpointer.output_dir={value}" for value in ("null", 5)],
     "checkpointer.checkpoint_dir": ["checkpointer.checkpoint_files=model.safetensors"],
     "metric_logger": ["metric_logger=null"],
     "profiler": [

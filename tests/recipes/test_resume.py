@@ -456,6 +456,15 @@ def test_a_finished_run_without_state_cannot_be_resumed(small):
         resume_run(small, done.output_dir, "epochs=2")
 
 
+def test_auto_ends_well_if_the_run_is_finished_without_state(small):
+    keys = ("epochs=2", "keep_final_state=False", "resume_from_checkpoint=auto")
+    done = small.run_in_process(OURS, *keys)
+    saves = saves_in(done.output_dir)
+    small.run_in_process(OURS, *keys, f"output_dir={done.output_dir}")
+    assert len(records(done.output_dir, "start")) == 1
+    assert saves_in(done.output_dir) == saves
+
+
 # --- a full disk
 
 
@@ -624,6 +633,37 @@ def test_other_changes_are_logged_and_known_to_the_audit(small, whole):
     assert "dtype fp32 -> bf16" in changed
 
 
+BY_STEPS = ("lr_clock=steps", *FEATURES["cosine"], "max_steps_per_epoch=5")
+
+
+def test_a_setting_of_the_optimizer_that_is_kept_is_kept_whole_and_has_a_valid_name(small):
+    keys = (SAVES, "optimizer._component_=support.components.sgd_with_options", "~optimizer.fused")
+    whole = small.run_in_process(OURS, *keys, "optimizer.options={momentum: 0.9, dampening: 0.1}")
+    folder = stopped_after(whole, small, 6)
+    resume_run(small, folder, *keys, "optimizer.options={momentum: 0.9, dampening: 0}")
+    assert_the_same(folder, whole)
+    with pytest.raises(SettingError, match="unexpected keyword argument 'foo'"):
+        resume_run(small, folder, *keys, "optimizer.foo=1", "epochs=3")
+
+
+def test_other_labels_of_the_same_tokens_are_another_dataset(small, whole):
+    folder = stopped_after(whole, small, 6)
+    with pytest.raises(SettingError, match=r"^dataset='32 rows, \w+'"):
+        resume_run(small, folder, SAVES, *DROPOUT, "dataset.train_on_input=True")
+
+
+@pytest.mark.parametrize(
+    ("changed", "keys", "last"),
+    [("lr_scheduler", ("max_steps_per_epoch=8",), 0.01), ("max_steps_per_epoch", BY_STEPS[1:], 0)],
+)
+def test_the_rate_follows_a_changed_schedule_or_end(small, changed, keys, last):
+    whole = small.run_in_process(OURS, SAVES, *BY_STEPS, "max_steps_per_epoch=8")
+    folder = stopped_after(whole, small, 9)
+    keys = ("lr_clock=steps", *keys, f"resume_allow_changes=[{changed}]")
+    resume_run(small, folder, SAVES, *keys)
+    assert resumed_steps(folder)[-1]["lr"] == pytest.approx(last, abs=1e-3)
+
+
 # --- on another device, or with another batch
 
 
@@ -654,11 +694,33 @@ def test_a_schedule_is_kept_on_a_smaller_device_and_when_resumed_again(small):
     again = stopped_after(once, small, 6)
     resume_run(small, again, *FOUR_THEN_SIXTEEN, *SMALLER)
     assert went_on_from(again) == "step_6"
-    kept = [record["message"] for record in records(again, "limit")]
-    assert any("batch_size 16 is kept; 8 rows fit here" in message for message in kept)
+    # The audit needs both values.
+    assert (16, 8) in [(record["before"], record["after"]) for record in records(again, "limit")]
     steps = resumed_steps(again)
     assert [step["batch_size"] for step in steps] == sizes[6:]
     assert {step["micro_batches"] for step in steps if step["batch_size"] == 16} == {2}
+
+
+@pytest.mark.parametrize("schedule", ["linear_ramp", "seesaw"])
+def test_a_schedule_keeps_the_configured_batch_of_the_checkpoint(small, schedule):
+    rule = RAMP[1:4] if schedule == "linear_ramp" else ("batch_size_schedule.factor=2",)
+    keys = (
+        f"batch_size_schedule._component_=adaptive_batch.schedules.{schedule}",
+        *rule,
+        *FEATURES["cosine"],
+        "grow_beyond_maximum=True",
+        "micro_batch_size=2",
+        SAVES,
+    )
+    whole = small.run_in_process(OURS, *keys)
+    folder = stopped_after(whole, small, 3)
+    once = resume_run(small, folder, *keys, "batch_size=8")
+    (said,) = records(folder, "no_effect")
+    assert said["message"].startswith("batch_size=8 has no effect: the checkpoint's 4 is kept")
+    assert_the_same(folder, whole)
+    again = stopped_after(once, small, 6)
+    resume_run(small, again, *keys, "batch_size=8")
+    assert_the_same(again, whole)
 
 
 BY_TOKENS = ("batch_tokens=300", "micro_batch_tokens=200", SAVES, "epochs=1", "drop_last=False")

@@ -415,3 +415,9 @@ class LossThatEnds(torch.nn.CrossEntropyLoss):
         if self.calls < self.at or not self.is_there:
             return super().forward(logits, labels)
         raise KeyboardInterrupt if self.status is None else SystemExit(self.status)
+
+
+def sgd_with_options(parameters, lr, options):
+    return torch.optim.SGD(
+        parameters, lr=lr, momentum=options["momentum"], dampening=options["dampening"]
+    )

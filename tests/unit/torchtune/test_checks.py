@@ -32,7 +32,7 @@ from adaptive_batch.torchtune.checks import (
     complete,
     why_unpacked,
 )
-from adaptive_batch.torchtune.config_errors import plainly
+from adaptive_batch.torchtune.config_errors import plainly, refusing
 from adaptive_batch.torchtune.job import check_keys_of_others
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -152,6 +152,7 @@ REFUSED = {
     "loss.ignore_idx": [3],
     "loss.ignore_index": ["abc"],
     "loss.num_output_chunks": [None, 0, -2, 2.0, "abc"],
+    "optimizer._component_": ["torch.optim.LBFGS", "torch.optim.SparseAdam"],
     "optimizer.learning_rate": [1e-3],
     "optimizer.lr": [None, -1.0, "text"],
     "optimizer.weight_decay": ["abc"],
@@ -203,11 +204,22 @@ def built(cfg):
     job.optimizer_of_one_weight()
 
 
-@pytest.mark.cuda_stack
-def test_activations_are_offloaded_where_torchtune_chooses_cuda():
-    cfg = OmegaConf.to_container(SMALL.config())
+def test_activations_are_offloaded_only_where_torchtune_chooses_cuda(monkeypatch):
     offloaded = {"enable_activation_checkpointing": True, "enable_activation_offloading": True}
-    Settings.from_config(cfg | offloaded | {"device": None})
+    cfg = OmegaConf.to_container(SMALL.config()) | offloaded | {"device": None}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    Settings.from_config(cfg)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingError, match=r"^enable_activation_offloading=True: it needs device="):
+        Settings.from_config(cfg)
+
+
+def test_a_package_that_is_missing_is_named_with_its_installation():
+    with (
+        pytest.raises(SettingError, match=r"; pip install no_such_package$"),
+        refusing("metric_logger", "mine.Logger"),
+    ):
+        import no_such_package  # noqa: F401
 
 
 @pytest.mark.parametrize("given", [None, "", 3, ["a"]])

@@ -46,6 +46,7 @@ def test_null_and_absent_keys_mean_torchtunes_behaviour():
     assert plain == settings(dict.fromkeys(OURS))
     assert plain.drop_last
     assert not plain.adaptive
+    assert not settings({"shuffle": None}).shuffle
     assert plain.probe == ProbeSettings()
 
 
@@ -155,6 +156,10 @@ UNMEASURED = (
 )
 TOGETHER = [
     ("on_out_of_memory", {"optimizer_in_bwd": True, "on_out_of_memory": "shrink"}),
+    (
+        "uniform_micro_batches",
+        {"uniform_micro_batches": "rows", "micro_batch_size": 4, "batch_size": 7},
+    ),
     *(
         ("dataset_val", VALIDATED | {"dataset_val": dataset})
         for dataset in ("my_dataset", {}, {"source": "json"}, [], [{"source": "json"}])
