@@ -70,10 +70,19 @@ class LimitFinder:
         """Read the rows of trials and check settings against model and data.
 
         Raises:
-            SettingError: a probed length is beyond the model's.
+            SettingError: a probed length is beyond the model's, or a batch that grows from the
+                configured one is more than can be tried.
         """
+        settings = self._settings
+        grows = settings.batch_increase_function and not settings.use_maximum_batch_size
+        if grows and not settings.micro_batch.is_given and settings.batch_size > self.most_rows:
+            remedy = (
+                f"{self.most_rows} rows are tried at most, as probe.maximum and the rows of an"
+                f" epoch allow; give {self.most_rows} or less"
+            )
+            raise SettingError("batch_size", settings.batch_size, remedy)
         self._data.check_trial_rows()
-        if self._settings.validation.fits_itself:
+        if settings.validation.fits_itself:
             # Reading the lengths raises for a row that the model does not take.
             _ = self._data.dataset_val.lengths
 

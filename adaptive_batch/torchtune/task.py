@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -339,11 +340,20 @@ class NextTokens(Task):
             # The logits of a token without a label must not count.
             logits[:, :, 1] = 0
             mean = (loss_of(0) + loss_of(last)) / 2
+            # NLLLoss takes log probabilities, and would train something else on logits.
+            logits.zero_()
+            equal = loss_of(0)
         if whole.dim() or not torch.allclose(whole, mean, rtol=1e-4):
             remedy = (
                 f"for two label tokens it is {whole.tolist()}, and the mean of both is"
                 f" {mean.tolist()}: it is not the mean over tokens with a label, so it would depend"
                 " on how a step is split; give a loss of torchtune, or reduction=mean"
+            )
+            raise SettingError(key, block, remedy)
+        if num_models == 1 and not math.isclose(equal, math.log(_CLASSES), rel_tol=1e-4):
+            remedy = (
+                f"for equal logits of {_CLASSES} classes it is {equal.tolist()}, and their"
+                f" cross-entropy is {math.log(_CLASSES):.4g}; give torch.nn.CrossEntropyLoss"
             )
             raise SettingError(key, block, remedy)
 

@@ -264,8 +264,8 @@ def test_a_restart_before_anything_was_saved_begins_again(setup):
 
 
 BAD = {
-    "batch_increase_function=support.components.rows_by_rank": "batch_increase_function is 5 on rank 1 but 4 on rank 0",
-    "batch_size_schedule=support.components.batch_by_rank": "batch_size_schedule at step 3 is 3 on rank 1",
+    "batch_increase_function=support.components.rows_by_rank": "_function is 5 on rank 1",
+    "batch_size_schedule=support.components.batch_by_rank": "at step 3 is 3 on rank 1",
     "dataset.split=train[:1]": "its rows (1) are fewer than the ranks (2)",
     "fsdp_reshard_after_forward=2": "fsdp_reshard_after_forward=2: give True or False",
     "ac_mode=selective": "ac_option=None: give a whole number",
