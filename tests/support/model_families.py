@@ -30,6 +30,7 @@ from adaptive_batch.torchtune import (
     estimate_devices,
 )
 from adaptive_batch.torchtune.model import Weights
+from adaptive_batch.torchtune.rows import RowMeasures
 from adaptive_batch.training import BoundSearch, ProbeOptions, SearchScope
 
 _NARROW = {
@@ -257,9 +258,8 @@ class RealRun:
         elif combination.task == "DPO":
             row = job.task.synthetic_row(length)
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
-        self.data.dataset._measured = torch.tensor([[length, length, 400, 0]]).expand(
-            len(self.data.dataset), 4
-        )
+        measures = torch.tensor([[length, length, 400, 0, 1]]).expand(len(self.data.dataset), 5)
+        self.data.dataset._measured = RowMeasures(*measures.unbind(1))
         self.trainer = Trainer.load(job, self.data, RandomWeights(job), self.data.sizers())
 
 

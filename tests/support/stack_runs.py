@@ -32,6 +32,7 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.torchtune import Data, Job, Settings, Sizers, Trainer, builder_of
 from adaptive_batch.torchtune.model import Weights
+from adaptive_batch.torchtune.rows import RowMeasures
 
 from .allocator_on_stack import described
 from .model_families import MODELS, Combination, ZeroWeights
@@ -113,7 +114,8 @@ def train(run: StackRun) -> Outcome:
     row_of = job.task.synthetic_row
     lengths = (run.combination.length,) * 4096
     data = Data(job, [row_of(length) for length in lengths], packed=False)
-    data.dataset._measured = torch.tensor([[length, length, 1, 0] for length in lengths])
+    measures = torch.tensor([[length, length, 1, 0, 1] for length in lengths])
+    data.dataset._measured = RowMeasures(*measures.unbind(1))
     sizer = HeldSizer(
         MicroBatchLimit(max(map(len, run.steps), default=1)),
         layout=data.configured_layout,
