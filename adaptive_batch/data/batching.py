@@ -72,6 +72,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_options(self)
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raise SettingError for options that contradict each other."""
         least = self.min_rows_per_batch
         if self.long_rows == "alone" and least > 1:
             remedy = (
@@ -108,17 +112,21 @@ class Batching(Sampling):
     max_steps_per_epoch: int | None = None
     epochs: int | None = None
 
+    def check_together(self) -> None:
+        """Raise SettingError for options that contradict each other."""
+        super().check_together()
+        if None not in (self.batch_size_schedule, self.batch_increase_function):
+            remedy = (
+                "batch_increase_function is set too, and both set how the batch grows; remove one"
+            )
+            raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
+
     def check_rules(self) -> None:
-        """Raise SettingError for a growth function or a schedule that cannot be called, and for two
-        at once.
-        """
+        """Raise SettingError for a growth function or a schedule that cannot be called."""
         if self.batch_increase_function is not None:
             check_increment(self.batch_increase_function)
         if self.batch_size_schedule is not None:
             check_schedule(self.batch_size_schedule)
-            if self.batch_increase_function is not None:
-                remedy = "give it or batch_increase_function, not both"
-                raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
 
     def coupled(self, decay: Callable[[Progress], float], clock: Clock) -> Batching:
         """Return the same with its schedule coupled to the rate, whose decay is a function of

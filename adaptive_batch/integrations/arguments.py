@@ -18,13 +18,13 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import RULES
 from adaptive_batch.training import (
     AdaptiveStep,
+    ConfiguredSize,
     LongestRows,
     Part,
     ProbeOptions,
     SplitBatch,
     StepOptions,
     Terms,
-    configured_size,
 )
 
 from .options import PlainArguments
@@ -88,7 +88,9 @@ class AdaptiveArguments(PlainArguments):
 
     def __post_init__(self) -> None:
         check_options(self)
-        configured_size(self.micro_batch_size, self.micro_batch_tokens)
+        ConfiguredSize(
+            micro_batch_size=self.micro_batch_size, micro_batch_tokens=self.micro_batch_tokens
+        )
         ProbeOptions(self.device_memory, self.headroom)
         instance_of(StepOptions, "options", self.options).check_of_step()
         if self.lr_scaling != "none" and self.batch_increase_function is None:

@@ -196,26 +196,10 @@ _RULES: tuple[_Rule, ...] = (
         "there is nothing to validate on; set dataset_val to a dataset block",
     ),
     (
-        "micro_batch_tokens",
-        lambda s, c: None not in (s.micro_batch.micro_batch_size, s.micro_batch.micro_batch_tokens),
-        "micro_batch_size={s.micro_batch.micro_batch_size} is set too; remove one",
-    ),
-    (
         "batch_tokens",
         lambda s, c: s.batch_tokens and s.batch_changes,
         "use_maximum_batch_size and batch_increase_function set the rows of a step; remove them"
         " (batch_tokens alone finds what fits, too)",
-    ),
-    (
-        "long_rows",
-        lambda s, c: s.long_rows == "alone" and s.min_rows_per_batch > 1,
-        "a row alone is fewer than min_rows_per_batch={s.min_rows_per_batch}; set error or drop, or"
-        " remove min_rows_per_batch",
-    ),
-    (
-        "min_rows_per_batch",
-        lambda s, c: s.min_rows_per_batch > (s.max_rows_per_batch or math.inf),
-        "max_rows_per_batch is {s.max_rows_per_batch}; give that or less",
     ),
     (
         "uniform_micro_batches",
@@ -245,11 +229,6 @@ _RULES: tuple[_Rule, ...] = (
         lambda s, c: s.activation_memory_budget < 1 and not c.get("compile"),
         "only compiled parts have a budget; set compile to True, or give"
         " enable_activation_checkpointing=True instead",
-    ),
-    (
-        "batch_size_schedule",
-        lambda s, c: None not in (s.batch_size_schedule, s.batch_increase_function),
-        "batch_increase_function is set too, and both set how the batch grows; remove one",
     ),
     (
         "gradient_accumulation_steps",
@@ -376,6 +355,7 @@ _NOISE: tuple[_Rule, ...] = (
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     """Raise SettingError for keys that contradict each other; it names one of them and the fix."""
     _check_values(config)
+    settings.check_together()
     _refuse(_RULES, settings, config)
     if settings.optimizer_in_bwd:
         remedy = "with the optimizer in backward {}, or set optimizer_in_bwd=False"

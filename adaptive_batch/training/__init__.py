@@ -30,7 +30,7 @@ from .recipe_step import (
     RowReference,
     count_shifted_labels,
 )
-from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy, configured_size
+from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
 from .step import RankReport, differences, raise_if_answers_differ
 from .step_result import (
     ON_NONFINITE_LOSS,
@@ -74,7 +74,6 @@ __all__ = [
     "StepResult",
     "Terms",
     "TriedStep",
-    "configured_size",
     "count_shifted_labels",
     "differences",
     "find_limit",

@@ -27,7 +27,7 @@ from .model_checks import check_ranks, is_compiled, is_replicated
 from .oom_retry import OutOfMemoryElsewhereError
 from .options import REMEDIES, StepOptions, Terms
 from .parts import BatchSource, LabelCounter, Part, copy_containers
-from .sizing import MicroBatchSizer, configured_size
+from .sizing import ConfiguredSize, MicroBatchSizer
 from .split_check import SplitCheck
 from .step import MicroBatchPlan, RankReport, Step, StepSnapshot, Weighting
 
@@ -81,7 +81,9 @@ class PartStep(Step):
         options: StepOptions,
         name: str,
     ) -> None:
-        size = configured_size(micro_batch_size, micro_batch_tokens)
+        size = ConfiguredSize(
+            micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens
+        )
         device = next(model.parameters()).device
         expand_segments_in_script(device)
         memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())

@@ -134,6 +134,12 @@ class ConfiguredSize:
     micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
     micro_batch_tokens: int | str | None = option(None, auto_or_whole, resume="report")
 
+    def __post_init__(self) -> None:
+        check_options(self)
+        if None not in (self.micro_batch_size, self.micro_batch_tokens):
+            remedy = f"micro_batch_size={self.micro_batch_size} is set too; remove one"
+            raise SettingError("micro_batch_tokens", self.micro_batch_tokens, remedy)
+
     @property
     def is_given(self) -> bool:
         """True if a size is configured, so that larger steps run as several micro-batches."""
@@ -163,22 +169,6 @@ class ConfiguredSize:
             fit = f"{count(max_batch_size, 'row')} of {length} tokens fit"
             remedy = f"{fit}; give {fitting_tokens} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
-
-
-def configured_size(
-    micro_batch_size: int | str | None, micro_batch_tokens: int | str | None
-) -> ConfiguredSize:
-    """Return the configured size of a micro-batch.
-
-    Raises:
-        SettingError: a value is out of range, or both are given.
-    """
-    if micro_batch_tokens is not None and micro_batch_size is not None:
-        remedy = "micro_batch_size is given too; give one of them"
-        raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
-    size = ConfiguredSize(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
-    check_options(size)
-    return size
 
 
 class MicroBatchSizer:

@@ -449,7 +449,7 @@ def test_other_arguments_are_taken_in_the_next_run(tmp_path):
     [
         ({"headroom": 2}, "headroom=2"),
         ({"micro_batch_size": 0}, "micro_batch_size=0"),
-        ({"micro_batch_size": 1, "micro_batch_tokens": 2}, "give one of them"),
+        ({"micro_batch_size": 1, "micro_batch_tokens": 2}, "is set too"),
         ({"device_memory": "much"}, "device_memory='much'"),
         ({"options": 3}, "options=3"),
         ({"loss_reduction": "none"}, "loss_reduction='none': give one of auto, mean, sum"),
