@@ -145,23 +145,29 @@ def compare_whole(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, An
 
 def compare_resumed(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Compare the second epoch after a stop; each recipe resumes from its own checkpoint."""
-    tasks = [
-        resuming(setup, recipe, begun, case.overrides)
-        for recipe, runs in zip((STOCK_ON_RANKS, OURS), run_both(setup, cases), strict=True)
-        for case, begun in zip(cases, runs, strict=True)
-    ]
-    finished = run_tasks(setup, tasks, ranks=cases[0].ranks)
-    both = zip(cases, finished[: len(cases)], finished[len(cases) :], strict=True)
+    finished = []
+    for recipe, runs in zip((STOCK_ON_RANKS, OURS), run_both(setup, cases), strict=True):
+        tasks = [
+            resuming(setup, recipe, begun, case.overrides)
+            for case, begun in zip(cases, runs, strict=True)
+        ]
+        finished.append(run_tasks(setup, tasks, ranks=cases[0].ranks))
+    both = zip(cases, *finished, strict=True)
     return [outcome("resumed", *runs) for runs in both]
 
 
-def run_both(setup: SmallSetup, cases: Sequence[Case]) -> tuple[list[Finished], list[Finished]]:
-    recipes = (STOCK_ON_RANKS, OURS)
-    tasks = [
-        Task(recipe, setup.fresh_folder(), case.overrides) for recipe in recipes for case in cases
+def run_both(setup: SmallSetup, cases: Sequence[Case]) -> list[list[Finished]]:
+    """Run the cases with each recipe, each in processes of its own: DTensor caches the names of
+    process groups, which the recipes create in another order.
+    """
+    return [
+        run_tasks(
+            setup,
+            [Task(recipe, setup.fresh_folder(), case.overrides) for case in cases],
+            ranks=cases[0].ranks,
+        )
+        for recipe in (STOCK_ON_RANKS, OURS)
     ]
-    finished = run_tasks(setup, tasks, ranks=cases[0].ranks)
-    return finished[: len(cases)], finished[len(cases) :]
 
 
 def outcome(kind: str, case: Case, stock: Finished, ours: Finished) -> dict[str, Any]:

@@ -87,9 +87,7 @@ class Published(SimpleNamespace):
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether logits are held in bfloat16 too; rows that ran out of memory need one version
-        only.
-        """
+        """True if logits are held in bfloat16 too; rows that ran out of memory need one version."""
         return "transformers 4.48" in self.framework and not self.ran_out
 
     @property

@@ -208,7 +208,7 @@ def longest_first(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """Model and rows of a search.
 
     Attributes:
         search: receives the result.

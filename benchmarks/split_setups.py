@@ -23,7 +23,7 @@ ROWS = 16
 
 
 class Setup(NamedTuple):
-    """What trains.
+    """Model, batch and loss of a split.
 
     Attributes:
         make: function that returns the model.

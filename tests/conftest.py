@@ -1,4 +1,4 @@
-"""What several test files need."""
+"""Fixtures of several test files."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What is going to be trained can be seen before anything is loaded: `preview=True`."""
+"""`preview=True` shows the plan of training before anything is loaded."""
 
 import json
 import math

@@ -169,7 +169,7 @@ def test_a_run_stopped_before_its_first_save_reports_that_nothing_is_saved(small
 
 @pytest.fixture
 def in_a_terminal():
-    """What runs in the background ignores these."""
+    """Set the handlers of a terminal, since a background process ignores these signals."""
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

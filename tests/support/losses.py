@@ -70,7 +70,7 @@ class Page:
 
 
 def _is_definition(node: ast.stmt) -> bool:
-    """Whether a statement imports, or defines a function or a constant."""
+    """Return whether a statement imports, or defines a function or a constant."""
     if isinstance(node, ast.Assign):
         return isinstance(node.value, ast.Constant)
     return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)

@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no allocation was retried."""
+        """True if no allocation was retried."""
         return self.fits and not self.retries
 
 

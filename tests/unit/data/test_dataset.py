@@ -1,4 +1,4 @@
-"""What another's code makes, read: labels counted, losses checked, rows named."""
+"""Labels of users' batches are counted, their losses checked, and their rows named."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ PACKED = MicroBatchLayout(kind="packed")
 
 
 def time_by_hand(groups, time):
-    """What groups of padded lengths take."""
+    """Return the time of groups of padded lengths."""
     return sum(time.fixed + time.token * len(group) * max(group) for group in groups)
 
 

@@ -84,8 +84,8 @@ class Dying:
 
 
 def names_of(attempt, store, size):
-    """What the ranks of an attempt call it; those that are given a method end when they call it on
-    the store.
+    """Return the names that the ranks of an attempt have for it. A rank with a method ends when it
+    calls this method of the store.
     """
 
     def named(rank):

@@ -1,4 +1,4 @@
-"""What parts log has the value of the batch."""
+"""Logs of parts are reduced to the value of the batch."""
 
 from __future__ import annotations
 

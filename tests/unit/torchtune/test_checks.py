@@ -1,6 +1,4 @@
-"""What is no full fine-tuning is refused before anything loads, in training, probe and plan;
-torchtune's full fine-tune configs are not.
-"""
+"""Configs of other recipes are refused before anything loads, in training, probe and plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What several ranks check before they begin, and how they are described; what runs of several
-ranks do is in recipes/.
-"""
+"""Checks of several ranks before a run begins; recipes/ has the tests of their runs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a job sets up in its process before anything is built."""
+"""A job sets up its process before it builds anything."""
 
 from __future__ import annotations
 

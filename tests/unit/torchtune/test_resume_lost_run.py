@@ -1,4 +1,4 @@
-"""What a run that ended on all ranks tells its next start, and no other run."""
+"""A run that ended on all ranks leaves facts for its next start, and for no other run."""
 
 import json
 from types import SimpleNamespace

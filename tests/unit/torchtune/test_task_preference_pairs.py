@@ -117,7 +117,7 @@ def test_the_bound_is_that_of_brute_force(kind, layout, lengths):
 
 
 def test_packed_pairs_have_the_metrics_of_each_pair_alone():
-    """Where nothing is padded, the means of torchtune's recipes are those of packed pairs."""
+    """Without padding, torchtune's recipes have the means of packed pairs."""
     rows = pairs(5)
     alike = [pair((length, length), torch.Generator().manual_seed(length)) for length in (9, 17)]
     for some_rows in (alike, rows):

@@ -1,4 +1,4 @@
-"""What validation does where a rank fails in it."""
+"""Validation in which a rank fails."""
 
 from __future__ import annotations
 

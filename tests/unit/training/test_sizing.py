@@ -68,7 +68,7 @@ class Run:
 
     @property
     def amount(self) -> int:
-        """What a micro-batch may hold now."""
+        """Current limit of a micro-batch, in rows."""
         return self.sizer.limit(32).amount
 
     def lower(self, amount: int, *, rows: int) -> None:
