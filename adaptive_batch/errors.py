@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Advice in terms of configuration keys, for errors about memory.
+# Fixes if a row does not fit.
 MEMORY_REMEDIES = (
-    "shorten the rows (tokenizer.max_seq_len), allow more memory or, where they are not in use, set"
-    " enable_activation_checkpointing=True or optimizer_in_bwd=True, or use an 8-bit optimizer or a"
-    " chunked loss"
+    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less"
+    " state or a chunked loss, or allow more memory"
 )
 
 

@@ -14,7 +14,7 @@ from torchtune.data import padded_collate_sft
 from adaptive_batch import distributed
 from adaptive_batch.data import PlannedRows
 from adaptive_batch.distributed import Sharding, local_part
-from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
+from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
     RankReport,
@@ -29,6 +29,7 @@ from adaptive_batch.training import (
     why_not_packed,
 )
 
+from .changes import memory_remedies
 from .config_errors import one_line
 from .data import Data, Sizers
 from .job import Job
@@ -108,6 +109,7 @@ class Trainer:
             sizers.training,
             memory=job.memory,
             retries=settings.on_out_of_memory == "shrink",
+            remedies=memory_remedies(job.cfg, model, world_size=distributed.world_size()),
             max_grad_norm=max_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
@@ -318,7 +320,7 @@ class Trainer:
                 f"the optimizer step ran out of memory on {self._job.device}: {error}; it updated"
                 " only a part of the weights and cannot be repeated. Resume from the last"
                 " checkpoint with resume_from_checkpoint=True and use_maximum_batch_size=True (its"
-                f" trials include the optimizer step), or {MEMORY_REMEDIES}"
+                f" trials include the optimizer step), or {self.engine.retry.remedies}"
             ) from error
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -74,7 +74,6 @@ from adaptive_batch.probe import (
 from .compilations import Compilations
 from .gradients import ExternalLeaves, SavedGradients
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
-from .options import REMEDIES
 from .parts import BatchSource
 from .sizing import MicroBatchSizer
 from .splitters import RowSplitter, counted_sample, length_in_sample
@@ -909,7 +908,7 @@ def find_max_batch_size(
             raise SettingError(key, function, "give a function")
     check_bool("accumulates", accumulates)
     expand_segments_in_script(next(model.parameters()).device)
-    engine = Step(model, MicroBatchSizer(), remedies=REMEDIES)
+    engine = Step(model, MicroBatchSizer())
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
         # Parameters have no gradients before the reduction.

@@ -31,13 +31,6 @@ _ONLY_IN_LOOP = {
 }
 
 
-# Fixes if a row does not fit.
-REMEDIES = (
-    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less"
-    " state or a chunked loss, or allow more memory"
-)
-
-
 @dataclass(frozen=True)
 class Terms:
     """Names of the caller's API, for errors.

@@ -25,7 +25,7 @@ from adaptive_batch.probe import ProbeResult
 from .bound_search import ProbeOptions, SearchScope, TriedStep, find_limit
 from .model_checks import check_ranks, is_compiled, is_replicated
 from .oom_retry import OutOfMemoryElsewhereError
-from .options import REMEDIES, StepOptions, Terms
+from .options import StepOptions, Terms
 from .parts import BatchSource, LabelCounter, Part, copy_containers
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .split_check import SplitCheck
@@ -107,7 +107,6 @@ class PartStep(Step):
             memory=memory,
             sharding=sharding,
             retries=options.on_out_of_memory == "shrink",
-            remedies=REMEDIES,
         )
         self.forward_backward = forward_backward
         self.name = name

@@ -36,8 +36,8 @@ from adaptive_batch.torchtune import (
     builder_of,
     without_effect,
 )
+from adaptive_batch.torchtune.changes import candidates
 from adaptive_batch.torchtune.checks import TO_PLAN
-from adaptive_batch.torchtune.estimates import candidates
 from adaptive_batch.torchtune.job import task_of
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
