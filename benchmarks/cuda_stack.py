@@ -23,7 +23,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -146,7 +146,6 @@ class Estimated:
     def __init__(self, case: Case, *, context_bytes: int = CONTEXT_BYTES) -> None:
         self.device = case.found
         self._context_bytes = context_bytes
-        self.budget_bytes = self.device.total_bytes - context_bytes
         self._cfg = case.combination.to_estimate(
             devices=[case.device], context=context_bytes, changes=False
         )
@@ -178,16 +177,15 @@ class Estimated:
             self._logs[rows] = self._step.log(rows, forward_backward=self._run, num_steps=STEPS)
         return self._logs[rows]
 
-    def replayed(
-        self, rows: int, conf: str, *, budget_bytes: int | None = None
-    ) -> CachingAllocator:
-        """Return the allocator after the steps, or as it was when it ran out of memory."""
-        settings = AllocatorSettings(expandable_segments=bool(conf))
-        capacity = self.budget_bytes if budget_bytes is None else budget_bytes
-        allocator = CachingAllocator(capacity, settings, total_bytes=self.device.total_bytes)
-        with suppress(torch.OutOfMemoryError):
-            allocator.replay(self.log(rows))
-        return allocator
+    def peaks(self, rows: int, conf: str) -> dict[str, int]:
+        """Return the peaks of the steps, with the margin of a compiled step."""
+        allocator = CachingAllocator(AllocatorSettings(expandable_segments=bool(conf)))
+        allocator.replay(self.log(rows))
+        return {
+            "requested": int((1 + self.margin) * allocator.peak_requested_bytes),
+            "allocated": int((1 + self.margin) * allocator.peak_allocated_bytes),
+            "reserved": int((1 + self.margin) * allocator.reserved_bytes),
+        }
 
     def bound(self, conf: str) -> int:
         """Return the estimate's most rows that run without a retry."""
@@ -215,7 +213,7 @@ def measure_case(case: Case, runs: StackRuns) -> dict[str, Any]:
             rows = max(1, rows)
             run = StackRun.fixed(case.combination, rows, steps=STEPS)
             real = runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
-            entry[name] = {"rows": rows, **compared(peaks_of(estimated.replayed(rows, conf)), real)}
+            entry[name] = {"rows": rows, **compared(estimated.peaks(rows, conf), real)}
     return row_of(case, entry)
 
 
@@ -225,7 +223,7 @@ def measure_compiled(case: Case, runs: StackRuns) -> dict[str, Any]:
     """
     with Estimated(case).opened() as estimated:
         rows = max(1, estimated.bound(""))
-        peaks = peaks_of(estimated.replayed(rows, ""), margin=estimated.margin)
+        peaks = estimated.peaks(rows, "")
         # The estimate compiles other code than the run.
         torch.compiler.reset()
     # The first run fills Inductor's cache, and may tune kernels.
@@ -249,19 +247,13 @@ def recounted(old: Mapping[str, Any]) -> dict[str, Any]:
     with Estimated(case).opened() as estimated:
         for name in CONFS.keys() & old.keys():
             counted, rows = old[name]["counted"], old[name]["rows"]
-            estimated.log(rows)
-            # An upper bound can pass the memory of the device, where the run did not.
-            is_bound = estimated.margin and not counted["ooms"]
-            capacity = 2**50 if is_bound else estimated.budget_bytes
-            replayed = estimated.replayed(rows, CONFS[name], budget_bytes=capacity)
-            estimate = peaks_of(replayed, margin=estimated.margin)
+            estimate = estimated.peaks(rows, CONFS[name])
             errors = {kind: estimate[kind] / counted[kind] - 1 for kind in KINDS_OF_PEAKS}
             entry[name] = {
                 "rows": rows,
                 "estimate": estimate,
                 "counted": counted,
                 "errors": errors,
-                "budget": estimated.budget_bytes,
             }
     torch.compiler.reset()
     return row_of(case, entry)
@@ -277,28 +269,15 @@ def row_of(case: Case, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"case": str(case), **asdict(case), **entry, **columns}
 
 
-def peaks_of(allocator: CachingAllocator, *, margin: float = 0.0) -> dict[str, int]:
-    """Return the peaks at the end of a replay, with a margin."""
-    return {
-        "requested": int((1 + margin) * allocator.peak_requested_bytes),
-        "allocated": int((1 + margin) * allocator.peak_allocated_bytes),
-        "reserved": int((1 + margin) * allocator.peak_reserved_bytes),
-        "retries": allocator.num_retries,
-        "ooms": allocator.num_ooms,
-    }
-
-
 def compared(estimate: Mapping[str, int], real: Outcome) -> dict[str, Any]:
-    """Compare the result of :func:`peaks_of` with a run; errors are above 0 if the estimate is too
+    """Compare estimated peaks with a run; errors are above 0 if the estimate is too
     high.
     """
-    counted = {name: getattr(real, name) for name in estimate}
-    ends = [(peaks["retries"], bool(peaks["ooms"])) for peaks in (estimate, counted)]
+    counted = {name: getattr(real, name) for name in (*estimate, "retries", "ooms")}
     return {
         "estimate": estimate,
         "counted": counted,
         "errors": {kind: estimate[kind] / counted[kind] - 1 for kind in KINDS_OF_PEAKS},
-        "same_end": ends[0] == ends[1],
     }
 
 
@@ -314,9 +293,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 f"lowest {errors[0]:+.4%}, median {median(errors):+.4%}, highest {errors[-1]:+.4%},"
                 f" 95% within {within:.4%}"
             )
-        same = [one["same_end"] for one in done if "same_end" in one]
-        if same:
-            found[f"same retries and end, {name}"] = f"{sum(same)} of {len(same)}"
+        clean = [not one["counted"]["retries"] for one in done]
+        if clean:
+            found[f"no retry, {name}"] = f"{sum(clean)} of {len(clean)}"
     for key in ("cold", "at_bound", "above"):
         states = [row[key] for row in rows if key in row]
         if states:

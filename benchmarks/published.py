@@ -510,7 +510,7 @@ def compare(row: Published) -> dict[str, Any]:
     found = {
         "id": row.id,
         "group": OUT_OF_MEMORY if row.ran_out else SAME_CODE,
-        "fits": on_device.max_batch_size_with_retries >= int(row.rows),
+        "fits": on_device.max_batch_size >= int(row.rows),
         "fitted": not row.ran_out,
     }
     if row.ran_out:

@@ -1,9 +1,9 @@
 """A simulation of PyTorch's caching allocator for CUDA memory.
 
-It implements the rules of c10/cuda/CUDACachingAllocator.cpp for eager programs: pools of small and
-large blocks per stream, best fit, splitting and merging, and the release of cached blocks on a full
-device. The driver allocates at falling addresses. Private pools (CUDA graphs), blocks in use by
-another stream and settings other than ``expandable_segments`` are not simulated.
+It implements the rules of c10/cuda/CUDACachingAllocator.cpp for eager programs on a device with
+enough memory: pools of small and large blocks per stream, best fit, splitting and merging. The
+driver allocates at falling addresses. Private pools (CUDA graphs), blocks in use by another stream
+and settings other than ``expandable_segments`` are not simulated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._util import format_bytes, round_up
+from adaptive_batch._util import round_up
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import allocator_settings, segments_expand
 
@@ -31,8 +31,9 @@ _SMALL = MIB
 _PAGE = 2 * MIB
 # Requests from this size on get their own segment.
 _LEAST_LARGE = 10 * MIB
-# Address of the first segment.
+# Address of the first segment, and addresses of an expandable segment.
 _TOP = 2**47
+_EXPANDABLE = 2**42
 # Among free blocks of one size, the oldest segment's lowest block is used; before 2.13 the lowest
 # one (2.12 uses the oldest block, which is not simulated).
 _OLDEST_SEGMENT_FIRST = torch.__version__ >= "2.13"
@@ -71,11 +72,11 @@ class AllocatorSettings:
 
 
 class _Pool:
-    """Unused blocks of one kind and stream.
+    """Free blocks of one kind and stream.
 
     Attributes:
         free: free blocks in order of use.
-        unmapped: unmapped blocks of expandable segments, by address.
+        last: last block of the newest segment; an expandable pool has one segment.
     """
 
     def __init__(self, *, is_small: bool, stream: int, is_expandable: bool) -> None:
@@ -85,31 +86,24 @@ class _Pool:
         self.granule = _PAGE if is_small else 20 * MIB
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
         self.free: list[tuple[int, int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
+        self.last: Block | None = None
 
     def add(self, block: Block) -> None:
-        if block.is_mapped:
-            insort(self.free, (*block.rank, block))
-        else:
-            insort(self.unmapped, (block.address, block))
+        insort(self.free, (*block.rank, block))
 
     def remove(self, block: Block) -> None:
-        if block.is_mapped:
-            del self.free[bisect_left(self.free, block.rank)]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+        del self.free[bisect_left(self.free, block.rank)]
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A part of a segment: allocated, free, or (in an expandable segment) unmapped."""
+    """A part of a segment, allocated or free."""
 
     pool: _Pool
     # Address of the segment.
     segment: int
     address: int
     size: int
-    is_mapped: bool = True
     is_allocated: bool = False
     requested: int = 0
     previous: Block | None = None
@@ -120,103 +114,74 @@ class Block:
         """Sort key among free blocks; newer segments have lower addresses."""
         return self.size, -self.segment if _OLDEST_SEGMENT_FIRST else 0, self.address
 
-    @property
-    def is_whole_segment(self) -> bool:
-        return self.previous is None and self.next is None
-
-    @property
-    def room(self) -> int:
-        """Size of a free block with the unmapped block after it."""
-        if self.next is None or self.next.is_mapped:
-            return self.size
-        return self.size + self.next.size
-
     def split(self, size: int) -> Block:
         """Keep the first `size` bytes and return the rest as a new block."""
-        rest = Block(self.pool, self.segment, self.address + size, self.size - size, self.is_mapped)
+        rest = Block(self.pool, self.segment, self.address + size, self.size - size)
         rest.previous = self
         rest.next = self.next
         self.next = rest
         self.size = size
-        if rest.next is not None:
+        if rest.next is None:
+            self.pool.last = rest
+        else:
             rest.next.previous = rest
         return rest
 
-    def put_back(self) -> Block:
-        """Merge the block with equal neighbours, add the result to its pool, and return it."""
+    def put_back(self) -> None:
+        """Merge the block with free neighbours and add the result to its pool."""
         block = self
-        following = self.next
-        if following is not None and self._merges_with(following):
-            self.pool.remove(following)
-            self._absorb(following)
-        previous = self.previous
-        if previous is not None and self._merges_with(previous):
-            self.pool.remove(previous)
-            previous._absorb(self)
-            block = previous
+        if self.next is not None and not self.next.is_allocated:
+            self.pool.remove(self.next)
+            self._absorb(self.next)
+        if self.previous is not None and not self.previous.is_allocated:
+            block = self.previous
+            self.pool.remove(block)
+            block._absorb(self)
         self.pool.add(block)
-        return block
-
-    def _merges_with(self, neighbour: Block) -> bool:
-        return not neighbour.is_allocated and neighbour.is_mapped == self.is_mapped
 
     def _absorb(self, following: Block) -> None:
         """Merge the next block into this one."""
         self.size += following.size
         self.next = following.next
-        if following.next is not None:
-            following.next.previous = self
+        if self.next is None:
+            self.pool.last = self
+        else:
+            self.next.previous = self
 
 
 class CachingAllocator:
-    """The allocator of one device.
+    """The allocator of one device, whose memory suffices.
 
     Args:
-        capacity_bytes: memory that the driver can allocate, without the context.
         settings: settings of the allocator.
-        total_bytes: memory of the device; None for `capacity_bytes`.
 
     Attributes:
-        allocated_bytes, requested_bytes, reserved_bytes: current bytes; their peaks have the prefix
-            ``peak_``.
-        num_retries: number of allocations that needed the release of all cached blocks.
-        num_ooms: number of allocations that failed even then.
+        segments: first block of each segment.
+        allocated_bytes, requested_bytes, reserved_bytes: current bytes. Reserved bytes never fall,
+            so they are their own peak; the other peaks have the prefix ``peak_``.
     """
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        settings: AllocatorSettings | None = None,
-        *,
-        total_bytes: int | None = None,
-    ) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.total_bytes = total_bytes or capacity_bytes
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self._is_expandable = settings is not None and settings.expandable_segments
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        # The first block of each segment.
-        self._heads: dict[int, Block] = {}
+        self.segments: list[Block] = []
         self._lowest = _TOP
         self._replayed: list[Block | None] = []
-        self.num_retries = 0
-        self.num_ooms = 0
         self.allocated_bytes = 0
         self.requested_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
         self.peak_requested_bytes = 0
-        self.peak_reserved_bytes = 0
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
-        """Allocate memory for a stream.
-
-        Raises:
-            torch.OutOfMemoryError: memory is insufficient even after the release of cached blocks.
-        """
+        """Allocate memory for a stream."""
         size = round_up(nbytes, _LEAST_BLOCK)
         is_small = size <= _SMALL
-        pool = self._pools.get((stream, is_small)) or self._new_pool(stream, is_small=is_small)
-        block = self._best_fit(pool, size) or self._new_block(pool, size)
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)
+            self._pools[stream, is_small] = pool
+        block = self._best_fit(pool, size) or self._from_device(pool, size)
         if block.size - size >= pool.least_remainder:
             pool.add(block.split(size))
         block.is_allocated = True
@@ -234,17 +199,6 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested
         block.put_back()
-
-    def empty_cache(self) -> None:
-        """Release segments, or granules of expandable segments, without allocated blocks."""
-        for pool in self._pools.values():
-            for *_, block in list(pool.free):
-                if self._is_expandable:
-                    self._unmap(block)
-                elif block.is_whole_segment:
-                    pool.remove(block)
-                    del self._heads[block.segment]
-                    self.reserved_bytes -= block.size
 
     def replay(self, log: Iterable[int]) -> None:
         """Replay a log (:mod:`.step_log`); the numbers of allocations continue across logs."""
@@ -282,123 +236,43 @@ class CachingAllocator:
             ]
         return {"segments": [], "device_traces": [events], "allocator_settings": {}}
 
-    def _new_pool(self, stream: int, *, is_small: bool) -> _Pool:
-        pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)
-        self._pools[stream, is_small] = pool
-        return pool
-
     def _best_fit(self, pool: _Pool, size: int) -> Block | None:
         """Remove and return the smallest sufficient free block, or None."""
         free = pool.free
-        at = bisect_left(pool.free, (size,))
+        at = bisect_left(free, (size,))
         if at == len(free):
             return None
-        if self._is_expandable:
-            while at + 1 < len(free) and free[at + 1][-1].room < free[at][-1].room:
-                at += 1
+        # The end of an expandable segment counts with the addresses after it.
+        if self._is_expandable and free[at][-1] is pool.last and at + 1 < len(free):
+            at += 1
         return free.pop(at)[-1]
 
-    def _new_block(self, pool: _Pool, size: int) -> Block:
+    def _from_device(self, pool: _Pool, size: int) -> Block:
+        """Reserve memory and return the free block, of at least `size` bytes, that it is part of.
+
+        An expandable segment grows by whole granules.
+        """
+        block = pool.last
         segment_bytes = pool.granule
-        if size >= _LEAST_LARGE:
-            segment_bytes = round_up(size, _PAGE)
-        block = self._from_device(pool, size, segment_bytes)
-        if block is None:
-            self.empty_cache()
-            self.num_retries += 1
-            block = self._from_device(pool, size, segment_bytes)
-        if block is None:
-            self.num_ooms += 1
-            cached = self.reserved_bytes - self.allocated_bytes
-            free = self.capacity_bytes - self.reserved_bytes
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {format_bytes(segment_bytes)}."
-                f" {format_bytes(free)} of {format_bytes(self.capacity_bytes)} is free."
-                f" {format_bytes(self.allocated_bytes)} is allocated by PyTorch, and"
-                f" {format_bytes(cached)} is reserved by PyTorch but unallocated."
-            )
-        return block
-
-    def _from_device(self, pool: _Pool, size: int, segment_bytes: int) -> Block | None:
         if self._is_expandable:
-            return self._expand(pool, size)
-        if not self._take(segment_bytes):
-            return None
-        return self._new_segment(pool, segment_bytes)
-
-    def _take(self, nbytes: int) -> bool:
-        """Reserve memory of the device; return False if it is full."""
-        if self.reserved_bytes + nbytes > self.capacity_bytes:
-            return False
-        self.reserved_bytes += nbytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return True
-
-    def _new_segment(self, pool: _Pool, size: int, *, is_mapped: bool = True) -> Block:
-        self._lowest -= size
-        block = Block(pool, self._lowest, self._lowest, size, is_mapped)
-        self._heads[self._lowest] = block
+            if block is None:
+                block = self._new_segment(pool, _EXPANDABLE, 0)
+            elif block.is_allocated:
+                block = block.split(block.size)
+            else:
+                pool.remove(block)
+            segment_bytes = round_up(size - block.size, pool.granule)
+            block.size += segment_bytes
+        else:
+            if size >= _LEAST_LARGE:
+                segment_bytes = round_up(size, _PAGE)
+            block = self._new_segment(pool, segment_bytes, segment_bytes)
+        self.reserved_bytes += segment_bytes
         return block
 
-    def _expand(self, pool: _Pool, size: int) -> Block | None:
-        """Map pages at the lowest address with room; return None if the device is full."""
-        block: Block | None = self._lowest_room(pool, size)
-        if block is not None and not block.is_mapped:
-            block = self._map(block, size)
-        while block is not None and block.size < size:
-            assert block.next is not None
-            block = self._map(block.next, size - block.size)
-        if block is not None:
-            pool.remove(block)
+    def _new_segment(self, pool: _Pool, num_addresses: int, size: int) -> Block:
+        self._lowest -= num_addresses
+        block = Block(pool, self._lowest, self._lowest, size)
+        pool.last = block
+        self.segments.append(block)
         return block
-
-    def _lowest_room(self, pool: _Pool, size: int) -> Block:
-        for _, unmapped in pool.unmapped:
-            start = unmapped
-            if unmapped.previous is not None and not unmapped.previous.is_allocated:
-                start = unmapped.previous
-            room = start.size
-            block = start.next
-            while room < size and block is not None and not block.is_allocated:
-                room = room + block.size
-                block = block.next
-            if room >= size:
-                return start
-        # Reserve more addresses than memory, since pages may be mapped elsewhere.
-        addresses = round_up(self.total_bytes + self.total_bytes // 8, pool.granule)
-        block = self._new_segment(pool, addresses, is_mapped=False)
-        pool.add(block)
-        return block
-
-    def _map(self, block: Block, nbytes: int) -> Block | None:
-        """Map the first granules of an unmapped block and return the resulting free block."""
-        nbytes = round_up(min(nbytes, block.size), block.pool.granule)
-        if not self._take(nbytes):
-            return None
-        block.pool.remove(block)
-        if nbytes < block.size:
-            block.pool.add(block.split(nbytes))
-        block.is_mapped = True
-        return block.put_back()
-
-    def _unmap(self, block: Block) -> None:
-        """Unmap the whole granules of a free block."""
-        pool = block.pool
-        start = block.address - block.segment
-        begin = round_up(start, pool.granule)
-        end = (start + block.size) // pool.granule * pool.granule
-        if begin >= end:
-            return
-        pool.remove(block)
-        if begin > start:
-            remainder = block
-            block = block.split(begin - start)
-            pool.add(remainder)
-        if end - begin < block.size:
-            pool.add(block.split(end - begin))
-        self.reserved_bytes -= end - begin
-        block.is_mapped = False
-        block = block.put_back()
-        if block.is_whole_segment:
-            pool.remove(block)
-            del self._heads[block.segment]

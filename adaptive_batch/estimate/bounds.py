@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-
-import torch
+from functools import partial
 
 from adaptive_batch._util import format_bytes
 from adaptive_batch.errors import SettingError
@@ -139,7 +137,7 @@ def counted_fit(length: LengthEstimate, budget_bytes: int, *, maximum: int) -> F
         rows = maximum
     peak = length.peak_bytes(max(1, rows))
     too_large = length.first_too_large(budget_bytes)
-    return Fit(length.sequence_length, rows, rows, peak, peak, too_large)
+    return Fit(length.sequence_length, rows, peak, peak, too_large)
 
 
 def with_composition(length: LengthEstimate, fit: Fit, composition: dict[str, int]) -> Fit:
@@ -171,9 +169,9 @@ class ReplayedBounds:
         maximum: int,
     ) -> None:
         self._length = length
+        self._log = log
         self._settings = settings
         self._maximum = maximum
-        self._log = lru_cache(maxsize=4)(log)
         self._peaks: dict[int, tuple[int, int]] = {}
 
     def fit(self, budget_bytes: int, expected: Fit | None = None) -> Fit:
@@ -181,63 +179,42 @@ class ReplayedBounds:
 
         Args:
             budget_bytes: memory of the driver.
-            expected: earlier fit, where the search begins; its rows with retries are kept.
+            expected: earlier fit, where the search begins.
         """
         counted = counted_fit(self._length, budget_bytes, maximum=self._maximum)
-        counted_rows = counted.max_batch_size
-        guess = counted_rows
+        guess = counted.max_batch_size
         if expected is not None:
             guess = expected.max_batch_size
-        elif counted_rows and self.peaks(counted_rows)[1] > budget_bytes:
-            guess = int(counted_rows * budget_bytes / self.peaks(counted_rows)[1])
+        elif guess and self.peaks(guess)[1] > budget_bytes:
+            guess = int(guess * budget_bytes / self.peaks(guess)[1])
         rows = _largest(
-            lambda rows: self.peaks(rows)[1] <= budget_bytes, most=counted_rows, guess=guess
+            lambda rows: self.peaks(rows)[1] <= budget_bytes,
+            most=counted.max_batch_size,
+            guess=guess,
         )
-        with_retries = rows
-        if expected is not None:
-            with_retries = max(rows, expected.max_batch_size_with_retries)
-        elif rows < counted_rows:
-            with_retries = _largest(
-                lambda rows: self.fits_with_retries(rows, budget_bytes),
-                most=counted_rows,
-                least=rows,
-            )
         allocated, reserved = self.peaks(max(1, rows))
         reason = counted.first_too_large
         if rows == 0 and reason is None:
             reason = f"the allocator's memory for one row ({format_bytes(reserved)} at the peak)"
-        return Fit(self._length.sequence_length, rows, with_retries, allocated, reserved, reason)
+        return Fit(self._length.sequence_length, rows, allocated, reserved, reason)
 
     def peaks(self, rows: int) -> tuple[int, int]:
-        """Return the peaks of allocated and reserved bytes on an unlimited device."""
+        """Return the peaks of allocated and reserved bytes."""
         if rows not in self._peaks:
-            allocator = CachingAllocator(2**50, self._settings)
+            allocator = CachingAllocator(self._settings)
             allocator.replay(self._log(rows))
-            peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+            peaks = allocator.peak_allocated_bytes, allocator.reserved_bytes
             allocated, reserved = (int(peak * (1 + self._length.margin)) for peak in peaks)
             self._peaks[rows] = allocated, reserved
         return self._peaks[rows]
 
-    def fits_with_retries(self, rows: int, budget_bytes: int) -> bool:
-        """Return whether training with this number of rows fits, possibly with retries."""
-        try:
-            capacity = int(budget_bytes / (1 + self._length.margin))
-            CachingAllocator(capacity, self._settings).replay(self._log(rows))
-        except torch.OutOfMemoryError:
-            return False
-        return True
 
-
-def _largest(
-    fits: Callable[[int], bool], *, most: int, least: int = 0, guess: int | None = None
-) -> int:
-    """Return the most rows that fit, at least `least`: growing steps around a guess, then
-    bisection.
-    """
-    low = least
+def _largest(fits: Callable[[int], bool], *, most: int, guess: int) -> int:
+    """Return the most rows that fit: growing steps around a guess, then bisection."""
+    low = 0
     high = most + 1
     step = 1
-    rows = most if guess is None else guess
+    rows = guess
     while high - low > 1:
         rows = min(max(rows, low + 1), high - 1)
         if fits(rows):
@@ -248,6 +225,6 @@ def _largest(
             rows = rows - step
         step *= 2
         # Bisect between a size that fits and one that does not.
-        if least < low and high <= most:
+        if low and high <= most:
             rows = (low + high) // 2
     return low

@@ -183,7 +183,7 @@ def estimate_step(
                     allocator=settings,
                 )
                 if trace is not None and 0 in members:
-                    allocator = CachingAllocator(2**50, settings)
+                    allocator = CachingAllocator(settings)
                     log = step.log(max(1, some[0].max_batch_size), num_steps=2)
                     Path(trace).write_bytes(pickle.dumps(allocator.snapshot(log)))
             fits.update(zip(members, some, strict=True))

@@ -136,8 +136,6 @@ class Fit:
     Attributes:
         sequence_length: tokens of a row.
         max_batch_size: most rows that run without a retry of the allocator.
-        max_batch_size_with_retries: most rows that fit with retries, for which the allocator frees
-            its cache.
         allocated_bytes, reserved_bytes: peaks at `max_batch_size`, or of one row if no row fits.
         first_too_large: first part of a run that does not fit; None if a row fits.
         bytes_per_row: memory of one more row at the peak.
@@ -147,7 +145,6 @@ class Fit:
 
     sequence_length: int
     max_batch_size: int
-    max_batch_size_with_retries: int
     allocated_bytes: int
     reserved_bytes: int
     first_too_large: str | None = None
@@ -169,16 +166,6 @@ class Fit:
             size = format_bytes(self.optimizer_bytes)
             lines.append(f"  the optimizer's step needs more: {size}, for any batch")
         return "\n  ".join(lines)
-
-    def describe_too_large(self) -> str:
-        """Explain why no row fits; return "" if one does."""
-        if self.max_batch_size_with_retries > self.max_batch_size == 0:
-            rows = count(self.max_batch_size_with_retries, "row")
-            return (
-                "even one row needs retries of the allocator, which are slow;"
-                f" {rows} fit with retries"
-            )
-        return f"too large: {self.first_too_large}" if self.first_too_large else ""
 
 
 @dataclass(frozen=True)
@@ -286,8 +273,9 @@ class MemoryEstimate:
             taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
             lines.append(f"{device.name}: {budget} may be used{on_ranks} of {total}{taken}")
             for fit in device.lengths:
-                if too_large := fit.describe_too_large():
-                    lines.append(f"  a row{_format_length(fit.sequence_length)}: {too_large}")
+                if fit.first_too_large is not None:
+                    of_length = _format_length(fit.sequence_length)
+                    lines.append(f"  a row{of_length}: too large: {fit.first_too_large}")
                 lines.append(f"  {fit.explain()}")
         checks = [length.check for length in self.lengths if length.check and length.check.is_off]
         lines += [f"warning: {check.warning}" for check in checks]
@@ -298,7 +286,6 @@ class MemoryEstimate:
         """Return the aligned lines of devices and lengths."""
         fits = [fit for device in self.devices for fit in device.lengths]
         has_reserved = any(fit.reserved_bytes != fit.allocated_bytes for fit in fits)
-        has_retries = any(fit.max_batch_size_with_retries > fit.max_batch_size for fit in fits)
         has_tokens = any(fit.sequence_length > 1 for fit in fits)
         rows = []
         for device in self.devices:
@@ -307,8 +294,6 @@ class MemoryEstimate:
                 if has_tokens:
                     row["length"] = str(fit.sequence_length)
                 row["max_batch_size"] = self.format_rows(fit.max_batch_size)
-                if has_retries:
-                    row["with retries"] = self.format_rows(fit.max_batch_size_with_retries)
                 if has_tokens:
                     row["tokens"] = str(fit.max_batch_size * fit.sequence_length)
                 row["allocated" if has_reserved else "peak"] = format_bytes(fit.allocated_bytes)

@@ -1,4 +1,4 @@
-"""Rows that fit with and without retries of the allocator."""
+"""Rows that fit without a retry of the allocator."""
 
 from __future__ import annotations
 
@@ -44,24 +44,18 @@ def bounds(each=32 * MIB, **settings):
     return length, made
 
 
-def test_more_rows_fit_with_retries():
+def test_reserved_memory_limits_the_rows():
     length, made = bounds()
     fit = made.fit(1000 * MIB)
-    assert 0 < fit.max_batch_size < fit.max_batch_size_with_retries <= length.max_rows(1000 * MIB)
+    assert 0 < fit.max_batch_size < length.max_rows(1000 * MIB)
     assert fit.allocated_bytes < fit.reserved_bytes <= 1000 * MIB
     assert made.peaks(fit.max_batch_size + 1)[1] > 1000 * MIB
-    assert made.fits_with_retries(fit.max_batch_size_with_retries, 1000 * MIB)
-    assert not made.fits_with_retries(fit.max_batch_size_with_retries + 1, 1000 * MIB)
 
 
 def test_more_rows_fit_with_expandable_segments():
-    plain, expandable = (
-        bounds()[1].fit(1000 * MIB),
-        bounds(expandable_segments=True)[1].fit(1000 * MIB),
-    )
-    assert (
-        plain.max_batch_size < expandable.max_batch_size <= expandable.max_batch_size_with_retries
-    )
+    _, plain = bounds()
+    _, expandable = bounds(expandable_segments=True)
+    assert plain.fit(1000 * MIB).max_batch_size < expandable.fit(1000 * MIB).max_batch_size
 
 
 @given(mib=st.integers(0, 2000), each=st.integers(1, 300))
@@ -69,7 +63,7 @@ def test_the_result_is_the_largest_that_fits(mib, each):
     length, made = bounds(each * MIB)
     fit = made.fit(mib * MIB)
     most = counted_fit(length, mib * MIB, maximum=4096).max_batch_size
-    assert fit.max_batch_size <= fit.max_batch_size_with_retries <= most
+    assert fit.max_batch_size <= most
     if fit.max_batch_size:
         assert made.peaks(fit.max_batch_size)[1] <= mib * MIB
     else:
@@ -95,11 +89,11 @@ def test_no_more_than_the_maximum_is_traced():
         return step_log(rows, 32 * MIB)
 
     fit = ReplayedBounds(length, log, AllocatorSettings(), maximum=8).fit(100_000 * MIB)
-    assert (fit.max_batch_size, fit.max_batch_size_with_retries, tried) == (8, 8, [8])
+    assert (fit.max_batch_size, tried) == (8, [8])
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_peaks_are_those_of_an_unlimited_device(rows):
+def test_peaks_contain_all_tensors(rows):
     _, made = bounds()
     allocated, reserved = made.peaks(rows)
     tensors = 67 * MIB + rows * 32 * MIB

@@ -185,15 +185,6 @@ def test_a_larger_optimizers_step_is_shown():
     assert line in plan(BIG, lengths=(larger,), maximum=4).table().splitlines()
 
 
-def test_additional_rows_with_retries_are_shown():
-    assert "with retries" not in plan(BIG).table()
-    (fit,) = plan(BIG).devices[0].lengths
-    device = replace(BIG, lengths=(replace(fit, max_batch_size_with_retries=70),))
-    heading, row, *_ = MemoryEstimate((device,), 4096).table().splitlines()
-    assert heading.split()[2:5] == ["max_batch_size", "with", "retries"]
-    assert row.split()[3:5] == ["68", "70"]
-
-
 def test_the_composition_of_the_peak_begins_with_the_largest_part():
     text = plan(BIG).devices[0].lengths[0].explain()
     assert (
@@ -202,15 +193,6 @@ def test_the_composition_of_the_peak_begins_with_the_largest_part():
         " 13.75 GiB, optimizer state"
         " 4.00 GiB, parameters 2.00 GiB"
     )
-
-
-def test_rows_that_need_retries_are_not_too_large():
-    (fit,) = plan(BIG).devices[0].lengths
-    retried = replace(fit, max_batch_size=0, max_batch_size_with_retries=6, first_too_large="it")
-    device = replace(BIG, lengths=(retried,))
-    text = MemoryEstimate((device,), 4096).table()
-    assert "even one row needs retries of the allocator, which are slow; 6 rows" in text
-    assert "too large" not in text
 
 
 def test_each_device_has_its_own_composition():
