@@ -1,12 +1,12 @@
 """Lengths of rows, samplers by rows and by token budget, micro-batches, balance across ranks."""
 
 from .adaptive_batches import AdaptiveBatches
-from .balance import balance_by_rows, balance_by_tokens
 from .batches import Batches, PlannedRows
 from .batching import Batching, Sampling
 from .dataset import (
     IGNORE_INDEX,
     DatasetAdapter,
+    ReadAhead,
     RowLength,
     check_loss,
     lengthened,
@@ -21,6 +21,8 @@ from .layouts import (
     MicroBatchLayout,
     MicroBatchLimit,
     MicroBatchTime,
+    balance_by_rows,
+    balance_by_tokens,
     largest_divisor,
     micro_batches,
     split_by_rows,
@@ -34,9 +36,7 @@ from .lengths import (
     measure_rows,
 )
 from .order import ORDERS, RowOrder, row_order
-from .planned_epoch import PlannedEpoch, RowLengths, StepAhead, plan_token_batches
-from .read_ahead import ReadAhead
-from .token_sampler import plan_batches
+from .planned_epoch import PlannedEpoch, RowLengths, StepAhead
 
 __all__ = [
     "IGNORE_INDEX",
@@ -74,8 +74,6 @@ __all__ = [
     "measure_rows",
     "micro_batches",
     "move_to_device",
-    "plan_batches",
-    "plan_token_batches",
     "row_order",
     "split_by_rows",
 ]

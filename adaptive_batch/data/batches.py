@@ -6,7 +6,6 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -31,9 +30,14 @@ from adaptive_batch.schedules import (
     schedule_factor,
 )
 
-from .balance import balance_by_rows, balance_by_tokens
 from .batching import Batching
-from .layouts import MicroBatchLayout, MicroBatchLimit, micro_batches
+from .layouts import (
+    MicroBatchLayout,
+    MicroBatchLimit,
+    balance_by_rows,
+    balance_by_tokens,
+    micro_batches,
+)
 from .order import RowOrder, SamplerOrder
 from .planned_epoch import PlannedEpoch, RowLengths, Rows, StepAhead
 
@@ -566,9 +570,8 @@ class Batches(Sampler[list[int]]):
         epoch = self._progress.epoch
         # A run that resumes within an epoch has logged them before.
         if self.batching.batch_tokens and not self._progress.epoch_rows:
-            epoch_events = chain(self._epoch.steps_over_budget(), self._epoch.dropped_rows())
-            for kind, message, facts in epoch_events:
-                self._event(kind, message, epoch=epoch, **facts)
+            for message, rows in self._epoch.dropped_rows():
+                self._event("dropped", message, epoch=epoch, rows=rows)
         while self._progress.epoch == epoch:
             # Steps that are done have exact tokens; steps ahead only if their tokens are counted.
             progress = self.newest.after if self._ahead else self.progress

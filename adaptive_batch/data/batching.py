@@ -19,7 +19,8 @@ from adaptive_batch.schedules import (
 )
 
 from .order import ORDERS
-from .token_sampler import LONG_ROWS
+
+LONG_ROWS = ("error", "drop", "alone")
 
 
 def _seed(key: str, value: Any) -> None:
@@ -34,9 +35,8 @@ class Sampling:
     Attributes:
         shuffle: whether `dataloader` shuffles the rows in each epoch.
         seed: seed of the order.
-        sample_order: order of the rows. `dataloader`: torchtune's order, but a different
-            permutation above 1,048,576 rows. `random`: shuffled in each epoch. `seqlen`: from the
-            shortest row to the longest.
+        sample_order: order of the rows. `dataloader`: torchtune's order. `random`: shuffled in
+            each epoch. `seqlen`: from the shortest row to the longest.
         sample_window: number of shuffled rows that `seqlen` sorts at a time; None: all rows of the
             dataset.
         batch_tokens: number of real tokens (without padding) of a step on one device; replaces

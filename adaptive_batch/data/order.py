@@ -1,14 +1,12 @@
-"""The order of the rows of an epoch: stored, or computed on access."""
+"""The order of the rows of an epoch: computed, or drawn from a script's sampler."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import zlib
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,26 +14,6 @@ from adaptive_batch._util import check_choice, check_whole
 from adaptive_batch.errors import SettingError
 
 ORDERS = ("dataloader", "random", "seqlen")
-
-# Drawing a permutation of this many rows takes 0.04 s, and of twice as many 0.1 s.
-_STORED_ROWS = 2**20
-
-# Six rounds of random functions cannot be told from a random permutation by fewer rows than a
-# table has entries (Patarin, CRYPTO 2004). With five, orders of 1,000 rows differ from chance.
-_ROUNDS = 6
-
-# Several steps; few enough that torch computes them on the calling thread.
-_BLOCK_ROWS = 2048
-
-
-class RowOrder(Protocol):
-    """Row numbers in the order of an epoch: parts of it are int64 tensors, and ``order[:]`` is all.
-
-    A tensor of row numbers is such an order, too.
-    """
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, places: slice | torch.Tensor, /) -> torch.Tensor: ...
 
 
 def row_order(
@@ -47,8 +25,7 @@ def row_order(
     window: int | None = None,
     seed: int = 0,
     epoch: int = 0,
-    stored_rows: int = _STORED_ROWS,
-) -> RowOrder:
+) -> torch.Tensor:
     """Order the rows of an epoch; the same arguments give the same order on every rank and machine.
 
     Sorting by length needs the least padding but gives the least random batches: each has rows of
@@ -67,11 +44,9 @@ def row_order(
             None sorts the whole epoch.
         seed: seed of permutations.
         epoch: number from 0; each epoch has another permutation.
-        stored_rows: most rows of an order that is a tensor. A larger order, unless by ``seqlen``,
-            is computed on access, with other permutations.
 
     Returns:
-        Row numbers, each once: an int64 tensor ``[rows]``, or an order that is computed.
+        Row numbers, each once: int64 ``[rows]``.
 
     Raises:
         SettingError: `order` is unknown, or `window` is below 1.
@@ -79,11 +54,16 @@ def row_order(
     check_choice("order", order, ORDERS)
     if window is not None:
         check_whole("window", window, remedy="give 1 row or more, or None to sort the whole epoch")
-    generator = _generator(order, shuffle=shuffle, seed=seed, epoch=epoch)
-    if num_rows > stored_rows and order != "seqlen":
-        return _ComputedOrder(num_rows, generator)
-    if generator is None:
-        return torch.arange(num_rows)
+    if order == "dataloader":
+        if not shuffle:
+            return torch.arange(num_rows)
+        # The seed of DistributedSampler, whose permutation torchtune's recipes take.
+        generator = torch.Generator().manual_seed(seed + epoch)
+    else:
+        # Hashed, as seed + epoch would repeat one seed's epochs under the next seed.
+        digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+        first_bytes = int.from_bytes(digest[:8], "little", signed=True)
+        generator = torch.Generator().manual_seed(first_bytes)
     shuffled = torch.randperm(num_rows, generator=generator)
     if order != "seqlen":
         return shuffled
@@ -94,67 +74,6 @@ def row_order(
         keys += torch.arange(num_rows).div_(window, rounding_mode="floor").mul_(int(keys.max()) + 1)
     # Stable: rows of equal length stay as they were shuffled.
     return shuffled[torch.sort(keys, stable=True).indices]
-
-
-def _generator(order: str, *, shuffle: bool, seed: int, epoch: int) -> torch.Generator | None:
-    """Return the generator of an epoch's permutation; None for the dataset's own order."""
-    if order == "dataloader":
-        # The seed of DistributedSampler, whose permutation torchtune's recipes take.
-        if not shuffle:
-            return None
-        return torch.Generator().manual_seed(seed + epoch)
-    # Hashed, as seed + epoch would repeat one seed's epochs under the next seed.
-    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-class _ComputedOrder:
-    """A permutation of any number of rows; reading a part takes the time and memory of that part.
-
-    It is a Feistel network on the two digits of a row number in base `side`, the square root of the
-    rows. Each round adds to one digit the other digit's entry in a table of random numbers. A round
-    can be undone, so each row comes once.
-
-    Args:
-        num_rows: rows of the epoch.
-        generator: source of the tables; None keeps the order of the dataset.
-    """
-
-    def __init__(self, num_rows: int, generator: torch.Generator | None) -> None:
-        self._num_rows = num_rows
-        self._side = math.isqrt(max(0, num_rows - 1)) + 1
-        rounds = 0 if generator is None else _ROUNDS
-        self._tables = torch.randint(self._side, (rounds, self._side), generator=generator)
-        self._block = lru_cache(maxsize=2)(self._compute_block)
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __getitem__(self, places: slice | torch.Tensor, /) -> torch.Tensor:
-        if isinstance(places, torch.Tensor):
-            return self._permute(places)
-        begin, end, step = places.indices(self._num_rows)
-        first = begin // _BLOCK_ROWS
-        last = max(begin, end) // _BLOCK_ROWS
-        numbers = torch.cat([self._block(block) for block in range(first, last + 1)])
-        offset = begin % _BLOCK_ROWS
-        return numbers[offset : offset + max(0, end - begin) : step]
-
-    def _compute_block(self, block: int) -> torch.Tensor:
-        end = min((block + 1) * _BLOCK_ROWS, self._num_rows)
-        return self._permute(torch.arange(block * _BLOCK_ROWS, end))
-
-    def _permute(self, numbers: torch.Tensor) -> torch.Tensor:
-        high = numbers // self._side
-        low = numbers % self._side
-        for table in self._tables:
-            high, low = low, (high + table[low]) % self._side
-        permuted = high * self._side + low
-        # Permute a number beyond the rows again, until it is the number of a row.
-        beyond = permuted >= self._num_rows
-        if beyond.any():
-            permuted[beyond] = self._permute(permuted[beyond])
-        return permuted
 
 
 # Remedy of a sampler whose items are batches.
@@ -190,7 +109,7 @@ class SamplerOrder:
 
     def __call__(self, epoch: int) -> RowOrder:
         """Return the order of an epoch, whose rows are drawn when they are read."""
-        return _SampledOrder(self, epoch)
+        return SampledOrder(self, epoch)
 
     def ahead(self, epoch: int) -> RowOrder:
         """Return the order that an epoch would have if it began now, drawn without a trace. An
@@ -261,7 +180,7 @@ class SamplerOrder:
             raise SettingError("sampler", type(self._sampler).__name__, remedy)
 
 
-class _SampledOrder:
+class SampledOrder:
     """The order of one epoch of a sampler."""
 
     def __init__(self, order: SamplerOrder, epoch: int) -> None:
@@ -271,8 +190,10 @@ class _SampledOrder:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __getitem__(self, places: slice | torch.Tensor, /) -> torch.Tensor:
-        if isinstance(places, torch.Tensor):
-            return self[:][places]
+    def __getitem__(self, places: slice, /) -> torch.Tensor:
         begin, end, _ = places.indices(len(self))
         return self._order.read(self._epoch, begin, end)
+
+
+# A slice of an order is an int64 tensor, and [:] is all of it.
+RowOrder: TypeAlias = torch.Tensor | SampledOrder

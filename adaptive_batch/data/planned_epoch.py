@@ -1,22 +1,37 @@
-"""The plan of one epoch: the order of its rows, and the steps that they make."""
+"""The plan of one epoch: the order of its rows, and the steps that they make.
+
+It is pure and needs no device; the time is close to linear in the rows.
+"""
 
 from __future__ import annotations
 
 import base64
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 
 from adaptive_batch._util import count
-from adaptive_batch.schedules import EpochPlan, Progress, needs_noise_scale
+from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.schedules import (
+    KEY,
+    EpochPlan,
+    Progress,
+    Schedule,
+    needs_noise_scale,
+    request_batch,
+)
 
 from .batching import Batching
 from .order import RowOrder, row_order
-from .token_sampler import TokenBatchPlan, plan_batches, plan_batches_by_rule
+
+# Most rows that are Python numbers at one time: tensors take a quarter of the memory.
+_CHUNK = 65_536
 
 
 class Rows(Protocol):
@@ -62,20 +77,6 @@ class RowLengths:
             for text in packed
         ]
         return cls(tensors[0].to(torch.int64), tensors[-1].to(torch.int64))
-
-
-class TokenSteps(NamedTuple):
-    """The steps of an epoch by tokens.
-
-    Attributes:
-        batches: rows of each step.
-        budgets: requested tokens of each step on one device.
-        plan: the steps that are trained.
-    """
-
-    batches: TokenBatchPlan
-    budgets: list[int]
-    plan: EpochPlan
 
 
 @dataclass
@@ -139,7 +140,7 @@ class PlannedEpoch:
     def order(self) -> RowOrder:
         """Row numbers in the order of their use."""
         if self.batching.batch_tokens:
-            return self.token_steps.batches.rows
+            return self.token_steps.rows
         return self._order()
 
     def _order(self) -> RowOrder:
@@ -167,28 +168,25 @@ class PlannedEpoch:
     def token_steps(self) -> TokenSteps:
         """The steps of an epoch by tokens."""
         batching = self.batching
-        order = self._order()[:]
-        if batching.batch_size_schedule is None:
-            assert batching.batch_tokens
-            batches = plan_token_batches(
-                self.lengths.all,
-                batching,
-                ranks=self.ranks,
-                order=order,
-                divisible=self.divisible,
-            )
-            budgets = [batching.batch_tokens] * len(batches)
-        else:
-            batches, budgets = plan_batches_by_rule(
-                self.lengths.all,
-                batching.batch_size_schedule,
-                order=order,
-                progress=self.begin,
-                ranks=self.ranks,
-                **_row_limits(batching, self.ranks, self.divisible),
-            )
-        plan = EpochPlan.from_sizes(batches.sizes.tolist(), **batching.ends)
-        return TokenSteps(batches, budgets, plan)
+        assert batching.batch_tokens
+        least = batching.min_rows_per_batch
+        return fill_steps(
+            self.lengths.all,
+            batching.batch_size_schedule or batching.batch_tokens,
+            order=self._order()[:],
+            begin=self.begin,
+            ranks=self.ranks,
+            # One row per rank is no minimum, so that long rows never exceed the tokens of a step.
+            min_rows=least * self.ranks if least > 1 else 1,
+            max_rows=batching.max_rows_per_batch and batching.max_rows_per_batch * self.ranks,
+            long_rows=batching.long_rows,
+            divisible=self.divisible,
+        )
+
+    @cached_property
+    def _token_plan(self) -> EpochPlan:
+        """The steps of an epoch by tokens that are trained."""
+        return EpochPlan.from_sizes(self.token_steps.sizes.tolist(), **self.batching.ends)
 
     # --- steps
 
@@ -201,14 +199,15 @@ class PlannedEpoch:
         """Return the number of remaining steps; by rows, steps of `global_rows` each."""
         batching = self.batching
         if batching.batch_tokens:
-            return max(0, self.token_steps.plan.steps - progress.epoch_steps)
-        rows = self.num_rows - progress.epoch_rows
-        steps = rows // global_rows
-        if rows % global_rows and not batching.drop_last:
-            steps += 1
-        if batching.max_steps_per_epoch is None:
-            return steps
-        return min(steps, max(0, batching.max_steps_per_epoch - progress.epoch_steps))
+            return max(0, self._token_plan.steps - progress.epoch_steps)
+        steps_left = batching.max_steps_per_epoch
+        if steps_left is not None:
+            steps_left = max(0, steps_left - progress.epoch_steps)
+        rows_left = self.num_rows - progress.epoch_rows
+        plan = EpochPlan.from_rows(
+            rows_left, global_rows=global_rows, drop_last=batching.drop_last, max_steps=steps_left
+        )
+        return plan.steps
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left, however few rows it may have."""
@@ -230,7 +229,7 @@ class PlannedEpoch:
         batch = rule(progress)
         if self.batching.batch_tokens:
             batch = self.token_steps.budgets[progress.epoch_steps]
-            rows = self.token_steps.plan.rows_of_step(progress.epoch_steps)
+            rows = self._token_plan.rows_of_step(progress.epoch_steps)
         else:
             rows = min(batch * self.ranks, self.num_rows - progress.epoch_rows)
             if self.batching.drop_last and rows < batch * self.ranks:
@@ -257,7 +256,7 @@ class PlannedEpoch:
         batching = self.batching
         at = self.planned_at
         if batching.batch_tokens:
-            plan = self.token_steps.plan
+            plan = self._token_plan
         elif batching.batch_size_schedule is None:
             plan = EpochPlan.from_rows(
                 self.num_rows, global_rows=rule(at) * self.ranks, **batching.ends
@@ -299,7 +298,7 @@ class PlannedEpoch:
         """Count the rows that no step of a finished epoch used, by reason."""
         long_rows = 0
         if self.batching.batch_tokens:
-            long_rows = len(self.token_steps.batches.dropped)
+            long_rows = len(self.token_steps.dropped)
         rest = self.num_rows - progress.epoch_rows - long_rows
         max_steps = self.batching.max_steps_per_epoch
         if max_steps is not None and progress.epoch_steps >= max_steps:
@@ -312,39 +311,17 @@ class PlannedEpoch:
         reasons = {reason: rest, "long_rows": long_rows}
         return {reason: rows for reason, rows in reasons.items() if rows}
 
-    def steps_over_budget(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield the kind, message and facts of an event if steps have more than `batch_tokens`
-        because of `min_rows_per_batch`.
+    def dropped_rows(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield a message and the row numbers of rows that are too long, and of those of a dropped
+        last step.
         """
-        min_rows = self.batching.min_rows_per_batch
-        if min_rows == 1:
-            return
-        batches, budgets, _ = self.token_steps
-        tokens_of_steps = [int(self.lengths.all[rows].sum()) for rows in batches.tolist()]
-        too_large = [
-            tokens
-            for tokens, budget in zip(tokens_of_steps, budgets, strict=True)
-            if tokens > budget * self.ranks
-        ]
-        if too_large:
-            message = (
-                f"epoch {self.planned_at.epoch}: {len(too_large)} of"
-                f" {count(len(batches), 'step')} have more than batch_tokens, up to"
-                f" {max(too_large)} over all ranks, for min_rows_per_batch={min_rows}"
-            )
-            yield "over_budget", message, {"steps": len(too_large)}
-
-    def dropped_rows(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield the kind, message and facts of an event for rows that are too long, and of one for
-        those of the last step.
-        """
-        batches = self.token_steps.batches
+        steps = self.token_steps
         dropped = [
-            (batches.dropped.tolist(), f"of more than batch_tokens={self.batching.batch_tokens}")
+            (steps.dropped.tolist(), f"of more than batch_tokens={self.batching.batch_tokens}")
         ]
         if self.batching.drop_last:
             # EpochPlan.from_sizes drops the last step, whether it is full or not.
-            dropped.append((batches[-1], "of the last step (drop_last)"))
+            dropped.append((steps.split()[-1].tolist(), "of the last step (drop_last)"))
         for rows, origin in dropped:
             if not rows:
                 continue
@@ -353,40 +330,202 @@ class PlannedEpoch:
                 numbers += ", ..."
             verb = "is" if len(rows) == 1 else "are"
             message = f"{count(len(rows), 'row')} {origin} {verb} dropped: {numbers}"
-            yield "dropped", f"epoch {self.planned_at.epoch}: {message}", {"rows": sorted(rows)}
+            yield f"epoch {self.planned_at.epoch}: {message}", sorted(rows)
 
 
-def plan_token_batches(
-    lengths: torch.Tensor,
-    batching: Batching,
+# --- steps by tokens
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSteps:
+    """The steps of an epoch by tokens.
+
+    Attributes:
+        rows: int64 ``[kept rows]``, row numbers in the order of use, each once.
+        sizes: int64 ``[steps]``, rows of each step.
+        budgets: requested tokens of each step on one device.
+        dropped: int64, numbers of the rows that are in no step (``long_rows="drop"``).
+    """
+
+    rows: torch.Tensor
+    sizes: torch.Tensor
+    budgets: list[int]
+    dropped: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def split(self) -> Sequence[torch.Tensor]:
+        """Return the row numbers of each step."""
+        return torch.split(self.rows, self.sizes.tolist())
+
+
+def fill_steps(
+    lengths: Sequence[int] | torch.Tensor,
+    budget: int | Schedule,
     *,
-    ranks: int,
-    order: torch.Tensor | None,
-    divisible: bool,
-) -> TokenBatchPlan:
-    """Plan the steps of an epoch that hold `batch_tokens` on each device; the rest as in
-    :func:`plan_batches`.
+    order: torch.Tensor,
+    begin: Progress | None = None,
+    ranks: int = 1,
+    min_rows: int = 1,
+    max_rows: int | None = None,
+    long_rows: str = "error",
+    divisible: bool = False,
+) -> TokenSteps:
+    """Fill the steps of an epoch to a budget of tokens. Each row of `order` is in one step, or
+    listed as dropped.
+
+    Rows are taken in order. A step is closed when it has `min_rows` rows and the next row would
+    take it beyond its budget or `max_rows`. So a step of `min_rows` long rows may have more tokens
+    than its budget. The last step has the remaining rows, which may be fewer than `min_rows`.
+
+    Args:
+        lengths: int ``[rows]``, tokens of each row, 1 or more.
+        budget: most tokens of a step on one device, if it has more than `min_rows` rows: a number,
+            or a function of progress that is called at the beginning of each step.
+        order: int64, row numbers in the order of their use, each at most once.
+        begin: progress at the beginning of the epoch; None for that of training.
+        ranks: number of devices; a step is filled to this many times the budget.
+        min_rows: fewest rows of a step on all devices, except the last.
+        max_rows: most rows of a step on all devices; None for no limit.
+        long_rows: treatment of a row that alone has more tokens than a step. ``error``: refuse each
+            budget below the longest row of the epoch. ``drop``: the row waits for a budget that
+            holds it, and is dropped only if none comes before the epoch ends. ``alone``: the row is
+            a step by itself.
+        divisible: whether the number of rows of each step but the last is a multiple of a power of
+            two of 1/16 to 1/8 of it, so that the step divides into equal micro-batches. A step then
+            has up to 1/8 fewer rows than would fit, but not fewer than `min_rows`.
 
     Raises:
-        SettingError: a row is too long, or the fewest rows do not fit.
+        SettingError: a row is too long, or the shortest `min_rows` rows do not fit in one step. The
+            message names the configured keys.
+        GrowthFunctionError: the function failed, or gives another answer when it is called again.
     """
-    assert batching.batch_tokens
-    return plan_batches(
-        lengths,
-        batching.batch_tokens * ranks,
-        order=order,
-        last_rows=batching.min_rows_per_batch * ranks,
-        **_row_limits(batching, ranks, divisible),
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    if len(lengths) and int(lengths.min()) < 1:
+        row = int(lengths.argmin())
+        raise SettingError("lengths", int(lengths[row]), f"row {row} must have 1 token or more")
+    longest = 0
+    if len(order):
+        longest = int(lengths[order].max())
+    kept = order
+    if isinstance(budget, int):
+        if long_rows == "drop":
+            # They would wait for a larger budget in vain.
+            kept = order[lengths[order] <= budget * ranks]
+        _check_min_rows(lengths[kept], budget * ranks, min_rows)
+
+    def budget_at(progress: Progress) -> int:
+        if isinstance(budget, int):
+            return budget
+        return request_batch(budget, progress, maximum=None).after
+
+    filler = _Filler(
+        lengths[kept],
+        min_rows=min_rows,
+        max_rows=max_rows,
+        drops_long_rows=long_rows == "drop",
+        divisible=divisible,
     )
+    progress = begin or Progress()
+    begins: list[Progress] = []
+    budgets: list[int] = []
+    places = [torch.empty(0, dtype=torch.int64)]
+    while filler.has_rows:
+        tokens = budget_at(progress)
+        if long_rows == "error" and longest > tokens * ranks:
+            key = "batch_tokens" if isinstance(budget, int) else KEY
+            remedy = (
+                f"a row alone has {longest} tokens; give {math.ceil(longest / ranks)} or more at"
+                f" step {progress.steps}, or set long_rows to drop or alone"
+            )
+            raise SettingError(key, tokens, remedy)
+        step = filler.next_step(tokens * ranks)
+        if step:
+            places.append(torch.tensor([place for place, _ in step]))
+            begins.append(progress)
+            budgets.append(tokens)
+            real_tokens = sum(size for _, size in step)
+            progress = progress.after_step(rows=len(step), tokens=real_tokens, batch=tokens)
+    for at, answer in zip(begins, budgets, strict=True):
+        again = budget_at(at)
+        if again != answer:
+            raise GrowthFunctionError(
+                f"{KEY} {budget!r} returned {answer}, and {again} when called again: with"
+                " batch_tokens it must be a function of progress alone"
+            )
+    used = torch.cat(places)
+    is_dropped = torch.ones(len(lengths), dtype=torch.bool)
+    is_dropped[kept[used]] = False
+    sizes = torch.tensor([len(step) for step in places[1:]], dtype=torch.int64)
+    return TokenSteps(kept[used], sizes, budgets, order[is_dropped[order]])
 
 
-def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:
-    """Return the limits of a step by tokens, over all ranks."""
-    least = batching.min_rows_per_batch
-    return {
-        # One row per rank is not a minimum, so that long rows never exceed the tokens of a step.
-        "min_rows": least * ranks if least > 1 else 1,
-        "max_rows": batching.max_rows_per_batch and batching.max_rows_per_batch * ranks,
-        "long_rows": batching.long_rows,
-        "divisible": divisible,
-    }
+def _check_min_rows(sizes: torch.Tensor, max_tokens: int, min_rows: int) -> None:
+    """Raise SettingError if no `min_rows` rows fit in one step."""
+    if 1 < min_rows <= len(sizes):
+        needed = int(torch.topk(sizes, min_rows, largest=False).values.sum())
+        if needed > max_tokens:
+            remedy = (
+                f"the {min_rows} shortest rows have {needed} tokens, and {max_tokens} are allowed;"
+                " lower one, or raise the other"
+            )
+            raise SettingError("min_rows_per_batch", min_rows, remedy)
+
+
+class _Filler:
+    """Rows in their order, each as its place and its tokens, that fill steps; see
+    :func:`fill_steps`.
+
+    Attributes:
+        has_rows: whether a row is left for another step.
+    """
+
+    def __init__(
+        self,
+        sizes: torch.Tensor,
+        *,
+        min_rows: int,
+        max_rows: int | None,
+        drops_long_rows: bool,
+        divisible: bool,
+    ) -> None:
+        self.has_rows = len(sizes) > 0
+        self._min_rows = min_rows
+        self._max_rows = max_rows
+        self._drops_long_rows = drops_long_rows
+        self._divisible = divisible
+        chunks = (sizes[first : first + _CHUNK] for first in range(0, len(sizes), _CHUNK))
+        self._coming = enumerate(chain.from_iterable(chunk.tolist() for chunk in chunks))
+        self._waiting: list[tuple[int, int]] = []
+
+    def next_step(self, budget: int) -> list[tuple[int, int]]:
+        """Return the rows of the next step."""
+        step: list[tuple[int, int]] = []
+        tokens = 0
+        too_long: list[tuple[int, int]] = []
+        waiting = iter(self._waiting)
+        for row in chain(waiting, self._coming):
+            _, size = row
+            if self._drops_long_rows and size > budget:
+                too_long.append(row)
+                continue
+            # The minimum comes before the budget.
+            is_beyond = tokens + size > budget or len(step) == self._max_rows
+            if is_beyond and len(step) >= self._min_rows:
+                num_kept = self._divisible_rows(len(step))
+                self._waiting = sorted([*too_long, *step[num_kept:], row, *waiting])
+                return step[:num_kept]
+            step.append(row)
+            tokens += size
+        self.has_rows = False
+        return step
+
+    def _divisible_rows(self, rows: int) -> int:
+        """Return `rows`, or with `divisible` up to an eighth fewer."""
+        if not self._divisible:
+            return rows
+        # An eighth of the rows at most is left: 2 ** (floor(log2(rows)) - 3).
+        multiple = 1 << max(0, rows.bit_length() - 4)
+        fewer = rows - rows % multiple
+        return fewer if fewer >= self._min_rows else rows

@@ -28,7 +28,6 @@ from adaptive_batch.data import (
     RowLengths,
     count_rows,
     longest_rows,
-    plan_token_batches,
 )
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
@@ -332,12 +331,18 @@ class Data:
         """Return the numbers of rows of up to `longest` tokens, in nearly the order of the first
         epoch.
         """
+        order = self._first_epoch().order[:]
+        return order[self.dataset.lengths[order] <= longest]
+
+    def _first_epoch(self) -> PlannedEpoch:
+        """Plan the first epoch without a schedule, which changes the order little, and may need a
+        rate, which is not there yet.
+        """
         rows = self.dataset
-        # A schedule changes the order little, and may need a rate, which is not there yet.
         batching = replace(
             self._settings, seed=0, batch_size_schedule=None, max_steps_per_epoch=None
         )
-        epoch = PlannedEpoch(
+        return PlannedEpoch(
             len(rows),
             batching,
             Progress(),
@@ -345,8 +350,6 @@ class Data:
             divisible=self.configured_layout.uniform in ("rows", "both"),
             measure=lambda: RowLengths(rows.lengths, rows.real_lengths),
         )
-        order = epoch.order[:]
-        return order[rows.lengths[order] <= longest]
 
     # --- micro-batches
 
@@ -429,14 +432,7 @@ class Data:
     def _check_batch_tokens(self) -> None:
         """Raise SettingError if no step of `batch_tokens` has a row, or all steps are dropped."""
         settings = self._settings
-        steps = plan_token_batches(
-            self.dataset.lengths,
-            settings,
-            ranks=self._job.ranks,
-            order=None,
-            divisible=settings.uniform_micro_batches in ("rows", "both"),
-        )
-        if len(steps) <= settings.drop_last:
+        if len(self._first_epoch().token_steps) <= settings.drop_last:
             remedy = (
                 "no step of an epoch is trained: every row has more tokens, or drop_last drops the"
                 " only step; change it, long_rows or drop_last"

@@ -155,7 +155,7 @@ class LongestRows:
         are_alike: bool = False,
         source: str = "",
         prepare: Callable[[Any], Any] = lambda row: row,
-        order: Callable[[], RowOrder | torch.Tensor] | None = None,
+        order: Callable[[], RowOrder] | None = None,
     ) -> LongestRows:
         """Build the rows of a dataset. The largest row has the most bytes in its tensors.
 
@@ -179,7 +179,7 @@ class LongestRows:
 
         def in_order(begin: int, size: int) -> list[Any]:
             assert order is not None
-            ordered = order()
+            ordered = order()[:]
             if not len(ordered):
                 return first(size)
             places = torch.arange(begin, begin + size) % len(ordered)

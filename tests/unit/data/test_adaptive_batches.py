@@ -28,7 +28,6 @@ from torch.utils.data import (
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches, Sampling
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import device_memory
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.schedules import at_epochs, by_noise_scale, linear_ramp, steps
 from adaptive_batch.training import MicroBatchSizer
@@ -150,17 +149,6 @@ def test_batches_by_tokens_hold_what_they_may():
     assert max(sizes) <= 30
     assert sum(sizes) / len(sizes) > 20
     assert len({len(rows) for _, rows in seen}) > 2
-
-
-def test_an_epoch_of_many_rows_begins_at_once():
-    batches = AdaptiveBatches(Rows(50_000_000), 8)
-    assert len(batches) == 6_250_000
-    with device_memory(torch.device("cpu")).measure([], budget_bytes=100 * 2**20):
-        first = list(itertools.islice(batches, 500))
-    taken = [row for rows in first for row in rows]
-    assert len(set(taken)) == 4000
-    assert max(taken) > 40_000_000
-    assert min(taken) < 10_000_000
 
 
 # --- what fits

@@ -15,8 +15,8 @@ from adaptive_batch.data import (
     balance_by_rows,
     balance_by_tokens,
     micro_batches,
-    plan_batches,
 )
+from adaptive_batch.data.planned_epoch import fill_steps
 
 UNIFORM = st.sampled_from([None, "rows", "lengths", "both"])
 UNITS = st.sampled_from(["rows", "tokens"])
@@ -212,7 +212,8 @@ def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(
         return [[piece.run_tokens for piece in pieces] for pieces in by_rank]
 
     imbalances, places, places_in_turn = [], [], []
-    for step in plan_batches(drawn, ranks * 16_384).tolist()[:-1]:
+    steps = fill_steps(drawn, 16_384, order=torch.arange(len(drawn)), ranks=ranks)
+    for step in steps.split()[:-1]:
         lengths = drawn[step].tolist()
         tokens = tokens_of(lengths, balance_by_tokens(lengths, ranks, capacity))
         totals = list(map(sum, tokens))

@@ -239,16 +239,6 @@ def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
         assert [len(step) for step in taken(batches)] == expected
 
 
-def test_steps_that_min_rows_take_beyond_the_budget_are_logged_once_an_epoch():
-    rows = DatasetAdapter([{"tokens": [1] * length} for length in (9, 9, 1, 1, 1, 1)], None)
-    batching = Batching(batch_size=1, shuffle=False, batch_tokens=10, min_rows_per_batch=2)
-    said = []
-    event = lambda kind, message, **facts: said.append(message)  # noqa: E731
-    taken(Batches(rows, batching, NoSizer(None, 10), event=event))
-    (line,) = said
-    assert line.startswith("epoch 0: 1 of 2 steps have more than batch_tokens, up to 18 over all")
-
-
 # --- the lengths that an epoch is planned by
 
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.data import ORDERS, plan_batches, row_order
+from adaptive_batch.data import ORDERS, row_order
+from adaptive_batch.data.planned_epoch import fill_steps
 from adaptive_batch.errors import SettingError
 
 NOT_FITTING = "shortest rows have"
@@ -20,6 +21,16 @@ def lognormal(num_rows):
     """Lengths of mean 385 tokens, 8 to 2048, of which 16 random rows waste 72.3% as padding."""
     normal = torch.randn(num_rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (5.53 + 0.97 * normal).exp().clamp(8, 2048).round().to(torch.int64)
+
+
+def fill(lengths, max_tokens, *, order=None, **arguments):
+    """Fill steps of one budget."""
+    order = torch.arange(len(lengths)) if order is None else order
+    return fill_steps(lengths, max_tokens, order=order, **arguments)
+
+
+def batches_of(plan):
+    return [rows.tolist() for rows in plan.split()]
 
 
 @st.composite
@@ -35,7 +46,6 @@ def plans(draw, **fixed):
         "max_rows": draw(st.none() | st.integers(min_rows, min_rows + 40)),
         "long_rows": draw(st.sampled_from(["drop", "alone"])),
         "divisible": draw(st.booleans()),
-        "last_rows": draw(st.sampled_from([1, 1, 2, 7])),
         **fixed,
     }
     if arguments["min_rows"] > 1:
@@ -50,12 +60,12 @@ def plans(draw, **fixed):
     )
     arguments["order"] = order
     try:
-        plan = plan_batches(lengths, max_tokens, **arguments)
+        plan = fill(lengths, max_tokens, **arguments)
     except SettingError as error:
         if NOT_FITTING not in str(error):
             raise
         fixed_min = {**arguments, "min_rows": 1}
-        return lengths, max_tokens, fixed_min, plan_batches(lengths, max_tokens, **fixed_min)
+        return lengths, max_tokens, fixed_min, fill(lengths, max_tokens, **fixed_min)
     return lengths, max_tokens, arguments, plan
 
 
@@ -70,11 +80,11 @@ def test_each_row_is_in_one_batch_within_the_limits_in_order_or_is_dropped(case)
     assert sorted(dropped) == (too_long if arguments["long_rows"] == "drop" else [])
     assert sorted([*plan.rows.tolist(), *dropped]) == list(range(len(lengths)))
     in_order = [row for row in arguments["order"].tolist() if row not in set(dropped)]
-    assert plan.rows.tolist() == in_order == [row for batch in plan for row in batch]
+    assert plan.rows.tolist() == in_order
     sizes = plan.sizes.tolist()
     assert all(size >= arguments["min_rows"] for size in sizes[:-1])
     assert all(1 <= size <= (arguments["max_rows"] or math.inf) for size in sizes)
-    for batch in plan:
+    for batch in batches_of(plan):
         is_alone = len(batch) == 1 and arguments["long_rows"] == "alone"
         is_least = len(batch) <= arguments["min_rows"] > 1
         assert sum(lengths[row] for row in batch) <= max_tokens or is_alone or is_least
@@ -88,46 +98,16 @@ def test_divisible_batches_are_multiples_of_an_eighth_to_a_sixteenth_but_the_las
         assert size % part == 0 or size - size % part < arguments["min_rows"]
 
 
-@given(plans(divisible=False, last_rows=1))
+@given(plans(divisible=False))
 def test_a_batch_is_closed_only_when_the_next_row_would_take_it_beyond_a_limit(case):
     lengths, max_tokens, arguments, plan = case
-    for batch, following in itertools.pairwise(plan.tolist()):
+    for batch, following in itertools.pairwise(batches_of(plan)):
         tokens = [lengths[row] for row in [*batch, following[0]]]
         assert sum(tokens) > max_tokens or len(tokens) > (arguments["max_rows"] or math.inf)
 
 
-@given(plans(divisible=False, min_rows=1), st.integers(2, 8))
-def test_the_last_batch_has_last_rows_where_the_one_before_can_spare_them(case, last_rows):
-    lengths, max_tokens, arguments, _ = case
-    before, after = (
-        plan_batches(lengths, max_tokens, **{**arguments, "last_rows": rows})
-        for rows in (1, last_rows)
-    )
-    assert after.rows.tolist() == before.rows.tolist()
-    assert after.sizes.tolist()[:-2] == before.sizes.tolist()[:-2]
-    last = lengths and sum(lengths[row] for row in before.rows.tolist()[-last_rows:])
-    if len(before) > 1 and before.sizes[-1] >= last_rows:
-        # The batch before may have fewer rows, where the next row is long.
-        assert after.sizes.tolist() == before.sizes.tolist()
-    elif len(before) > 1 and sum(before.sizes[-2:]) >= 2 * last_rows and last <= max_tokens:
-        assert min(after.sizes.tolist()[-2:]) >= last_rows
-
-
-@given(plans())
-def test_a_plan_is_a_sequence_of_batches_and_the_same_for_the_same_arguments(case):
-    lengths, max_tokens, arguments, plan = case
-    batches = plan.tolist()
-    assert list(plan) == batches == [plan[index - len(batches)] for index in range(len(batches))]
-    assert plan.sizes.tolist() == [len(batch) for batch in batches]
-    with pytest.raises(IndexError):
-        plan[len(plan)]
-    again = plan_batches(torch.tensor(lengths, dtype=torch.int32), max_tokens, **arguments)
-    assert again.tolist() == batches
-
-
 FACTS = [
     ([100, 100, 100, 10, 10, 10, 10, 100], 120, {"min_rows": 2}, [[0, 1], [2, 3, 4], [5, 6, 7]]),
-    ([10] * 10, 30, {"last_rows": 2}, [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]),
     ([4, 5, 6, 7], 11, {"order": torch.tensor([3, 1])}, [[3], [1]]),
     ([], 10, {"min_rows": 2}, []),
 ]
@@ -135,18 +115,18 @@ FACTS = [
 
 @pytest.mark.parametrize(("lengths", "max_tokens", "arguments", "batches"), FACTS)
 def test_a_few_rows_are_planned_as_by_hand(lengths, max_tokens, arguments, batches):
-    assert plan_batches(lengths, max_tokens, **arguments).tolist() == batches
+    assert batches_of(fill(lengths, max_tokens, **arguments)) == batches
 
 
 def test_a_divisible_batch_leaves_its_rest_to_the_next():
-    assert plan_batches([1] * 200, 100, divisible=True).sizes.tolist() == [96, 96, 8]
+    assert fill([1] * 200, 100, divisible=True).sizes.tolist() == [96, 96, 8]
 
 
 def test_one_group_that_cannot_be_filled_costs_no_other_rows():
     # With these DeepSpeed 0.19.8's batch_by_seqlens keeps 4 of 106 rows: it stops at the first
     # batch below the minimum.
     lengths = [25] * 4 + [90, 90] + [10] * 100
-    plan = plan_batches(lengths, 100, min_rows=2)
+    plan = fill(lengths, 100, min_rows=2)
     assert sorted(plan.rows.tolist()) == list(range(106))
     assert int(plan.sizes.min()) >= 2
 
@@ -165,7 +145,7 @@ def test_one_group_that_cannot_be_filled_costs_no_other_rows():
 def test_rows_that_do_not_fit_are_refused_with_the_key_and_its_value(arguments, key):
     arguments = {"lengths": [5, 6, 7], "max_tokens": 10, **arguments}
     with pytest.raises(SettingError, match=f"^{key}"):
-        plan_batches(arguments.pop("lengths"), arguments.pop("max_tokens"), **arguments)
+        fill(arguments.pop("lengths"), arguments.pop("max_tokens"), **arguments)
 
 
 # Time, memory and padding.
@@ -177,7 +157,8 @@ def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
     program = textwrap.dedent("""
         import time, torch
         from pathlib import Path
-        from adaptive_batch.data import plan_batches, row_order
+        from adaptive_batch.data import row_order
+        from adaptive_batch.data.planned_epoch import fill_steps
 
         def peak_kibibytes():  # not ru_maxrss, which starts at what the parent had
             return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
@@ -186,7 +167,7 @@ def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
             lengths = torch.randint(8, 2049, (num_rows,))
             start, before = time.perf_counter(), peak_kibibytes()
             order = row_order(num_rows, order="seqlen", lengths=lengths, window=4096)
-            plan_batches(lengths, 16_384, order=order)
+            fill_steps(lengths, 16_384, order=order)
             return time.perf_counter() - start, peak_kibibytes() - before
 
         planned(1000)
@@ -207,7 +188,7 @@ def test_padding_is_what_sorting_by_length_is_known_to_leave():
     lengths = lognormal(20_000)
 
     def wasted(order):
-        batches = plan_batches(lengths, 10**9, order=order, max_rows=16).tolist()
+        batches = batches_of(fill(lengths, 10**9, order=order, max_rows=16))
         padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
         return 1 - int(lengths.sum()) / padded
 

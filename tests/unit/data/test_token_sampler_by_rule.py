@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from adaptive_batch.data import plan_batches
-from adaptive_batch.data.token_sampler import plan_batches_by_rule
+from adaptive_batch.data.planned_epoch import fill_steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import Progress, linear_ramp, steps
 
@@ -50,13 +49,13 @@ def test_with_a_constant_rule_it_is_the_plan_of_one_budget(case, data):
     lengths, order, arguments, most = case
     budget = data.draw(st.integers(max(1, most // 2), 12 * most))
     try:
-        one = plan_batches(lengths, budget, order=order, **arguments)
+        one = fill_steps(lengths, budget, order=order, **arguments)
     except SettingError as error:
         if NOT_FITTING not in str(error):
             raise
         return
     batches, budgets, dropped = by_rule(lengths, lambda _: budget, order, **arguments)
-    assert (batches, dropped) == (one.tolist(), one.dropped.tolist())
+    assert (batches, dropped) == (batches_of(one), one.dropped.tolist())
     assert budgets == [budget] * len(one)
 
 
@@ -76,7 +75,7 @@ def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, da
     low = data.draw(st.integers(max(1, most // 2), 4 * most))
     rule = hashed(low, low + data.draw(st.integers(0, 8 * most)))
     begin = started(order, epoch=2, steps=17, samples=1000, tokens=12345)
-    batches, budgets, dropped = by_rule(lengths, rule, order, progress=begin, **arguments)
+    batches, budgets, dropped = by_rule(lengths, rule, order, begin=begin, **arguments)
     used = [row for batch in batches for row in batch]
     assert sorted([*used, *dropped]) == sorted(order.tolist())
     assert arguments["long_rows"] == "drop" or not dropped
@@ -114,11 +113,11 @@ def test_a_rule_that_stays_after_some_steps_goes_on_as_one_plan_of_what_is_left(
     change, low, high = data.draw(st.integers(1, 12)), 4 * most, 9 * most
     rule = lambda progress: low if progress.steps < change else high  # noqa: E731
     batches, _, _ = by_rule(lengths, rule, order, **arguments)
-    first = plan_batches(lengths, low, order=order, **arguments).tolist()
+    first = batches_of(fill_steps(lengths, low, order=order, **arguments))
     begun = first[:change]
     gone = {row for batch in begun for row in batch}
     rest = torch.tensor([row for row in order.tolist() if row not in gone], dtype=torch.int64)
-    then = plan_batches(lengths, high, order=rest, **arguments).tolist()
+    then = batches_of(fill_steps(lengths, high, order=rest, **arguments))
     assert batches == [*begun, *then]
 
 
@@ -130,9 +129,13 @@ FALLING = steps([40, 20, 10], ["1ba", "2ba"])
 
 def by_rule(lengths, rule, order, **arguments):
     """The batches, budgets and dropped rows of an epoch by a rule."""
-    arguments = {"progress": started(order), **arguments}
-    plan, budgets = plan_batches_by_rule(lengths, rule, order=order, **arguments)
-    return plan.tolist(), budgets, plan.dropped.tolist()
+    arguments = {"begin": started(order), **arguments}
+    plan = fill_steps(lengths, rule, order=order, **arguments)
+    return batches_of(plan), plan.budgets, plan.dropped.tolist()
+
+
+def batches_of(plan):
+    return [rows.tolist() for rows in plan.split()]
 
 
 def planned(lengths, rule, *, long_rows, **others):
@@ -157,7 +160,7 @@ def test_a_long_row_is_dropped_where_no_budget_holds_it_or_alone_where_its_step_
 @pytest.mark.parametrize("lengths", [[5, 5, 11], [11, 5, 5], [5, 30, 5, 5, 5, 5, 5, 11, 5]])
 @pytest.mark.parametrize("rule", [RISING, FALLING])
 def test_a_budget_below_the_longest_row_is_refused_wherever_the_row_is(lengths, rule):
-    with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30); return"):
+    with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30) tokens"):
         planned(lengths * 3, rule, long_rows="error")
 
 
