@@ -5,8 +5,8 @@ below them accounts for memory and computes only small values. `adaptive-batch e
 This package imports nothing of ours: processes of the program import it without adaptive_batch.
 """
 
-from .build import EmulationError
 from .launcher import Device, emulate, install_cuda_build
+from .process import EmulationError
 
 __all__ = [
     "Device",

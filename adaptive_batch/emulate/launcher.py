@@ -25,7 +25,7 @@ from typing import Any
 
 from adaptive_batch.injection import environment_with
 
-from .build import EmulationError, cache_folder, cuda_build_folder, preloaded_library
+from .process import EmulationError, cache_folder, cuda_build_folder, preloaded_library
 
 # Keep made-up values from trackers and hubs. Variables of the program take precedence.
 OFFLINE = {

@@ -1,32 +1,50 @@
-"""Emulation in one process of a program: `import torch` loads the emulated CUDA first.
+"""The emulated CUDA libraries in a process of a program, built at first use.
 
-The environment is not changed. The loader resolves torch's libraries by the sonames of the loaded
-stubs, so nothing is copied and no driver is opened.
+`import torch` loads these libraries first. The environment is not changed: the loader resolves
+torch's libraries by the sonames of the loaded stubs, so nothing is copied and no driver is opened.
+
+libcudastub.so has every function that PyTorch imports from CUDA's libraries. A function that csrc/
+does not define returns 0 and counts its calls. Each CUDA library is an empty one linked to
+libcudastub.so. They are compiled from csrc/ and cached for each torch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import importlib.util
 import os
+import re
+import shutil
+import subprocess
 import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .build import (
-    DRIVER,
-    MANAGEMENT,
-    STUB,
-    EmulationError,
-    cuda_build_folder,
-    extension_library,
-    stub_folder,
-    torch_version,
+SOURCES = Path(__file__).with_name("csrc")
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+STUB = "libcudastub.so"
+PRELOADED = "scratch.c"
+# PyTorch opens these two by name. The stub of CUDA's runtime is linked to both.
+DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
+_FUNCTION = re.compile(
+    r"(?:cuda|__cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|curand|cufft|nccl|nvml|nvrtc|nvtx"
+    r"|cupti|nvshmem|nvJitLink)\w*"
 )
+_SONAME = re.compile(r"lib(?:cu(?!dastub)|nv|nccl)\w*\.so[.\d]*")
+
+
+class EmulationError(Exception):
+    """The emulation cannot run; the message names the missing part."""
 
 
 def install() -> None:
@@ -121,3 +139,212 @@ def load_stubs(package: Path) -> Path:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     os.environ["TRITON_LIBCUDA_PATH"] = str(stubs)
     return stubs
+
+
+# --- building
+
+
+def cache_folder() -> Path:
+    """Return the cache folder of the emulation."""
+    launched = os.environ.get("EMULATE_CACHE")
+    if launched:
+        return Path(launched)
+    own = os.environ.get("ADAPTIVE_BATCH_CACHE")
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return (Path(own) if own else Path(user, "adaptive_batch")) / "emulate"
+
+
+def cuda_build_folder(version: str) -> Path:
+    """Return the folder of the CUDA build that replaces a CPU build of this version."""
+    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return cache_folder() / f"cuda-build-{version.partition('+')[0]}-{python}"
+
+
+def torch_version(package: Path) -> tuple[str, str | None]:
+    """Return the version of the torch in a folder and its CUDA version (None for a CPU build)."""
+    text = (package / "version.py").read_text()
+    version = re.search(r"^__version__.*'(.+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda.*'(.+)'", text, re.MULTILINE)
+    assert version is not None, f"{package} has no version"
+    return version[1], cuda and cuda[1]
+
+
+def stub_folder(package: Path) -> Path:
+    """Return the folder of the emulated libraries for a CUDA build of torch; build them if needed.
+
+    Args:
+        package: folder of the torch that a process is about to import.
+
+    Raises:
+        EmulationError: torch is outside the tested versions, or gcc is not installed.
+    """
+    version, cuda = torch_version(package)
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= release <= NEWEST:
+        raise EmulationError(
+            f"torch {version} is outside the tested versions,"
+            f" {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+        )
+    assert cuda is not None, f"torch {version} is not a CUDA build"
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    folder = cache_folder() / f"torch-{version}-{digest.hexdigest()[:16]}"
+    with _built_once(folder) as new:
+        if new is not None:
+            _build(package, cuda, new)
+    return folder
+
+
+def preloaded_library() -> Path:
+    """Return the library that protects the program's own files; build it if needed.
+
+    Raises:
+        EmulationError: gcc is not installed.
+    """
+    digest = hashlib.sha256((SOURCES / PRELOADED).read_bytes()).hexdigest()[:16]
+    folder = cache_folder() / f"scratch-{digest}"
+    with _built_once(folder) as new:
+        if new is not None:
+            warnings = ("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
+            _gcc("-shared", *warnings, "-o", new / "scratch.so", SOURCES / PRELOADED, "-ldl")
+    return folder / "scratch.so"
+
+
+def extension_library(stubs: Path) -> Path | None:
+    """Return a library of CUDA functions that other packages (bitsandbytes) import, or None."""
+    folders = [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    listing = "".join(name for folder in folders for name in sorted(os.listdir(folder)))
+    folder = stubs / f"extensions-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
+    with _built_once(folder) as new:
+        if new is not None:
+            imported = set[str]()
+            for library in _extensions(folders):
+                imported |= _imported_functions(library)
+            missing = imported - set(_defined_functions(stubs / STUB))
+            if missing:
+                lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing)]
+                (new / "extensions.c").write_text("\n".join(lines))
+                _gcc("-shared", "-w", "-o", new / "libcudastub-extensions.so", new / "extensions.c")
+    library = folder / "libcudastub-extensions.so"
+    return library if library.exists() else None
+
+
+@contextmanager
+def _built_once(folder: Path) -> Iterator[Path | None]:
+    """Yield a new folder that replaces `folder` at the end; None if `folder` exists."""
+    if folder.exists():
+        yield None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together
+        if folder.exists():
+            yield None
+            return
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            new = Path(made, "new")
+            new.mkdir()
+            yield new
+            new.rename(folder)
+
+
+def _build(package: Path, cuda: str, folder: Path) -> None:
+    imported, sonames = set[str](), set[str]()
+    for library in sorted((package / "lib").glob("*.so")):
+        if library.name != STUB:
+            imported |= _imported_functions(library)
+            needed = re.findall(r"NEEDED.*\[(.*)\]", _run("readelf", "-d", library))
+            sonames |= set(filter(_SONAME.fullmatch, needed))
+    looked_up = re.findall(
+        rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (package / "lib/libc10_cuda.so").read_bytes()
+    )
+    imported |= {name.decode() for name in looked_up}
+    # Triton compiles its driver at run time.
+    for source in package.parent.glob("triton/backends/nvidia/driver.*"):
+        imported |= set(re.findall(r"\b(cu[A-Z]\w+)\(", source.read_text()))
+
+    major, minor = cuda.split(".")[:2]
+    flags = [
+        f"-DCUDA_VERSION={int(major) * 1000 + int(minor) * 10}",
+        f"-DCUDNN_VERSION={_required_version('cudnn')}",
+        f"-DNCCL_VERSION={_required_version('nccl')}",
+        *("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"),
+    ]
+    objects: list[Path] = []
+    for path in sorted(SOURCES.glob("*.c")):
+        if path.name not in ("layouts.c", PRELOADED):
+            objects.append(folder / f"{path.stem}.o")
+            _gcc("-c", path, "-o", objects[-1], *flags)
+    defined = {name for one in objects for name in _defined_functions(one)}
+    names = sorted(imported - defined)
+    table = ["const char *const default_names[] = {", *(f'  "{name}",' for name in names), "  0};"]
+    table += [f"unsigned long default_calls[{len(names) + 1}];"]
+    table += [
+        f"long {name}(void) {{ default_calls[{i}]++; return 0; }}" for i, name in enumerate(names)
+    ]
+    defaults, empty = folder / "defaults.c", folder / "empty.c"
+    defaults.write_text("\n".join(table))
+    empty.write_text("")
+    soname = f"-Wl,-soname,{STUB}"
+    libraries = ("-lpthread", "-ldl", "-lrt")
+    _gcc("-shared", "-w", "-o", folder / STUB, *objects, defaults, *libraries, soname)
+    for name in (DRIVER, MANAGEMENT, *sorted(sonames - {DRIVER, MANAGEMENT})):
+        leads_to = ["-lcudastub", "-Wl,-rpath,$ORIGIN"]
+        if name.startswith("libcudart."):
+            leads_to += [f"-l:{DRIVER}", f"-l:{MANAGEMENT}"]
+        place: list[str | Path] = [
+            "-o",
+            folder / name,
+            empty,
+            f"-Wl,-soname,{name}",
+            "-Wl,--no-as-needed",
+        ]
+        _gcc("-shared", *place, f"-L{folder}", *leads_to)
+    # torch preloads CUDA's libraries from such a folder on sys.path.
+    preloaded = folder / f"wheels/nvidia/cu{major}"
+    preloaded.mkdir(parents=True)
+    (preloaded / "lib").symlink_to("../../..")
+
+
+def _required_version(library: str) -> int:
+    """Return the version of cuDNN or NCCL that torch's wheel requires, in the library's format."""
+    wheels = " ".join(metadata.requires("torch") or ())
+    found = re.search(rf"nvidia-{library}(?:-cu\d+)? ?\(?==(\d+)\.(\d+)(?:\.(\d+))?", wheels)
+    if found is None:
+        raise EmulationError(f"torch's metadata does not require {library}")
+    major, minor, patch = (int(part or 0) for part in found.groups())
+    return major * 10000 + minor * 100 + patch
+
+
+def _extensions(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the shared libraries of other packages that need CUDA's runtime or math libraries."""
+    for folder in folders:
+        for package in sorted(folder.iterdir()):
+            if package.name not in ("torch", "nvidia", "triton") and package.is_dir():
+                for library in package.rglob("*.so"):
+                    content = library.read_bytes()
+                    if any(name in content for name in (b"libcudart.so", b"libcublas", b"libcusp")):
+                        yield library
+
+
+def _imported_functions(library: Path) -> set[str]:
+    lines = _run("nm", "-D", "--undefined-only", library).splitlines()
+    return set(filter(_FUNCTION.fullmatch, (line.split()[-1].split("@")[0] for line in lines)))
+
+
+def _defined_functions(library: Path) -> list[str]:
+    dynamic = ["-D"] if library.suffix == ".so" else []
+    return _run("nm", *dynamic, "--defined-only", "--format=just-symbols", library).split()
+
+
+def _gcc(*words: str | Path) -> None:
+    _run("gcc", "-std=gnu11", "-O1", "-g", "-fPIC", *words)
+
+
+def _run(*words: str | Path) -> str:
+    if shutil.which(str(words[0])) is None:
+        raise EmulationError(
+            f"{words[0]} is not installed: the first run compiles C sources; install gcc"
+        )
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -1,7 +1,6 @@
 """Memory estimates of training steps on fake tensors, for devices that are not available."""
 
 from .allocator import AllocatorSettings, CachingAllocator
-from .bounds import counted_fit, estimate_length, trace_pair, with_composition
 from .compiled_parts import CompiledParts, check_compiler
 from .cuda_operators import CudaKernels, left_out
 from .devices import (
@@ -20,7 +19,14 @@ from .fake_step import (
     needs_values,
     runs_in_optimizer,
 )
-from .model_estimate import estimate_memory, estimate_step
+from .model_estimate import (
+    counted_fit,
+    estimate_length,
+    estimate_memory,
+    estimate_step,
+    trace_pair,
+    with_composition,
+)
 from .result import (
     Change,
     CurveCheck,

@@ -31,8 +31,8 @@ from adaptive_batch.memory import (
     storage_bytes,
 )
 
+from .allocator import LoggingTracker, Phase, join_phases
 from .cuda_operators import CudaKernels, Workspaces
-from .step_log import LoggingTracker, Phase, join_phases
 
 private = PrivateNames("memory estimates")
 
@@ -376,7 +376,7 @@ class FakeStep:
         num_steps: int = 4,
         micro_batches: int = 2,
     ) -> array[int]:
-        """Return the log of loading and the first steps (:mod:`.step_log`).
+        """Return the log of loading and the first steps (:mod:`.allocator`).
 
         The log is exact for one row and for traced sizes. Other sizes are interpolated between two
         traces.

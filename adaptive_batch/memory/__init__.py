@@ -4,31 +4,29 @@ state.
 
 from typing import TYPE_CHECKING, Any
 
-from .allocator_settings import (
-    ALLOCATOR_VARIABLES,
-    HEADROOM_EXPANDABLE,
-    allocator_settings,
-    auto_headroom,
-    check_segments,
-    expand_segments,
-    expand_segments_in_script,
-    segments_can_expand,
-    segments_expand,
-)
 from .curve import Line, MemoryCurve, Trace
 from .device import (
+    ALLOCATOR_VARIABLES,
     GIB,
+    HEADROOM_EXPANDABLE,
     DeviceMemory,
     Room,
     Usage,
+    allocator_settings,
+    auto_headroom,
     budget_bytes,
     check_device_memory,
+    check_segments,
     device_memory,
+    expand_segments,
+    expand_segments_in_script,
     host_available_bytes,
     is_out_of_memory,
     parse_size,
     plain_tensors,
     recover,
+    segments_can_expand,
+    segments_expand,
     storage_bytes,
     tensors_in,
     wanted_bytes,

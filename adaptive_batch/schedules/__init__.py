@@ -1,29 +1,27 @@
 """Training progress, batch schedules and the learning rate."""
 
 from .batch_rules import (
+    EXAMPLES,
     KEY,
     ClampedBatch,
     Schedule,
+    Seesaw,
+    Stages,
+    at_epochs,
     at_most,
+    by_noise_scale,
     check_increment,
     check_increments,
     check_schedule,
     copy_rule,
-    needs_noise_scale,
-    next_batch_size,
-    reads_tokens,
-    request_batch,
-)
-from .batch_schedules import (
-    EXAMPLES,
-    Seesaw,
-    Stages,
-    at_epochs,
-    by_noise_scale,
     geometric,
     linear_ramp,
+    needs_noise_scale,
+    next_batch_size,
     ramp_by_doubling,
     rate_rule,
+    reads_tokens,
+    request_batch,
     seesaw,
     steps,
 )

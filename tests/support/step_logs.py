@@ -26,7 +26,7 @@ from support.stack_runs import NoWeights
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.estimate import CudaKernels, FakeDevice
-from adaptive_batch.estimate.step_log import STREAM
+from adaptive_batch.estimate.allocator import STREAM
 from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Sizers, Trainer, builder_of
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.fake_run import FakeRun

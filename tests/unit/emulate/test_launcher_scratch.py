@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from adaptive_batch.emulate.build import SOURCES
+from adaptive_batch.emulate.process import SOURCES
 
 APPENDS = "import sys; open('log.txt', 'a').write(sys.argv[1])"
 

@@ -5,8 +5,7 @@ from support.allocator_on_stack import segments_of
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import allocator as module
-from adaptive_batch.estimate.allocator import AllocatorSettings, CachingAllocator
-from adaptive_batch.estimate.step_log import STREAM
+from adaptive_batch.estimate.allocator import STREAM, AllocatorSettings, CachingAllocator
 
 MIB = 2**20
 

@@ -14,8 +14,8 @@ from adaptive_batch.estimate import (
     LengthEstimate,
     counted_fit,
 )
-from adaptive_batch.estimate.bounds import ReplayedBounds
 from adaptive_batch.estimate.fake_step import Resident
+from adaptive_batch.estimate.model_estimate import ReplayedBounds
 from adaptive_batch.memory import Line, MemoryCurve
 
 MIB = 2**20

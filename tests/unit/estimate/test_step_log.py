@@ -14,7 +14,7 @@ from support.fake_steps import Decoder, fake_step
 from support.step_logs import peak_bytes
 
 from adaptive_batch.estimate import CudaKernels, FakeDevice
-from adaptive_batch.estimate.step_log import Phase, join_phases
+from adaptive_batch.estimate.allocator import Phase, join_phases
 
 
 def alive(log):

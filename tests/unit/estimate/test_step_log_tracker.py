@@ -8,7 +8,7 @@ import pytest
 from support.fake_steps import LENGTH, WORDS, Decoder, fake_step
 from torch import nn, ones
 
-from adaptive_batch.estimate.step_log import LoggingTracker, Phase
+from adaptive_batch.estimate.allocator import LoggingTracker, Phase
 from adaptive_batch.memory import MemoryTracker
 
 ROWS = 4

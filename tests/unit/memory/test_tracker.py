@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive_batch.estimate.step_log import LoggingTracker
+from adaptive_batch.estimate.allocator import LoggingTracker
 from adaptive_batch.memory import MemoryTracker
 
 

@@ -13,7 +13,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     EXAMPLES,
     Progress,
-    batch_schedules,
+    batch_rules,
     by_noise_scale,
     check_schedule,
     linear_ramp,
@@ -176,7 +176,7 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_the_repr_of_a_rule_builds_it_and_it_can_be_pickled(rule):
-    assert eval(repr(rule), vars(batch_schedules)) == rule == pickle.loads(pickle.dumps(rule))
+    assert eval(repr(rule), vars(batch_rules)) == rule == pickle.loads(pickle.dumps(rule))
     assert hash(rule) == hash(pickle.loads(pickle.dumps(rule)))
     progress = at(
         10, samples=300, tokens=10**6, epoch_rows=30, rows_per_epoch=100, noise_scale=200.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adaptive_batch.estimate import FakeDevice
-from adaptive_batch.estimate.step_log import STREAM
+from adaptive_batch.estimate.allocator import STREAM
 from adaptive_batch.torchtune.fake_run import FakeOffloadActivations
 
 OPERATIONS = 12
