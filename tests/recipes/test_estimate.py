@@ -190,7 +190,7 @@ def test_a_rank_holds_the_estimated_bytes(on_ranks, number):
     for rows, peak in peaks.items():
         estimate = plan.one_row_bytes if rows == 1 else plan.curve.peak_bytes(rows)
         # gloo may hold what it has sent until its next collective; NCCL's log is that of the
-        # estimate (test_step_log_on_cuda_stack)
+        # estimate (test_allocator_logs_on_cuda_stack)
         assert estimate <= peak <= (1.15 if combination.reshards else 1) * estimate
 
 
