@@ -1,19 +1,16 @@
-"""The log of a fake run: successive phases, and interpolated sizes."""
+"""The log of a fake run: successive phases, interpolated sizes, and kinds of memory."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from fractions import Fraction
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_steps import Decoder, fake_step
+from support.fake_steps import LENGTH, WORDS, Decoder, fake_step
 from support.step_logs import peak_bytes
 
-from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.allocator import Phase, join_phases
 
 
@@ -49,33 +46,9 @@ def test_interpolated_sizes_are_those_of_a_trace():
     assert between.log(7) == traced.log(7)
 
 
-def test_later_micro_batches_free_their_gradients():
-    step = fake_step(accumulates=True)
-    one, two = (step.log(2, num_steps=1, micro_batches=count) for count in (1, 2))
-    assert alive(one) == alive(two)
-    assert len(two) > len(one)
-
-
 def test_allocations_of_the_first_run_are_joined_once():
     product = Phase(array("q", [512, ~0]), (), {}, once=((1, 32), (1, 8)))
     assert list(join_phases([(product, True), (product, False)])) == [512, 32, 8, ~0, 512, ~3]
-
-
-def test_cublas_has_one_workspace_each_for_forward_and_backward():
-    with torch.device("meta"):
-        model = Decoder()
-    step = fake_step(model=model, device=FakeDevice(CudaKernels((8, 0))))
-    log = step.log(2)
-    assert list(log).count(8_519_680) == 2
-    assert alive(log).count(8_519_680) == 2
-
-
-def test_extrapolated_sizes_stay_positive():
-    """Sizes that grow with the square of a length would be negative for short ones."""
-    long, short = (Phase(array("q", [size, size**2, ~0, ~1]), (), {}) for size in (100, 75))
-    far = short.between(long, Fraction(-2))
-    assert list(far.log) == [25, 1, ~0, ~1]
-    assert peak_bytes(join_phases([(far, True)])) == 26
 
 
 @given(
@@ -88,3 +61,42 @@ def test_interpolated_sizes_are_rounded_up_exactly(sizes, share):
     assert log[-1] == ~0
     for size, larger, between in zip(few.log[:-1], more.log[:-1], log[:-1], strict=True):
         assert between == max(1, math.ceil(size + (larger - size) * share))
+
+
+ROWS = 4
+# In float32.
+LOGITS = ROWS * LENGTH * WORDS * 4
+GRADIENTS = sum(4 * each.numel() for each in Decoder().parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_kinds_add_up_to_the_peak(checkpointing, accumulates):
+    step = fake_step(checkpointing=checkpointing, accumulates=accumulates)
+    peak = max(step.trace(ROWS).live_bytes)
+    composition = step.composition(ROWS, step.forward_backward)
+    assert sum(composition.values()) == peak
+    assert composition["parameters"] == step.resident.parameters
+    assert composition["optimizer state"] == step.resident.optimizer
+    assert composition["activations"] >= LOGITS
+    if accumulates:
+        assert composition["gradients"] == GRADIENTS
+    elif checkpointing:
+        # Some exist when a layer is recomputed.
+        assert 0 < composition["gradients"] < GRADIENTS
+    else:
+        # Backward of the loss.
+        assert composition["gradients"] == 0
+        assert composition["backward temporaries"] >= LOGITS
+
+
+def test_kinds_are_those_of_the_first_peak():
+    log = array("q", [40, 30, ~1, 50, 20, ~3, 20])
+    phase = Phase(
+        log,
+        before=(("model", 0, 0),),
+        after={("gradient", 0, 0): 3},
+        once=((1, 8),),
+        activations=frozenset({1, 2}),
+    )
+    assert phase.held_at_peak() == {"activations": 30, "gradients": 50, "backward temporaries": 28}

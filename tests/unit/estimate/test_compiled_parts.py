@@ -1,6 +1,6 @@
 """Memory of compiled functions on fake tensors.
 
-test_compiled_parts_on_cuda_stack.py compares it with Inductor's code.
+test_allocator_logs_on_cuda_stack.py compares it with Inductor's code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, estimate_memory
-from adaptive_batch.estimate.compiled_parts import MARGIN, CompiledGraph
+from adaptive_batch.estimate.compiled_parts import CompiledGraph
 from adaptive_batch.torchtune import estimate_devices
 from adaptive_batch.training import isolated_rows
 
@@ -57,34 +57,6 @@ def allocated(device, function, *, backward=False, name="function"):
     return [entry for entry in log if entry > 0], parts.left_out
 
 
-def test_fused_operators_allocate_only_their_result(device):
-    sizes, left_out = allocated(device, lambda x, y, z: ((x * y).exp() + z).sin())
-    assert sizes == [SIZE]
-    assert not left_out
-
-
-def test_the_operands_of_a_matrix_product_are_in_memory(device):
-    kept = device.kernels
-    sizes, _ = allocated(device, lambda x, y, z: (x * y).exp() @ z)
-    # The operand, the workspace of cuBLAS, the product.
-    assert sizes == [SIZE, SIZE, 32 * 2**20]
-    assert device.kernels is kept
-
-
-def test_a_compiled_estimate_has_a_margin(device):
-    allocated(device, lambda x, y, z: x + y * z)
-    assert device.margin == MARGIN > 0
-
-
-def test_chunks_of_a_tensor_are_views(device):
-    def gated(x, y, z):
-        gate, value = x.chunk(2, -1)
-        return functional.silu(gate) * value
-
-    sizes, _ = allocated(device, gated)
-    assert sizes == [SIZE // 2]
-
-
 @pytest.fixture
 def graphs(monkeypatch):
     """Record the graphs that a test compiles."""
@@ -97,20 +69,6 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(CompiledGraph, "__init__", recorded)
     return graphs
-
-
-def test_a_part_with_dropout_is_compiled(device):
-    sizes, left_out = allocated(
-        device, lambda x, y, z: functional.dropout(x @ y, 0.1) @ z, backward=True
-    )
-    assert not left_out
-    assert sizes
-
-
-def test_backward_recomputes_cheap_operators(device):
-    sizes, _ = allocated(device, lambda x, y, z: functional.silu(x * y) * z, backward=True)
-    # A gradient for each of three; eager allocates each step of the chain rule.
-    assert sizes == [SIZE] * 3
 
 
 def test_a_part_with_a_graph_break_is_estimated_eagerly(device):
@@ -278,12 +236,6 @@ def test_cuda_graphs_are_refused(monkeypatch):
         estimate()
 
 
-def test_another_backend_is_estimated_eagerly(monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    (sentence,) = (one for one in estimate().left_out if "the eager program" in one)
-    assert sentence.endswith("TORCH_COMPILE_BACKEND=aot_eager is not inductor")
-
-
 # Models of scripts.
 
 
@@ -396,17 +348,6 @@ def test_a_disabled_compiler_is_estimated_eagerly(eager_peak):
     assert peak_of(estimate) == eager_peak
 
 
-def test_a_shared_compiled_module_is_replaced_once():
-    model = scripts_model()
-    activation = nn.GELU()
-    activation.compile()
-    model.insert(2, activation)
-    model.append(activation)
-    before = what_runs(model)
-    assert not about_compile(estimate_of(model))
-    assert what_runs(model) == before
-
-
 def test_a_compiled_forward_method_is_estimated_eagerly():
     model = scripts_model()
     model[1].forward = torch.compile(model[1].forward)
@@ -432,6 +373,13 @@ def test_cuda_graphs_of_a_script_are_refused(way):
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
+def test_cuda_graphs_are_ignored_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "cudagraphs")
+    cfg = Combination("llama3_2", 64, compiled=True).to_estimate(devices=["80GiB"], changes=False)
+    sentences = estimate_devices(cfg, show=lambda text: None).left_out
+    assert any("as the memory of a CPU always is" in sentence for sentence in sentences)
+
+
 def test_an_estimate_does_not_use_up_the_recompilation_limit():
     model = scripts_model(compiles={"backend": "inductor", "dynamic": False})
     estimate_of(model, maximum=4096)
@@ -447,8 +395,18 @@ def test_an_estimate_does_not_use_up_the_recompilation_limit():
     assert graphs
 
 
-def test_cuda_graphs_are_ignored_on_a_cpu(monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "cudagraphs")
-    cfg = Combination("llama3_2", 64, compiled=True).to_estimate(devices=["80GiB"], changes=False)
-    sentences = estimate_devices(cfg, show=lambda text: None).left_out
-    assert any("as the memory of a CPU always is" in sentence for sentence in sentences)
+def test_a_shared_compiled_module_is_replaced_once():
+    model = scripts_model()
+    activation = nn.GELU()
+    activation.compile()
+    model.insert(2, activation)
+    model.append(activation)
+    before = what_runs(model)
+    assert not about_compile(estimate_of(model))
+    assert what_runs(model) == before
+
+
+def test_another_backend_is_estimated_eagerly(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    (sentence,) = (one for one in estimate().left_out if "the eager program" in one)
+    assert sentence.endswith("TORCH_COMPILE_BACKEND=aot_eager is not inductor")

@@ -9,10 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from adaptive_batch.estimate import CudaKernels, FakeDevice, left_out
-from adaptive_batch.estimate.cuda_operators import workspace_bytes
-
-MIB = 1024**2
-
 
 LLAMA = {"dtype": torch.bfloat16, "head_dim": 128, "mask": False, "requires_grad": True}
 
@@ -93,11 +89,6 @@ def test_dropout_saves_a_boolean_mask():
         assert functional.dropout(tensor, 0.5, training=False) is tensor
 
 
-def test_the_workspace_of_cublas_depends_on_the_architecture():
-    assert workspace_bytes((8, 0)) == workspace_bytes((8, 9)) == 8_519_680
-    assert workspace_bytes((9, 0)) == workspace_bytes((12, 0)) == 32 * MIB
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype", "kept", "taken"),
     [
@@ -123,19 +114,6 @@ def test_attention_saves_sums_and_its_backward_needs_a_float32_gradient(
     assert forward[:2] == [8 * 512 * 64 * dtype.itemsize, kept["sums"]]
     assert sum(forward[2:]) <= 24
     assert taken["gradient"] in backward
-
-
-def test_the_gradient_of_a_large_embedding_needs_a_float32_buffer():
-    device = FakeDevice(CudaKernels((8, 0)))
-    peaks = []
-    for tokens in (3072, 4096):
-        with device.counting() as counter:
-            gradient = torch.empty(tokens, 64, dtype=torch.bfloat16)
-            indices = torch.empty(tokens, dtype=torch.int64)
-            before = counter.live_bytes
-            torch.ops.aten.embedding_dense_backward(gradient, indices, 1000, -1, False)
-            peaks.append(counter.peak_bytes - before)
-    assert peaks == [2 * 1000 * 64, 2 * 1000 * 64 + 4 * 64 * (409 + 1000)]
 
 
 def test_uncounted_memory_is_named() -> None:

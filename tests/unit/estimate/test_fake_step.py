@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from functools import partial
 
@@ -74,21 +73,6 @@ def test_a_fake_step_counts_a_real_one_after_each_operation(case):
         assert curve.peak_bytes(37) == trial(37).peak_bytes
 
 
-def test_resident_bytes_are_counted_by_kind():
-    step = fake_step(accumulates=True)
-    real = Decoder()
-    trained = [parameter for parameter in real.parameters() if parameter.requires_grad]
-    taking = OPTIMIZERS["AdamW fused"](trained)
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    taking.step()
-    assert step.resident.parameters == storage_bytes(real.parameters())
-    assert step.resident.buffers == storage_bytes(real.buffers())
-    assert step.resident.optimizer == storage_bytes(optimizer_state_tensors([taking]))
-    assert step.resident.gradients == storage_bytes(parameter.grad for parameter in trained)
-    assert fake_step().resident.gradients == 0
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_no_tensor_of_a_fake_step_is_real(in_backward):
     with torch.device("meta"):
@@ -133,15 +117,6 @@ def test_real_tensors_are_freed_when_a_model_is_moved():
     gc.collect()
     assert all(reference.expired() for reference in references)
     assert storage_bytes(model.parameters()) == expected
-
-
-def test_tied_parameters_stay_tied():
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    model[1].weight = model[0].weight
-    device = FakeDevice()
-    device.move(model)
-    assert model[1].weight is model[0].weight
-    assert storage_bytes(model.parameters()) == 8 * 8 * 4
 
 
 def test_rows_of_another_length_are_traced():
@@ -206,6 +181,7 @@ def test_only_the_tensors_of_a_batch_are_replaced():
         lambda tensor: tensor.to(tensor),
         lambda tensor: tensor.type_as(tensor),
         lambda tensor: torch.as_tensor(tensor, device="cuda"),
+        lambda tensor: tensor.to("cuda", torch.float32),
     ],
 )
 def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
@@ -220,20 +196,9 @@ def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
         with DevicesAsHost(device):
             moved = move(batch["tokens"])
             again = move(moved)
-    assert list(counter.log) == [400, 32, 48]
+    assert list(counter.log) == [400, 32, moved.nbytes]
     assert counter.live_bytes == storage_bytes([first, tokens, moved])
     assert again.shape == moved.shape == (2, 3)
-
-
-def test_a_change_of_dtype_copies_a_batch_once():
-    device = FakeDevice()
-    batch = {"mask": torch.zeros(2, 3, dtype=torch.int64)}
-    with device.counting() as counter:
-        counter.add([])
-        device.batch(batch, is_on_device=False)
-        with DevicesAsHost(device):
-            batch["mask"].to("cuda", torch.float32)
-    assert [entry for entry in counter.log if entry > 0] == [24]
 
 
 def test_garbage_collection_is_disabled_during_a_step():
@@ -254,11 +219,6 @@ def test_garbage_collection_is_disabled_during_a_step():
         gc.enable()
 
 
-def test_traces_are_reproducible():
-    step = fake_step("AdamW8bit", checkpointing=True)
-    assert step.trace(4) == step.trace(4)
-
-
 def test_only_the_states_of_a_compiled_optimizer_count():
     model = nn.Linear(64, 128, bias=False, device="meta")
     device = FakeDevice(CudaKernels((9, 0)))
@@ -276,22 +236,3 @@ def test_only_the_states_of_a_compiled_optimizer_count():
     assert sorted(entry for entry in phase.log if entry > 0)[-2:] == [8192, 8192]
     states = list(optimizer_state_tensors([optimizer]))
     assert sum(entry for entry in phase.log) == storage_bytes(states)
-
-
-def test_buffers_are_filled_before_the_model_is_loaded():
-    model = nn.Linear(4, 4, device="meta")
-    device = FakeDevice()
-    device.move(model, fill=lambda: model.register_buffer("table", torch.zeros(50) + 1))
-    (phase,) = device.filling
-    assert list(phase.log) == [200, 200, ~0]
-    assert phase.after == {("filled", 0, 0): 1}
-    assert [buffer is model.table for _, buffer in device.filled()] == [True]
-
-
-def test_two_fake_models_can_exist_together():
-    device = FakeDevice()
-    with torch.device("meta"):
-        model = Decoder()
-    twin = copy.deepcopy(model)
-    one, other = fake_step(model=model, device=device), fake_step(model=twin, device=FakeDevice())
-    assert one.trace(2) == other.trace(2)

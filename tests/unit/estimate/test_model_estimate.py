@@ -198,13 +198,6 @@ def test_foreach_is_chosen_as_on_cuda():
     assert peaks[None] == peaks[True] > peaks[False]
 
 
-def test_an_unused_parameter_is_estimated():
-    model = Tied()
-    model.unused = nn.Linear(64, 64)
-    num_bytes, _ = states_of(torch.optim.SGD(model.parameters(), momentum=0.9), model)
-    assert num_bytes == sum(4 * parameter.numel() for parameter in model.parameters())
-
-
 CONVOLUTIONS = {
     "Conv1d": (nn.Conv1d, (3, 32)),
     "Conv2d": (nn.Conv2d, (3, 8, 8)),

@@ -49,30 +49,24 @@ SEARCHES = {
 }
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 64, 255, 256, 1000])
-def test_the_result_was_tried_and_fits(search, true_maximum):
+def test_the_result_and_the_rounded_result_were_tried_and_fit(search, true_maximum, rounds):
     device = linear(true_maximum)
-    result = run_search(device, search=SEARCHES[search](), sequence_length=512, budget_bytes=BUDGET)
-    assert result.max_batch_size in [t.batch_size for t in result.trials if t.fits]
-    assert result.max_batch_size == result.batch_size <= min(true_maximum, MAXIMUM)
-    assert [t.batch_size for t in result.trials] == device.tried
-    assert len(result.seconds) == len(result.trials)
+    result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=rounds)
+    fitting = [trial.batch_size for trial in result.trials if trial.fits]
+    assert {result.batch_size, result.max_batch_size} <= set(fitting)
+    expected = result.max_batch_size
+    if rounds:
+        expected = 1 << (expected.bit_length() - 1)
+    assert result.batch_size == expected
+    assert [trial.batch_size for trial in result.trials] == device.tried
+    assert len(device.tried) == len(set(device.tried)) == len(result.seconds)
     assert result.num_out_of_memory == sum(rows > true_maximum for rows in device.tried)
+    assert result.max_batch_size <= min(true_maximum, MAXIMUM)
     if search != "halve":
         assert result.max_batch_size == min(true_maximum, MAXIMUM)
-
-
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 64, 255])
-def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
-    device = linear(true_maximum)
-    result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=True)
-    assert result.batch_size == 1 << (result.max_batch_size.bit_length() - 1)
-    assert {result.batch_size, result.max_batch_size} <= {
-        t.batch_size for t in result.trials if t.fits
-    }
-    assert len(device.tried) == len(set(device.tried))
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -147,12 +141,7 @@ def test_the_table_has_fixed_memory_memory_per_row_and_headroom():
     assert (result.bytes_per_row(), result.peak_bytes()) == (row, 14 * GIB)
 
 
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize(("true_maximum", "plus"), [(255, ""), (256, "+"), (1000, "+")])
-def test_a_result_at_the_limit_has_a_plus(search, true_maximum, plus):
-    result = run_search(linear(true_maximum), search=SEARCHES[search]())
-    assert result.bound == f"{result.max_batch_size}{plus}"
-    assert result.table().endswith(f"max_batch_size: {result.max_batch_size}{plus}")
+# Files.
 
 
 def test_the_peak_includes_the_optimizers_step():
@@ -160,9 +149,6 @@ def test_the_peak_includes_the_optimizers_step():
         lambda rows: rows * GIB, budget_bytes=BUDGET, optimizer_peak_bytes=15 * GIB
     )
     assert run_search(device, search=Halving(start=2)).peak_bytes() == 15 * GIB
-
-
-# Files.
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 from math import ceil, log2
 
 import pytest
@@ -109,12 +108,6 @@ def test_halving_halves_its_start_until_one_fits() -> None:
     assert search.best == 12
 
 
-def test_halving_ends_at_one_row() -> None:
-    search = Halving(start=5)
-    assert [t.batch_size for t in run(search, lambda rows: Trial(rows, False))] == [5, 2, 1]
-    assert search.best == 0
-
-
 @given(st.integers(1, 100_000), st.data())
 def test_binary_search_finds_the_true_maximum_in_log2_trials(
     maximum: int, data: st.DataObject
@@ -126,12 +119,6 @@ def test_binary_search_finds_the_true_maximum_in_log2_trials(
 
     assert search.best == true_maximum
     assert len(trials) <= ceil(log2(maximum + 1))
-
-
-def test_predictive_ends_if_one_row_does_not_fit() -> None:
-    search = Predictive(budget_bytes=BUDGET, maximum=4096)
-    assert run(search, lambda rows: Trial(rows, False)) == [Trial(1, False)]
-    assert search.best == 0
 
 
 @given(st.integers(1, 5000), st.data())
@@ -149,46 +136,16 @@ def test_predictive_without_peaks_doubles_and_bisects_to_the_last_percent(
 
 
 @pytest.mark.parametrize("true_maximum", [37, 700, 3000])
+@pytest.mark.parametrize("exponent", [0.9, 1, 1.1, 1.3])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_a_line_takes_five_trials_without_an_oom(true_maximum: int, fixed: float) -> None:
-    search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
-    trials = run(search, ideal(power(true_maximum, fixed, 1)))
-    assert search.best == true_maximum
-    assert len(trials) <= 5
-    assert out_of_memory(trials) == 0
-
-
-@pytest.mark.parametrize("true_maximum", [1, 2])
-@pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_a_maximum_of_one_or_two_rows_takes_one_more_trial(true_maximum: int, fixed: float) -> None:
-    search = Predictive(budget_bytes=BUDGET, maximum=4096)
-    trials = run(search, ideal(power(true_maximum, fixed, 1)))
-    assert search.best == true_maximum
-    assert len(trials) <= true_maximum + 1
-
-
-@pytest.mark.parametrize("true_maximum", [37, 700, 3000])
-@pytest.mark.parametrize("exponent", [0.9, 1.1, 1.3])
-@pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_a_power_curve_takes_eight_trials_and_at_most_one_oom(
+def test_a_power_curve_takes_eight_trials_and_one_oom_and_a_line_five_and_none(
     true_maximum: int, exponent: float, fixed: float
 ) -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
     trials = run(search, ideal(power(true_maximum, fixed, exponent)))
     assert search.best == true_maximum
-    assert len(trials) <= 8
-    assert out_of_memory(trials) <= 1
-
-
-@pytest.mark.parametrize("exponent", [0.9, 1.0])
-@pytest.mark.parametrize("fixed", [share for share in FIXED_SHARES if share <= 0.3])
-def test_a_small_maximum_is_exact_with_one_percent_of_noise(exponent: float, fixed: float) -> None:
-    for seed in range(30):
-        search = Predictive(budget_bytes=BUDGET, maximum=4096)
-        trials = run(search, ideal(power(37, fixed, exponent), noise=0.01, seed=seed))
-        assert search.best == 37
-        assert len(trials) <= 8
-        assert out_of_memory(trials) <= 1
+    assert len(trials) <= (5 if exponent == 1 else 8)
+    assert out_of_memory(trials) <= (exponent != 1)
 
 
 @pytest.mark.parametrize("exponent", [0.9, 1.0, 1.1, 1.3])
@@ -222,17 +179,6 @@ def test_a_knee_below_three_eighths_causes_no_oom(
     assert out_of_memory(trials) == 0
 
 
-@pytest.mark.parametrize("budget_mib", [36, 44, 50, 68, 76, 100, 128, 500, 3000])
-def test_the_measured_curve_of_tied_embeddings_causes_no_oom(budget_mib: int) -> None:
-    """31.95 MiB at 1 to 4 rows, 44 at 16, 68 at 32, measured on a small model."""
-    search = Predictive(budget_bytes=budget_mib * 2**20, maximum=4096)
-    trials = run(
-        search, ideal(lambda rows: max(31.95, 20 + 1.5 * rows) * 2**20, budget=budget_mib * 2**20)
-    )
-    assert search.best == int((budget_mib - 20) / 1.5)
-    assert out_of_memory(trials) == 0
-
-
 @st.composite
 def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
     """Resident bytes, and a maximum of lines that start at or above them."""
@@ -261,17 +207,6 @@ def test_any_maximum_of_lines_is_found_to_a_percent(
     assert true_maximum / 1.012 - 1 <= search.best <= true_maximum
 
 
-@pytest.mark.parametrize("resident_share", [0.2, 0.5, 0.9])
-def test_a_line_above_known_resident_bytes_takes_three_trials(resident_share: float) -> None:
-    search = Predictive(
-        budget_bytes=BUDGET, maximum=4096, resident_bytes=round(resident_share * BUDGET)
-    )
-    trials = run(search, ideal(power(37, resident_share, 1)))
-    assert search.best == 37
-    assert len(trials) <= 3
-    assert out_of_memory(trials) == 0
-
-
 @pytest.mark.parametrize("budget", [60_000_000, 70 * 2**20, 90 * 2**20, 400 * 2**20])
 def test_a_line_that_hardly_grows_above_resident_bytes_is_not_followed(budget: int) -> None:
     """Measured with a small transformer: 24 KB per row up to 4 rows, then 2 MB per row."""
@@ -284,14 +219,6 @@ def test_a_line_that_hardly_grows_above_resident_bytes_is_not_followed(budget: i
     assert search.best == (budget - 37_289_780) // 2_185_464
     assert out_of_memory(trials) == 0
     assert len(trials) <= 13
-
-
-def test_the_search_ends_at_its_maximum() -> None:
-    search = Predictive(budget_bytes=BUDGET, maximum=100)
-    trials = run(search, ideal(power(3000, 0.2, 1)))
-    assert search.best == 100
-    assert all(a.batch_size < b.batch_size for a, b in pairwise(trials))
-    assert out_of_memory(trials) == 0
 
 
 def test_an_optimizer_step_that_does_not_fit_counts() -> None:
@@ -415,26 +342,6 @@ def test_an_exact_curve_takes_one_trial(true_maximum: int, resident: float) -> N
     search = Predictive(budget_bytes=BUDGET, maximum=100_000, resident_bytes=held, expected=curve)
     trials = run(search, ideal(peak))
     assert [trial.batch_size for trial in trials] == [true_maximum]
-
-
-@pytest.mark.parametrize("off", [-0.05, -0.02, 0.0, 0.02, 0.05])
-@pytest.mark.parametrize("true_maximum", [1, 2, 5, 37, 80, 300, 700, 3000])
-@pytest.mark.parametrize("resident", FIXED_SHARES)
-def test_a_curve_within_five_percent_takes_three_trials(
-    true_maximum: int, resident: float, off: float
-) -> None:
-    peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
-    search = Predictive(
-        budget_bytes=BUDGET,
-        maximum=100_000,
-        resident_bytes=held,
-        granularity_bytes=BLOCK,
-        expected=expected(peak, held, off),
-    )
-    trials = run(search, in_blocks(peak))
-    assert len(trials) <= 3
-    assert search.best >= (0.97 * true_maximum if true_maximum > 80 else true_maximum - 1)
-    assert out_of_memory(trials) <= 1
 
 
 @given(
