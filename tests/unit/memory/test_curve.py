@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -44,22 +42,6 @@ def test_max_rows_agree_with_brute_force(program, budget):
     else:
         assume(found < MANY - 1)
         assert found == max(fit, default=0)
-
-
-@given(program=PROGRAMS)
-def test_the_kept_lines_form_the_upper_envelope(program):
-    lines = curve_of(program).lines
-    slopes = [line.bytes_per_row for line in lines]
-    assert slopes == sorted(set(slopes))
-    for line in lines:
-        fixed, each = program[line.operation]
-        assert (fixed, each) == (line.fixed_bytes, line.bytes_per_row)
-    crossings = [
-        (one.fixed_bytes - other.fixed_bytes) / (other.bytes_per_row - one.bytes_per_row)
-        for one, other in pairwise(lines)
-    ]
-    assert crossings == sorted(set(crossings))
-    assert all(crossing > 1 for crossing in crossings)
 
 
 def test_fractions_of_bytes_are_rounded_up():

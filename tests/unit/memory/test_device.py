@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-import torchao.optim
 from support.fakes import FakeBackend
 from support.training_cases import CPU, PLENTY, Case, Training
 from torch._utils import ExceptionWrapper
@@ -34,6 +33,7 @@ from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
 
 MIB = 2**20
 
+
 CUDA_HELP = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the"
     " stacktrace below might be incorrect.\nFor debugging consider passing"
@@ -43,48 +43,31 @@ CUDA_HELP = (
 OUT_OF_MEMORY = {
     "CUDA caching allocator": torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of"
-        " which 1.12 GiB is free. Including non-PyTorch memory, this process has 22.52 GiB memory"
-        " in use. Of the allocated memory 21.91 GiB is allocated by PyTorch, and 163.42 MiB is"
-        " reserved by PyTorch but unallocated."
     ),
     "CUDA caching allocator before it had a type": RuntimeError(
         "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total capacity; 6.90 GiB"
-        " already allocated; 17.31 MiB free; 6.95 GiB reserved in total by PyTorch)"
     ),
     "CUDA driver": RuntimeError("CUDA error: out of memory" + CUDA_HELP),
     "CUDA virtual memory": RuntimeError("CUDA driver error: out of memory"),
-    "HIP": RuntimeError(
-        "HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 15.98 GiB"
-    ),
+    "HIP": RuntimeError("HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total"),
     "HIP driver": RuntimeError("HIP error: out of memory"),
-    "XPU": RuntimeError(
-        "XPU out of memory. Tried to allocate 1.56 GiB. GPU 0 has a total capacity of 15.56 GiB."
-    ),
+    "XPU": RuntimeError("XPU out of memory. Tried to allocate 1.56 GiB. GPU 0 has a total"),
     "MPS": RuntimeError(
         "MPS backend out of memory (MPS allocated: 17.30 GB, other allocations: 576.00 KB, max"
-        " allowed: 18.13 GB). Tried to allocate 1024.00 MB on private pool. Use"
-        " PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations (may"
-        " cause system failure)."
     ),
-    "NPU": RuntimeError(
-        "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity)"
-    ),
+    "NPU": RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total"),
     "CPU on Linux": RuntimeError(
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory:"
         " you tried to allocate 1099511627776 bytes. Error code 12 (Cannot allocate memory)"
     ),
     "CPU on Windows": RuntimeError(
         "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried"
-        " to allocate 1099511627776 bytes."
     ),
     "cuBLAS": RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     ),
     "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    "cuDNN, not supported": RuntimeError(
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a"
-        " non-contiguous input."
-    ),
+    "cuDNN, not supported": RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may"),
     "cuDNN, no engine": RuntimeError(
         "GET was unable to find an engine to execute this computation"
     ),
@@ -103,16 +86,13 @@ OUT_OF_MEMORY = {
         " 2 'out of memory'"
     ),
     "Python": MemoryError(),
-    "NumPy": type("_ArrayMemoryError", (MemoryError,), {})(
-        "Unable to allocate 8.00 GiB for an array with shape (32768, 32768) and data type float64"
-    ),
+    "NumPy": type("_ArrayMemoryError", (MemoryError,), {})("Unable to allocate 8.00 GiB for an"),
     "C++": RuntimeError("std::bad_alloc"),
 }
 
 SOMETHING_ELSE = {
     "Triton's shared memory": RuntimeError(
         "out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block"
-        " sizes or `num_stages` may help."
     ),
     "illegal memory access": RuntimeError(
         "CUDA error: an illegal memory access was encountered" + CUDA_HELP
@@ -125,25 +105,13 @@ SOMETHING_ELSE = {
     ),
     "a worker's shared memory": RuntimeError(
         "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that"
-        " dataloader's workers are out of shared memory. Please try to raise your shared memory"
-        " limit."
+        " dataloader's workers are out of shared memory."
     ),
     "a user's words": ValueError("CUDA out of memory is what you get with batch_size=4096"),
     "a user's KeyError": KeyError("out of memory"),
     "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x4)"),
     "ours": DoesNotFitError("one row needs 25.10 GiB, cuda:0 allows 23.60 GiB"),
-    "no error": None,
 }
-
-
-@pytest.mark.parametrize("name", OUT_OF_MEMORY)
-def test_an_out_of_memory_error_is_recognised(name):
-    assert is_out_of_memory(OUT_OF_MEMORY[name])
-
-
-@pytest.mark.parametrize("name", SOMETHING_ELSE)
-def test_another_error_is_not_taken_for_it(name):
-    assert not is_out_of_memory(SOMETHING_ELSE[name])
 
 
 def raised(function):
@@ -169,30 +137,28 @@ def wrapped_by_data_parallel(error):
 
 
 @pytest.mark.parametrize("name", OUT_OF_MEMORY)
-def test_it_is_recognised_as_a_cause(name):
-    assert is_out_of_memory(raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name]))
-    assert is_out_of_memory(
-        raised_from(ValueError("step 3"), raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name]))
-    )
-
-
-@pytest.mark.parametrize("name", [name for name in OUT_OF_MEMORY if name != "NCCL"])
-def test_it_is_recognised_in_the_wrapper_of_data_parallel(name):
-    error = wrapped_by_data_parallel(OUT_OF_MEMORY[name])
-    assert "in replica 0 on device 0" in str(error)
+def test_an_out_of_memory_error_is_recognised_alone_as_a_cause_and_in_a_wrapper(name):
+    error = OUT_OF_MEMORY[name]
     assert is_out_of_memory(error)
+    cause = raised_from(KeyError("layer 7"), error)
+    assert is_out_of_memory(raised_from(ValueError("step 3"), cause))
+    if name != "NCCL":
+        assert is_out_of_memory(wrapped_by_data_parallel(error))
 
 
-def test_wrapping_another_error_does_not_change_it():
-    for error in filter(None, SOMETHING_ELSE.values()):
-        assert not is_out_of_memory(raised_from(RuntimeError("a trial failed"), error))
-        assert not is_out_of_memory(wrapped_by_data_parallel(error))
+@pytest.mark.parametrize("name", SOMETHING_ELSE)
+def test_another_error_is_not_taken_for_one_of_memory(name):
+    error = SOMETHING_ELSE[name]
+    assert not is_out_of_memory(error)
+    assert not is_out_of_memory(raised_from(RuntimeError("a trial failed"), error))
+    assert not is_out_of_memory(wrapped_by_data_parallel(error))
 
 
-def test_a_cycle_of_causes_ends():
+def test_no_error_and_a_cycle_of_causes_are_not_taken_for_one_of_memory():
     error = RuntimeError("cycle")
     error.__cause__ = error
     assert not is_out_of_memory(error)
+    assert not is_out_of_memory(None)
 
 
 def test_a_real_out_of_memory_error_of_a_cpu_is_recognised():
@@ -293,19 +259,6 @@ def counted(run, *held, budget_bytes=PLENTY):
     return usage
 
 
-def test_views_and_in_place_operations_count_once():
-    held = torch.zeros(MIB, dtype=torch.uint8)
-
-    def run():
-        view = held.view(1024, 1024)[::2].t()
-        view.add_(1).mul_(2)
-        held.resize_(MIB)
-        torch.add(held, 1, out=held)
-
-    usage = counted(run, held, held.view(2, -1), held[5:])
-    assert (usage.resident_bytes, usage.peak_bytes) == (MIB, MIB)
-
-
 def test_a_resized_storage_is_counted_with_its_new_size():
     def run():
         grown = torch.zeros(MIB, dtype=torch.uint8)
@@ -313,31 +266,6 @@ def test_a_resized_storage_is_counted_with_its_new_size():
         torch.zeros(MIB, dtype=torch.uint8)
 
     assert counted(run).peak_bytes == 4 * MIB
-
-
-def test_freed_storages_do_not_count():
-    def run():
-        for _ in range(5):
-            torch.zeros(MIB, dtype=torch.uint8)
-        a, b = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
-        del a
-        c = torch.zeros(MIB, dtype=torch.uint8)
-        del b, c
-
-    assert counted(run).peak_bytes == 2 * MIB
-
-
-def test_low_bit_states_count_with_their_inner_tensors():
-    parameter = torch.nn.Parameter(torch.zeros(256, 256))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torchao.optim.AdamW8bit([parameter])
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.step()
-    states = list(optimizer_state_tensors([optimizer]))
-    values = 256 * 256
-    scales, tables, step = values // 256 * 4, 256 * 4, 4
-    assert storage_bytes(states) == 2 * (values + scales + tables) + step
-    assert counted(lambda: None, *states).resident_bytes == storage_bytes(states)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit"])
@@ -360,15 +288,6 @@ def test_an_allocation_above_the_budget_raises():
         assert is_out_of_memory(error)
         assert training.phase == phase
         assert "over the budget of 0.500 GiB" in str(error)
-
-
-def test_resident_tensors_count_against_the_budget():
-    with pytest.raises(torch.OutOfMemoryError):
-        counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB - 1)
-    assert (
-        counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB).peak_bytes
-        == MIB
-    )
 
 
 def test_a_compiled_region_is_counted_as_the_eager_program():
@@ -420,15 +339,11 @@ def test_the_peak_is_reserved_memory_since_the_start_of_the_measurement():
         backend.hold(6 * GIB)
         backend.hold(3 * GIB)
     assert (usage.resident_bytes, usage.peak_bytes, usage.retried) == (2 * GIB, 6 * GIB, False)
-
-
-def test_release_resets_the_peak_after_it_empties_the_cache():
-    backend, memory = accelerator()
-    with memory.measure([], budget_bytes=15 * GIB):
-        backend.hold(6 * GIB)
-        backend.hold(3 * GIB)
     memory.release()
     assert backend.peak_reserved == backend.reserved == 3 * GIB
+    with memory.measure([], budget_bytes=15 * GIB) as usage:
+        backend.retries += 1
+    assert usage.retried
 
 
 def test_the_room_of_an_accelerator_follows_free_memory_and_limit():
@@ -452,13 +367,6 @@ def test_allocated_and_requested_bytes_are_read_from_the_message():
     assert wanted_bytes(said) == 2 * GIB
     assert wanted_bytes("CUDA out of memory. Tried to allocate 2.00 GiB.") is None
     assert wanted_bytes("std::bad_alloc") is None
-
-
-def test_a_retry_of_the_allocator_is_reported():
-    backend, memory = accelerator()
-    with memory.measure([], budget_bytes=15 * GIB) as usage:
-        backend.retries += 1
-    assert usage.retried
 
 
 def test_a_backend_without_a_limit_is_checked_after_the_trial():
