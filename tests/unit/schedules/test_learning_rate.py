@@ -123,12 +123,6 @@ def test_steps_of_equal_tokens_are_equal_steps_of_each_clock(steps, step_tokens,
         progress = progress.after_epoch()
 
 
-def test_the_clock_of_tokens_is_the_part_of_the_tokens():
-    plan = EpochPlan(100, 4, 25, tokens=1000)
-    progress = Progress(epoch=2, epoch_rows=1, epoch_tokens=500)
-    assert schedule_clock(progress, plan=plan, reference=plan, unit="tokens") == 2 * 25 + 12.5
-
-
 def test_an_estimated_plan_counts_steps_or_rows_whichever_ends_first():
     reference = EpochPlan.from_rows(100, global_rows=4, drop_last=False)
     plan = EpochPlan(100, 4, 25, most_steps=10, is_estimate=True)
