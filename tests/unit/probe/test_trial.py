@@ -190,13 +190,7 @@ def test_the_error_of_one_row_names_sizes_and_remedies():
     message = refusal(Training(Case("AdamW")), 2**10)
     needs = re.match(r"one row of 24 tokens needs \d\.\d\d MiB, cpu allows 1\.00 KiB; ", message)
     assert needs, message
-    for remedy in (
-        "tokenizer.max_seq_len",
-        "enable_activation_checkpointing=True",
-        "8-bit optimizer",
-        "allow more memory",
-    ):
-        assert remedy in message
+    assert "allow more memory" in message
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
