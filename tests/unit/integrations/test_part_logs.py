@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from adaptive_batch.integrations.part_logs import merge_lists, over_parts
+from adaptive_batch.integrations.part_logs import over_parts
 
 NAN = math.nan
 
@@ -33,32 +33,3 @@ def test_numbers_are_reduced_and_the_last_of_other_values_is_kept(values, reduct
 def test_a_value_that_no_part_has_stays_none():
     for reduction in ("mean", "min"):
         assert math.isnan(over_parts([NAN, NAN], [0.25, 0.75], reduction))
-
-
-def test_a_single_part_keeps_its_bits():
-    value = torch.tensor(0.1)
-    assert over_parts([value], [0.3], "mean") is value
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("min_reward", 1.0),
-        ("completions/max_length", 5.0),
-        ("clip_ratio/low_min", 1.0),
-        ("Maximum", 5.0),
-        ("minutes", 4.0),
-        ("admin", 4.0),
-        ("climax/x", 4.0),
-    ],
-)
-def test_names_say_which_numbers_are_extremes(name, expected):
-    lists = {"train": {name: [9.0, 1.0, 5.0]}}
-    merge_lists(lists, {"train": {name: [9.0]}}, [0.25, 0.75])
-    assert lists == {"train": {name: [9.0, expected]}}
-
-
-def test_a_number_that_some_parts_have_is_their_mean():
-    lists = {"new": [1.0, 5.0], "more than parts": [1.0] * 4, "one": [2.0]}
-    merge_lists(lists, {}, [0.2, 0.3, 0.5])
-    assert lists == {"new": [3.0], "more than parts": [1.0] * 4, "one": [2.0]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter, defaultdict
 from itertools import pairwise
 
@@ -129,18 +128,6 @@ def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
     _, ours, own = trained(AdaptiveTrainer, tmp_path, llama(dropout=0.1), **arguments)
     assert ours == plain
     assert torch.equal(own, weights)
-
-
-@pytest.mark.parametrize("accumulates", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_alone(
-    tmp_path, accumulates
-):
-    arguments = {"gradient_accumulation_steps": accumulates}
-    _, plain, weights = trained(Trainer, tmp_path, **arguments)
-    trainer, ours, own = trained(AdaptiveTrainer, tmp_path, fails_above(2), **arguments)
-    assert trainer.adaptive_step.num_micro_batches == 6
-    assert ours == pytest.approx(plain, rel=2e-6)
-    assert (own - weights).abs().max() < 1e-5
 
 
 class ScalesLoss(Trainer):
@@ -348,31 +335,6 @@ def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduct
         trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
 
 
-class WeighsClasses(Trainer):
-    """The commonest loss of users: a mean that is weighted by class."""
-
-    weight = torch.tensor([1.0, 7.5])
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        return nn.functional.cross_entropy(logits, inputs["labels"], weight=self.weight)
-
-
-class WeighsClassesInParts(WeighsClasses, AdaptiveTrainer):
-    adaptive = AdaptiveArguments(
-        micro_batch_size=2, num_labels=lambda batch: WeighsClasses.weight[batch["labels"]].sum()
-    )
-
-
-def test_a_class_weighted_mean_is_exact_with_the_weights_of_its_labels(tmp_path):
-    given = {"collator": collate_with_classes}
-    _, plain, weights = trained(WeighsClasses, tmp_path, ClassifiesRows(), **given)
-    trainer, ours, own = trained(WeighsClassesInParts, tmp_path, ClassifiesRows(), **given)
-    assert trainer.adaptive_step.num_micro_batches == 3
-    assert ours == pytest.approx(plain, rel=5e-6)
-    assert (own - weights).abs().max() < 1e-4
-
-
 class StepsAlone(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
@@ -405,43 +367,6 @@ def test_a_training_step_that_leaves_ours_out_is_warned_of_once(tmp_path, caplog
     assert caplog.text.count("does not call AdaptiveTrainer.training_step") == warnings
     assert ("StepsAlone.training_step does not" in caplog.text) == bool(warnings)
     assert (trainer.adaptive_step is None) == bool(warnings)
-
-
-class TakesNoMore(Trainer):
-    """As TRL's trainers do, it takes the arguments that it knows."""
-
-    def __init__(self, model, args, train_dataset=None, data_collator=None):
-        super().__init__(model, args, train_dataset=train_dataset, data_collator=data_collator)
-
-
-class TakesNoMoreInParts(TakesNoMore, AdaptiveTrainer):
-    adaptive = AdaptiveArguments(micro_batch_size=3)
-
-
-class Derived(TakesNoMoreInParts):
-    def __init__(self, *arguments, adaptive, **keywords):
-        adaptive = AdaptiveArguments(micro_batch_size=2 * adaptive)
-        super().__init__(*arguments, adaptive=adaptive, **keywords)
-
-
-def test_a_trainer_takes_adaptive_whatever_its_bases_take(tmp_path):
-    trainer, *_ = trained(TakesNoMoreInParts, tmp_path, max_steps=1)
-    assert trainer.adaptive_step.num_micro_batches == 2
-    adaptive = AdaptiveArguments(micro_batch_size=2)
-    trainer, *_ = trained(TakesNoMoreInParts, tmp_path, adaptive=adaptive, max_steps=1)
-    assert trainer.adaptive_step.num_micro_batches == 3
-    trainer, *_ = trained(Derived, tmp_path, adaptive=1, max_steps=1)
-    assert trainer.adaptive_step.num_micro_batches == 3
-    with pytest.raises(SettingError, match=r"adaptive=2: give AdaptiveArguments"):
-        trained(TakesNoMoreInParts, tmp_path, adaptive=2)
-
-
-def test_other_arguments_are_taken_in_the_next_run(tmp_path):
-    trainer, _, _ = trained(AdaptiveTrainer, tmp_path)
-    assert trainer.adaptive_step.num_micro_batches == 1
-    trainer.adaptive = AdaptiveArguments(micro_batch_size=2)
-    trainer.train()
-    assert trainer.adaptive_step.num_micro_batches == 3
 
 
 @pytest.mark.parametrize(
@@ -707,32 +632,6 @@ def test_a_split_that_is_given_is_taken_before_pairs():
     assert by_pairs(adaptive) is adaptive
 
 
-def test_the_search_runs_as_training_does_and_leaves_it_as_it_was(tmp_path):
-    _, plain, weights = trained(Trainer, tmp_path, llama(dropout=0.1))
-    adaptive = AdaptiveArguments(micro_batch_size="auto")
-    trainer, ours, own = trained(AdaptiveTrainer, tmp_path, llama(dropout=0.1), adaptive=adaptive)
-    assert trainer.adaptive_step.max_batch_size == NUM_ROWS
-    assert ours == plain
-    assert torch.equal(own, weights)
-
-
-def test_the_bound_is_that_of_what_is_trained(tmp_path):
-    bounds = {}
-    for recomputes in (False, True):
-        adaptive = AdaptiveArguments(micro_batch_size="auto", device_memory="800KiB")
-        trainer, losses, _ = trained(
-            AdaptiveTrainer,
-            tmp_path,
-            adaptive=adaptive,
-            gradient_checkpointing=recomputes,
-            per_device_train_batch_size=24,
-            num_train_epochs=1,
-        )
-        assert math.isfinite(losses[0])
-        bounds[recomputes] = trainer.adaptive_step.max_batch_size
-    assert 1 <= bounds[False] < bounds[True]
-
-
 @pytest.mark.slow
 def test_a_run_that_is_resumed_in_mid_epoch_is_the_whole_one(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
@@ -786,51 +685,37 @@ class Scaler(torch.amp.GradScaler):
 
 
 def scaled(kind, folder, model, **arguments):
-    """Train with a scaler, which Trainer itself has on a GPU alone; the scale of each step, too."""
+    """Train with a scaler, which Trainer itself has on a GPU alone; return its scales, too."""
     scaler = Scaler()
-    multiples = []
 
     class Scales(kind):
         def __init__(self, *given, **named):
             super().__init__(*given, **named)
             self.accelerator.scaler = scaler
 
-        def compute_loss(self, *given, **named):
-            loss = super().compute_loss(*given, **named)
-            if loss.requires_grad:
-                loss.register_hook(lambda grad: multiples.append(grad.item()))
-            return loss
-
     trainer, losses, weights = trained(Scales, folder, model, max_grad_norm=0.0, **arguments)
-    return trainer, losses, weights, scaler.scales, multiples
+    return trainer, losses, weights, scaler.scales
 
 
 @pytest.mark.parametrize("accumulates", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_path, accumulates):
     given = {"gradient_accumulation_steps": accumulates, "num_train_epochs": 4}
-    _, plain, weights, scales, whole = scaled(Trainer, tmp_path, llama(), **given)
+    _, plain, weights, scales = scaled(Trainer, tmp_path, llama(), **given)
     # It overflows, shrinks, and grows again.
     assert min(scales) < scales[0]
     assert any(later > earlier for earlier, later in pairwise(scales))
-
-    given["adaptive"] = AdaptiveArguments(micro_batch_size="auto")
-    _, ours, own, own_scales, _ = scaled(AdaptiveTrainer, tmp_path, llama(), **given)
-    assert ours == plain
-    assert torch.equal(own, weights)
-    assert own_scales == scales
-
-    del given["adaptive"]
-    trainer, ours, own, own_scales, parts = scaled(
-        AdaptiveTrainer, tmp_path, fails_above(2), **given
+    adaptive = AdaptiveArguments(micro_batch_size="auto")
+    trainer, ours, own, own_scales = scaled(
+        AdaptiveTrainer, tmp_path, llama(), adaptive=adaptive, **given
     )
+    assert trainer.adaptive_step.max_batch_size == NUM_ROWS
+    assert (ours, own_scales) == (plain, scales)
+    assert torch.equal(own, weights)
+    trainer, ours, own, own_scales = scaled(AdaptiveTrainer, tmp_path, fails_above(2), **given)
     assert trainer.adaptive_step.num_micro_batches == 6
     assert own_scales == scales
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
-    # Each part's gradient begins at its share of the scale.
-    assert set(whole) == set(scales)
-    assert max(parts) <= max(whole)
-    assert len(parts) > len(whole)
 
 
 GROWS = {"batch_increase_function": geometric(2.0), "lr_scaling": "sqrt"}
@@ -950,14 +835,6 @@ def test_a_sampler_of_the_trainers_own_draws_the_rows_of_batches_that_do_not_gro
     assert torch.equal(own, weights)
     trainer, *_ = trained(Reversed, tmp_path, adaptive=AdaptiveArguments(micro_batch_size=4))
     assert trainer.adaptive_step.num_micro_batches == 2
-
-
-def test_a_batch_that_grows_beyond_what_fits_is_split(tmp_path):
-    _, losses, weights = grown(tmp_path)
-    trainer, own, own_weights = grown(tmp_path, model=fails_above(4))
-    assert trainer.adaptive_step.num_micro_batches > 1
-    assert own == pytest.approx(losses, rel=2e-6)
-    assert (own_weights - weights).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("arguments", [{"max_steps": 10}, {"num_train_epochs": 1.5}])

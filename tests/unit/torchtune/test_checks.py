@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ from adaptive_batch.torchtune import (
     Job,
     NextTokens,
     Settings,
-    set_up_process,
     use_shipped_config,
-    without_effect,
 )
 from adaptive_batch.torchtune.checks import (
     TO_TRAIN,
@@ -34,11 +31,6 @@ from adaptive_batch.torchtune.config_errors import plainly, refusing
 from adaptive_batch.torchtune.job import check_keys_of_others
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-FULL = sorted(
-    str(path.relative_to(STOCK))
-    for path in STOCK.glob("*/*full*.yaml")
-    if not any(other in path.name for other in ("qat", "dpo", "ppo"))
-)
 SMALL = Combination("qwen2", 32)
 OTHER_BLOCKS = {
     "lr_scheduler": {
@@ -71,33 +63,12 @@ def check(cfg):
 # --- other recipes
 
 
-def test_there_are_full_configs_of_torchtune():
-    assert len(FULL) > 40
-
-
-UNREAD = {
-    "dev/8B_full_experimental.yaml": ["memory_efficient_fsdp_wrap"]
-}  # by torchtune's own recipes either
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_a_full_config_of_torchtune_is_taken_and_every_key_of_it_is_known(name):
-    cfg = OmegaConf.load(STOCK / name)
-    check(cfg)
-    settings, unread = Settings.from_config(cfg), UNREAD.get(name, [])
-    assert list(without_effect(settings, cfg)) == unread
-
-
 @pytest.mark.parametrize(
     ("name", "key"),
     [
         ("llama3_2/1B_lora_single_device", "model"),
-        ("llama3_2/1B_qlora_single_device", "model"),
-        ("llama3/8B_dora", "model"),
         ("llama3_2/8B_to_1B_KD_lora_single_device", "teacher_model"),
-        ("llama2/7B_qat_full", "quantizer"),
         ("llama3_1/8B_full_dpo", "ref_checkpointer"),
-        ("mistral/7B_full_ppo_low_memory", "policy_model"),
     ],
 )
 def test_a_config_of_another_recipe_is_refused(name, key):
@@ -324,13 +295,3 @@ def test_a_full_disk_is_an_error_of_ours_and_other_errors_are_not():
     assert plainly(KeyError("model")) is None
     ours = SettingError("a", 1, "b")
     assert plainly(ours) is ours
-
-
-def test_on_the_terminal_an_error_of_the_configuration_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
-    set_up_process()
-    error = caught(lambda: LACKING.shuffle)
-    sys.excepthook(type(error), error, None)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("SettingError: shuffle=None: it is missing")

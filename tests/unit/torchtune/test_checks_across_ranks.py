@@ -1,12 +1,8 @@
 """Checks of several ranks before a run begins; recipes/ has the tests of their runs."""
 
-from pathlib import Path
-
 import pytest
-import torchtune
 from omegaconf import OmegaConf
 from support.model_families import Combination
-from torchtune._recipe_registry import get_all_recipes
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, SettingError
@@ -15,29 +11,8 @@ from adaptive_batch.torchtune.checks import check_parallel
 from adaptive_batch.torchtune.resume import check_fewer_ranks
 from adaptive_batch.training import differences, raise_if_answers_differ
 
-FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-DISTRIBUTED = {
-    found.name: FOLDER / found.file_path
-    for recipe in get_all_recipes()
-    if recipe.name == "full_finetune_distributed"
-    for found in recipe.configs
-}
 IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None}
 OPTIMIZER = {"optimizer": {"_component_": "torch.optim.AdamW"}, "device": "cuda"}
-
-
-def test_there_are_stock_configurations_for_many_devices():
-    assert len(DISTRIBUTED) >= 20
-
-
-@pytest.mark.parametrize("name", DISTRIBUTED)
-def test_a_stock_configuration_for_many_devices_is_taken_as_it_is(name):
-    cfg = OmegaConf.load(DISTRIBUTED[name])
-    settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
-    assert not settings.adaptive
-    assert settings.drop_last
-    assert check_parallel(cfg, world_size=8) == cfg.get("tensor_parallel_dim", 1)
-    assert settings.sync_gradients_every_micro_batch
 
 
 BITSANDBYTES = {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}

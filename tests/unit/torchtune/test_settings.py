@@ -11,9 +11,7 @@ from adaptive_batch.torchtune.keys import (
     TORCHTUNE_KEYS,
     documented,
     fields_of,
-    keys_of,
     load_function,
-    values_of,
 )
 from adaptive_batch.torchtune.settings import OURS, EstimateSettings, ProbeSettings
 from adaptive_batch.training import ConfiguredSize
@@ -50,20 +48,6 @@ def test_null_and_absent_keys_mean_torchtunes_behaviour():
     assert plain.probe == ProbeSettings()
 
 
-def test_a_key_of_a_group_is_read_and_listed_as_any_other():
-    given = {"save_every_n_steps": 5, "sample_order": "random"}
-    values = values_of(settings(given))
-    assert values.keys() == keys_of(Settings).keys()
-    assert given.items() <= values.items()
-
-
-def test_adaptive_keys_train_the_last_short_step_unless_it_is_dropped():
-    adaptive = {"use_maximum_batch_size": True}
-    assert not settings(adaptive).drop_last
-    assert settings(adaptive, {"drop_last": True}).drop_last
-    assert not settings({"drop_last": False}).drop_last
-
-
 def test_the_tables_of_the_documentation_are_those_of_the_settings(tmp_path):
     copy = tmp_path / "configuration.md"
     copy.write_text(PAGE.read_text())
@@ -87,13 +71,6 @@ def test_functions_are_imported_from_classes_and_submodules_and_built_by_blocks(
     block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
     function = settings({"batch_increase_function": block}).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
-
-
-def test_a_module_that_fails_on_import_is_refused_with_its_error(tmp_path, monkeypatch):
-    (tmp_path / "half_written.py").write_text("import a_package_that_is_not_there\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(SettingError, match="No module named 'a_package_that_is_not_there'"):
-        load_function("half_written.f", key="batch_increase_function")
 
 
 # --- what is refused

@@ -48,7 +48,6 @@ MODELS |= ADAPTERS | PREFERENCES | DISTILLATION
 TASKS = dict.fromkeys(
     ("llama3_2_3B_lora_dpo", "qwen2_5_7B_lora_dpo"), "llama3_1/8B_lora_dpo_single_device"
 )
-ON_8_GPUS = [name for name in MODELS if name.endswith("_8gpu")]
 NUM_PARAMETERS = {name: count for name, (count, _) in MODELS.items()} | {"demo_cpu": 853_632}
 
 
@@ -127,32 +126,3 @@ def test_model_tokenizer_checkpoint_and_rate_are_those_of_torchtunes_own_config(
         for key, value in stock.tokenizer.items()
     }
     assert {"max_seq_len": None} | expected == OmegaConf.to_container(ours.tokenizer, resolve=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_top_of_the_file_says_how_to_launch_it(name):
-    head = config_path(name).read_text().split("\n\n")[0]
-    for line in head.splitlines():
-        assert line.startswith("#")
-        assert len(line) <= 120 or line.startswith("#   "), (
-            "only a command, which is to be copied whole, may be longer"
-        )
-    on_ranks = "--nproc_per_node 8 " if name in ON_8_GPUS else ""
-    recipe = "adaptive_full_finetune"
-    if name in ADAPTERS:
-        recipe = "adaptive_lora_finetune"
-    if name in PREFERENCES:
-        recipe = "adaptive_dpo"
-    if name in DISTILLATION:
-        recipe = "adaptive_distill"
-    assert f"tune run {on_ranks}{recipe} --config {name}\n" in head
-    assert "use_maximum_batch_size=True batch_increase_function=" in head
-    if name in MODELS:
-        cfg = shipped(name)
-        assert f"--output-dir {cfg.model_dir}" in head
-        assert f"adaptive-batch configs {name} ." in head
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_written_to_a_temporary_folder(name):
-    assert "/tmp" not in config_path(name).read_text()

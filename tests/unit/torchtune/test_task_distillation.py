@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import torchtune
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from support.exact_tasks import (
     EXACT,
     KINDS,
@@ -28,20 +26,16 @@ from torch import nn
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import (
-    AdapterModel,
     Distillation,
     Job,
     NextTokens,
     Settings,
     builder_of,
-    without_effect,
 )
 from adaptive_batch.torchtune.changes import candidates
 from adaptive_batch.torchtune.checks import TO_PLAN
 from adaptive_batch.torchtune.job import task_of
 
-STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*KD*.yaml"))
 CHUNKED = {
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
     "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
@@ -106,28 +100,6 @@ def test_the_bound_is_that_of_brute_force(kind):
 
 
 # --- what is taken and what is refused
-
-
-def test_there_are_configs_of_torchtune():
-    assert len(CONFIGS) == 4
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_of_torchtune_is_taken(name):
-    cfg = OmegaConf.load(STOCK / name)
-    cfg.update({"device": "cpu", "dtype": "fp32"})
-    settings = Settings.from_config(cfg)
-    assert without_effect(settings, cfg) == {}
-    job = Job(cfg, settings, builder_of(cfg))
-    assert type(job.task) is Distillation
-    assert type(job.builder) is AdapterModel
-    assert job.task.kd_ratio == 0.5
-    job.check_model()
-    sizes = [
-        sum(parameter.numel() for parameter in model.parameters())
-        for model in (job.skeleton, job.second_skeleton)
-    ]
-    assert sizes[1] > 2.5 * sizes[0]
 
 
 def test_the_task_is_that_of_the_teacher_and_of_the_loss():
@@ -212,15 +184,6 @@ def test_rows_are_as_long_as_both_models_take():
     cfg.teacher_model.max_seq_len = 48
     job = check(cfg)
     assert job.max_seq_len == job.max_row_length == 48
-
-
-@pytest.mark.parametrize("keys", [{}, CHUNKED])
-@pytest.mark.parametrize("kl", ["ForwardKL", "ReverseKL", "SymmetricKL"])
-def test_the_losses_of_torchtune_are_taken(keys, kl):
-    cfg = config_of_distillation("LoRA", **keys)
-    suffix = "WithChunkedOutputLoss" if keys else "Loss"
-    cfg.kd_loss = {"_component_": f"torchtune.modules.loss.{kl}{suffix}"}
-    check(cfg)
 
 
 def test_both_losses_are_tried_in_as_many_chunks():

@@ -8,13 +8,10 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torchtune
-from omegaconf import OmegaConf
 from support.exact_tasks import (
     EXACT,
     KINDS,
@@ -27,42 +24,27 @@ from support.exact_tasks import (
 from support.fault_injection import RunsOutAt
 from support.runners import report_of
 from support.wired_jobs import Wired, check_bounds, check_that_halves_are_run, largest_difference
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torchtune.data import padded_collate_dpo
-from torchtune.rlhf import get_batch_log_probs
 from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.torchtune import (
-    AdapterModel,
     Data,
-    FullModel,
     Job,
     PreferencePairs,
     Settings,
-    Sizers,
-    Trainer,
     builder_of,
-    without_effect,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.training import (
     REFERENCE,
     BoundSearch,
-    ConfiguredSize,
     Evaluation,
     LongestRows,
-    MicroBatchSizer,
-    OOMPolicy,
     ProbeOptions,
     SearchScope,
 )
-
-STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*dpo*.yaml"))
 
 
 @pytest.mark.parametrize("layout", ["padded", "grouped", "packed"])
@@ -100,14 +82,6 @@ def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     check_that_halves_are_run(partial(job_on_pairs, kind, rows), rows)
 
 
-def test_one_pair_that_does_not_fit_is_not_divided():
-    rows = pairs(1)
-    mode = RunsOutAt(*[40] * 20)
-    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1))
-    with mode, pytest.raises(DoesNotFitError):
-        wired.run(rows)
-
-
 @pytest.mark.parametrize(("layout", "lengths"), [("padded", (24, 30)), ("packed", (30, 30))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bound_is_that_of_brute_force(kind, layout, lengths):
@@ -127,41 +101,6 @@ def test_packed_pairs_have_the_metrics_of_each_pair_alone():
         for name, value in alone.run(some_rows).metrics.items():
             if some_rows is alike or not name.startswith("logits/"):
                 assert metrics[name] == pytest.approx(value, rel=1e-9), name
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        sizes = (leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))
-        self.elements = max(self.elements, *sizes, 0)
-        return made
-
-
-def test_what_packed_pairs_take_follows_their_tokens_alone():
-    """One long answer beside many short ones: answers x the longest would be far more."""
-    rows = [pair((516, 4), torch.Generator()), *[pair((4, 4), torch.Generator())] * 63]
-    task = job_on_pairs("LoRA", rows, layout="packed", limit=MicroBatchLimit(1)).job.task
-    batch, lengths = task.pack(rows)
-    tokens = sum(lengths)
-    vocabulary = 4
-    logits = torch.randn(1, tokens, vocabulary, requires_grad=True)
-
-    class Policy:
-        def logits(self, **batch):
-            return logits
-
-        reference_logits = logits
-
-    batch["labels"] %= vocabulary
-    with LargestTensor() as largest:
-        task.mean_loss(Policy(), batch).backward()
-    assert largest.elements <= logits.numel() < len(lengths) * max(lengths)
 
 
 def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
@@ -244,22 +183,6 @@ def test_a_reference_apart_changes_no_number_of_a_step(kind, layout):
         assert result.metrics == pytest.approx(expected.metrics, rel=EXACT, abs=EXACT)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [(1, 1), (4, 2), (9, 30)])
-def test_what_the_reference_computes_apart_has_the_bits_of_torchtune(kind, lengths):
-    row = {}
-    for name, length in zip(("chosen", "rejected"), lengths, strict=True):
-        row[f"{name}_input_ids"] = list(range(1, 1 + length))
-        row[f"{name}_labels"] = [-100, *range(2, 1 + length)]
-    rows = [row, row]
-    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(2))
-    values = wired.trainer.engine.reference.of_rows(rows)
-    tokens, labels = padded_collate_dpo(rows)
-    with torch.no_grad():
-        logits = wired.trainer.reference_logits(tokens=tokens)
-    assert torch.equal(values.T.flatten(), get_batch_log_probs(logits, labels))
-
-
 def test_a_validation_runs_the_reference_within_its_own_micro_batches():
     rows = pairs(6)
     within = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6))
@@ -303,40 +226,6 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
         adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
         assert not any(part.disabled for part in adapters)
     assert failures > 4
-
-
-def test_a_step_that_is_run_again_does_not_ask_the_reference_again():
-    rows = pairs(8)
-    # The reference's attempt and what is asked after it come first.
-    mode = RunsOutAt(0, 0, 150)
-    faulted = job_on_pairs(
-        "LoRA",
-        rows,
-        limit=MicroBatchLimit(8),
-        reference_limit=MicroBatchLimit(8),
-    )
-    calls = reference_calls(faulted)
-    with mode:
-        result = faulted.run(rows)
-    assert mode.failed_in
-    assert result.micro_batches > 1
-    assert sum(num_pairs for num_pairs, _ in calls) == len(rows)
-
-
-def test_a_lowered_limit_of_the_reference_grows_back():
-    rows = pairs(8)
-    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(8), reference_limit=MicroBatchLimit(8))
-    sizer = MicroBatchSizer(ConfiguredSize(micro_batch_size=8), policy=OOMPolicy(grow_after=1))
-    sizers = Sizers(MicroBatchSizer(), sizer)
-    trainer = Trainer(wired.job, wired.data, wired.model, sizers)
-    sizer.start_below(MicroBatchLimit(2))
-    limits = []
-    for _ in range(80):
-        trainer.engine.run(rows, report_of(rows))
-        limits.append(sizer.limit(1).amount)
-    assert limits[0] == 2
-    assert limits == sorted(limits)
-    assert limits[-1] == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -404,21 +293,6 @@ def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
 
 
 # --- what is taken and what is refused
-
-
-def test_there_are_configs_of_torchtune():
-    assert len(CONFIGS) >= 5
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_of_torchtune_is_taken(name):
-    cfg = OmegaConf.load(STOCK / name)
-    cfg.update({"device": "cpu", "dtype": "fp32"})
-    settings = Settings.from_config(cfg)
-    assert without_effect(settings, cfg) == {}
-    job = Job(cfg, settings, builder_of(cfg), task=PreferencePairs)
-    assert type(job.builder) is (FullModel if "full" in name else AdapterModel)
-    job.check_model()
 
 
 @pytest.mark.parametrize(

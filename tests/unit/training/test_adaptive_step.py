@@ -22,7 +22,6 @@ from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory.device import AcceleratorMemory
 from adaptive_batch.training import (
     AdaptiveStep,
-    OOMPolicy,
     Part,
     RowsOfBatch,
     SplitBatch,
@@ -124,26 +123,6 @@ def test_one_part_has_the_bits_of_the_script():
     assert states[0] == states[1]
 
 
-def test_one_part_is_the_batch_itself_and_is_not_checked():
-    model = decoder()
-    batch = make_batch()
-    padded = {
-        key: nn.functional.pad(value, (0, 5), value=IGNORE_INDEX * (key == "labels"))
-        for key, value in batch.items()
-    }
-    script = Script(model)
-    AdaptiveStep(model, script, micro_batch_tokens=10**6)(padded)
-    (part,) = script.trained
-    assert all(part.batch[key] is padded[key] for key in padded)
-    assert (part.num_rows, part.share, part.is_last, part.is_trial) == (
-        len(LENGTHS),
-        1.0,
-        True,
-        False,
-    )
-    assert script.trials == []
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("sample", 8), ("batch_size", 0), ("batch_size", "8"), ("accumulates", 2)]
 )
@@ -197,17 +176,6 @@ def shifted_labels() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         {"tokens": tokens, "labels": labels},
         {"tokens": tokens, "labels": torch.cat([labels[:, 1:], last], 1)},
     )
-
-
-def test_labels_that_are_shifted_already_are_counted_right():
-    model, (_, shifted) = decoder(), shifted_labels()
-
-    def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
-
-    expected, _ = plain_gradients(model, shifted, loss)
-    AdaptiveStep(model, Script(model, loss=loss), micro_batch_size=5)(shifted)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
 def test_labels_that_collate_and_the_loss_both_shift_are_refused():
@@ -411,21 +379,6 @@ def test_without_a_mask_no_token_of_a_source_is_cut_that_is_longer_than_its_targ
     assert part["input_ids"].shape == part["labels"].shape == (2, max(source[2:]))
 
 
-def test_a_batch_may_keep_its_columns_and_names_the_treatment_of_each_key():
-    batch = {**masked_batch(), "table": torch.eye(3)}
-    rows = RowsOfBatch(batch)
-    assert rows.cuts
-    assert rows.treatment == (
-        "tokens, labels, attention_mask divided and cut; positions, scores, classes divided;"
-        " table kept whole"
-    )
-    whole = rows.uncut()
-    assert not whole.cuts
-    assert whole.part([8])["tokens"].shape == (1, 16)
-    assert rows.part([8])["tokens"].shape == (1, 3)
-    assert "cut" not in whole.treatment
-
-
 def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
     torch.compiler.reset()
     model = torch.compile(decoder(), backend="eager", dynamic=True)
@@ -436,27 +389,6 @@ def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
 
 
 # --- packed rows
-
-POSITIONS = torch.cat([torch.arange(length) for length in (7, 2, 5, 3)])
-FLAT_TOKENS = torch.arange(17) % 11 + 1
-ENDS = torch.tensor([0, 7, 9, 14, 17])
-IN_ROW = {"input_ids": FLAT_TOKENS[None], "position_ids": POSITIONS[None]}
-PACKED = {
-    "one row with positions": {"tokens": FLAT_TOKENS[None], "position_ids": POSITIONS[None]},
-    "with a mask": {**IN_ROW, "attention_mask": torch.ones(1, 17)},
-    "with ends of rows": {"input_ids": FLAT_TOKENS[None], "cu_seq_lens_q": ENDS.int()},
-    "without a dimension of rows": {"input_ids": FLAT_TOKENS, "cu_seqlens": ENDS},
-    "positions without a dimension of rows": {"tokens": FLAT_TOKENS, "position_ids": POSITIONS},
-}
-IN_FRONT = torch.arange(17) - 8
-UNPACKED = {
-    "one row": (FLAT_TOKENS[None], torch.arange(17)[None]),
-    "one row, padded": (FLAT_TOKENS[None], torch.arange(17)[None] * (torch.arange(17) < 9)),
-    "one row, padded in front by ones": (FLAT_TOKENS[None], IN_FRONT.where(IN_FRONT >= 0, 1)[None]),
-    "one row, padded in front by zeros": (FLAT_TOKENS[None], IN_FRONT.clamp(min=0)[None]),
-    "rows that each hold several": (FLAT_TOKENS.repeat(2, 1), POSITIONS.repeat(2, 1)),
-    "a number of each row": (FLAT_TOKENS.repeat(17, 1), POSITIONS),
-}
 
 
 def num_tokens(batch):
@@ -475,55 +407,7 @@ def words(model, most=99):
     return forward_backward
 
 
-@pytest.mark.parametrize("batch", PACKED.values(), ids=PACKED)
-def test_packed_rows_are_split_where_a_size_is_given_or_memory_runs_out(batch):
-    model = nn.Embedding(53, 4)
-    whole = AdaptiveStep(model, words(model))
-    whole(batch)
-    assert whole.num_micro_batches == 1
-    expected = model.weight.grad
-    for sizes, pieces in (
-        ({"micro_batch_size": 2}, [2, 2]),
-        ({"micro_batch_tokens": 8}, [1, 1, 2]),
-    ):
-        model.weight.grad = None
-        step = AdaptiveStep(model, words(model), num_labels=num_tokens, **sizes)
-        step(batch)
-        assert [len(part.rows) for part in step.micro_batches] == pieces
-        assert torch.allclose(model.weight.grad, expected)
-    model.weight.grad = None
-    step = AdaptiveStep(model, words(model, most=8), num_labels=num_tokens)
-    step(batch)
-    assert torch.allclose(model.weight.grad, expected)
-    step = AdaptiveStep(model, words(model, most=6), num_labels=num_tokens)
-    with pytest.raises(DoesNotFitError, match=r"^one document of 7 tokens ran out of memory"):
-        step(batch)
-
-
-def test_packed_rows_are_split_by_a_function_of_the_script():
-    model, rows = nn.Embedding(53, 4), FLAT_TOKENS.split([7, 2, 5, 3])
-
-    def split(batch):
-        def part(numbers):
-            return {"tokens": torch.cat([rows[number] for number in numbers])[None]}
-
-        return SplitBatch(4, part, lengths=list(map(len, rows)))
-
-    arguments = {"micro_batch_size": 2, "split": split, "num_labels": num_tokens}
-    step = AdaptiveStep(model, words(model), **arguments)
-    step(PACKED["one row with positions"])
-    assert step.num_micro_batches == 2
-
-
-@pytest.mark.parametrize(("tokens", "positions"), UNPACKED.values(), ids=UNPACKED)
-def test_rows_that_are_not_packed_are_none(tokens, positions):
-    model = nn.Embedding(53, 4)
-    step = AdaptiveStep(model, words(model), micro_batch_size=2)
-    step({"tokens": tokens, "position_ids": positions})
-    assert step.num_micro_batches == -(-len(tokens) // 2)
-
-
-def test_a_search_counts_no_rows_of_packed_ones():
+def test_a_search_of_packed_rows_counts_documents():
     model = nn.Embedding(53, 4)
     optimizer = torch.optim.SGD(model.parameters())
 
@@ -541,8 +425,12 @@ def test_a_search_counts_no_rows_of_packed_ones():
     step = AdaptiveStep(model, words(model), micro_batch_size="auto", num_labels=num_tokens)
     step.find_bound(optimizer, sample, device_memory="1MiB", maximum=2)
     # Two documents of five tokens fit: a budget of ten.
-    step(PACKED["one row with positions"])
+    positions = torch.cat([torch.arange(length) for length in (7, 2, 5, 3)])[None]
+    step({"tokens": positions + 1, "position_ids": positions})
     assert [len(part.rows) for part in step.micro_batches] == [2, 2]
+    most_six = AdaptiveStep(model, words(model, most=6), num_labels=num_tokens)
+    with pytest.raises(DoesNotFitError, match=r"^one document of 7 tokens ran out of memory"):
+        most_six({"tokens": positions + 1, "position_ids": positions})
 
 
 def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
@@ -635,10 +523,6 @@ class Classifier(nn.Linear):
         super().__init__(6, 3)
 
 
-def class_weighted(model: nn.Module, batch: Any) -> torch.Tensor:
-    return cross_entropy(model(batch["x"]), batch["labels"], weight=torch.tensor([1.0, 5.0, 0.2]))
-
-
 def contrastive(model: nn.Module, batch: Any) -> torch.Tensor:
     outputs = normalize(model(batch["x"]))
     return cross_entropy(4 * outputs @ outputs.T, torch.arange(len(outputs)))
@@ -663,7 +547,7 @@ def classified_rows() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("loss", [class_weighted, contrastive, of_valid_rows, with_table])
+@pytest.mark.parametrize("loss", [contrastive, of_valid_rows, with_table])
 @pytest.mark.parametrize("because", ["micro_batch_size", "out of memory"])
 def test_a_loss_that_is_not_the_sum_of_its_parts_is_refused_before_anything_changes(loss, because):
     model = Classifier()
@@ -761,17 +645,6 @@ def test_a_model_with_batch_norm_is_warned_about_at_its_first_split(is_frozen, c
     assert caplog.text.count("BatchNorm") == (not is_frozen)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "at_most", "parts"),
-    [(21, 5, [5, 4, 4, 4, 4]), (11, 10, [6, 5]), (9, 3, [3, 3, 3]), (4, 5, [4])],
-)
-def test_parts_of_rows_are_nearly_equal(num_rows, at_most, parts):
-    model = Regression()
-    script = Script(model, loss=regression_loss)
-    AdaptiveStep(model, script, micro_batch_size=at_most)(regression_data(num_rows))
-    assert script.rows == parts
-
-
 def test_batch_norm_never_gets_a_row_alone_that_two_could_share():
     model = Normalized()
     script = Script(model, loss=regression_loss)
@@ -813,25 +686,6 @@ def test_gradients_are_compared_however_they_come_and_one_warning_says_that_none
     assert not step.is_trial
 
 
-def test_what_is_compared_is_what_backward_is_called_on():
-    """And not what the function returns, nor what a scaler makes of it."""
-    model = Regression()
-    scaler = torch.amp.GradScaler("cpu")
-    batch = regression_data()
-    expected, _ = plain_gradients(model, batch, regression_loss)
-
-    @AdaptiveStep.of(model, micro_batch_size=4)
-    def step(part):
-        loss = regression_loss(model, part.batch)
-        scaler.scale(loss * part.share).backward()
-        return "nothing", loss.item()
-
-    results = step(batch)
-    assert [name for name, _ in results] == ["nothing"] * 3
-    found = {name: gradient / scaler.get_scale() for name, gradient in gradients_of(model).items()}
-    assert relative_error(found, expected) <= ROUNDING
-
-
 @pytest.mark.parametrize(("most_rows", "sizes"), [(3, [4, 2, 1, 1]), (1, [4, 2])])
 def test_a_check_that_runs_out_of_memory_compares_two_rows_if_they_fit(most_rows, sizes, caplog):
     model = Classifier()
@@ -851,49 +705,6 @@ def test_a_check_that_runs_out_of_memory_compares_two_rows_if_they_fit(most_rows
 # --- out of memory
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_batch_of_which_a_third_fits_trains_like_one_that_fits(backward):
-    weights, losses = [], []
-    for most_rows in (10**9, 4):
-        model = decoder()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        script = Script(model, most_rows=most_rows, backward=backward)
-        step = AdaptiveStep(model, script)
-        losses.append([])
-        for seed in range(4):
-            losses[-1].append(float(sum(step(make_batch(seed=seed)))))
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
-    assert script.rows == [12, 6, *[3] * 16]
-    assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
-    assert relative_error(weights[1], weights[0]) <= ROUNDING
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 6])
-def test_gradients_of_earlier_batches_survive_a_batch_that_runs_out_of_memory(micro_batch_size):
-    model = decoder()
-    batches = [make_batch(seed=seed) for seed in range(3)]
-    for batch in batches:
-        (mean_loss(model, batch) / 3).backward()
-    expected = gradients_of(model)
-    model.zero_grad()
-    script = Script(model, loss=lambda model, batch: mean_loss(model, batch) / 3, backward=True)
-    step = AdaptiveStep(model, script, micro_batch_size=micro_batch_size)
-    # Before the first step parameters may still be replaced.
-    model.load_state_dict(model.state_dict(), assign=True)
-    step(batches[0])
-    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
-    script.most_rows = 4
-    step(batches[1])
-    assert script.rows.count(3) == 4
-    script.most_rows = 12
-    step(batches[2])
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
-    # In place, as autograd accumulates, so that who holds a gradient sees it.
-    assert all(parameter.grad is kept[name] for name, parameter in model.named_parameters())
-
-
 def test_one_row_that_does_not_fit_is_refused_with_its_size():
     model = decoder()
     step = AdaptiveStep(model, Script(model, most_rows=0))
@@ -909,18 +720,6 @@ def test_an_error_of_memory_is_let_through_where_asked():
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         step(make_batch())
     assert script.rows == [12]
-
-
-def test_the_limit_grows_back_where_memory_suffices():
-    model = decoder()
-    script = Script(model, most_rows=6)
-    step = AdaptiveStep(model, script, options=StepOptions(oom_policy=OOMPolicy(grow_after=1)))
-    step(make_batch())
-    assert script.rows == [12, 6, 6]
-    script.most_rows = 12
-    for _ in range(20):
-        step(make_batch())
-    assert script.rows[-1] == 12
 
 
 # Losses of these steps are too large for gradients of float16 at any scale that is reached.
@@ -1005,17 +804,6 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
     too_large = AdaptiveStep(model, script, micro_batch_size=500)
     with pytest.raises(SettingError, match=r"micro_batch_size=500: .*give \d+ or less"):
         too_large.find_bound(optimizer, repeated, device_memory="192KiB")
-
-
-def test_fewer_rows_fit_beside_the_gradients_of_other_parts_and_batches():
-    found = []
-    for options in ({}, {"batch_size": 500}, {"accumulates": True}):
-        model = decoder()
-        optimizer = torch.optim.SGD(model.parameters())
-        step = AdaptiveStep(model, Script(model))
-        result = step.find_bound(optimizer, repeated, device_memory="1MiB", **options)
-        found.append(result.max_batch_size)
-    assert max(found[1:]) < found[0]
 
 
 # --- state

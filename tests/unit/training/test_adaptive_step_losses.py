@@ -16,11 +16,7 @@ from support.losses import (
     CASES,
     Batch,
     Page,
-    forward_kl,
-    ratio_over_batch,
     taken_gradients,
-    token_losses_of,
-    token_mean,
     whole_gradients_of,
 )
 from support.sharded_model import bits, relative_error
@@ -207,72 +203,3 @@ def test_statistics_that_do_not_add_up_are_refused(page, loss, statistics, messa
 
 
 # --- what threads of other projects report: their formula is another step if it is split
-
-
-def divided_again(page: Page, part: Batch, batch: Batch, num_parts: int) -> torch.Tensor:
-    """The sum over tokens, divided by those of the batch and by the number of parts."""
-    return torch.cat(token_losses_of(page, part)).sum() / page.completion_tokens(batch) / num_parts
-
-
-def ratio_of_part(page: Page, part: Batch, batch: Batch, num_parts: int) -> torch.Tensor:
-    share = page.completion_tokens(part) / page.completion_tokens(batch)
-    return ratio_over_batch(page, part) * share
-
-
-def part_alone(whole: Any) -> Any:
-    return lambda page, part, batch, num_parts: whole(page, part)
-
-
-def by_rows(page: Page, part: Batch, batch: Batch, num_parts: int) -> torch.Tensor:
-    return token_mean(page, part) * len(part["tokens"]) / len(batch["tokens"])
-
-
-def divided_by_parts(whole: Any) -> Any:
-    return lambda page, part, batch, num_parts: whole(page, part) / num_parts
-
-
-# Thread: loss of the whole batch, loss of a part as the thread computes it, and the factor of the
-# gradient of three parts of equal means.
-THREADS = {
-    "verl 7200": (forward_kl, part_alone(forward_kl), 3),
-    "verl 7321": (token_mean, part_alone(token_mean), 3),
-    "ms-swift 10117, trl 5619, unsloth-zoo 1023": (token_mean, divided_again, 1 / 3),
-    "twinkle 292": (token_mean, by_rows, 1),
-    "trl 4719": (token_mean, divided_by_parts(token_mean), 1),
-    "Soup 932": (forward_kl, divided_by_parts(forward_kl), 1),
-    "NeMo-RL 4172": (ratio_over_batch, ratio_of_part, None),
-}
-
-
-@pytest.mark.parametrize(("whole", "theirs", "factor"), THREADS.values(), ids=THREADS)
-def test_the_formula_of_a_thread_changes_the_gradient_of_a_batch_that_is_split(
-    page, whole, theirs, factor
-):
-    for lengths in ([9] * 6, LENGTHS):
-        batch = page.batch(lengths)
-        expected, _ = whole_gradients_of(page, whole, batch)
-        one_part, _ = whole_gradients_of(
-            page, lambda page, batch: theirs(page, batch, batch, 1), batch
-        )
-        assert relative_error(one_part, expected) <= EXACT
-        parts = [
-            {key: tensor[first : first + 2] for key, tensor in batch.items()}
-            for first in range(0, len(lengths), 2)
-        ]
-        for part in parts:
-            theirs(page, part, batch, len(parts)).backward()
-        found = taken_gradients(page.model)
-        if factor and lengths != LENGTHS:
-            scaled = {name: factor * gradient for name, gradient in expected.items()}
-            assert relative_error(found, scaled) <= EXACT
-        else:
-            assert relative_error(found, expected) > 0.01
-
-    def formula(part: Part) -> None:
-        num_parts = 1 if part.num_rows == len(LENGTHS) else len(parts)
-        theirs(page, part.batch, batch, num_parts).backward()
-
-    # A part of few rows does not show that it is divided once more.
-    if theirs is not divided_again:
-        with pytest.raises(SettingError, match="so a split would train something else"):
-            AdaptiveStep(page.model, formula, micro_batch_size=2)(batch)

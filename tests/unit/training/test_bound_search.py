@@ -4,7 +4,6 @@ sample.
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from functools import partial
@@ -21,15 +20,12 @@ from torch.nn.functional import cross_entropy
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import Trial
 from adaptive_batch.training import (
     AdaptiveStep,
     BoundSearch,
     MicroBatchSizer,
     ProbeOptions,
-    RowsOfBatch,
     SearchScope,
-    find_limit,
     find_max_batch_size,
 )
 from adaptive_batch.training.bound_search import LongestRows, TriedStep
@@ -101,29 +97,6 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
     assert f"max_batch_size: {expected}" in result.table()
 
 
-@pytest.mark.parametrize("step_rows", [None, 10, 11])
-def test_a_step_that_has_to_be_split_is_searched_again_with_gradients_in_memory(step_rows):
-    budget = peaks_by_hand()[9]
-    training = Training()
-    step = Step(training.model, MicroBatchSizer())
-
-    def try_sample(make_batch):
-        with step.trial():
-            training.forward_backward(make_batch())
-
-    rows = LongestRows.of_sample(sample, RowsOfBatch, torch.device("cpu"))
-    results = find_limit(
-        TriedStep(step, training.optimizer, try_sample),
-        SearchScope(rows, whole_step_rows=step_rows),
-        ProbeOptions(budget, 0.0, MAXIMUM),
-    )
-    expected = [10]
-    if step_rows == 11:
-        expected += [sum(peak <= budget for peak in peaks_by_hand(accumulates=True))]
-        assert 0 < expected[-1] < 10
-    assert [result.max_batch_size for result in results] == expected
-
-
 def search_on(memory, has_order, headroom):
     training = Training()
     runner = Step(training.model, MicroBatchSizer(), memory=memory)
@@ -157,53 +130,11 @@ def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_leng
     assert search.left_free == text
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "value"), [(sys, "platform", "win32"), (torch.version, "hip", "6.4")]
-)
-def test_segments_that_expand_are_not_advised_where_pytorch_has_none(
-    monkeypatch, module, name, value
-):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    monkeypatch.setattr(module, name, value)
-    assert search_on(CachingMemory(), True, "auto").left_free == "5% of the memory left free"
-
-
-def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
-    search, sizes = search_on(CachingMemory(), True, "auto"), []
-
-    def fails(size):
-        sizes.append(size)
-        return Trial(size, fits=False)
-
-    monkeypatch.setattr(search, "_run_trial", fails)
-    assert search._search(2**30, 0).max_batch_size == 0
-    assert sizes == [1]
-
-
-def test_the_table_of_peaks_that_are_counted_says_that_they_are_of_the_eager_program():
-    peaks = peaks_by_hand()
-    eager = Training().find(device_memory=peaks[7], headroom=0.0, maximum=MAXIMUM)
-    assert "eager program" not in eager.table()
-    compiled = Training()
-    compiled.model.compile(backend="aot_eager")
-    found = compiled.find(device_memory=peaks[7], headroom=0.0, maximum=MAXIMUM)
-    assert "peaks are those of the eager program" in found.table()
-    assert found.max_batch_size == eager.max_batch_size
-
-
 def test_halving_finds_the_first_half_that_fits():
     peaks = peaks_by_hand()
     result = Training().find(device_memory=peaks[12], headroom=0.0, search="halve", maximum=MAXIMUM)
     assert [trial.batch_size for trial in result.trials] == [24, 12]
     assert result.max_batch_size == 12
-
-
-def test_headroom_is_left_free(caplog):
-    caplog.set_level(logging.INFO, logger="adaptive_batch")
-    peak = peaks_by_hand()[9]
-    assert Training().find(device_memory=peak, headroom=0.0).max_batch_size == 10
-    assert "with 0% of the memory left free" in caplog.text
-    assert Training().find(device_memory=peak, headroom=0.2).max_batch_size < 10
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
@@ -219,35 +150,6 @@ def test_a_search_leaves_training_as_it_was(steps_before):
     result = training.find(device_memory="512KiB")
     assert 1 < result.max_batch_size < 100
     assert training_state(training.model, training.optimizer) == before
-
-
-def test_an_error_in_a_trial_leaves_training_as_it_was():
-    training = Training(draws=True)
-    training.train(1)
-    model, optimizer = training.model, training.optimizer
-    before = training_state(model, optimizer)
-
-    def fail(batch: Any) -> None:
-        training.forward_backward(batch)
-        if len(batch["tokens"]) > 1:
-            raise ValueError("index out of range")
-
-    with pytest.raises(RuntimeError, match=r"a trial of .* failed, not because of memory: index"):
-        find_max_batch_size(model, optimizer, fail, sample, device_memory="512KiB")
-    assert training_state(model, optimizer) == before
-
-
-def test_the_search_of_a_step_finds_the_same_number():
-    result = Training().find(device_memory="512KiB")
-    training = Training()
-
-    @AdaptiveStep.of(training.model)
-    def step(part):
-        training.forward_backward(part.batch)
-
-    of_step = step.find_bound(training.optimizer, sample, device_memory="512KiB")
-    assert of_step.max_batch_size == step.max_batch_size == result.max_batch_size
-    assert of_step.trials[-1].peak_bytes == result.trials[-1].peak_bytes
 
 
 def test_options_that_cannot_be_used_are_refused():

@@ -180,6 +180,20 @@ def test_a_numbered_mask_of_as_many_rows_as_columns_is_divided_by_tokens():
     assert part["attention_mask"].tolist() == [[1, 2, 3, 3]]
 
 
+def test_rows_that_are_not_packed_have_no_documents():
+    places = torch.arange(17)
+    several = torch.cat([torch.arange(length) for length in (7, 2, 5, 3)])
+    for positions in (
+        places[None],
+        # Padded behind and in front, by zeros and by ones.
+        (places * (places < 9))[None],
+        (places - 8).clamp(min=0)[None],
+        (places - 8).where(places >= 8, 1)[None],
+        several.repeat(2, 1),
+    ):
+        assert documents_of({"tokens": positions + 1, "position_ids": positions}) is None
+
+
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_the_first_packed_batch_is_checked_whenever_it_comes(steps_before):
     class Mixes(Attends):

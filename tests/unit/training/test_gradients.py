@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, find_max_batch_size
-from adaptive_batch.training.gradients import ExternalLeaves
 
 NUM_ROWS = 12
 
@@ -210,19 +208,6 @@ def test_leaves_of_earlier_batches_are_known_in_later_ones(numbers, fails):
 def test_a_leaf_that_only_a_failed_backward_shows_is_refused_if_the_graph_seemed_known():
     with pytest.raises(SettingError, match="pass one module that has all trained parameters"):
         Heads().run([0, 1, 2], "backward")
-
-
-def test_graphs_of_known_sizes_are_not_looked_through_in_any_thread():
-    weight = nn.Parameter(torch.ones(3))
-    looks = []
-    others = ExternalLeaves(lambda: looks.append(weight) or [weight])
-
-    with ThreadPoolExecutor(1) as pool, others.watch_backward(lambda _: None):
-        for _ in range(20):
-            weight.sin().cos().sum().backward()
-            pool.submit(lambda: weight.exp().sum().backward()).result()
-    # The first graph of a thread also counts the nodes of the time before.
-    assert len(looks) <= 4
 
 
 # --- optimizers that step in backward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -11,45 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
 from support.loops import RATE, ROWS, RunsOut, classes, of_ranks, sizes, train, training
 from support.sharded_model import Decoder, collate, token_losses, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DistributedSampler
 
 from adaptive_batch import OOMPolicy
 from adaptive_batch.data import ReadAhead
 from adaptive_batch.errors import GrowthFunctionError, NonfiniteLossError, SettingError
-from adaptive_batch.schedules import at_epochs, geometric, linear_ramp
+from adaptive_batch.schedules import at_epochs
 from adaptive_batch.training import AdaptiveLoop
 
 # --- steps that grow
-
-
-def test_an_increment_is_asked_once_an_epoch_and_cut_to_the_bound():
-    asked = []
-
-    def grow(epoch: int, batch_size: int) -> int:
-        asked.append((epoch, batch_size))
-        return 0 if epoch == 0 else batch_size
-
-    one = training(batch_increase_function=grow)
-    one.loop.find_bound(device_memory="1GiB", maximum=11)
-    assert one.loop.num_steps(4) == 10 + 5 + 4 + 4
-    assert len(one.loop) == 10
-    asked.clear()
-    seen = train(one, epochs=4)
-    assert [sizes(seen, epoch)[0] for epoch in range(4)] == [4, 8, 11, 11]
-    assert asked == [(0, 4), (1, 4), (2, 8), (3, 11)]
-    assert len(seen) == 10 + 5 + 4 + 4
-    iter_twice = training(batch_increase_function=grow)
-    for _ in range(2):
-        next(iter(iter_twice.loop))
-    assert iter_twice.loop.batch_size == 4
-    assert len(asked) == 5
 
 
 def test_an_error_of_the_loss_leaves_the_random_numbers_as_they_were():
@@ -67,19 +39,6 @@ def test_an_error_of_the_loss_leaves_the_random_numbers_as_they_were():
     assert draws[0] == draws[1]
 
 
-def test_a_loss_that_pops_from_its_batch_leaves_what_collate_has_returned():
-    collated = []
-
-    def keep(rows: Any) -> Any:
-        collated.append(collate(rows))
-        return collated[-1]
-
-    # The loss of these models pops the labels.
-    train(training(collate=keep, batch_size=8), until=2)
-    assert len(collated) == 2
-    assert all("labels" in batch for batch in collated)
-
-
 def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_for():
     one = training(batch_size="max")
     assert one.loop.max_batch_size is None
@@ -95,49 +54,6 @@ def test_an_increment_may_pass_the_bound_in_micro_batches():
     seen = train(one, epochs=2)
     assert sizes(seen, 1) == [24, 16]
     assert [step.result.micro_batches for step in seen if step.epoch == 1] == [3, 2]
-
-
-@given(
-    counts=st.lists(st.integers(1, 50), min_size=1, max_size=6),
-    shuffle=st.booleans(),
-    seed=st.integers(0, 9),
-)
-@examples(15)
-def test_each_row_is_handed_out_once_an_epoch_in_the_order_of_torchs_sampler(counts, shuffle, seed):
-    one = training(
-        model=Decoder(width=4),
-        batch_size_schedule=lambda progress: counts[progress.steps % len(counts)],
-        shuffle=shuffle,
-        seed=seed,
-    )
-    sampler = DistributedSampler(ROWS, 1, 0, shuffle=shuffle, seed=seed)
-    seen = train(one, epochs=2)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        assert [number for step in seen if step.epoch == epoch for number in step.rows] == list(
-            sampler
-        )
-    assert [step.result.rows for step in seen] == [len(step.rows) for step in seen]
-    progress = one.loop.progress
-    assert (progress.epoch, progress.epoch_rows, progress.samples) == (2, 0, 80)
-    assert progress.steps == len(seen)
-    assert progress.tokens == 2 * sum(len(row["tokens"]) for row in ROWS)
-
-
-def test_rows_that_are_taken_ahead_change_nothing():
-    rule = linear_ramp(2, 12, "300tok")
-    one, other = (training(batch_size_schedule=rule) for _ in range(2))
-    seen = train(one)
-    ahead = list(other.loop)
-    assert [len(rows) for rows in ahead] == sizes(seen)
-    assert len(set(sizes(seen))) > 3
-    for rows in ahead:
-        other.loop.run(rows)
-        other.optimizer.step()
-        other.optimizer.zero_grad()
-    states = [training_state(each.model, each.optimizer)["parameters"] for each in (one, other)]
-    assert states[0] == states[1]
-    assert one.loop.progress == other.loop.progress
 
 
 def test_only_rows_that_were_handed_out_are_run():
@@ -232,48 +148,6 @@ def test_a_step_that_stops_can_be_run_again():
 # --- going on
 
 
-RULES: dict[str, dict[str, Any]] = {
-    "increment": {"batch_increase_function": geometric(2.0)},
-    "schedule": {"batch_size_schedule": linear_ramp(2, 9, "50sp")},
-    "tokens": {
-        "batch_tokens": 60,
-        "micro_batch_tokens": 40,
-        "sample_order": "seqlen",
-        "lr_clock": "tokens",
-    },
-}
-
-
-@pytest.mark.parametrize("stopped_after", [2, 10, 13])
-@pytest.mark.parametrize("rule", RULES)
-def test_going_on_from_a_saved_state_gives_the_bits_of_training_without_a_stop(stopped_after, rule):
-    def begin() -> SimpleNamespace:
-        model = Decoder(draws=True)
-        options = {"mean_loss": RunsOut(model, most=3), "schedule": lambda step: 0.9**step}
-        one = training(model=model, lr_scaling="sqrt", **options, **RULES[rule])
-        one.loop.find_bound(device_memory="1GiB", maximum=3)
-        return one
-
-    whole = begin()
-    train(whole, epochs=3)
-    first = begin()
-    train(first, until=stopped_after)
-    file = io.BytesIO()
-    torch.save({key: getattr(first, key).state_dict() for key in vars(first)}, file)
-    random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    goes_on = begin()
-    for key in ("model", "optimizer", "loop"):
-        getattr(goes_on, key).load_state_dict(saved[key])
-    torch.set_rng_state(random_states[0])
-    random.setstate(random_states[1])
-    np.random.set_state(random_states[2])
-    train(goes_on, epochs=3)
-    states = [training_state(one.model, one.optimizer) for one in (goes_on, whole)]
-    assert states[0] == states[1]
-    assert goes_on.loop.state_dict() == whole.loop.state_dict()
-
-
 def test_a_saved_bound_below_what_is_configured_now_is_found_anew_and_not_refused():
     """As on a device that holds more: find_bound comes after load_state_dict."""
     small = training(batch_size=4)
@@ -319,18 +193,6 @@ def test_other_rows_and_another_batch_or_rule_do_not_go_on_in_silence(option, va
     state = training().loop.state_dict()
     with pytest.raises(SettingError, match=f"^{key}="):
         training(**{option: value}).loop.load_state_dict(state)
-
-
-def test_the_batch_and_the_optimizer_of_a_loop_that_goes_on_may_change():
-    first, other = training(), training()
-    train(first, until=3)
-    other.optimizer.load_state_dict(first.optimizer.state_dict())
-    other.loop.load_state_dict(first.loop.state_dict())
-    other.loop.batch_size = 8
-    other.optimizer.param_groups[0]["lr"] = 0.25
-    seen = train(other)
-    assert {step.rate for step in seen} == {0.25}
-    assert sizes(seen) == [8, 8, 8, 4]
 
 
 # --- what is refused
@@ -541,27 +403,6 @@ def test_auto_is_the_whole_step_until_a_bound_is_found() -> None:
     one.loop.run(rows)
     assert one.loop.limit.amount == bound.max_batch_size * bound.sequence_length
     assert one.loop.limit.unit == "tokens"
-
-
-def test_a_trial_can_be_told_from_training() -> None:
-    calls: list[bool] = []
-    model = Decoder()
-
-    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        calls.append(one.loop.is_trial)
-        return token_losses(model, batch, "mean")
-
-    one = training(model=model, mean_loss=loss)
-    one.loop.find_bound(device_memory="400KiB")
-    assert set(calls) == {True}
-    calls.clear()
-    (first,) = train(one, until=1)
-    # Rows are compared with their parts before the first two splits.
-    assert calls == [True] * 9 + [False] * first.result.micro_batches
-    train(one, until=2)
-    calls.clear()
-    train(one, until=3)
-    assert set(calls) == {False}
 
 
 def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None:

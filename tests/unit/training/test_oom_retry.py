@@ -24,7 +24,7 @@ from support.fault_injection import (
 from support.runners import HeldSizer, build_runner
 from support.training_cases import CPU
 
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
@@ -127,46 +127,11 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointin
     assert set(still_alive) == {0}
 
 
-def test_the_largest_micro_batch_is_retried_until_it_fits_and_limit_stays_lowered():
-    step = Step(capacity=MicroBatchLimit(8))
-    step.too_large = lambda tokens: tokens.shape[0] > 3
-    assert step.engine.run(step_rows(0)).micro_batches == 4
-    changes = [(change.before.amount, change.after.amount) for change in step.changes]
-    assert changes == [(8, 4), (4, 2)]
-    assert step.engine.sizer.limit() == MicroBatchLimit(2)
-    step.model.zero_grad()
-    assert step.engine.run(step_rows(1)).micro_batches == 4
-    assert len(step.changes) == 2
-
-
 # what capacity becomes
 
 
 def rows(*lengths):
     return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
-
-
-def test_by_tokens_limit_becomes_half_of_the_group_that_failed():
-    step = Step(capacity=MicroBatchLimit(40, "tokens"))
-    step.too_large = lambda tokens: tokens.shape == (6, 3)
-    step.engine.run(rows(20, 20, *[3] * 6))
-    (change,) = step.changes
-    assert (change.rows, change.length, change.after) == (6, 3, MicroBatchLimit(9, "tokens"))
-    assert change.describe() == (
-        "out of memory with 6 rows of 3 tokens at once: micro-batch limit lowered from 40 padded"
-        f" tokens to 9 padded tokens, and the step runs again ({SAID.splitlines()[0]})"
-    )
-    assert step.shapes_run == [(2, 20), (6, 3), (1, 20), (1, 20), (3, 3), (3, 3)]
-
-
-def test_padding_counts_in_the_group_that_failed():
-    step = Step(
-        capacity=MicroBatchLimit(64, "tokens"), layout=MicroBatchLayout(pad_to_multiple_of=16)
-    )
-    step.too_large = lambda tokens: tokens.numel() > 32
-    step.engine.run(rows(3, 4, 5, 6))
-    assert step.changes[0].after == MicroBatchLimit(32, "tokens")
-    assert step.shapes_run == [(4, 16), (2, 16), (2, 16)]
 
 
 @pytest.mark.parametrize("capacity", [MicroBatchLimit(8), MicroBatchLimit(72, "tokens")], ids=str)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +17,6 @@ from support.packed_models import (
     transformers_model,
 )
 from torch.nn import functional
-from torch.utils.flop_counter import FlopCounterMode
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 
@@ -141,35 +138,6 @@ def test_what_is_not_finite_in_one_row_stays_there(lengths, data):
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("name", ["llama3_2", "transformers"])
-def test_cost_is_linear_in_the_rows(name):
-    model, ids = MODELS[name](), "input_ids" if name == "transformers" else "tokens"
-
-    def multiplied(rows):
-        batch = pack_rows(random_rows([20] * rows, name=ids), ignore_index=IGNORED)
-        with FlopCounterMode(display=False) as counter:
-            loss_and_gradients(model, batch, [20] * rows)
-        return counter.get_total_flops()
-
-    assert multiplied(8) == 4 * multiplied(2)
-
-
-def test_a_transformers_model_makes_no_mask_of_tokens_by_tokens():
-    lengths = [10] * 20
-    batch = pack_rows(random_rows(lengths, name="input_ids"), ignore_index=IGNORED)
-    masks = []
-    with isolated_rows(lengths) as packed:
-        take = packed._attend
-        packed._attend = lambda *args, **how: (
-            masks.append(how.get("attn_mask")) or take(*args, **how)
-        )
-        loss_of(transformers_model(), batch)
-    assert packed.calls == 2
-    assert len(masks) == 40
-    assert set(masks) == {None}
-    assert batch["attention_mask"].untyped_storage().nbytes() == 1
-
-
 def test_attention_is_pytorchs_again_outside_even_after_an_error():
     before = functional.scaled_dot_product_attention
     with pytest.raises(ValueError, match="packed"), isolated_rows([3]):
@@ -211,25 +179,3 @@ def test_dropout_drops_within_rows(given, named):
         weights, weights * torch.block_diag(torch.ones(4, 4), torch.ones(7, 7)).tril()
     )
     assert (weights == 0).sum() > (weights.shape[1] * (121 - 10 - 28)) + 10
-
-
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(["tokens", "input_ids"])
-)
-@examples(40)
-def test_a_packed_batch_has_every_token_and_the_labels_that_the_rows_have(lengths, name):
-    rows = random_rows(lengths, name=name)
-    before = copy.deepcopy(rows)
-    batch = pack_rows(rows, ignore_index=IGNORED)
-    assert str(rows) == str(before)
-    positions = batch["position_ids" if name == "input_ids" else "input_pos"]
-    assert positions.tolist() == [[place for length in lengths for place in range(length)]]
-    assert batch[name].tolist() == [
-        torch.cat([torch.as_tensor(row[name]) for row in rows]).tolist()
-    ]
-    expected = [torch.as_tensor(row["labels"])[1:].tolist() for row in rows]
-    assert [
-        row[1:] for row in (one.tolist() for one in batch["labels"][0].split(lengths))
-    ] == expected
-    assert (batch["labels"][0][positions[0] == 0] == IGNORED).all()
-    assert {batch[key].dtype for key in (name, "labels")} == {torch.int64}

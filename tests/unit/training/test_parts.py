@@ -17,7 +17,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import TokenClassifierOutput
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.training import AdaptiveStep, Part, RowsOfBatch
+from adaptive_batch.training import AdaptiveStep, Part
 
 ROUNDING = 2e-6
 Pair = namedtuple("Pair", "x y")
@@ -236,72 +236,6 @@ def test_rows_of_any_layout_are_divided(batch, loss):
 
 # --- layouts of which the model or the check of the split decides
 
-TREATMENTS = {
-    "graphs in a mapping": (
-        {"x": torch.randn(12, 4), "of_graph": torch.arange(12) // 3, "y": Y},
-        12,
-        "x, of_graph divided; y kept whole",
-    ),
-    "CTC targets in one row": (
-        {
-            "x": torch.randn(4, 9, 4),
-            "targets": torch.ones(8),
-            "lengths": Y,
-            "target_lengths": torch.full((4,), 2),
-        },
-        4,
-        "x, lengths, target_lengths divided; targets kept whole",
-    ),
-    "time first": (
-        {"x": torch.randn(9, 4, 4), "y": torch.zeros(9, 4), "lengths": Y},
-        9,
-        "x, y divided; lengths kept whole",
-    ),
-    "several images of a row": (
-        {"input_ids": IDS, "labels": IDS, "images": torch.randn(9, 3), "sizes": torch.ones(9, 2)},
-        4,
-        "input_ids, labels divided; images, sizes kept whole",
-    ),
-    "named keys among as many others": (
-        {"sizes": torch.ones(9, 2), "input_ids": IDS, "crops": [torch.ones(9), torch.ones(9)]},
-        4,
-        "sizes, crops[0], crops[1] kept whole; input_ids divided",
-    ),
-    "as many entries as rows": (
-        {**MASKED, "weights": torch.ones(4)},
-        4,
-        "ids, attention_mask, y, weights divided",
-    ),
-    "padding": (
-        {"input_ids": IDS[1:], "attention_mask": MASKED["attention_mask"][1:], "y": Y[1:]},
-        3,
-        "input_ids, attention_mask divided and cut; y divided",
-    ),
-    "tensors in containers": (
-        {"in": (IDS, {"y": Y}), "scale": torch.ones(()), "name": "a", "sizes": [1, 2]},
-        4,
-        "in[0], in[1].y divided; scale, name, sizes kept whole",
-    ),
-    "a tensor": (IDS, 4, "the batch divided"),
-    "rows of one length": (
-        [{"x": torch.ones(5), "y": torch.ones(5)} for _ in range(4)],
-        4,
-        "the batch divided",
-    ),
-    "tables beside a table of another length": (
-        [torch.ones(4, 3), torch.ones(4, 3), torch.ones(2, 3)],
-        4,
-        "[0], [1] divided; [2] kept whole",
-    ),
-}
-
-
-@pytest.mark.parametrize(("batch", "num_rows", "treatment"), TREATMENTS.values(), ids=TREATMENTS)
-def test_the_treatment_of_each_key_is_named(batch, num_rows, treatment):
-    rows = RowsOfBatch(batch)
-    assert rows.num_rows == num_rows
-    assert rows.treatment == treatment
-
 
 @pytest.mark.parametrize(
     ("batch", "treatment"),
@@ -467,12 +401,3 @@ def test_what_a_function_removes_from_a_batch_is_there_in_its_next_attempt(
     step(batch)
     assert attempts == [4, 2, 2]
     assert len(batch["more"][0])
-
-
-def test_tensors_of_one_part_are_those_of_the_batch():
-    model = Model()
-    step, parts = new_step(model, lambda model, batch: model.linear(batch["in"][0]["x"]).mean())
-    batch = {"in": [{"x": torch.ones(2, 4)}], "names": np.array(["a", "b"])}
-    step(batch)
-    assert parts[0].batch["in"][0]["x"] is batch["in"][0]["x"]
-    assert parts[0].batch["names"] is batch["names"]

@@ -2,10 +2,8 @@
 alone.
 """
 
-import copy
 import io
 import math
-import pickle
 
 import pytest
 import torch
@@ -136,16 +134,6 @@ batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 # --- without a scheduler
 
 
-def test_a_constant_rate_stays_and_its_groups_are_not_touched():
-    one = optimizer(0.1)
-    before = [dict(group) for group in one.param_groups]
-    rate = AdaptiveRate([one], None)
-    assert [applied(rate, clock) for clock in (0.0, 1.5, 9.0)] == [0.1, 0.1, 0.1]
-    assert [dict(group) for group in one.param_groups] == before
-    assert not one._optimizer_step_pre_hooks
-    assert "step" not in vars(one)
-
-
 # --- a schedule
 
 
@@ -166,15 +154,6 @@ def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
             scheduler.step()
 
 
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=5))
-def test_the_rate_depends_on_the_clock_alone(clocks):
-    one = optimizer(0.1, 0.3)
-    rate = AdaptiveRate([one], LambdaLR(one, cosine))
-    for clock in clocks:
-        applied(rate, clock)
-    assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
-
-
 @every_scheduler
 @given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
 def test_nothing_accumulates(build, batches, rule):
@@ -190,19 +169,6 @@ def test_nothing_accumulates(build, batches, rule):
         one.step()
         assert rates(one) == rates(other)
         assert one.seen == [scale_learning_rate(each, batch, 16, rule) for each in rates(other)]
-
-
-@every_scheduler
-@pytest.mark.parametrize("make", ["numbers", "tensors"])
-def test_what_is_returned_and_get_last_lr_are_the_rates_that_the_step_has(build, make):
-    one = optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3)
-    scheduler = build(one)
-    rate = linear(one, scheduler)
-    for clock, batch in enumerate((4, 8, 8, 2)):
-        now = applied(rate, clock, batch)
-        one.step()
-        assert now == one.seen[0]
-        assert scheduler is None or scheduler.get_last_lr() == one.seen
 
 
 # --- several groups, several optimizers, tensors
@@ -277,17 +243,6 @@ def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled
         own.step()
         torchs_own.step()
         assert own.get_last_lr() == torchs_own.get_last_lr()
-
-
-@pytest.mark.parametrize("is_stepped", [True, False])
-def test_what_is_saved_or_copied_is_not_scaled_whenever_that_is(is_stepped):
-    one = optimizer(0.1, 0.3)
-    rate = linear(one)
-    assert applied(rate, 0, 8) == 0.2
-    if is_stepped:
-        one.step()
-    assert rates(pickle.loads(pickle.dumps(one))) == rates(copy.deepcopy(one)) == [0.1, 0.3]
-    assert [group["lr"] for group in one.state_dict()["param_groups"]] == [0.1, 0.3]
 
 
 def test_a_step_that_a_grad_scaler_skips_leaves_the_rate():
@@ -383,39 +338,6 @@ def test_an_optimizer_without_hooks_or_whose_method_is_replaced_is_scaled_and_re
         one.step()
         assert one.seen == [0.1 * batch / 4]
         assert rates(one) == [0.1]
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As accelerate's and Lightning's: an Optimizer that torch has not set up, around one that it
-    has.
-    """
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-
-
-@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper, lambda one: Wrapper(Wrapper(one))])
-def test_a_wrapped_optimizer_is_the_one_inside(wrap):
-    one = optimizer(0.1)
-    rate = linear(wrap(one), LambdaLR(one, cosine))
-    assert applied(rate, 4.0, 8) == pytest.approx(0.2 * cosine(4))
-    one.step()
-    assert one.seen == pytest.approx([0.2 * cosine(4)])
-    assert rates(one) == [0.1 * cosine(4)]
-
-
-@pytest.mark.parametrize("name", ["LambdaLR", "LambdaLR of objects"])
-def test_whether_somebody_else_steps_the_scheduler_too_makes_no_difference(name):
-    one, other = optimizer(0.1), optimizer(0.1)
-    scheduler = FUNCTIONS_OF_THE_STEP[name](one)
-    rate = AdaptiveRate(one, scheduler)
-    alone = AdaptiveRate(other, FUNCTIONS_OF_THE_STEP[name](other))
-    for clock in range(9):
-        assert applied(rate, clock) == applied(alone, clock)
-        one.step()
-        scheduler.step()
-        scheduler.step()
 
 
 # --- saved and loaded

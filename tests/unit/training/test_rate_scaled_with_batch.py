@@ -96,16 +96,6 @@ def test_each_step_sees_what_belongs_to_its_batch_and_what_is_saved_is_the_base(
     assert {key: optimizer.state_dict()["param_groups"][0][key] for key in before} == before
 
 
-def test_with_the_batch_of_the_reference_a_step_is_bit_for_bit_the_one_without():
-    weights, plain = parameters(), parameters()
-    train(AdamW(weights, lr=0.1, weight_decay=0.1), weights, [8] * 5)
-    optimizer = AdamW(plain, lr=0.1, weight_decay=0.1)
-    for step in range(5):
-        plain[0].grad = torch.randn(plain[0].shape, generator=torch.Generator().manual_seed(step))
-        optimizer.step()
-    assert torch.equal(weights[0], plain[0])
-
-
 def low_bit(weights):
     return torchao.optim.AdamW8bit(weights, lr=0.01, weight_decay=0.1)
 

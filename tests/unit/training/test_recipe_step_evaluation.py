@@ -16,7 +16,6 @@ from support.runners import HeldSizer, build_runner
 from support.training_cases import VOCABULARY
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.training import Evaluator
 
 FOUR = MicroBatchLimit(4)
@@ -105,16 +104,6 @@ def test_without_labels_the_loss_is_nan_and_nothing_is_run(batch):
     assert validated.shapes_run == []
 
 
-def test_it_runs_in_evaluation_mode_and_each_module_is_put_back():
-    validated = Validated()
-    before, during = validated.modes(), []
-    validated.too_large = lambda tokens: during.append(validated.modes())
-    validated.evaluator.run([row(5), row(6)])
-    assert during == [[False] * len(before)]
-    assert validated.modes() == before
-    assert set(before) == {True, False}
-
-
 @pytest.mark.parametrize("error", [ValueError("a bad row"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("place", ["forward", "rows"])
 def test_each_module_is_put_back_after_an_error(error, place):
@@ -136,15 +125,6 @@ def test_each_module_is_put_back_after_an_error(error, place):
     assert caught.value is error
     assert validated.modes() == before
     assert len(validated.shapes_run) == (place == "forward")
-
-
-def test_one_row_that_does_not_fit_is_told_and_each_module_put_back():
-    validated = Validated()
-    before = validated.modes()
-    validated.too_large = lambda tokens: tokens.shape[1] > 9
-    with pytest.raises(DoesNotFitError, match="one row of 10 tokens ran out of memory on cpu, "):
-        validated.evaluator.run([row(9), row(10), row(9)])
-    assert validated.modes() == before
 
 
 def test_gradients_statistics_and_random_numbers_are_as_they_were():
@@ -185,40 +165,3 @@ def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, a
     validated.shapes_run.clear()
     validated.evaluator.run(batch)
     assert {shape[0] for shape in validated.shapes_run} == {2}
-
-
-def test_rows_that_were_evaluated_before_it_ran_out_count_once():
-    batch = [row(9, masked=seed % 4, seed=seed) for seed in range(8)]
-    expected = Validated().evaluator.run(batch)
-    validated = Validated()
-    validated.too_large = lambda tokens: len(validated.shapes_run) == 2
-    assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
-    assert validated.shapes_run == [(4, 9)] * 2 + [(2, 9)] * 4
-
-
-def test_a_limit_of_evaluation_that_was_lowered_is_tried_again():
-    validated = Validated(MicroBatchLimit(8))
-    validated.too_large = lambda tokens: tokens.shape[0] > 4
-    validated.evaluator.run([row(9)] * 8)
-    assert validated.evaluator.limit == MicroBatchLimit(4)
-    validated.too_large = lambda tokens: False
-    for _ in range(5):
-        validated.evaluator.run([row(9)] * 8)
-    assert validated.evaluator.limit == MicroBatchLimit(8)
-    assert [change.grows for change in validated.changes] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("limit", "num_rows", "shapes"),
-    [
-        (MicroBatchLimit(1000), 1100, [1000, 100]),
-        (MicroBatchLimit(100), 650, [100] * 6 + [50]),
-        (MicroBatchLimit(800, "tokens"), 1200, [400] * 3),
-    ],
-)
-def test_as_many_rows_are_run_at_once_as_the_limit_holds(limit, num_rows, shapes):
-    batch = [row(2, seed=seed) for seed in range(num_rows)]
-    validated = Validated(limit)
-    found = validated.evaluator.run(batch)
-    assert [rows for rows, _ in validated.shapes_run] == shapes
-    assert found == pytest.approx(mean_of_label_tokens(validated.model, batch), rel=1e-12)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import re
 from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
@@ -14,13 +13,10 @@ import numpy as np
 import pytest
 import torch
 from support.loops import (
-    RATE,
     ROWS,
-    RunsOut,
     classes,
     of_ranks,
     peak_by_hand,
-    sizes,
     train,
     training,
 )
@@ -38,54 +34,14 @@ from support.sharded_model import (
 )
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DistributedSampler
 
-from adaptive_batch import OOMPolicy
 from adaptive_batch.data import move_to_device
-from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs
-from adaptive_batch.training.parts import LabelCounter
 from adaptive_batch.training.split_check import SplitCheck
 
 # --- the bound
-
-
-@pytest.mark.parametrize("beyond", [False, True])
-def test_the_bound_is_what_trying_every_size_finds(beyond):
-    reference = training()
-    train(reference, until=1)  # the optimizer's state is there
-    peaks = [peak_by_hand(reference, size, accumulates=beyond) for size in range(1, 41)]
-    for expected in (5, 17, 39):
-        budget = (peaks[expected - 1] + peaks[expected]) // 2
-        one = training(grow_beyond_maximum=beyond)
-        found = one.loop.find_bound(device_memory=budget, headroom=0.0)
-        assert found.max_batch_size == one.loop.max_batch_size == expected
-        assert found.sequence_length == max(len(row["tokens"]) for row in ROWS)
-        assert found.budget_bytes == budget
-    assert (
-        training().loop.find_bound(device_memory="1GiB").max_batch_size == 40
-    )  # an epoch has no more
-    assert training().loop.find_bound(device_memory="1GiB", maximum=9).max_batch_size == 9
-
-
-@pytest.mark.parametrize("steps_before", [0, 3])
-def test_finding_the_bound_leaves_no_trace(steps_before):
-    one = training(
-        model=Decoder(draws=True),
-        max_grad_norm=0.1,
-        schedule=lambda step: 0.5**step,
-        lr_scaling="sqrt",
-    )
-    train(one, until=steps_before)
-    before = training_state(one.model, one.optimizer), one.loop.progress, one.loop.batch_size
-    found = one.loop.find_bound(device_memory="400KiB")
-    assert 1 < found.max_batch_size < 40
-    assert (
-        training_state(one.model, one.optimizer),
-        one.loop.progress,
-        one.loop.batch_size,
-    ) == before
 
 
 def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro_batches():
@@ -190,16 +146,6 @@ def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
         assert training_state(one.model, one.optimizer) == before
 
 
-def test_one_row_that_does_not_fit_is_said_with_numbers():
-    with pytest.raises(DoesNotFitError) as caught:
-        training().loop.find_bound(device_memory="40KiB", headroom=0.0)
-    said, remedies = str(caught.value).split("; ")
-    assert re.fullmatch(r"one row of 15 tokens needs 0\.\d\d\d MiB, cpu allows 40\.00 KiB", said)
-    assert not re.search("tokenizer|optimizer_in_bwd|enable_", remedies)  # which nobody has here
-    with pytest.raises(DoesNotFitError, match=r"^one row needs \d"):
-        training(row_length=1).loop.find_bound(device_memory="40KiB")
-
-
 class Captions(nn.Module):
     """Tokens, and tiles of pictures that lie beside them: `[rows, tiles, 16]`, or `[tiles, 16]` of
     all rows.
@@ -253,15 +199,6 @@ def test_whatever_rows_meet_in_a_micro_batch_fits_where_the_longest_are_not_the_
     assert found.max_batch_size == expected
 
 
-def test_the_power_of_two_below_the_bound_is_tried_too():
-    one = training()
-    found = one.loop.find_bound(device_memory="1GiB", maximum=11, round_to_power_of_two=True)
-    assert (found.max_batch_size, found.batch_size) == (11, 8)
-    assert found.batch_size in {trial.batch_size for trial in found.trials if trial.fits}
-    one.loop.batch_size = found.batch_size
-    assert sizes(train(one))[0] == found.batch_size
-
-
 # --- a step
 
 
@@ -304,71 +241,7 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
     assert {parameter.grad.dtype for parameter in net.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("most", [4, 2])
-@pytest.mark.parametrize("goes_well", [0, 2], ids="after {} steps".format)
-def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_limit(
-    most, goes_well
-):
-    """With dropout, running statistics and random numbers of all kinds; one or two replays."""
-    options: dict[str, Any] = {"batch_size": 8, "max_grad_norm": 0.5, "lr_scaling": "linear"}
-    options["oom_policy"] = OOMPolicy(grow_after=100)
-    model = Decoder(draws=True)
-    one = training(model=model, mean_loss=RunsOut(model, most=most, after=goes_well), **options)
-    seen = train(one, epochs=2)
-    other = training(model=Decoder(draws=True), **options)
-    train(other, until=goes_well)
-    state = other.loop.state_dict()
-    state["step"]["sizer"] |= {"lowered": {"amount": most, "unit": "rows"}, "good_steps": 0}
-    other.loop.load_state_dict(state)
-    train(other, epochs=2)
-    assert one.loop.num_out_of_memory == {4: 1, 2: 2}[most]
-    assert [step.result.micro_batches for step in seen] == [1] * goes_well + [8 // most] * (
-        10 - goes_well
-    )
-    assert training_state(one.model, one.optimizer) == training_state(other.model, other.optimizer)
-    assert one.loop.progress == other.loop.progress
-
-
 # --- rows and batches of any kind
-
-
-@pytest.mark.parametrize("kind", ["tuples", "mappings"])
-def test_a_classifier_trains_as_it_does_by_hand(kind):
-    options, rows = classes(kind)
-    nets = [nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double() for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-
-    def loss_of_net(net: nn.Module, batch: Any) -> torch.Tensor:
-        points, labels = batch if isinstance(batch, tuple) else (batch["point"], batch["labels"])
-        return cross_entropy(net(points.double()), labels)
-
-    options |= {"batch_size": 12, "micro_batch_size": 5, "row_length": 1}
-    options["mean_loss"] = partial(loss_of_net, nets[0])
-    one = training(model=nets[0], rows=rows, **options)
-    found = one.loop.find_bound(device_memory="1GiB")
-    assert (found.max_batch_size, found.sequence_length) == (32, 1)
-    for rows_of_step in one.loop:
-        one.loop.run(rows_of_step)
-        one.optimizer.step()
-        one.optimizer.zero_grad()
-    by_hand = torch.optim.AdamW(nets[1].parameters(), lr=RATE)
-    for numbers in torch.tensor(list(DistributedSampler(rows, 1, 0, seed=0))).split(12):
-        batch = options["collate"]([rows[number] for number in numbers.tolist()])
-        loss_of_net(nets[1], batch).backward()
-        by_hand.step()
-        by_hand.zero_grad()
-    for parameter, expected in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        assert torch.allclose(parameter, expected, rtol=1e-6, atol=1e-9)
-
-
-def test_labels_of_sequences_are_counted_after_the_shift():
-    """Or before it, if the check of the first split shows that; what has none counts its rows."""
-    labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
-    counter = LabelCounter(None)
-    assert counter.candidates({"labels": labels}, 2) == (2, 4)
-    assert counter.candidates({"labels": labels[:, 2]}, 2) == (1, 1)
-    for batch in ({"labels": torch.rand(4, 3)}, {"points": labels}, (labels, labels)):
-        assert counter.candidates(batch, 4) == (4, 4)
 
 
 def test_batches_go_to_the_device_as_they_are_nested():

@@ -113,15 +113,6 @@ def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit
     assert run.sizer.num_out_of_memory == len(tried) == 4
 
 
-def test_memory_that_is_given_back_in_part_is_used_after_one_more_try():
-    run = Run(bound=True)
-    run.memory.total = RESIDENT + 12 * ROW
-    assert set(run.steps(20)) == {12}
-    run.memory.total = RESIDENT + 20 * ROW
-    assert set(run.steps(20)) == {20}
-    assert [change.after.amount for change in run.changes if not change.grows][-1] == 20
-
-
 def test_after_a_restart_a_limit_is_tried_again_later_and_only_if_it_is_larger():
     for rows in (4, 32):
         run = Run(bound=False, rows=rows)
