@@ -468,27 +468,6 @@ def test_a_split_that_leaves_rows_out_is_refused_before_any_runs(split, says, li
             step(torch.randn(24, 6))
 
 
-@pytest.mark.parametrize(
-    ("batch", "part"),
-    [
-        ({"x": [[1.0] * 6, [2.0] * 6, [3.0] * 6]}, lambda rows, x: torch.tensor(x)[rows]),
-        ({"x": list(torch.randn(3, 6))}, lambda rows, x: torch.stack([x[row] for row in rows])),
-        ({"x": torch.randn(9, 3, 6)}, lambda rows, x: x[:4, rows].flatten(1)),
-        ({"x": torch.randn(3, 6)}, lambda rows, x: x[rows + rows[:0]]),
-    ],
-    ids=["lists", "tensors in a list", "rows as columns, trimmed", "numbers as a list"],
-)
-def test_a_split_may_give_parts_another_form(batch, part):
-    model = Regression()
-
-    def split(batch: Mapping[str, Any]) -> SplitBatch:
-        return SplitBatch(3, lambda rows: {"x": part(rows, batch["x"])})
-
-    seen = []
-    AdaptiveStep(model, lambda part: seen.append(part.batch["x"]), split=split)(batch)
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 5}, {"micro_batch_tokens": 40}])
 def test_rows_may_be_columns(limit):
     model = decoder()

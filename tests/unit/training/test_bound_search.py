@@ -221,26 +221,3 @@ def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_searc
             find(training.optimizer, training.forward_backward, lambda number, same=same: same)
         with pytest.raises(SettingError, match=says):
             step.find_bound(training.optimizer, lambda number, same=same: same)
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda number: sample(max(number, 2)),
-        lambda number: sample(-(-number // 4) * 4),
-        lambda number: {key: value.T for key, value in sample(number).items()},
-    ],
-    ids=["two at least", "in fours", "rows as columns"],
-)
-def test_a_sample_that_has_rows_enough_is_taken(made):
-    training = Training()
-
-    def forward_backward(batch: dict[str, torch.Tensor]) -> None:
-        if len(batch["tokens"]) == 17:
-            batch = {key: value.T for key, value in batch.items()}
-        training.forward_backward(batch)
-
-    result = find_max_batch_size(
-        training.model, training.optimizer, forward_backward, made, maximum=MAXIMUM
-    )
-    assert result.max_batch_size == MAXIMUM

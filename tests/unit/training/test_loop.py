@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
+import copy
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.loops import RATE, ROWS, RunsOut, classes, of_ranks, sizes, train, training
@@ -18,25 +17,11 @@ from torch.nn.functional import cross_entropy
 from adaptive_batch import OOMPolicy
 from adaptive_batch.data import ReadAhead
 from adaptive_batch.errors import GrowthFunctionError, NonfiniteLossError, SettingError
-from adaptive_batch.schedules import at_epochs
+from adaptive_batch.report import RunLog, audit, read_records, write_report
+from adaptive_batch.schedules import at_epochs, geometric
 from adaptive_batch.training import AdaptiveLoop
 
 # --- steps that grow
-
-
-def test_an_error_of_the_loss_leaves_the_random_numbers_as_they_were():
-    draws = []
-
-    def fails(batch: Any) -> torch.Tensor:
-        draws.append((torch.rand(3).tolist(), random.random(), np.random.random()))
-        raise KeyError("of the script's own")
-
-    one = training(mean_loss=fails)
-    rows = next(iter(one.loop))
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            one.loop.run(rows)
-    assert draws[0] == draws[1]
 
 
 def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_for():
@@ -340,19 +325,23 @@ def test_gradients_that_are_there_are_not_added_to() -> None:
     assert one.loop.run(second).rows == 4
 
 
-def test_a_step_that_failed_can_be_run_again_and_none_is_skipped() -> None:
-    undisturbed = [step.rows for step in train(training())]
-    model = Decoder()
+def test_a_step_that_failed_can_be_run_again_with_the_same_draws_and_none_is_skipped() -> None:
+    undisturbed = train(training(model=Decoder(draws=True)))
+    model = Decoder(draws=True)
     loss = RunsOut(model, most=0, times=1)
     one = training(model=model, on_out_of_memory="raise", mean_loss=loss)
     rows = next(iter(one.loop))
     with pytest.raises(torch.OutOfMemoryError):
         one.loop.run(rows)
     one.optimizer.zero_grad()
-    one.loop.run(rows)
+    first = one.loop.run(rows)
     one.optimizer.step()
     one.optimizer.zero_grad()
-    assert [[row["row"] for row in rows], *(step.rows for step in train(one))] == undisturbed
+    rest = train(one)
+    assert [[row["row"] for row in rows], *(step.rows for step in rest)] == [
+        step.rows for step in undisturbed
+    ]
+    assert [first.loss, *(step.loss for step in rest)] == [step.loss for step in undisturbed]
     assert one.loop.progress.epoch == 1
 
 
@@ -393,18 +382,6 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
 # --- steps by tokens, other orders and clocks
 
 
-def test_auto_is_the_whole_step_until_a_bound_is_found() -> None:
-    one = training(batch_tokens=60)
-    rows, *_ = list(one.loop)
-    assert one.loop.run(rows).micro_batches == 1
-    one = training(batch_tokens=60)
-    bound = one.loop.find_bound(device_memory="400KiB", objective="largest")
-    rows, *_ = list(one.loop)
-    one.loop.run(rows)
-    assert one.loop.limit.amount == bound.max_batch_size * bound.sequence_length
-    assert one.loop.limit.unit == "tokens"
-
-
 def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None:
     rule = lambda progress: 4 if progress.steps < 1 else 12  # noqa: E731
     larger, smaller = (training(batch_size_schedule=rule) for _ in range(2))
@@ -424,3 +401,82 @@ def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned
         loop.load_state_dict(saved)
     assert one.loop.num_steps(1) == fresh.loop.num_steps(1)
     assert [len(rows) for rows in one.loop] == [len(rows) for rows in fresh.loop]
+
+
+# --- a run log
+
+
+def logged(folder, *, state=None, epochs=2, until=10**9, **options):
+    """A loop that writes into a folder, trained; from a state where one is given."""
+    with RunLog(folder) as run_log:
+        made = training(event=run_log, batch_increase_function=geometric(2.0), **options)
+        if state is not None:
+            made.loop.load_state_dict(state)
+        train(made, epochs=epochs, until=until)
+    return made.loop
+
+
+def test_each_row_is_proved_to_be_used_once_and_the_run_is_drawn(tmp_path):
+    logged(tmp_path, micro_batch_size=3)
+    proof = audit(tmp_path)
+    assert proof.holds, proof.lines
+    assert [line[:8] for line in proof.lines if line.startswith("epoch ")] == [
+        "epoch 0 ",
+        "epoch 1 ",
+    ]
+    page, picture = write_report(tmp_path)
+    assert page.stat().st_size
+    assert picture.stat().st_size
+    steps = [
+        record
+        for record in read_records(tmp_path / "adaptive_batch" / "run.jsonl")
+        if record["kind"] == "step"
+    ]
+    assert [step["batch_size"] for step in steps] == [4] * 10 + [8] * 5
+    assert all(step["lr"] > 0 and step["seconds"] > 0 for step in steps)
+    assert steps[0]["micro_batches"] == 2
+
+
+@pytest.mark.parametrize("steps", [3, 10, 12])
+def test_a_run_that_goes_on_from_a_state_is_proved_across_its_restart(tmp_path, steps):
+    loop = logged(tmp_path, until=steps)
+    # What the process did after it had saved is rolled back.
+    state = loop.state_dict()
+    logged(tmp_path, state=state, until=steps + 1)
+    logged(tmp_path, state=state)
+    proof = audit(tmp_path)
+    assert proof.holds, proof.lines
+    assert f"starts   at step 0, {steps}, {steps}" in proof.lines
+
+
+def test_an_epoch_that_was_skipped_on_resuming_is_named(tmp_path):
+    state = copy.deepcopy(logged(tmp_path, epochs=1).state_dict())
+    state["batches"]["progress"]["epoch"] += 1
+    logged(tmp_path, state=state, epochs=3)
+    proof = audit(tmp_path)
+    assert not proof.holds
+    assert any("resumed at step 10: epoch 2 instead of 1" in each for each in proof.problems)
+    assert any("belongs to epoch 2, expected 1" in each for each in proof.problems)
+
+
+def test_what_memory_has_cost_is_in_the_log(tmp_path):
+    model = Decoder()
+
+    def fails_above_two_rows(batch):
+        if len(batch["tokens"]) > 2:
+            torch.empty(2**50, dtype=torch.uint8)
+        return token_losses(model, batch, "mean")
+
+    policy = OOMPolicy(grow_after=100)
+    logged(tmp_path, model=model, mean_loss=fails_above_two_rows, oom_policy=policy)
+    records = read_records(tmp_path / "adaptive_batch" / "run.jsonl")
+    limits = [record for record in records if record["kind"] == "limit"]
+    assert [(limit["before"], limit["after"]) for limit in limits] == [(4, 2)]
+    assert limits[0]["out_of_memory"]
+    assert [record["oom_count"] for record in records if record["kind"] == "step"][:2] == [1, 1]
+    assert audit(tmp_path).holds
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(SettingError, match=r"event=3: give a function, such as RunLog"):
+        training(event=3)

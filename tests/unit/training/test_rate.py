@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 
 import pytest
 import torch
+import torchao
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from hypothesis import given
+from hypothesis import strategies as st
 from support.loops import RATE, train, training
-from torch.optim.lr_scheduler import LambdaLR
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import SGD, Adafactor, Adam, AdamW
+from torch.optim import lr_scheduler as torchs
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
+from adaptive_batch import StepOptions
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import ReferenceBatch, at_epochs, steps
+from adaptive_batch.schedules import Progress, ReferenceBatch, at_epochs, scale_learning_rate, steps
+from adaptive_batch.schedules.learning_rate import scale_beta2, scale_weight_decay
 from adaptive_batch.training import AdaptiveRate
 
 # --- the rate
@@ -113,3 +123,575 @@ def test_what_is_no_optimizer_no_number_of_rows_or_no_state_is_refused():
     for state in (None, {}, {"clock": {}}):
         with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of a rate"):
             rate.load_state_dict(state)
+
+
+# --- rates of steps, and what is saved
+
+
+class Recording(SGD):
+    """Records the rates that its last step had."""
+
+    def step(self, closure=None):
+        self.seen = rates(self)
+        return super().step(closure)
+
+
+def optimizer(*rates):
+    return Recording(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates],
+        momentum=0.9,
+    )
+
+
+def rates(one):
+    return [float(group["lr"]) for group in one.param_groups]
+
+
+def applied(rate, clock, batch=1):
+    """Set the rate of a step, by a clock that may be fractional; return it."""
+    return rate.apply(Progress(steps=clock), batch=batch)["lr"]
+
+
+def linear(optimizers, scheduler=None, rule="linear", **reference):
+    settings = {"lr_scaling": rule, "reference_batch_size": 4} | reference
+    return AdaptiveRate(optimizers, scheduler, **settings)
+
+
+def cosine(step):
+    return 0.5 * (1 + math.cos(math.pi * step / 10))
+
+
+def warm_up(step):
+    return min(1.0, (step + 1) / 4)
+
+
+class Callable:
+    """A schedule that is an object, whose state torch saves."""
+
+    def __init__(self):
+        self.scale = 0.7
+
+    def __call__(self, step):
+        return self.scale**step
+
+
+def chained(one):
+    return torchs.ChainedScheduler(
+        [torchs.ConstantLR(one, 0.1, total_iters=3), torchs.ExponentialLR(one, 0.9)]
+    )
+
+
+class Floor(LambdaLR):
+    """A LambdaLR that computes otherwise."""
+
+    def get_lr(self):
+        return [max(rate, 0.06) for rate in super().get_lr()]
+
+
+FUNCTIONS_OF_THE_STEP = {
+    "none": lambda one: None,
+    "LambdaLR": lambda one: LambdaLR(one, cosine),
+    "LambdaLR of objects": lambda one: LambdaLR(one, Callable()),
+}
+RESTARTS = torchs.CosineAnnealingWarmRestarts
+CYCLE = {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3, "mode": "exp_range", "gamma": 0.9}
+
+
+def of_two(one):
+    return SequentialLR(one, [LambdaLR(one, warm_up), LambdaLR(one, cosine)], milestones=[3])
+
+
+def of_three(one):
+    steps = torchs.MultiStepLR(one, [1, 2])
+    first, last = torchs.ConstantLR(one, 0.5, total_iters=2), torchs.ExponentialLR(one, 0.9)
+    return SequentialLR(one, [first, steps, last], [2, 6])
+
+
+COUNTING = {
+    "Floor": lambda one: Floor(one, cosine),
+    "MultiplicativeLR": lambda one: torchs.MultiplicativeLR(one, lambda step: 0.95),
+    "StepLR": lambda one: StepLR(one, step_size=2, gamma=0.5),
+    "MultiStepLR": lambda one: torchs.MultiStepLR(one, milestones=[2, 5, 5], gamma=0.3),
+    "ConstantLR": lambda one: torchs.ConstantLR(one, factor=0.1, total_iters=4),
+    "LinearLR": lambda one: torchs.LinearLR(one, start_factor=0.1, total_iters=4),
+    "ExponentialLR": lambda one: torchs.ExponentialLR(one, gamma=0.9),
+    "PolynomialLR": lambda one: torchs.PolynomialLR(one, total_iters=9, power=2.0),
+    "CosineAnnealingLR": lambda one: torchs.CosineAnnealingLR(one, T_max=4, eta_min=1e-3),
+    "CosineAnnealingWarmRestarts": lambda one: RESTARTS(one, T_0=2, T_mult=2),
+    "CyclicLR": lambda one: torchs.CyclicLR(one, **CYCLE),
+    "OneCycleLR": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=20),
+    "ChainedScheduler": chained,
+    "SequentialLR": of_two,
+    "SequentialLR of three": of_three,
+}
+every_scheduler = pytest.mark.parametrize(
+    "build", FUNCTIONS_OF_THE_STEP.values(), ids=FUNCTIONS_OF_THE_STEP
+)
+every_counting_scheduler = pytest.mark.parametrize("build", COUNTING.values(), ids=COUNTING)
+
+
+class Wrapped:
+    """As accelerate's and Lightning's schedulers hold the one that they step."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+
+batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
+
+
+# --- without a scheduler
+
+
+# --- a schedule
+
+
+@every_scheduler
+@pytest.mark.parametrize(("rule", "batch"), [("none", 1), ("linear", 6), ("sqrt", 6)])
+def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
+    ours, theirs = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
+    rate = linear(ours, build(ours), rule, reference_batch_size=6)
+    scheduler = build(theirs)
+    for step in range(12):
+        assert applied(rate, float(step), batch) == rates(theirs)[0]
+        assert rates(ours) == rates(theirs)
+        ours.step()
+        theirs.step()
+        assert ours.seen == theirs.seen
+        assert rates(ours) == rates(theirs)
+        if scheduler:
+            scheduler.step()
+
+
+@every_scheduler
+@given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
+def test_nothing_accumulates(build, batches, rule):
+    """The rate of a batch does not depend on the batches before it, nor on how often it is set."""
+    one, other = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
+    ours = linear(one, build(one), rule, reference_batch_size=16)
+    constant = linear(other, build(other), rule, reference_batch_size=16)
+    for clock, batch in enumerate(batches):
+        unscaled = applied(constant, clock, 16)
+        assert applied(ours, clock, batch) == scale_learning_rate(unscaled, batch, 16, rule)
+        assert applied(ours, clock, 16) == unscaled
+        applied(ours, clock, batch)
+        one.step()
+        assert rates(one) == rates(other)
+        assert one.seen == [scale_learning_rate(each, batch, 16, rule) for each in rates(other)]
+
+
+# --- several groups, several optimizers, tensors
+
+
+def test_each_optimizer_keeps_its_own_base():
+    several = [optimizer(0.1, 0.3), optimizer(0.02), optimizer(0.1)]
+    rate = linear(several, LambdaLR(several[0], cosine))
+    for clock, batch in enumerate((4, 16, 8, 8, 8)):
+        now = applied(rate, clock, batch)
+        for one, bases in zip(several, ((0.1, 0.3), (0.02,), (0.1,)), strict=True):
+            one.step()
+            assert one.seen == pytest.approx([now * base / 0.1 for base in bases])
+            assert rates(one) == pytest.approx([base * cosine(clock) for base in bases])
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor_and_is_scaled_once(is_shared):
+    """torch shares one ``lr=torch.tensor(...)`` among groups."""
+    one = with_tensors(0.5, 0.5)
+    kept = one.param_groups[0]["lr"]
+    if is_shared:
+        one.param_groups[1]["lr"] = kept
+    rate = linear([one], LambdaLR(one, cosine))
+    for batch in (4, 8, 16):
+        assert applied(rate, 5.0, batch) == pytest.approx(0.25 * batch / 4)
+        one.step()
+        assert one.seen == pytest.approx([0.25 * batch / 4] * 2)
+        assert one.param_groups[0]["lr"] is kept
+        assert rates(one) == pytest.approx([0.25] * 2)
+
+
+# --- what a step leaves
+
+
+def test_what_is_written_before_or_by_the_step_stays_and_a_step_that_raises_restores():
+    one = optimizer(0.1)
+    applied(linear(one), 0, 8)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            one.step(lambda: 1 / 0)
+        assert (one.seen, rates(one)) == ([0.2], [0.1])
+        one.step()
+        assert (one.seen, rates(one)) == ([0.2], [0.1])
+    one.param_groups[0]["lr"] = 0.7
+    one.step()
+    assert (one.seen, rates(one)) == ([1.4], [0.7])
+    one.step(lambda: one.param_groups[0].update(lr=0.3))
+    assert rates(one) == [0.3]
+
+
+# --- between two steps
+
+
+@every_counting_scheduler
+@pytest.mark.parametrize("make", ["numbers", "tensors"])
+def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled(build, make):
+    """It is stepped by the script after each step, also after those that the script leaves out."""
+    ours, theirs = (
+        optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3) for _ in range(2)
+    )
+    rate = linear(ours)
+    own, torchs_own = build(ours), build(theirs)
+    for clock, batch in enumerate((4, 16, 8, 8, 2, 12, 4)):
+        unscaled = rates(theirs)
+        assert applied(rate, clock, batch) == pytest.approx(unscaled[0] * batch / 4, rel=1e-6)
+        if clock % 3 != 1:
+            for each in (ours, theirs):
+                each.step()
+            assert ours.seen == pytest.approx([each * batch / 4 for each in unscaled], rel=1e-6)
+        assert rates(ours) == unscaled
+        own.step()
+        torchs_own.step()
+        assert own.get_last_lr() == torchs_own.get_last_lr()
+
+
+def test_a_step_that_a_grad_scaler_skips_leaves_the_rate():
+    one = optimizer(0.1)
+    scheduler = torchs.CosineAnnealingLR(one, 10)
+    scaler = torch.amp.GradScaler("cpu")
+    rate = linear(one)
+    seen = []
+    for clock, gradient in enumerate((1.0, math.inf, 1.0)):
+        unscaled = rates(one)
+        one.seen = None
+        applied(rate, clock, 8)
+        weight = one.param_groups[0]["params"][0]
+        scaler.scale((weight * gradient).sum()).backward()
+        scaler.step(one)
+        scaler.update()
+        one.zero_grad()
+        seen.append(one.seen and one.seen[0] / unscaled[0])
+        assert rates(one) == unscaled
+        scheduler.step()
+    assert seen == [2.0, None, 2.0]
+
+
+def test_a_second_rate_for_an_optimizer_replaces_the_first():
+    one = optimizer(0.1)
+    applied(linear(one), 0, 8)
+    second = linear(one)
+    one.step()
+    assert one.seen == [0.1]
+    applied(second, 0, 16)
+    one.step()
+    assert one.seen == [0.4]
+    applied(AdaptiveRate(one), 0)
+    one.step()
+    assert one.seen == [0.1]
+
+
+def test_a_compiled_step_is_scaled_and_restored():
+    """As traced code, what restores a rate would not."""
+    traces = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        one = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        rate, weight = linear(one), one.param_groups[0]["params"][0]
+        step = torch.compile(one.step, backend="eager") if is_compiled else one.step
+        traces.append([])
+        for batch in (4, 8, 16):
+            applied(rate, 0, batch)
+            weight.grad = torch.ones(2)
+            step()
+            traces[-1] += weight.tolist()
+            assert rates(one) == [0.1]
+    assert traces[0] == pytest.approx(traces[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_torchs_own_distributed_state_which_takes_a_step_of_none_leaves_the_rate(make):
+    """``get_optimizer_state_dict`` steps with a rate of 0 where there is no state."""
+    model = torch.nn.Linear(2, 2)
+    one = make(model.parameters(), lr=0.1)
+    rate = linear(one)
+    torchs_own = torchs.ExponentialLR(one, 0.9)
+    applied(rate, 0, 8)
+    get_optimizer_state_dict(model, one)
+    assert rates(one) == [0.1]
+    one.step()
+    torchs_own.step()
+    assert applied(rate, 1, 8) == pytest.approx(0.18)
+
+
+def without_hooks(one):
+    """As torchao's CPUOffloadOptimizer, which is an Optimizer that torch has not set up."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        delattr(one, name)
+    # Its step has none either.
+    one.step = lambda closure=None: setattr(one, "seen", rates(one))
+
+
+def without_its_method(one):
+    """As accelerate's optimizer, which puts the method back that it found."""
+    found = one.step
+    applied(linear(one), 0, 4)
+    one.step = found
+
+
+@pytest.mark.parametrize("change", [without_hooks, without_its_method])
+def test_an_optimizer_without_hooks_or_whose_method_is_replaced_is_scaled_and_restored(change):
+    one = optimizer(0.1)
+    change(one)
+    rate = linear(one)
+    for batch in (8, 16):
+        assert applied(rate, 0, batch) == 0.1 * batch / 4
+        one.step()
+        assert one.seen == [0.1 * batch / 4]
+        assert rates(one) == [0.1]
+
+
+# --- saved and loaded
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def with_tensors(*base):
+    one = optimizer(*base)
+    for group in one.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    return one
+
+
+CHANGING = (4, 4, 8, 16, 16, 2, 32, 32, 4, 7)
+
+
+@every_scheduler
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+@pytest.mark.parametrize("optimizers_first", [True, False])
+@pytest.mark.parametrize("make", [optimizer, with_tensors])
+def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers_first, make):
+    ours = make(0.1, 0.3)
+    rate = linear(ours, build(ours), rule)
+    saved, trace = [], []
+    for clock, batch in enumerate(CHANGING):
+        # After the rate of the step was set, too.
+        applied(rate, float(clock), batch)
+        saved.append(through_a_file(ours.state_dict()))
+        ours.step()
+        trace.append((ours.seen, rates(ours)))
+    for start, state in enumerate(saved):
+        ours = make(0.1, 0.3)
+        if optimizers_first:
+            ours.load_state_dict(state)
+        rate = linear(ours, build(ours), rule)
+        if not optimizers_first:
+            ours.load_state_dict(state)
+        for clock in range(start, len(CHANGING)):
+            applied(rate, float(clock), CHANGING[clock])
+            ours.step()
+            assert (ours.seen, rates(ours)) == trace[clock]
+
+
+def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
+    """As torchtune's recipes do, whose optimizer is loaded before its scheduler is built."""
+    ours = optimizer(0.1)
+    rate = linear(ours, LambdaLR(ours, cosine))
+    trace, saved = [], []
+    for clock, batch in enumerate(CHANGING):
+        saved.append(through_a_file(ours.state_dict()))
+        trace.append(applied(rate, clock, batch))
+    for start, state in enumerate(saved):
+        ours = optimizer(0.1)
+        ours.load_state_dict(state)
+        rate = linear(ours, LambdaLR(ours, cosine, start - 1))
+        rest = [applied(rate, clock, CHANGING[clock]) for clock in range(start, len(CHANGING))]
+        assert rest == trace[start:]
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    "build", [*COUNTING.values(), ReduceLROnPlateau], ids=[*COUNTING, "ReduceLROnPlateau"]
+)
+@pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped], ids=["plain", "wrapped"])
+def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
+    one = optimizer(0.1)
+    scheduler = build(one)
+    with pytest.raises(
+        SettingError, match=f"^lr_scheduler='{type(scheduler).__name__}': it counts"
+    ):
+        AdaptiveRate(one, wrap(scheduler))
+
+
+def test_what_does_not_belong_together_is_refused():
+    one = optimizer(0.1)
+    for reference in (None, 0):
+        with pytest.raises(SettingError, match=rf"^reference_batch_size={reference}: give "):
+            linear(one, reference_batch_size=reference)
+    with pytest.raises(ValueError, match="another optimizer"):
+        AdaptiveRate(one, LambdaLR(optimizer(0.1), cosine))
+    rate = AdaptiveRate(one, LambdaLR(one, lambda step: math.nan if step > 1 else 1.0))
+    applied(rate, 1)
+    with pytest.raises(SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it returns \[nan"):
+        applied(rate, 2)
+    one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the"):
+        applied(rate, 1)
+
+
+# --- beta2 and weight decay
+
+
+BOTH = {"beta2": "half_life", "weight_decay": "per_token"}
+
+
+def parameters(size=4):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(size, size))]
+
+
+def scaled(optimizer, rule="none", follow=BOTH):
+    return AdaptiveRate(optimizer, lr_scaling=rule, reference_batch_size=8, scale_with_batch=follow)
+
+
+def stepped(optimizer, weights, batches, *, first=0):
+    """Step with gradients that depend on the step's number alone; return what each step saw."""
+    rate, seen = scaled(optimizer, "sqrt"), []
+    optimizer.register_step_pre_hook(
+        lambda one, *_: seen.append(copy.deepcopy(one.param_groups[0]))
+    )
+    for step, batch in enumerate(batches, start=first):
+        generator = torch.Generator().manual_seed(step)
+        weights[0].grad = torch.randn(weights[0].shape, generator=generator)
+        values = rate.set(rows=batch)
+        optimizer.step()
+        group = seen[-1]
+        assert values["lr"] == float(group["lr"])
+        assert values["beta2"] == float(group["betas"][1])
+        assert values["weight_decay"] == float(group["weight_decay"])
+    return seen
+
+
+@given(st.floats(0.9, 0.9999), st.floats(1 / 64, 64))
+def test_the_half_life_of_beta2_stays_in_rows(beta2, ratio):
+    scaled = scale_beta2(beta2, ratio)
+    if 0.9 < scaled < 0.9999:
+        assert math.log(0.5) / math.log(scaled) * ratio == pytest.approx(
+            math.log(0.5) / math.log(beta2), rel=1e-6
+        )
+    assert 0.9 <= scaled <= 0.9999
+    assert scale_beta2(beta2, 1.0) == beta2
+
+
+def test_beta2_is_kept_within_bounds_that_what_is_configured_widens():
+    assert scale_beta2(0.99, 1e6) == 0.9
+    assert scale_beta2(0.99, 1e-6) == 0.9999
+    assert scale_beta2(0.8, 4) == scale_beta2(0.8, 1) == 0.8
+    assert scale_beta2(0.99999, 0.5) == scale_beta2(0.99999, 1) == 0.99999
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("none", 4.0), ("sqrt", 2.0), ("linear", 1.0)])
+def test_weights_that_nothing_trains_decay_alike_over_the_same_rows_under_each_rule(rule, expected):
+    assert scale_weight_decay(0.1, 4.0, 4.0 / expected) == pytest.approx(0.1 * expected)
+    left = {}
+    for batch in (8, 32):
+        weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+        optimizer = AdamW([weight], lr=1e-4, weight_decay=0.1)
+        rate = scaled(optimizer, rule)
+        for _ in range(1024 // batch):
+            weight.grad = torch.zeros_like(weight)
+            rate.set(rows=batch)
+            optimizer.step()
+        left[batch] = 1 - float(weight)
+    assert left[32] == pytest.approx(left[8], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_each_step_sees_what_belongs_to_its_batch_and_what_is_saved_is_the_base(kind):
+    weights = parameters()
+    optimizer = kind(weights, lr=0.1, betas=(0.9, 0.99), weight_decay=0.02)
+    before = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
+    seen = stepped(optimizer, weights, [8, 16, 4, 32])
+    for group, ratio in zip(seen, [1, 2, 0.5, 4], strict=True):
+        assert group["betas"] == (0.9, min(0.9999, 0.99**ratio))
+        assert group["weight_decay"] == pytest.approx(0.02 * math.sqrt(ratio), rel=1e-12)
+        assert group["lr"] == 0.1 * math.sqrt(ratio)
+    assert {key: optimizer.param_groups[0][key] for key in before} == before
+    scaled(optimizer, "sqrt").set(rows=32)
+    assert {key: optimizer.state_dict()["param_groups"][0][key] for key in before} == before
+
+
+def low_bit(weights):
+    return torchao.optim.AdamW8bit(weights, lr=0.01, weight_decay=0.1)
+
+
+def adamw(weights):
+    return AdamW(weights, lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("build", [adamw, pytest.param(low_bit, marks=pytest.mark.slow)])
+def test_a_run_that_is_resumed_is_bit_for_bit_the_whole_one(build):
+    batches, weights = [8, 16, 24, 40, 8, 64], parameters(64)
+    optimizer = build(weights)
+    stepped(optimizer, weights, batches)
+    half = parameters(64)
+    first = build(half)
+    stepped(first, half, batches[:3])
+    rest = [torch.nn.Parameter(half[0].detach().clone())]
+    second = build(rest)
+    second.load_state_dict(first.state_dict())
+    stepped(second, rest, batches[3:], first=3)
+    assert torch.equal(rest[0], weights[0])
+
+
+@pytest.mark.slow
+def test_torchaos_low_bit_steps_are_compiled_once_and_follow_too():
+    """They compile for each number that is no tensor; a tensor is float32, so 1 - beta2 is off by
+    1e-5 of itself.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    weights = parameters(64)
+    seen = stepped(low_bit(weights), weights, [8, 16, 24, 40])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for group, ratio in zip(seen, [1, 2, 3, 5], strict=True):
+        assert float(group["betas"][1]) == pytest.approx(0.999**ratio, rel=1e-7)
+        assert float(group["weight_decay"]) == pytest.approx(0.1 * math.sqrt(ratio), rel=1e-6)
+    reference = parameters(64)
+    stepped(AdamW(reference, lr=0.01, weight_decay=0.1), reference, [8, 16, 24, 40])
+    assert torch.allclose(
+        weights[0], reference[0], atol=0.01
+    )  # four steps of at most 0.02, states of 8 bits
+
+
+def test_what_is_reported_is_of_the_first_group_that_has_any():
+    groups = [{"params": parameters(), "weight_decay": decay} for decay in (0.0, 0.1, 0.2)]
+    rate = scaled(AdamW(groups), follow={"weight_decay": "per_token"})
+    adamw = torchao.optim._AdamW(parameters(), betas=(0.9, 0.99))
+    of_torchao = scaled(adamw, follow={"beta2": "half_life"})
+    assert of_torchao.set(rows=16)["beta2"] == pytest.approx(0.99**2)
+    assert rate.describe().startswith("weight_decay 0.1: chosen for 8 rows per step")
+    assert rate.set(rows=16)["weight_decay"] == 0.2
+
+
+def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_value_and_fix():
+    sgd, adamw = SGD(parameters(), lr=0.1), AdamW(parameters())
+    for optimizer, names, message in (
+        (sgd, {"beta2": "half_life"}, r"scale_with_batch\.beta2='half_life': .*SGD have no betas"),
+        (Adafactor(parameters()), {"beta2": "half_life"}, "Adafactor have no betas"),
+        (sgd, {"weight_decay": "per_token"}, "weight_decay of SGD is 0; set it, or remove this"),
+        (adamw, {"beta1": "half_life"}, r"scale_with_batch\.beta1='half_life': give beta2"),
+        (adamw, {"beta2": True}, r"scale_with_batch\.beta2=True: give beta2: half_life"),
+        (adamw, "beta2", "scale_with_batch='beta2': give a block of beta2: half_life"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            scaled(optimizer, follow=names)
+    with pytest.raises(SettingError, match=r"scale_with_batch='beta2': give a block"):
+        StepOptions(scale_with_batch="beta2")
+    with pytest.raises(SettingError, match=r"^reference_batch_size=None: give the global batch"):
+        AdaptiveRate(AdamW(parameters()), scale_with_batch=BOTH)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.loops import (
     ROWS,
-    classes,
     of_ranks,
     peak_by_hand,
     train,
@@ -111,20 +110,6 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(b
     other.loop.load_state_dict(one.loop.state_dict())
     assert other.loop.run(next(iter(other.loop))).micro_batches > 1
     assert larger.loop.find_bound(**budget).max_batch_size == 9
-
-
-def test_modules_that_are_frozen_in_evaluation_mode_are_so_in_a_trial_and_after_it():
-    options, rows = classes("tuples")
-    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    net[1].eval()
-    modes = []
-    net[1].register_forward_hook(lambda module, *_: modes.append((net.training, module.training)))
-    options["mean_loss"] = lambda batch: cross_entropy(net(batch[0]), batch[1])
-    one = training(model=net, rows=rows, row_length=1, **options)
-    # In training mode one row has no statistics, and torch refuses it.
-    assert one.loop.find_bound(device_memory="1GiB").max_batch_size == 32
-    assert set(modes) == {(True, False)}
-    assert [module.training for module in net.modules()] == [True, True, False, True]
 
 
 def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():

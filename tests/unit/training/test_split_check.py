@@ -306,22 +306,6 @@ def test_a_function_that_changes_the_gradients_of_earlier_parts_is_refused():
             step(rows())
 
 
-def test_a_function_may_change_gradients_in_the_first_and_last_part():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def forward_backward(part):
-        if part.is_first:
-            optimizer.zero_grad()
-        (mean(model, part.batch) * part.share).backward()
-        if part.is_last:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows())
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    assert norm.item() == pytest.approx(0.1, rel=1e-4)
-
-
 def test_a_column_of_labels_is_one_label_for_each_row():
     batch = rows()
     batch["labels"] = batch["y"][:, None]
@@ -410,19 +394,3 @@ def test_a_part_that_fails_is_one_sentence_with_the_treatment_of_each_key():
     batch = {**rows(), "more": torch.zeros(15)}
     with pytest.raises(SettingError, match=r"x, y divided; more kept whole.*rows differ.*split="):
         new_step(Net(), fails)(batch)
-
-
-def test_autocast_stays_on_for_a_function_that_fails_without():
-    model = Net()
-    seen = []
-
-    def needs_autocast(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = model(batch["x"])
-            seen.append(outputs.dtype)
-            assert outputs.dtype == torch.bfloat16
-            return cross_entropy(outputs.float(), batch["y"])
-
-    new_step(model, needs_autocast)(rows())
-    assert seen[0] == torch.float32
-    assert seen.count(torch.float32) == 1
