@@ -113,20 +113,14 @@ class RunsOut:
         return loss
 
 
-def peak_by_hand(one: SimpleNamespace, size: int, *, accumulates: bool) -> int:
+def peak_by_hand(one: SimpleNamespace, size: int) -> int:
     """Return the peak of forward and backward of the longest rows in plain torch, with the
     optimizer's state in memory.
     """
     longest = sorted(ROWS, key=lambda row: -len(row["tokens"]))[:size]
-    for parameter in one.model.parameters():
-        parameter.grad = (
-            torch.zeros_like(parameter) if accumulates and parameter.requires_grad else None
-        )
+    one.optimizer.zero_grad()
     state = [value for state in one.optimizer.state.values() for value in state.values()]
-    gradients = [
-        parameter.grad for parameter in one.model.parameters() if parameter.grad is not None
-    ]
-    resident = [*one.model.parameters(), *one.model.buffers(), *gradients, *state]
+    resident = [*one.model.parameters(), *one.model.buffers(), *state]
     with device_memory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
         batch = collate(longest)
         count = (batch["labels"][:, 1:] != -100).sum()
@@ -135,22 +129,15 @@ def peak_by_hand(one: SimpleNamespace, size: int, *, accumulates: bool) -> int:
     return usage.peak_bytes
 
 
-def classes(kind: str) -> tuple[dict[str, Any], Any]:
-    """Rows of three classes, as tuples or as mappings, and what a loop needs to know of them."""
+def classes() -> tuple[dict[str, Any], Any]:
+    """Rows of three classes as tuples, and what a loop needs to know of them."""
     generator = torch.Generator().manual_seed(0)
     points = [(torch.randn(5, generator=generator), number % 3) for number in range(32)]
-    if kind == "tuples":
-        options = {
-            "collate": lambda rows: (
-                torch.stack([point for point, _ in rows]),
-                torch.tensor([one for _, one in rows]),
-            ),
-            "num_labels": lambda batch: len(batch[1]),
-        }
-        return options, points
-    rows = [{"point": point, "label": one} for point, one in points]
-    collate = lambda rows: {  # noqa: E731
-        "point": torch.stack([row["point"] for row in rows]),
-        "labels": torch.tensor([row["label"] for row in rows]),
+    options = {
+        "collate": lambda rows: (
+            torch.stack([point for point, _ in rows]),
+            torch.tensor([one for _, one in rows]),
+        ),
+        "num_labels": lambda batch: len(batch[1]),
     }
-    return {"collate": collate}, rows
+    return options, points

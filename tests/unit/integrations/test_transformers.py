@@ -104,6 +104,11 @@ def trained(kind, folder, model=None, data=None, collator=collate, resume=None, 
     return trainer, losses, weights
 
 
+def in_parts(kind):
+    """Return a trainer of somebody else's that runs in parts."""
+    return type(f"{kind.__name__}InParts", (kind, AdaptiveTrainer), {})
+
+
 def fails_above(num_rows, dropout=0.0):
     """Return a model that runs out of memory for more rows than so many."""
     model = llama(dropout)
@@ -199,10 +204,6 @@ class KeepsAnswers(Trainer):
     _prepare_inputs.__module__ = "swift.trainers.seq2seq_trainer"
 
 
-class KeepsAnswersInParts(KeepsAnswers, AdaptiveTrainer):
-    pass
-
-
 def answers(features):
     batch = collate(features)
     for row, prompt in enumerate(range(1, len(features) + 1)):
@@ -213,17 +214,17 @@ def answers(features):
 def test_parts_are_cut_to_their_own_longest_answer(tmp_path):
     given = {"collator": answers}
     _, plain, weights = trained(KeepsAnswers, tmp_path, **given)
-    _, ours, own = trained(KeepsAnswersInParts, tmp_path, **given)
+    _, ours, own = trained(in_parts(KeepsAnswers), tmp_path, **given)
     assert ours == plain
     assert torch.equal(own, weights)
     adaptive = AdaptiveArguments(micro_batch_size="auto", device_memory="1GiB")
     for given["adaptive"] in (AdaptiveArguments(micro_batch_size=2), adaptive):
-        trainer, ours, own = trained(KeepsAnswersInParts, tmp_path, **given)
+        trainer, ours, own = trained(in_parts(KeepsAnswers), tmp_path, **given)
         assert ours == pytest.approx(plain, rel=2e-6)
         assert (own - weights).abs().max() < 1e-5
     assert trainer.adaptive_step.max_batch_size > 6
     given["adaptive"] = AdaptiveArguments()
-    trainer, ours, _ = trained(KeepsAnswersInParts, tmp_path, fails_above(2), **given)
+    trainer, ours, _ = trained(in_parts(KeepsAnswers), tmp_path, fails_above(2), **given)
     assert trainer.adaptive_step.num_micro_batches == 6
     assert ours == pytest.approx(plain, rel=2e-6)
 
@@ -471,10 +472,6 @@ class LogsInItsLoss(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-class LogsInParts(LogsInItsLoss, AdaptiveTrainer):
-    pass
-
-
 @pytest.mark.parametrize(
     ("adaptive", "limit", "num_parts"),
     [
@@ -488,7 +485,9 @@ class LogsInParts(LogsInItsLoss, AdaptiveTrainer):
 def test_what_a_loss_logs_is_that_of_the_batch(tmp_path, adaptive, limit, num_parts):
     given = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
     plain, _, _ = trained(LogsInItsLoss, tmp_path, **given)
-    ours, _, _ = trained(LogsInParts, tmp_path, fails_above(limit), adaptive=adaptive, **given)
+    ours, _, _ = trained(
+        in_parts(LogsInItsLoss), tmp_path, fails_above(limit), adaptive=adaptive, **given
+    )
     assert ours.adaptive_step.num_micro_batches == num_parts
     history = plain.state.log_history[:-1]
     assert len(ours.state.log_history[:-1]) == len(history)
@@ -514,12 +513,8 @@ class NotesTheMode(Trainer):
         return super()._prepare_inputs(inputs)
 
 
-class NotesTheModeInParts(NotesTheMode, AdaptiveTrainer):
-    pass
-
-
 def test_a_batch_is_prepared_in_training_mode_from_the_first_one(tmp_path):
-    trainer, _, _ = trained(NotesTheModeInParts, tmp_path, llama().eval(), num_train_epochs=1)
+    trainer, _, _ = trained(in_parts(NotesTheMode), tmp_path, llama().eval(), num_train_epochs=1)
     assert trainer.modes == [True] * 4
 
 
@@ -539,10 +534,6 @@ class DividesBySteps(Trainer):
         return losses / inputs["num_tokens"]
 
 
-class DividesByStepsInParts(DividesBySteps, AdaptiveTrainer):
-    pass
-
-
 def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
     def counted(features):
         batch = collate(features)
@@ -552,7 +543,7 @@ def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
 
     given = {"collator": counted, "remove_unused_columns": False}
     _, plain, weights = trained(DividesBySteps, tmp_path, **given)
-    _, ours, own = trained(DividesByStepsInParts, tmp_path, fails_above(2), **given)
+    _, ours, own = trained(in_parts(DividesBySteps), tmp_path, fails_above(2), **given)
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
 
@@ -591,10 +582,6 @@ class Prefers(Trainer):
         return -nn.functional.logsigmoid(chosen - rejected - inputs["margins"]).mean()
 
 
-class PrefersInParts(Prefers, AdaptiveTrainer):
-    pass
-
-
 @pytest.mark.parametrize(
     ("collator", "adaptive", "parts"),
     [
@@ -627,7 +614,7 @@ def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, collator, ad
         "num_train_epochs": 1,
     }
     _, plain, weights = trained(Prefers, tmp_path, **given)
-    trainer, ours, own = trained(PrefersInParts, tmp_path, adaptive=adaptive, **given)
+    trainer, ours, own = trained(in_parts(Prefers), tmp_path, adaptive=adaptive, **given)
     assert trainer.adaptive_step.num_micro_batches == parts
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
@@ -636,19 +623,6 @@ def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, collator, ad
 def test_a_split_that_is_given_is_taken_before_pairs():
     adaptive = AdaptiveArguments(split=lambda batch: None)
     assert by_pairs(adaptive) is adaptive
-
-
-@pytest.mark.slow
-def test_a_run_that_is_resumed_in_mid_epoch_is_the_whole_one(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
-    given = {"adaptive": AdaptiveArguments(micro_batch_size=2), **saving}
-    # Three epochs of two steps: the third is in the midst of the second epoch.
-    given["num_train_epochs"] = 3
-    _, whole, weights = trained(AdaptiveTrainer, tmp_path / "whole", **given)
-    checkpoint = str(tmp_path / "whole" / "checkpoint-3")
-    _, resumed, own = trained(AdaptiveTrainer, tmp_path / "resumed", resume=checkpoint, **given)
-    assert resumed == whole
-    assert torch.equal(own, weights)
 
 
 class Makes(CountsInItsLoss, AdaptiveTrainer):
@@ -770,21 +744,6 @@ def test_a_batch_that_grows_is_that_of_a_loop_with_adaptive_batches(tmp_path):
     assert (weights - plain).abs().max() < 1e-5
     assert trainer.state.epoch == 3
     assert [entry["epoch"] for entry in logged][:2] == pytest.approx([3 / NUM_ROWS, 6 / NUM_ROWS])
-
-
-@pytest.mark.parametrize("saves_every", [5, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_whose_batch_grows_resumes_exactly_in_mid_epoch_and_at_its_end(tmp_path, saves_every):
-    # Epochs of 8, 4 and 2 steps.
-    given = {"save_strategy": "steps", "save_steps": saves_every, "dropout": 0.1}
-    whole, losses, weights = grown(tmp_path / "whole", **given)
-    assert whole.state.max_steps == 14
-    for step in range(saves_every, 14, saves_every):
-        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        resumed, own, own_weights = grown(tmp_path / str(step), resume=checkpoint, **given)
-        assert own == losses
-        assert torch.equal(own_weights, weights)
-        assert resumed.state.epoch == whole.state.epoch
-        assert resumed.state.log_history[-2]["epoch"] == whole.state.log_history[-2]["epoch"]
 
 
 class Reversed(AdaptiveTrainer):
@@ -1085,13 +1044,9 @@ class MakesRows(Trainer):
         return inputs | {"x": inputs["x"] + noise - noise.mean()}
 
 
-class MakesRowsInParts(MakesRows, AdaptiveTrainer):
-    pass
-
-
 def test_rows_that_a_trainer_makes_are_those_of_the_batch(tmp_path):
     losses = []
-    for kind, limit in ((MakesRows, None), (MakesRowsInParts, 3)):
+    for kind, limit in ((MakesRows, None), (in_parts(MakesRows), 3)):
         arguments = {"data": linear_rows(), "collator": default_data_collator}
         trainer = trainer_of(kind, limited(Linear(), limit), tmp_path, **arguments)
         torch.manual_seed(5)
@@ -1110,10 +1065,6 @@ def test_a_loss_that_draws_random_numbers_runs_in_parts_with_a_warning(tmp_path,
     assert caplog.text.count("as it draws random numbers") == 1
 
 
-class GeneratesInParts(Seq2SeqTrainer, AdaptiveTrainer):
-    pass
-
-
 def test_generation_runs_in_parts(tmp_path):
     torch.manual_seed(0)
     shape = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
@@ -1129,7 +1080,7 @@ def test_generation_runs_in_parts(tmp_path):
     )
     weights = BartForConditionalGeneration(config).state_dict()
     results = []
-    for kind, limit in ((Seq2SeqTrainer, None), (GeneratesInParts, 3)):
+    for kind, limit in ((Seq2SeqTrainer, None), (in_parts(Seq2SeqTrainer), 3)):
         model = BartForConditionalGeneration(config)
         model.load_state_dict(weights)
         model.generation_config.max_length = 20

@@ -259,39 +259,6 @@ def test_rows_of_a_packed_dataset_are_not_packed_again(several):
 # --- errors of libraries
 
 
-def caught(read):
-    with pytest.raises(Exception) as error:  # noqa: PT011
-        read()
-    return error.value
-
-
-LACKING = OmegaConf.create({"output_dir": "${nowhere}/x", "checkpointer": {}})
-NOWHERE = {"_component_": "torchtune.models.nowhere.nothing"}
-
-
-@pytest.mark.parametrize(
-    ("read", "key"),
-    [
-        (lambda: LACKING.metric_logger, "metric_logger"),
-        (lambda: LACKING.shuffle, "shuffle"),
-        (lambda: LACKING.output_dir, "output_dir"),
-        (lambda: config.instantiate(OmegaConf.create(NOWHERE)), "_component_"),
-        (lambda: config.instantiate(OmegaConf.create({"lr": 1})), "_component_"),
-        (lambda: OmegaConf.create("a: '${b'"), "a"),
-    ],
-    ids=[
-        *("missing block", "missing switch", "reference to nothing"),
-        *("component to nothing", "no component", "torn reference"),
-    ],
-)
-def test_an_error_of_the_configuration_is_one_line_that_names_the_key(read, key):
-    error = caught(read)
-    plain = plainly(error)
-    assert plain.key == key
-    assert plain.__cause__ is error
-    assert "\n" not in str(plain)
-
-
 def test_a_full_disk_is_an_error_of_ours_and_other_errors_are_not():
     full = plainly(OSError(errno.ENOSPC, "No space left on device"))
     assert "free disk space" in str(full)

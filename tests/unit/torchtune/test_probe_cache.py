@@ -58,7 +58,7 @@ def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: 
     assert holds_more.max_batch_size == several.max_batch_size < whole.max_batch_size
 
 
-def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
+def test_a_measured_throughput_is_not_used_for_a_dataset_of_other_lengths(
     small: SmallSetup, tmp_path: Path
 ) -> None:
     cfg = OmegaConf.load(small.config)

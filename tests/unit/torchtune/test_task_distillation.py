@@ -28,13 +28,11 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import (
     Distillation,
     Job,
-    NextTokens,
     Settings,
     builder_of,
 )
 from adaptive_batch.torchtune.changes import candidates
 from adaptive_batch.torchtune.checks import TO_PLAN
-from adaptive_batch.torchtune.job import task_of
 
 CHUNKED = {
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
@@ -100,14 +98,6 @@ def test_the_bound_is_that_of_brute_force(kind):
 
 
 # --- what is taken and what is refused
-
-
-def test_the_task_is_that_of_the_teacher_and_of_the_loss():
-    cfg = config_of_distillation("LoRA")
-    cross_entropy = nn.CrossEntropyLoss()
-    assert task_of(cfg, cross_entropy) is Distillation
-    del cfg.teacher_model
-    assert task_of(cfg, cross_entropy) is NextTokens
 
 
 def test_the_ratio_is_torchtunes_where_none_is_given():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Mapping
@@ -101,26 +100,6 @@ def decoder(**options: Any) -> Decoder:
 
 
 # --- one part
-
-
-def test_one_part_has_the_bits_of_the_script():
-    states = []
-    for is_step in (True, False):
-        model = decoder(draws=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        script = Script(model)
-        step = AdaptiveStep(model, script)
-        seed_all()
-        losses = []
-        for seed in range(4):
-            batch = make_batch(seed=seed)
-            loss = step(batch)[0] if is_step else script(Part(batch, len(LENGTHS)))
-            losses.append(loss.item())
-            if seed % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        states.append((losses, training_state(model, optimizer)))
-    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize(
@@ -468,31 +447,6 @@ def test_a_split_that_leaves_rows_out_is_refused_before_any_runs(split, says, li
             step(torch.randn(24, 6))
 
 
-@pytest.mark.parametrize("limit", [{"micro_batch_size": 5}, {"micro_batch_tokens": 40}])
-def test_rows_may_be_columns(limit):
-    model = decoder()
-    batch = {key: value.T.contiguous() for key, value in make_batch().items()}
-
-    def loss(model, batch):
-        return mean_loss(model, {key: value.T for key, value in batch.items()})
-
-    def split(batch):
-        def part(rows):
-            return {key: value[:, list(rows)] for key, value in batch.items()}
-
-        return SplitBatch(batch["tokens"].shape[1], part, lengths=LENGTHS)
-
-    def num_labels(batch):
-        return (batch["labels"][1:] != IGNORE_INDEX).sum()
-
-    expected, _ = plain_gradients(model, batch, loss)
-    script = Script(model, loss=loss)
-    AdaptiveStep(model, script, split=split, num_labels=num_labels, **limit)(batch)
-    assert len(script.trained) > 2
-    assert all(part.batch["tokens"].shape == (12, part.num_rows) for part in script.trained)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
-
-
 # --- the check of a split
 
 
@@ -699,53 +653,6 @@ def test_an_error_of_memory_is_let_through_where_asked():
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         step(make_batch())
     assert script.rows == [12]
-
-
-# Losses of these steps are too large for gradients of float16 at any scale that is reached.
-OVERFLOWS = (2, 7)
-
-
-def scale_trace(*, most_rows: int | None) -> tuple[list[float], list[float]]:
-    """Scales and losses of 12 steps in float16; of a plain loop where no number of rows
-    is given.
-    """
-    model = decoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    scales, losses = [], []
-
-    def forward_backward(part: Part) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = mean_loss(model, part.batch)
-        loss = loss * (1e9 if len(scales) in OVERFLOWS else 1) * part.share
-        scaler.scale(loss).backward()
-        if most_rows and part.num_rows > most_rows:
-            run_out_of_memory()
-        return loss.detach()
-
-    step = AdaptiveStep(model, forward_backward)
-    for number in range(12):
-        batch = make_batch(seed=number)
-        found = step(batch) if most_rows else [forward_backward(Part(batch, len(LENGTHS)))]
-        losses.append(float(sum(found)))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales, losses
-
-
-def test_the_scale_of_a_grad_scaler_is_that_of_a_run_that_fits():
-    scales, losses = scale_trace(most_rows=None)
-    assert sum(after < before for before, after in itertools.pairwise(scales)) == len(OVERFLOWS)
-    assert scales[-1] > scales[0]
-    found_scales, found_losses = scale_trace(most_rows=4)
-    assert found_scales == scales
-    assert found_losses[0] == pytest.approx(losses[0], rel=ROUNDING)
-    # Weights that rounding of float16 has changed.
-    assert found_losses == pytest.approx(losses, rel=2e-3)
-    whole_scales, whole_losses = scale_trace(most_rows=12)
-    assert (whole_scales, whole_losses) == (scales, losses)
 
 
 # --- what fits

@@ -130,13 +130,6 @@ def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_leng
     assert search.left_free == text
 
 
-def test_halving_finds_the_first_half_that_fits():
-    peaks = peaks_by_hand()
-    result = Training().find(device_memory=peaks[12], headroom=0.0, search="halve", maximum=MAXIMUM)
-    assert [trial.batch_size for trial in result.trials] == [24, 12]
-    assert result.max_batch_size == 12
-
-
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_search_leaves_training_as_it_was(steps_before):
     training = Training(draws=True)
@@ -195,17 +188,6 @@ def test_a_function_without_backward_is_refused_by_each_search(accumulates):
     for search in searches:
         with pytest.raises(SettingError, match="forward_backward='forward': it left no gradient"):
             search(accumulates=accumulates)
-
-
-def test_gradients_that_hooks_take_in_backward_are_no_mistake():
-    training = Training()
-
-    def step(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    for parameter in filter(lambda one: one.requires_grad, training.model.parameters()):
-        parameter.register_post_accumulate_grad_hook(step)
-    assert training.find(maximum=3).max_batch_size == 3
 
 
 def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_search():

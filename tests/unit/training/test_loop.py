@@ -215,6 +215,7 @@ REFUSED: dict[str, list[Any]] = {
     "memory": [1],
     "sync_gradients_every_micro_batch": ["no"],
     "overlap_reduction": [1],
+    "event": [3],
 }
 
 
@@ -288,7 +289,7 @@ def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
 
 
 def test_what_the_optimizer_leaves_out_is_said_and_its_gradients_too(caplog) -> None:
-    options, rows = classes("tuples")
+    options, rows = classes()
     net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     options["mean_loss"] = lambda batch: cross_entropy(net(batch[0]), batch[1])
     head = torch.optim.SGD(net[2].parameters(), lr=RATE)
@@ -475,8 +476,3 @@ def test_what_memory_has_cost_is_in_the_log(tmp_path):
     assert limits[0]["out_of_memory"]
     assert [record["oom_count"] for record in records if record["kind"] == "step"][:2] == [1, 1]
     assert audit(tmp_path).holds
-
-
-def test_what_is_no_function_is_refused():
-    with pytest.raises(SettingError, match=r"event=3: give a function, such as RunLog"):
-        training(event=3)

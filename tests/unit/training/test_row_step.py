@@ -46,7 +46,7 @@ from adaptive_batch.training.split_check import SplitCheck
 def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro_batches():
     reference = training()
     train(reference, until=1)
-    budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
+    budget = {"device_memory": peak_by_hand(reference, 10), "headroom": 0.0}
     one, beyond, splits = (
         training(batch_size=size, grow_beyond_maximum=beyond)
         for size, beyond in ((4, False), (4, True), (40, False))
@@ -79,7 +79,7 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(b
     """Beside the gradients of earlier micro-batches fewer rows fit."""
     reference = training()
     train(reference, until=1)
-    budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
+    budget = {"device_memory": peak_by_hand(reference, 10), "headroom": 0.0}
     searched, larger = training(), training()
     assert searched.loop.find_bound(**budget).max_batch_size == 10
     larger.loop.batch_size = 24
@@ -296,7 +296,7 @@ def test_rows_that_cannot_be_packed_are_refused(row: Any) -> None:
         llama(rows=[row] * 8, micro_batch_layout="packed", row_length=len)
 
 
-def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state_unless_another_is_set() -> None:
+def test_the_fastest_micro_batches_are_saved_unless_others_are_configured() -> None:
     one = llama(micro_batch_tokens="auto")
     before = training_state(one.model, one.optimizer)
     found = one.loop.find_bound(device_memory="1GiB", maximum=8)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.errors import NonfiniteLossError
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import FullBatchLoss, MicroBatchSizer, NonfiniteSteps, StepResult
 
@@ -55,15 +54,6 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     assert (steps.count(), steps.count(), dropped.count) == (4, 0, 0)
 
 
-def test_many_in_a_row_are_printed_now_and_then():
-    steps, events, _ = steps_of("skip")
-    for step in range(250):
-        assert steps.drop_if_nonfinite(result(NAN), Progress(steps=step), lr=0.1)
-    printed = [event for event in events if event.prints]
-    assert [event.step for event in printed] == [1, 100, 200]
-    assert printed[1].message.startswith("step 100: the loss is nan (100 steps in a row), lr 0.1;")
-
-
 def test_the_line_names_what_changed_before():
     steps, events, _ = steps_of("warn")
     seen = [(0, 4, 2.0, 0.1), (0, 8, 1.5, 0.2), (0, 8, 1.25, 0.2), (1, 8, NAN, 0.3)]
@@ -84,14 +74,6 @@ def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     steps, events, _ = steps_of("warn")
     assert not steps.drop_if_nonfinite(result(1.0, NAN), Progress(), lr=0.1)
     assert not events
-
-
-def test_to_stop_is_an_error_with_what_to_do():
-    steps, events, dropped = steps_of("stop", remedy=lambda: "resume from step_2")
-    message = "^step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop.* resume from step_2$"
-    with pytest.raises(NonfiniteLossError, match=message):
-        steps.drop_if_nonfinite(result(INF), Progress(steps=2), lr=0.1)
-    assert ([event.prints for event in events], dropped.count) == ([False], 1)
 
 
 # --- the loss of a full batch
