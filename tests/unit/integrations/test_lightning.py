@@ -99,24 +99,6 @@ def test_where_nothing_is_split_it_has_lightnings_own_bits(tmp_path, arguments):
     assert own_trainer.logged_metrics == trainer.logged_metrics
 
 
-@pytest.mark.parametrize("accumulates", [1, 3])
-def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_alone(
-    tmp_path, accumulates
-):
-    arguments = {"accumulate_grad_batches": accumulates}
-    plain = Module()
-    trainer, weights = trained(plain, tmp_path, **arguments)
-    ours = Module(limit=2)
-    callback = AdaptiveCallback()
-    own_trainer, own_weights = trained(ours, tmp_path, [callback], **arguments)
-    assert callback.step.sizer.num_out_of_memory
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
-    assert (own_weights - weights).abs().max() < 1e-5
-    # Logged once for each batch, of all its rows: neither of trials nor of failed attempts.
-    for name, value in trainer.logged_metrics.items():
-        assert own_trainer.logged_metrics[name] == pytest.approx(value.item(), rel=1e-5), name
-
-
 class Counts(Module):
     """Counts its rows in a metric, looks at gradients after each backward, and logs a constant
     where there is a row of the first class.
