@@ -189,10 +189,11 @@ class LogsMetrics(Module):
 )
 def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
     plain = LogsMetrics()
-    trainer, _ = trained(plain, tmp_path)
+    trainer, weights = trained(plain, tmp_path)
     ours = LogsMetrics(limit=limit)
     callback = AdaptiveCallback(adaptive)
-    own_trainer, _ = trained(ours, tmp_path, [callback])
+    own_trainer, own_weights = trained(ours, tmp_path, [callback])
+    assert (own_weights - weights).abs().max() < 1e-5
     assert len(ours.logged) == len(plain.logged) == 8
     for own, logged in zip(ours.logged, plain.logged, strict=True):
         assert own == (logged if num_parts == 1 else pytest.approx(logged, rel=1e-5))
