@@ -146,6 +146,7 @@ class Estimated:
     def __init__(self, case: Case, *, context_bytes: int = CONTEXT_BYTES) -> None:
         self.device = case.found
         self._context_bytes = context_bytes
+        self._budget_bytes = self.device.total_bytes - context_bytes
         self._cfg = case.combination.to_estimate(
             devices=[case.device], context=context_bytes, changes=False
         )
@@ -181,10 +182,12 @@ class Estimated:
         """Return the peaks of the steps, with the margin of a compiled step."""
         allocator = CachingAllocator(AllocatorSettings(expandable_segments=bool(conf)))
         allocator.replay(self.log(rows))
+        # Rows that run with retries fill the device; an upper bound may pass it.
+        most = 2**50 if self.margin else self._budget_bytes
         return {
             "requested": int((1 + self.margin) * allocator.peak_requested_bytes),
             "allocated": int((1 + self.margin) * allocator.peak_allocated_bytes),
-            "reserved": int((1 + self.margin) * allocator.reserved_bytes),
+            "reserved": min(most, int((1 + self.margin) * allocator.reserved_bytes)),
         }
 
     def bound(self, conf: str) -> int:
