@@ -288,7 +288,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the errors of each kind of peak by settings, and shares that are equal."""
     found: dict[str, Any] = {}
     for name in CONFS:
-        done = [row[name] for row in rows if name in row]
+        entries = [row[name] for row in rows if name in row]
+        # A run that is out of memory has no peak to compare with.
+        done = [entry for entry in entries if not entry["counted"]["ooms"]]
         for kind in KINDS_OF_PEAKS if done else ():
             errors = sorted(one["errors"][kind] for one in done)
             within = sorted(map(abs, errors))[math.ceil(0.95 * len(errors)) - 1]

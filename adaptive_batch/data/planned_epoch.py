@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -415,11 +416,6 @@ def fill_steps(
             kept = order[lengths[order] <= budget * ranks]
         _check_min_rows(lengths[kept], budget * ranks, min_rows)
 
-    def budget_at(progress: Progress) -> int:
-        if isinstance(budget, int):
-            return budget
-        return request_batch(budget, progress, maximum=None).after
-
     filler = _Filler(
         lengths[kept],
         min_rows=min_rows,
@@ -427,38 +423,35 @@ def fill_steps(
         drops_long_rows=long_rows == "drop",
         divisible=divisible,
     )
-    progress = begin or Progress()
-    begins: list[Progress] = []
-    budgets: list[int] = []
-    places = [torch.empty(0, dtype=torch.int64)]
+    progress = begin = begin or Progress()
+    places = array("q")
+    # Rows, real tokens and budget of each step.
+    steps: list[tuple[int, int, int]] = []
     while filler.has_rows:
-        tokens = budget_at(progress)
-        if long_rows == "error" and longest > tokens * ranks:
+        asked = budget
+        if not isinstance(asked, int):
+            asked = request_batch(asked, progress, maximum=None).after
+        if long_rows == "error" and longest > asked * ranks:
             key = "batch_tokens" if isinstance(budget, int) else KEY
+            row = int(order[lengths[order].argmax()])
+            needed = math.ceil(longest / ranks)
             remedy = (
-                f"a row alone has {longest} tokens; give {math.ceil(longest / ranks)} or more at"
-                f" step {progress.steps}, or set long_rows to drop or alone"
+                f"row {row} alone has {longest} tokens; give {needed} or more at step"
+                f" {progress.steps}, or set long_rows to drop or alone"
             )
-            raise SettingError(key, tokens, remedy)
-        step = filler.next_step(tokens * ranks)
+            raise SettingError(key, asked, remedy)
+        step, tokens = filler.next_step(asked * ranks)
         if step:
-            places.append(torch.tensor([place for place, _ in step]))
-            begins.append(progress)
-            budgets.append(tokens)
-            real_tokens = sum(size for _, size in step)
-            progress = progress.after_step(rows=len(step), tokens=real_tokens, batch=tokens)
-    for at, answer in zip(begins, budgets, strict=True):
-        again = budget_at(at)
-        if again != answer:
-            raise GrowthFunctionError(
-                f"{KEY} {budget!r} returned {answer}, and {again} when called again: with"
-                " batch_tokens it must be a function of progress alone"
-            )
-    used = torch.cat(places)
+            places.extend(step)
+            steps.append((len(step), tokens, asked))
+            progress = progress.after_step(rows=len(step), tokens=tokens, batch=asked)
+    if not isinstance(budget, int):
+        _check_answers(budget, begin, steps)
+    used = kept[torch.tensor(places, dtype=torch.int64)]
     is_dropped = torch.ones(len(lengths), dtype=torch.bool)
-    is_dropped[kept[used]] = False
-    sizes = torch.tensor([len(step) for step in places[1:]], dtype=torch.int64)
-    return TokenSteps(kept[used], sizes, budgets, order[is_dropped[order]])
+    is_dropped[used] = False
+    sizes = torch.tensor([rows for rows, _, _ in steps], dtype=torch.int64)
+    return TokenSteps(used, sizes, [asked for _, _, asked in steps], order[is_dropped[order]])
 
 
 def _check_min_rows(sizes: torch.Tensor, max_tokens: int, min_rows: int) -> None:
@@ -471,6 +464,20 @@ def _check_min_rows(sizes: torch.Tensor, max_tokens: int, min_rows: int) -> None
                 " lower one, or raise the other"
             )
             raise SettingError("min_rows_per_batch", min_rows, remedy)
+
+
+def _check_answers(
+    rule: Schedule, progress: Progress, steps: Sequence[tuple[int, int, int]]
+) -> None:
+    """Raise GrowthFunctionError if a schedule gives other answers when it is called again."""
+    for rows, tokens, asked in steps:
+        again = request_batch(rule, progress, maximum=None).after
+        if again != asked:
+            raise GrowthFunctionError(
+                f"{KEY} {rule!r} returned {asked}, and {again} when called again: with"
+                " batch_tokens it must be a function of progress alone"
+            )
+        progress = progress.after_step(rows=rows, tokens=tokens, batch=asked)
 
 
 class _Filler:
@@ -499,12 +506,13 @@ class _Filler:
         self._coming = enumerate(chain.from_iterable(chunk.tolist() for chunk in chunks))
         self._waiting: list[tuple[int, int]] = []
 
-    def next_step(self, budget: int) -> list[tuple[int, int]]:
-        """Return the rows of the next step."""
+    def next_step(self, budget: int) -> tuple[list[int], int]:
+        """Return the places of the rows of the next step, and their tokens."""
         step: list[tuple[int, int]] = []
         tokens = 0
         too_long: list[tuple[int, int]] = []
         waiting = iter(self._waiting)
+        self.has_rows = False
         for row in chain(waiting, self._coming):
             _, size = row
             if self._drops_long_rows and size > budget:
@@ -514,12 +522,14 @@ class _Filler:
             is_beyond = tokens + size > budget or len(step) == self._max_rows
             if is_beyond and len(step) >= self._min_rows:
                 num_kept = self._divisible_rows(len(step))
+                tokens -= sum(size for _, size in step[num_kept:])
                 self._waiting = sorted([*too_long, *step[num_kept:], row, *waiting])
-                return step[:num_kept]
+                self.has_rows = True
+                step = step[:num_kept]
+                break
             step.append(row)
             tokens += size
-        self.has_rows = False
-        return step
+        return [place for place, _ in step], tokens
 
     def _divisible_rows(self, rows: int) -> int:
         """Return `rows`, or with `divisible` up to an eighth fewer."""
