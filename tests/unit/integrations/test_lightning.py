@@ -127,7 +127,7 @@ class Counts(Module):
 
 
 @pytest.mark.parametrize("size", [None, "auto"])
-def test_what_parts_count_return_and_log_is_that_of_the_batch(tmp_path, size):
+def test_counts_results_and_logs_of_parts_are_those_of_the_batch(tmp_path, size):
     plain = Counts()
     trainer, _ = trained(plain, tmp_path)
     ours = Counts(limit=2)
@@ -225,7 +225,7 @@ def test_a_loss_that_is_declared_a_sum_is_added_up_as_it_is(tmp_path, accumulate
         trained(Sums(), tmp_path, [AdaptiveCallback(AdaptiveArguments(micro_batch_size=3))])
 
 
-def test_what_it_cannot_do_is_refused(tmp_path):
+def test_manual_optimization_and_growing_batches_are_refused(tmp_path):
     manual = Module()
     manual.automatic_optimization = False
     with pytest.raises(SettingError, match="automatic_optimization=False: call an AdaptiveStep"):

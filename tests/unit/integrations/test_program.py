@@ -101,7 +101,7 @@ def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
         (["--micro-batch-size", "2"], "give the program after --"),
     ],
 )
-def test_what_cannot_be_used_is_said_before_the_program_starts(arguments, said, capsys):
+def test_unusable_arguments_are_refused_before_the_program_starts(arguments, said, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["run", *arguments])
     assert exit_.value.code == 2

@@ -426,7 +426,7 @@ class Counts(CountsInItsLoss, AdaptiveTrainer):
     adaptive = AdaptiveArguments(options=StepOptions())
 
 
-def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
+def test_counts_of_a_loss_leave_out_trials_and_failed_attempts(tmp_path):
     plain, losses, _ = trained(CountsInItsLoss, tmp_path)
     ours, own_losses, _ = trained(Counts, tmp_path, fails_above(2))
     assert own_losses == pytest.approx(losses, rel=2e-6)
@@ -482,7 +482,7 @@ class LogsInItsLoss(Trainer):
     ],
     ids=["whole", "out of memory", "parts", "auto"],
 )
-def test_what_a_loss_logs_is_that_of_the_batch(tmp_path, adaptive, limit, num_parts):
+def test_logs_of_a_loss_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
     given = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
     plain, _, _ = trained(LogsInItsLoss, tmp_path, **given)
     ours, _, _ = trained(
@@ -629,7 +629,7 @@ class Makes(CountsInItsLoss, AdaptiveTrainer):
     adaptive = AdaptiveArguments(micro_batch_size="auto")
 
 
-def test_what_cannot_be_searched_or_split_is_refused_with_the_key(tmp_path):
+def test_trainers_and_datasets_without_a_search_are_refused_with_the_key(tmp_path):
     with pytest.raises(SettingError, match="micro_batch_size='auto': this trainer generates"):
         trained(Makes, tmp_path)
     with pytest.raises(SettingError, match=r"adaptive=2: give AdaptiveArguments"):
@@ -810,7 +810,7 @@ def test_a_run_whose_batch_grows_ends_where_it_is_told(tmp_path, arguments):
     assert trainer.state.epoch == 1.5
 
 
-def test_what_a_batch_cannot_grow_with_is_refused(tmp_path):
+def test_arguments_that_do_not_go_with_a_growing_batch_are_refused(tmp_path):
     with pytest.raises(SettingError, match=r"lr_scaling='sqrt': batches do not grow"):
         AdaptiveArguments(lr_scaling="sqrt")
     with pytest.raises(SettingError, match=r"batch_increase_function=2: .* give a function"):

@@ -303,7 +303,7 @@ def test_one_process_ignores_what_is_for_many():
     assert check_parallel(cfg, world_size=1) == 1
 
 
-def test_what_differs_is_named_with_both_values():
+def test_a_difference_between_ranks_is_named_with_both_values():
     mine, first = {"batch_size": "3", "seed": "1"}, {"seed": "1", "batch_size": "4", "epochs": "2"}
     assert list(differences(mine, first)) == [("batch_size", "3", "4"), ("epochs", "nothing", "2")]
 
@@ -327,7 +327,7 @@ def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", [None, "torch.optim.AdamW"])
-def test_what_is_no_block_is_left_to_the_check_that_names_it(optimizer):
+def test_an_optimizer_that_is_no_block_is_left_to_its_own_check(optimizer):
     assert (
         check_parallel(OmegaConf.create({"optimizer": optimizer, "device": "cpu"}), world_size=1)
         == 1

@@ -48,7 +48,7 @@ def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
     assert other_question.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
 
 
-def test_what_is_no_reason_to_try_less_is_not_written(tmp_path, path):
+def test_an_error_other_than_memory_is_not_written(tmp_path, path):
     end(tmp_path, error="connection reset")
     assert not path.exists()
 

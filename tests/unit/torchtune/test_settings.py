@@ -209,7 +209,9 @@ TWICE = {"gradient_accumulation_steps": 2}
     ],
     ids=str,
 )
-def test_what_a_search_has_to_try(config, chooses_fastest, whole_step_rows, has_several):
+def test_keys_decide_which_sizes_a_search_tries(
+    config, chooses_fastest, whole_step_rows, has_several
+):
     plan = settings(config).search_plan
     assert (plan.chooses_fastest, plan.whole_step_rows, plan.has_several) == (
         chooses_fastest,
@@ -238,7 +240,9 @@ def test_what_a_search_has_to_try(config, chooses_fastest, whole_step_rows, has_
     ],
     ids=str,
 )
-def test_what_each_key_asks_for(config, adaptive, is_needed, needs_search):
+def test_keys_decide_whether_training_is_adaptive_and_needs_a_search(
+    config, adaptive, is_needed, needs_search
+):
     read = settings(config)
     found = (read.adaptive, read.search_plan.is_needed, read.micro_batch.needs_search)
     assert found == (adaptive, is_needed, needs_search)

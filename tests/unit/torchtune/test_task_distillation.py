@@ -141,7 +141,7 @@ def test_the_ratio_is_torchtunes_where_none_is_given():
     ],
     ids=str,
 )
-def test_what_distillation_does_not_take_is_refused_by_its_key(kind, key, keys):
+def test_keys_that_do_not_go_with_distillation_are_refused(kind, key, keys):
     cfg = config_of_distillation(kind)
     cfg.update(keys)
     with pytest.raises(SettingError) as refused:

@@ -306,7 +306,7 @@ def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
         ("full", {"ref_checkpointer": "mine"}, "ref_checkpointer", "give a block with _component_"),
     ],
 )
-def test_what_pairs_do_not_take_is_refused_with_its_reason(kind, keys, key, says):
+def test_keys_that_do_not_go_with_pairs_are_refused_with_a_reason(kind, keys, key, says):
     cfg = config_of_pairs(kind)
     settings = Settings.from_config(cfg)
     cfg.update(keys)
@@ -331,7 +331,7 @@ def mean_of_batch(
         (mean_of_batch, r"of two pairs it returns shapes \[\(\), \(\), \(\)\]"),
     ],
 )
-def test_what_is_no_loss_of_pairs_is_refused(loss, says):
+def test_a_loss_that_is_not_one_of_pairs_is_refused(loss, says):
     with pytest.raises(SettingError, match=says):
         PreferencePairs(config_of_pairs("LoRA"), loss).check(None)
 

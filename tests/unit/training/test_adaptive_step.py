@@ -505,7 +505,7 @@ def test_a_loss_that_is_not_the_sum_of_its_parts_is_refused_before_anything_chan
 
 
 @pytest.mark.parametrize("in_batch", [2, 3, 40])
-def test_what_only_a_later_batch_shows_is_refused_there_or_soon_after(in_batch):
+def test_a_loss_that_only_a_later_batch_shows_to_be_wrong_is_refused_there_or_soon_after(in_batch):
     """Rows that the loss leaves out, in a tuple, which says nothing of labels."""
     model = Regression()
 

@@ -154,7 +154,7 @@ def test_options_that_cannot_be_used_are_refused():
             Training().find(**{option: value})
 
 
-def test_what_is_no_function_model_or_optimizer_is_refused():
+def test_functions_models_and_optimizers_of_another_type_are_refused():
     training = Training()
     model, optimizer, run = training.model, training.optimizer, training.forward_backward
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())

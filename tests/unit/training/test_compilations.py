@@ -90,7 +90,7 @@ def _no_automatic_collection():
 
 
 @pytest.mark.usefixtures("_no_automatic_collection")
-def test_what_compiling_leaves_in_cycles_is_freed_before_backward_and_else_nothing_is():
+def test_cycles_that_compiling_leaves_are_freed_before_backward():
     model, is_freed = compiled_decoder(), []
 
     def forward_backward(part):
@@ -107,7 +107,7 @@ def test_what_compiling_leaves_in_cycles_is_freed_before_backward_and_else_nothi
 
 
 @pytest.mark.usefixtures("_no_automatic_collection")
-def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_steps():
+def test_cycles_that_compiling_leaves_are_freed_in_trials_and_not_outside_of_steps():
     runner = decoder_step(compiled_decoder())
     left = left_behind()
     run(compiled(dynamic=False), 3)
@@ -119,7 +119,7 @@ def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_s
 
 
 @pytest.mark.usefixtures("_no_automatic_collection")
-def test_what_compiling_leaves_in_cycles_is_freed_in_passes_without_gradients():
+def test_cycles_that_compiling_leaves_are_freed_in_passes_without_gradients():
     runner = runner_of(compiled_decoder(), MicroBatchLimit(4))
     is_freed = []
 

@@ -110,7 +110,7 @@ def test_ends_that_are_not_those_of_the_tokens_are_refused(ends):
         documents_of(batch).part([0])
 
 
-def test_what_follows_the_last_document_is_in_no_part():
+def test_tokens_after_the_last_document_are_in_no_part():
     batch = row_of([4, 5, 2], cu_seqlens=torch.tensor([0, 4, 9]))
     batch["labels"][0, 9:] = -100
     parts = documents_of(batch)

@@ -73,7 +73,7 @@ def test_a_state_is_not_taken_while_gradients_wait_for_the_optimizer():
 
 
 @pytest.mark.parametrize("state", [None, {}, [], {"batches": {}}], ids=str)
-def test_what_is_no_state_of_a_loop_is_refused(state):
+def test_a_state_of_something_else_is_refused(state):
     with pytest.raises(SettingError, match=r"^state='\w+': give the result of state_dict\(\) of a"):
         training().loop.load_state_dict(state)
 
@@ -220,13 +220,13 @@ REFUSED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_cannot_be_used_is_refused_by_name(key):
+def test_an_unusable_argument_is_refused_by_name(key):
     for value in REFUSED[key]:
         with pytest.raises(SettingError, match=f"^{key}="):
             list(training(**{"rows" if key == "dataset" else key: value}).loop)
 
 
-def test_what_excludes_another_option_is_refused_by_name():
+def test_options_that_exclude_each_other_are_refused_by_name():
     rules = {"batch_increase_function": max, "batch_size_schedule": sum}
     for options in ({"micro_batch_size": 2, "micro_batch_tokens": 8}, rules):
         with pytest.raises(SettingError, match=f"^{[*options][1]}="):
@@ -237,7 +237,7 @@ def test_what_excludes_another_option_is_refused_by_name():
             one.loop.run(next(iter(one.loop)))
 
 
-def test_what_rows_and_batches_do_not_say_is_asked_for():
+def test_lengths_and_numbers_of_labels_that_rows_do_not_show_are_asked_for():
     model = Decoder()
 
     def collate_pairs(rows: Any) -> Any:
@@ -282,13 +282,13 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
 # --- what would train something else than was meant
 
 
-def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
+def test_an_optimizer_with_tensors_outside_of_the_model_is_refused() -> None:
     foreign = nn.Linear(2, 2).parameters()
     with pytest.raises(SettingError, match="model='Decoder': 2 tensors of the optimizer are no"):
         training(optimizer=lambda weights, lr: torch.optim.SGD([*weights, *foreign], lr))
 
 
-def test_what_the_optimizer_leaves_out_is_said_and_its_gradients_too(caplog) -> None:
+def test_parameters_without_an_optimizer_are_named_and_their_gradients_refused(caplog) -> None:
     options, rows = classes()
     net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     options["mean_loss"] = lambda batch: cross_entropy(net(batch[0]), batch[1])
@@ -460,7 +460,7 @@ def test_an_epoch_that_was_skipped_on_resuming_is_named(tmp_path):
     assert any("belongs to epoch 2, expected 1" in each for each in proof.problems)
 
 
-def test_what_memory_has_cost_is_in_the_log(tmp_path):
+def test_the_log_has_each_limit_that_an_oom_lowered(tmp_path):
     model = Decoder()
 
     def fails_above_two_rows(batch):

@@ -170,7 +170,7 @@ def test_another_error_or_any_without_retries_is_raised_as_it_is(retries, error)
     assert (len(step.shapes_run), step.changes, step.engine.sizer.limit()) == (2, [], FOUR)
 
 
-def test_what_was_undone_is_undone_before_anybody_is_told():
+def test_a_failed_attempt_is_undone_before_the_change_is_reported():
     told = []
     sizer = HeldSizer(MicroBatchLimit(4), on_change=lambda change: told.append("changed"))
     retry = OOMRetry(sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity()))

@@ -124,7 +124,7 @@ def test_attention_is_that_of_each_row_whatever_causal_mask_is_given(lengths, gr
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.data())
 @examples(30)
-def test_what_is_not_finite_in_one_row_stays_there(lengths, data):
+def test_nan_in_one_row_does_not_reach_other_rows(lengths, data):
     bad = data.draw(st.integers(0, len(lengths) - 1))
     gradients, outs = [], []
     for planted in (0.0, torch.nan):

@@ -226,7 +226,7 @@ WEIGHTS = torch.tensor([1.0, 3.0, 9.0, 1.0])
 
 
 @pytest.mark.parametrize("num_rows", [4, 3, 8, 1])
-def test_what_the_first_batch_keeps_whole_stays_whole(num_rows):
+def test_a_key_that_the_first_batch_keeps_whole_stays_whole(num_rows):
     model = Model()
     step, parts = new_step(model, weighted)
     step(classified(8, weights=WEIGHTS))
@@ -256,7 +256,7 @@ def test_a_batch_that_contradicts_the_first_is_refused_where_it_would_be_split()
     assert [len(part.batch["weights"]) for part in parts] == [4]
 
 
-def test_what_the_first_batch_has_not_is_decided_later():
+def test_a_key_that_the_first_batch_lacks_is_decided_later():
     """A collator may give None or no image for texts alone."""
     model = Model()
     step, parts = new_step(model, lambda model, batch: model.linear(batch["x"]).mean())

@@ -52,7 +52,7 @@ def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
     assert rates == pytest.approx([RATE / (1 + step) for step in clock], rel=1e-12)
 
 
-def test_what_accelerate_wraps_is_seen_through():
+def test_optimizers_and_schedulers_of_accelerate_are_unwrapped():
     """As its scripts have it, which step both; the rate is that of the clock, however often they
     do.
     """
@@ -106,13 +106,13 @@ def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_t
     assert rate.describe_unscaled(64, configured=4) == line
 
 
-def test_one_that_follows_does_not():
+def test_a_scaled_rate_describes_its_rule_instead():
     rate = rate_of(lr_scaling="sqrt", reference_batch_size=4)
     assert rate.describe_unscaled(64, configured=4) is None
     assert rate.describe() == "lr 2e-05: chosen for 4 rows per step, scaled by sqrt"
 
 
-def test_what_is_no_optimizer_no_number_of_rows_or_no_state_is_refused():
+def test_optimizers_rows_and_states_of_another_type_are_refused():
     for optimizer in (None, [], "AdamW", [3]):
         with pytest.raises(SettingError, match=r"^optimizer=.*give an optimizer, or a list of"):
             AdaptiveRate(optimizer)
@@ -313,7 +313,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor_and_is_scaled_once(is_sha
 # --- what a step leaves
 
 
-def test_what_is_written_before_or_by_the_step_stays_and_a_step_that_raises_restores():
+def test_a_rate_that_is_written_by_the_step_stays_and_a_step_that_raises_restores_it():
     one = optimizer(0.1)
     applied(linear(one), 0, 8)
     for _ in range(2):
@@ -528,7 +528,7 @@ def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
         AdaptiveRate(one, wrap(scheduler))
 
 
-def test_what_does_not_belong_together_is_refused():
+def test_a_scheduler_of_another_optimizer_and_changed_groups_are_refused():
     one = optimizer(0.1)
     for reference in (None, 0):
         with pytest.raises(SettingError, match=rf"^reference_batch_size={reference}: give "):
@@ -669,7 +669,7 @@ def test_torchaos_low_bit_steps_are_compiled_once_and_follow_too():
     )  # four steps of at most 0.02, states of 8 bits
 
 
-def test_what_is_reported_is_of_the_first_group_that_has_any():
+def test_the_first_group_with_a_value_is_reported():
     groups = [{"params": parameters(), "weight_decay": decay} for decay in (0.0, 0.1, 0.2)]
     rate = scaled(AdamW(groups), follow={"weight_decay": "per_token"})
     adamw = torchao.optim._AdamW(parameters(), betas=(0.9, 0.99))

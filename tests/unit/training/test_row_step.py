@@ -86,7 +86,7 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(b
     one = searched
     if begun_by == "a larger batch":
         one.loop.batch_size = 24
-    elif begun_by == "a larger one that is loaded":
+    elif begun_by == "a larger batch that is loaded":
         one.loop.load_state_dict(larger.loop.state_dict())
     elif begun_by == "a bound that is loaded":
         one = training()
@@ -149,7 +149,7 @@ class Captions(nn.Module):
 
 @pytest.mark.parametrize("pads_tiles", [True, False])
 @pytest.mark.parametrize("expected", [1, 2, 9])
-def test_whatever_rows_meet_in_a_micro_batch_fits_where_the_longest_are_not_the_largest(
+def test_any_rows_fit_in_one_micro_batch_although_the_longest_rows_are_not_the_largest(
     pads_tiles, expected
 ):
     """Half of the rows have 40 tokens and one tile, half have 36 tokens and 64 tiles."""
@@ -375,7 +375,7 @@ def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():
         loop.run(next(iter(loop)))
 
 
-def test_what_collating_draws_for_a_check_of_a_split_is_drawn_again(monkeypatch):
+def test_the_check_of_a_split_restores_random_numbers_that_collating_draws(monkeypatch):
     """A run that resumes checks other splits than one that was not ended."""
 
     def drawing(rows: list[Any]) -> Any:

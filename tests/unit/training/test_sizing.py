@@ -156,7 +156,7 @@ def test_a_run_that_is_resumed_grows_back_as_the_one_before_would_have():
     assert run.sizer.state_dict() == other.sizer.state_dict()
 
 
-def test_what_longer_rows_allow_is_never_grown_over():
+def test_the_limit_never_grows_beyond_the_bound_of_longer_rows():
     run = Run(bound=True)
 
     def try_longer(fitting_rows):
