@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections import OrderedDict
 from contextlib import closing
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ import torchao.optim
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.same_state import assert_same
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -40,38 +40,6 @@ DTYPES = (
     torch.int64,
     torch.bool,
 )
-
-
-def assert_same(found, expected, path="state"):
-    """The same structure, and tensors of the same bits, shapes, strides and kinds."""
-    if isinstance(expected, torch.Tensor):
-        kind = torch.Tensor if type(expected) is nn.Parameter else type(expected)
-        assert type(found) is kind, path
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
-        if hasattr(expected, "__tensor_flatten__"):
-            names, context = expected.__tensor_flatten__()
-            assert found.__tensor_flatten__() == (names, context)
-            for name in names:
-                assert_same(getattr(found, name), getattr(expected, name), f"{path}.{name}")
-            return
-        assert torch.equal(bits(found), bits(expected)), path
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), path
-        assert [type(key) for key in found] == [type(key) for key in expected], path
-        for key in expected:
-            assert_same(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected), path
-        assert len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{path}.{number}")
-    else:
-        assert type(found) is type(expected), path
-        assert found == expected or found != found, path  # nan is itself
-
-
-def bits(tensor):
-    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def saved_and_loaded(tmp_path, tree, small=None, *, step=1):
@@ -275,13 +243,6 @@ def test_tied_weights_are_saved_once_and_tied_again(tmp_path):
     assert found["transposed"].data_ptr() != found["output"].data_ptr()
 
 
-def test_paths_that_are_the_same_text_stay_apart(tmp_path):
-    tree = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, 0: torch.ones(2), "0": torch.zeros(2)}
-    tree["a.b#"] = torch.ones(3)
-    found, _ = saved_and_loaded(tmp_path, tree)
-    assert_same(found, tree)
-
-
 def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from(tmp_path):
     tree = OrderedDict(a=np.float64(0.1), b=signal.SIGTERM)
     for found in saved_and_loaded(tmp_path, tree, tree):
@@ -461,36 +422,14 @@ def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, dat
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 2
 
 
-@pytest.mark.parametrize(
-    ("harm", "reason"),
-    [
-        (lambda f: (f / ".metadata").unlink(), ".metadata is missing"),
-        (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-        (lambda f: (f / "state.pt").unlink(), "state.pt is missing"),
-        (
-            lambda f: (f / "resume.json").unlink(),
-            "incomplete: resume.json cannot be read (No such file or directory)",
-        ),
-        (lambda f: (f / "resume.json").write_text(""), "resume.json is truncated or changed"),
-        (
-            lambda f: (f / "resume.json").write_bytes(b"\xff\xfe"),
-            "resume.json is truncated or changed",
-        ),
-        (lambda f: (f / "state.pt").write_bytes(b"x"), "state.pt has 1 bytes, "),
-        (
-            lambda f: (f / "resume.json").write_text('{"format": "x"}'),
-            "resume.json is truncated or changed",
-        ),
-    ],
-)
-def test_damage_is_named_and_the_next_older_is_taken(tmp_path, harm, reason):
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named_and_the_next_older_is_taken(tmp_path, name):
     save(tmp_path, 1, 2, 3)
-    harm(tmp_path / "step_3")
+    (tmp_path / "step_3" / name).unlink()
     point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
     assert point.step == 2
     assert passed_over.path == tmp_path / "step_3"
-    assert passed_over.reason.startswith(reason)
-    assert passed_over.describe() == f"{tmp_path / 'step_3'} is skipped: {passed_over.reason}"
+    assert name in passed_over.describe()
 
 
 def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
@@ -601,63 +540,29 @@ def limit_files():
     limit(None)
 
 
-def failure_of_second_save(
-    output_dir, *, asynchronous=False, limit=lambda num_bytes: None, at=None
-):
-    """Save a point, fail to save a larger one, and save again where there is room."""
-    points = CheckpointManager(output_dir, keep_last=1, asynchronous=asynchronous)
-
-    def save_and_wait(step, state, small):
-        points.save(step, state, small)
-        points.wait()
-
-    save_and_wait(1, values(1), None)
-    limit(at)
-    larger = {"weight": torch.ones(2_000_000)}, {"small": torch.ones(50_000)}
-    with pytest.raises(CheckpointError) as failed:
-        save_and_wait(2, *larger)
-    limit(None)
-    assert newest_complete(*checkpoints_in(output_dir))[0].step == 1
-    assert [path.name for path in output_dir.iterdir()] == ["step_1"]
-    save_and_wait(3, values(3), None)
-    assert newest_complete(*checkpoints_in(output_dir))[0].step == 3
-    return str(failed.value)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "num_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"]
 )
-def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(
+def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_the_next_save_works(
     tmp_path, limit_files, asynchronous, num_bytes
 ):
-    message = failure_of_second_save(
-        tmp_path, asynchronous=asynchronous, limit=limit_files, at=num_bytes
-    )
-    assert "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and" in message
-    assert "earlier saves are unchanged" in message
+    points = CheckpointManager(tmp_path, keep_last=1, asynchronous=asynchronous)
 
+    def save_and_wait(step, state, small=None):
+        points.save(step, state, small)
+        points.wait()
 
-def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path):
-    """A real full disk, where this process may mount one; the test above shows the same
-    everywhere.
-    """
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("mounting is not allowed here; RLIMIT_FSIZE stands in for it above")
-    try:
-        message = failure_of_second_save(disk)
-    finally:
-        subprocess.run(["umount", disk], check=True)
-    told = (
-        r"failed \((\[Errno 28\] )?No space left on device\): it needs 8,000,000 bytes and a little"
-        r" more, and 4,\d{3},\d{3} bytes"
-    )
-    assert re.search(told, message)
+    save_and_wait(1, values(1))
+    limit_files(num_bytes)
+    message = r"step_2 failed \(\[Errno 27\] .* it needs 8,000,000 bytes .*saves are unchanged"
+    with pytest.raises(CheckpointError, match=message):
+        save_and_wait(2, {"weight": torch.ones(2_000_000)}, {"small": torch.ones(50_000)})
+    limit_files(None)
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    save_and_wait(3, values(3))
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 3
 
 
 # Asynchronous
@@ -733,24 +638,6 @@ def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call)
     points.wait()  # reported once
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_save_after_one_that_failed_is_complete(tmp_path, asynchronous):
-    output_dir = tmp_path / "out"
-    output_dir.write_text("a file in the way")
-    points = CheckpointManager(output_dir, asynchronous=asynchronous)
-
-    def save_and_wait():
-        points.save(1, values(1), None)
-        points.wait()
-
-    with pytest.raises(CheckpointError, match="step_1 failed"):
-        save_and_wait()
-    output_dir.unlink()
-    points.save(2, values(2), None)
-    points.close()
-    assert newest_complete(*checkpoints_in(output_dir))[0].step == 2
-
-
 @pytest.mark.slow
 def test_the_process_ends_when_the_save_is_whole(tmp_path):
     program = (
@@ -775,10 +662,3 @@ def test_how_long_training_stood_still_is_returned(tmp_path, asynchronous):
             seconds = points.save(step, values(step), None)
             assert 0 < seconds <= time.perf_counter() - start
             assert (tmp_path / f"step_{step - 1}").exists() or step == 1
-
-
-def test_one_process_alone_is_no_reason_to_warn(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(tmp_path, 1, 2, asynchronous=True)
-        newest_complete(*checkpoints_in(tmp_path))[0].load()

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 import torchao.optim
+from support.same_state import assert_same
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -61,41 +62,6 @@ def train(model, optimizers, steps=2):
                 optimizer.zero_grad()
 
 
-def plain(value):
-    """The same with low-bit states taken apart, so that it can be compared."""
-    if isinstance(value, dict):
-        return {key: plain(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [plain(child) for child in value]
-    if hasattr(value, "__tensor_flatten__"):
-        return [
-            type(value).__name__,
-            *(plain(getattr(value, name)) for name in value.__tensor_flatten__()[0]),
-        ]
-    return value
-
-
-def assert_equal(found, expected, path="state"):
-    assert type(found) is type(expected), path
-    if isinstance(expected, dict):
-        assert sorted(found) == sorted(expected), path
-        for key in expected:
-            assert_equal(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(one, other, f"{path}.{number}")
-    elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, path
-        assert torch.equal(found, expected), path
-    else:
-        assert found == expected, path
-
-
-def named(optimizers, names):
-    return plain(named_optimizer_state(optimizers, names))
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, in_backward):
@@ -108,10 +74,10 @@ def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, i
     again, its_optimizers, its_names = trained(optimizer, in_backward=in_backward, steps=1, seed=1)
     again.load_state_dict(model.state_dict())
     load_named_optimizer_state(state, its_optimizers, its_names)
-    assert_equal(named(its_optimizers, its_names), plain(state))
+    assert_same(named_optimizer_state(its_optimizers, its_names), state)
     for one, its in [(model, optimizers), (again, its_optimizers)]:
         train(one, its)
-    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
 
 
 def test_how_a_step_is_computed_is_not_taken_from_what_was_saved():
@@ -157,7 +123,7 @@ def test_names_are_the_same_with_checkpointing_and_compile(wrap):
     _, saved, its_names = trained(seed=1)
     state = named_optimizer_state(saved, its_names)
     load_named_optimizer_state(state, optimizers, names)
-    assert_equal(named(optimizers, names), plain(state))
+    assert_same(named_optimizer_state(optimizers, names), state)
     assert (
         parameter_name("a._orig_mod._checkpoint_wrapped_module.b_orig_mod.weight")
         == "a.b_orig_mod.weight"
@@ -167,8 +133,10 @@ def test_names_are_the_same_with_checkpointing_and_compile(wrap):
 def test_one_optimizer_may_become_one_for_each_parameter():
     _, optimizers, names = trained(groups=2)
     _, again, its_names = made(in_backward=True, seed=1)
-    load_named_optimizer_state(named_optimizer_state(optimizers, names), again, its_names)
-    assert_equal(named(again, its_names)["state"], named(optimizers, names)["state"])
+    state = named_optimizer_state(optimizers, names)
+    load_named_optimizer_state(state, again, its_names)
+    its_state = named_optimizer_state(again, its_names)["state"]
+    assert_same(its_state, {name: state["state"][name] for name in NAMES})
     assert [optimizer.param_groups[0]["lr"] for optimizer in again] == [0.3, 0.1, 0.3, 0.1]
 
 
@@ -180,7 +148,7 @@ def test_a_parameter_that_was_never_stepped_has_no_state_and_needs_none():
     assert list(state["state"]) == NAMES[:3]
     _, again, its_names = made(seed=1)
     load_named_optimizer_state(state, again, its_names)
-    assert_equal(named(again, its_names), plain(state))
+    assert_same(named_optimizer_state(again, its_names), state)
 
 
 def renamed(state):
@@ -214,52 +182,12 @@ def without_last(state):
 def test_a_state_of_other_parameters_is_refused_and_nothing_is_loaded(change, message):
     _, optimizers, names = trained()
     _, again, its_names = trained(seed=1)
-    before = named(again, its_names)
+    before = named_optimizer_state(again, its_names)
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_named_optimizer_state(
             change(named_optimizer_state(optimizers, names)), again, its_names
         )
-    assert_equal(named(again, its_names), before)
-
-
-class Counting:
-    """Counts the steps of the optimizer that it is mixed into."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.num_steps = 0
-
-    def step(self, *arguments, **options):
-        self.num_steps += 1
-        return super().step(*arguments, **options)
-
-
-class CountingSGD(Counting, torch.optim.SGD): ...
-
-
-class CountingAdamW(Counting, torch.optim.AdamW): ...
-
-
-@pytest.mark.parametrize("make", [CountingSGD, CountingAdamW])
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_saving_and_loading_never_step_an_optimizer(make, is_trained):
-    def new():
-        model = nn.Linear(4, 4)
-        return (
-            model,
-            make(model.parameters(), lr=0.1),
-            {p: name for name, p in model.named_parameters()},
-        )
-
-    model, optimizer, names = new()
-    if is_trained:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    _, again, its_names = new()
-    state = named_optimizer_state([optimizer], names)
-    load_named_optimizer_state(state, [again], its_names)
-    assert (optimizer.num_steps, again.num_steps) == (int(is_trained), 0)
-    assert_equal(named([again], its_names), plain(state))
+    assert_same(named_optimizer_state(again, its_names), before)
 
 
 def test_groups_that_would_become_one_are_refused():

@@ -13,7 +13,7 @@ from support.examples import examples
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import RunLog, audit, auditing
+from adaptive_batch.report import audit, auditing
 from adaptive_batch.schedules import Progress
 
 
@@ -209,21 +209,6 @@ def test_a_lost_or_torn_step_fails(data, run, kills, torn, saves_lost):
     assert ("1 of them torn" in found.lines[0]) == torn
 
 
-@pytest.mark.parametrize("save_lost", [False, True])
-def test_a_rolled_back_attempt_does_not_replace_a_lost_step(save_lost):
-    run = Run(rows=7, batches=(1,), save_every=1)
-    records = [json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])]
-    assert audit_records(records).holds
-    twice = [place for place, record in enumerate(records) if record.get("step") == 2]
-    assert [records[place]["kind"] for place in twice] == ["step", "step", "resume_point"]
-    del records[twice[1] : twice[1] + 1 + save_lost]
-    found = audit_records(records)
-    seen = "resumed at step 2: steps 2 instead of 1"
-    if not save_lost:
-        seen = "resume_point: step 2 instead of 1"
-    assert found.problems[0].startswith(seen)
-
-
 @given(data=st.data(), run=RUNS)
 def test_a_corrupted_end_of_an_epoch_fails(data, run):
     records = run.records()
@@ -351,37 +336,9 @@ def test_an_epoch_that_restarts_on_changed_data_passes():
             "epoch 1  steps 6 to 11: 24 of 24 rows used",
         ]
         assert not audit_records([*records, start, *restarted[1:]]).holds
-
-
-def test_an_epoch_may_restart_repeatedly():
-    old, new = Run(batches=(4, 4), save_every=3), Run(rows=24, batches=(4, 4), save_every=100)
-    saves, records = [], []
-    for record in old.process(saves):
-        records.append(record)
-        if record.get("step") == 9 and record["kind"] == "resume_point":
-            break
-    restarted = list(new.process([saves[-1].at_epoch_start()]))
-    start = {**restarted[0], "progress": saves[-1].state_dict()}
-    restart = [start, {"kind": "epoch_restarted", "epoch": 1}]
-    for steps in range(5):
-        assert (
-            audit_records(
-                [*records, *restart, *restarted[1 : steps + 1], *restart, *restarted[1:]]
-            ).problems
-            == ()
-        )
-
-
-def test_only_the_last_run_of_a_file_is_audited():
-    first, second = Run(name="a"), Run(rows=7, batches=(2,), name="b")
-    broken = [
-        {**record, "rows": [0, 0]} if record["kind"] == "step" else record
-        for record in first.records()
-    ]
-    found = audit_records([*broken, *second.records()])
-    assert found.holds
-    assert "the last run is audited; other runs in the file: 1" in found.lines[1]
-    assert "epoch 0  steps 1 to 4: 7 of 7 rows used" in found.lines
+        restart = [start, {"kind": "epoch_restarted", "epoch": 1}]
+        again = [*records, *restart, *restarted[1:4], *restart, *restarted[1:]]
+        assert audit_records(again).problems == ()
 
 
 def test_a_run_may_resume_by_name_after_another_run_in_the_folder():
@@ -404,18 +361,6 @@ def test_an_epoch_without_a_step_passes():
     )
 
 
-def test_a_gap_is_reported_with_the_expected_values():
-    records = Run(batches=(4,), save_every=3).records()
-    lost = [record for record in records if record.get("step") != 4]
-    assert audit_records(lost).problems[0].startswith("step 5: step 5 instead of 4, position 20")
-    place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
-    found = audit_records([*records[: place - 2], None, records[place]])
-    assert found.problems == ("resume_point: step 3 instead of 1",)
-    saved = Progress(steps=9, samples=36, tokens=360, epoch=1, epoch_rows=16)
-    beyond = [*records[:place], *Run(save_every=3).process([saved])]
-    assert audit_records(beyond).problems[0].startswith("resumed at step 9: steps 9 instead of 3")
-
-
 def test_a_log_without_a_start_fails():
     records = Run().records()
     assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the log"
@@ -435,39 +380,6 @@ def test_a_resumed_run_must_continue_at_its_last_step():
         changed = {**start, "progress": {**start["progress"], name: start["progress"][name] + 1}}
         found = audit_records([*records[:place], changed, *records[place + 1 :]])
         assert found.problems[0].startswith("resumed at step 3")
-
-
-def test_steps_without_rows_fail():
-    records = [
-        {key: value for key, value in record.items() if key != "rows" or record["kind"] == "start"}
-        for record in Run(batches=(4,)).records()
-    ]
-    found = audit_records(records)
-    for step in range(1, 6):
-        assert any(f"step {step}: rows that" in problem for problem in found.problems)
-
-
-def test_a_batch_may_shrink_within_an_epoch():
-    records = Run(rows=16, batches=(4,)).records()
-    steps = [record for record in records if record["kind"] == "step"]
-    halves = []
-    for step in steps[2:]:
-        for half in (0, 1):
-            rows = step["rows"][2 * half : 2 * half + 2]
-            back = 2 - 2 * half
-            halves.append(
-                {
-                    **step,
-                    "step": 3 + len(halves),
-                    "rows": rows,
-                    "batch_size": 2,
-                    "asked": 2,
-                    "position": step["position"] - back,
-                    "samples_seen": step["samples_seen"] - back,
-                }
-            )
-    found = audit_records([records[0], *steps[:2], *halves, records[-1]])
-    assert found.problems == ()
 
 
 def test_the_exit_status_of_the_command_is_the_verdict(tmp_path, capsys):
@@ -504,27 +416,6 @@ def test_the_command_needs_no_torch(tmp_path):
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"\x00" * 40, b"\xff\xfe{", b"17", b"[1]", b"null", b'{"kind": "step"', b"[" * 100_000],
-)
-def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
-    with RunLog(tmp_path) as record:
-        for one in Run().records():
-            values = {key: value for key, value in one.items() if key != "kind"}
-            (
-                record.step(**values)
-                if one["kind"] == "step"
-                else record.event(one["kind"], "", **values)
-            )
-    path = tmp_path / "adaptive_batch" / "run.jsonl"
-    first, _, rest = path.read_bytes().partition(b"\n")
-    path.write_bytes(first + b"\n" + garbage + b"\n" + rest)
-    found = audit(tmp_path)
-    assert found.holds
-    assert "1 of them torn" in found.lines[0]
 
 
 def test_a_resumed_start_may_omit_the_rows():

@@ -2,7 +2,6 @@
 
 import html
 import io
-import json
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -79,10 +78,6 @@ def bars(axes):
     }
 
 
-def ticks(axes):
-    return [tick.get_text() for tick in axes.get_xticklabels()]
-
-
 # Panels.
 
 
@@ -102,34 +97,6 @@ def test_the_bars_add_up_to_the_peak(lines, gib):
         assert edges[0][0] == 0
         assert all(low[1] == pytest.approx(high[0]) for low, high in pairwise(edges))
         assert edges[-1][1] == pytest.approx(length.curve.peak_bytes(rows) / GIB, rel=1e-6)
-
-
-def test_each_device_has_its_name_rows_and_budget():
-    (panel,) = estimate_panels(plan_with())
-    axes = drawn(panel)
-    assert ticks(axes) == ["80 GiB\n71 rows", "L4\n16 rows"]
-    budgets = [line.get_ydata()[0] for line in axes.get_lines() if line.get_color() == "black"]
-    assert budgets == [75.0, 20.0]
-    (panel,) = estimate_panels(plan_with(maximum=30, targets=(("80 GiB", 75.0), ("small", 2.0))))
-    assert ticks(drawn(panel)) == ["80 GiB\n30+ rows", "small\n0 rows"]
-    # One row is shown if none fits.
-    assert max(edges[1][1] for edges in bars(drawn(panel)).values()) == pytest.approx(4.5)
-
-
-def test_each_length_has_a_panel_with_its_own_rows():
-    plan = plan_with(length_of((3.2, 1.0)), length_of((3.2, 4.0), tokens=2048))
-    short, long = estimate_panels(plan)
-    assert ticks(drawn(short))[0] == "80 GiB\n71 rows"
-    assert ticks(drawn(long))[0] == "80 GiB\n17 rows"
-    assert "2,048 tokens" in long.title
-
-
-def test_the_peak_of_the_optimizer_step_has_a_line():
-    (panel,) = estimate_panels(plan_with(length_of((4.0, 1.0), optimizer=76.0)))
-    steps = [
-        line.get_ydata()[0] for line in drawn(panel).get_lines() if line.get_linestyle() == ":"
-    ]
-    assert steps == [76.0] * 2
 
 
 # Files.
@@ -163,16 +130,6 @@ def test_an_unreadable_estimate_is_none(tmp_path, content):
     (tmp_path / "estimate.json").write_text(content)
     assert read_estimate(tmp_path / "estimate.json") is None
     assert read_estimate(tmp_path / "nowhere.json") is None
-
-
-@pytest.mark.parametrize("value", [None, [], float("nan"), float("inf")])
-@pytest.mark.parametrize("key", ["sequence_length", "allocated_bytes", "composition"])
-def test_an_estimate_with_an_invalid_value_is_none(tmp_path, key, value):
-    full_plan().save(tmp_path / "estimate.json")
-    saved = json.loads((tmp_path / "estimate.json").read_text())
-    saved["devices"][0]["lengths"][0][key] = value
-    (tmp_path / "estimate.json").write_text(json.dumps(saved))
-    assert read_estimate(tmp_path / "estimate.json") is None
 
 
 @pytest.mark.parametrize("num_lengths", [1, 3])

@@ -1,7 +1,5 @@
 """The run log is one JSON object per line and survives a kill."""
 
-import json
-
 import pytest
 
 from adaptive_batch.errors import SettingError
@@ -18,14 +16,6 @@ def test_steps_and_events_are_read_in_order(tmp_path, caplog):
     assert (first["kind"], first["before"], first["after"]) == ("batch_size", 4, 16)
     assert (second["kind"], second["step"], second["loss"]) == ("step", 1, 2.5)
     assert "batch_size 4 -> 16" in caplog.text
-
-
-def test_a_record_is_on_disk_before_the_run_ends(tmp_path):
-    path = tmp_path / "adaptive_batch" / "run.jsonl"
-    record = RunLog(path.parents[1])
-    record.step(step=1)
-    assert json.loads(path.read_text())["step"] == 1
-    record.close()
 
 
 def test_a_step_after_close_is_refused(tmp_path):
@@ -86,10 +76,11 @@ def test_a_long_log_is_opened_without_reading_it(tmp_path):
 def test_records_are_read_lazily_and_a_torn_line_is_none(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     path.parent.mkdir()
-    path.write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st\n\xff\n17\n{"kind": "end"}\n')
+    torn = [b'{"kind": "st', b"\xff", b"17", b"[1]", b"null", b"\0" * 40, b"[" * 100_000]
+    path.write_bytes(b"\n".join([b'{"kind": "step", "step": 1}', *torn, b'{"kind": "end"}\n']))
     records = iterate_records(path)
     assert next(records) == {"kind": "step", "step": 1}
-    assert list(records) == [None, None, None, {"kind": "end"}]
+    assert list(records) == [*[None] * len(torn), {"kind": "end"}]
     assert read_records(path) == [{"kind": "step", "step": 1}, {"kind": "end"}]
 
 
