@@ -55,15 +55,11 @@ def test_a_config_is_found_by_its_name():
         assert config_path(no_name) is None
 
 
-def test_a_copy_into_a_folder_keeps_name_and_content(tmp_path):
-    copy = copy_config("demo_cpu", tmp_path)
-    assert copy == tmp_path / "demo_cpu.yaml"
+@pytest.mark.parametrize(("destination", "name"), [("", "demo_cpu.yaml"), ("my.yaml", "my.yaml")])
+def test_a_copy_keeps_its_content_and_takes_the_name_of_a_file(tmp_path, destination, name):
+    copy = copy_config("demo_cpu", tmp_path / destination)
+    assert copy == tmp_path / name
     assert copy.read_bytes() == config_path("demo_cpu").read_bytes()
-
-
-def test_a_copy_to_a_file_has_that_name(tmp_path):
-    assert copy_config("llama3_2_1B", tmp_path / "mine.yaml") == tmp_path / "mine.yaml"
-    assert (tmp_path / "mine.yaml").read_bytes() == config_path("llama3_2_1B").read_bytes()
 
 
 @pytest.mark.parametrize("destination", [".", "demo_cpu.yaml"])

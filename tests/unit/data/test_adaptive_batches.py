@@ -140,17 +140,6 @@ def test_a_schedule_over_tokens_sees_the_tokens_of_batches_that_are_read_ahead()
         tokens += sum(lengths[row] for row in rows)
 
 
-def test_batches_by_tokens_hold_what_they_may():
-    batches = AdaptiveBatches(Rows(), 1, sampling=Sampling(batch_tokens=30))
-    seen = train(batches, epochs=2, num_workers=2)
-    for epoch in range(2):
-        assert sorted(rows_of_epoch(seen, epoch)) == list(range(NUM_ROWS))
-    sizes = [sum(len(Rows()[row]["tokens"]) for row in rows) for _, rows in seen]
-    assert max(sizes) <= 30
-    assert sum(sizes) / len(sizes) > 20
-    assert len({len(rows) for _, rows in seen}) > 2
-
-
 # --- what fits
 
 

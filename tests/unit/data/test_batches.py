@@ -97,16 +97,6 @@ def test_what_is_handed_out_and_not_done_comes_again():
     assert [next(batches.steps()).numbers] == ahead[1:2]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_the_last_rows_of_an_epoch_are_a_short_step_or_none(drop_last):
-    batches = of_sizes(10, [4], shuffle=False, drop_last=drop_last)
-    steps = []
-    for step in batches.steps():
-        steps.append(step.numbers)
-        batches.done(tokens=0, ends_epoch=False)
-    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], *([] if drop_last else [[8, 9]])]
-
-
 # --- the batch that is requested
 
 
@@ -136,17 +126,6 @@ def test_looking_ahead_asks_a_copy_of_the_growth_function_once_an_epoch():
     ahead = {step.progress.epoch: step.batch for step in ahead_of(batches, 3)}
     assert [*ahead.values()] == [3, 5, 8]
     assert function.calls == 0
-
-
-def test_an_epoch_that_is_resumed_does_not_grow_again():
-    batches = growing()
-    taken(batches)
-    batches.begin_epoch()
-    again = growing()
-    state = batches.state_dict()
-    again.resume(Progress(**state["progress"]), state["steps"])
-    again.begin_epoch()
-    assert again.batch_size == batches.batch_size == 5
 
 
 def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
@@ -191,21 +170,6 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
     assert [step.progress.steps for step in walked] == list(range(plan.steps))
     again = EpochPlan.from_sizes(sizes, max_steps=most)
     assert plan.steps <= 1 or again.slots == plan.slots
-
-
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=40),
-    st.lists(st.integers(1, 50), min_size=1),
-    st.data(),
-)
-def test_going_on_in_mid_epoch_takes_the_same_steps(counts, lengths, data):
-    rule = lambda progress: counts[progress.steps % len(counts)]  # noqa: E731
-    batches = batches_of(lengths, batch_size=1, batch_size_schedule=rule)
-    whole = [step.progress for step in ahead_of(batches, 1)]
-    assert all(progress.tokens == sum(lengths[: progress.samples]) for progress in whole)
-    begin = data.draw(st.sampled_from(whole))
-    batches.resume(begin)
-    assert [step.progress for step in ahead_of(batches, 1)] == whole[begin.steps :]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.loops import training
-from support.sharded_model import Decoder, make_rows
+from support.sharded_model import make_rows
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -47,14 +47,6 @@ def test_a_mean_loss_is_one_number_of_32_bits_or_more() -> None:
     assert check_loss(single) is single
     with torch.no_grad():  # as the loss of a validation
         assert check_loss(WEIGHTS.mean()) == 1
-
-
-def test_a_loss_that_cannot_be_used_is_said_by_the_search_and_by_training() -> None:
-    model = Decoder()
-    loop = training(model=model, mean_loss=lambda batch: (model(batch["tokens"]).mean(), 1)).loop
-    for run in (loop.find_bound, lambda: loop.run(next(iter(loop)))):
-        with pytest.raises(SettingError, match=r"^mean_loss='tuple': "):
-            run()
 
 
 def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() -> None:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batch.data import (
-    MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
     MicroBatchTime,
@@ -61,26 +60,6 @@ def best_of_all(lengths, max_tokens):
         for groups in partitions(list(range(len(lengths))))
         if all(len(group) == 1 or run_tokens([group], lengths) <= max_tokens for group in groups)
     )
-
-
-@st.composite
-def lengths_and_budgets(draw, max_size):
-    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=max_size))
-    return lengths, draw(st.integers(max(lengths), 3 * max(lengths) + 5))
-
-
-def groups_of(lengths, max_tokens):
-    return [piece.rows for piece in micro_batches(lengths, MicroBatchLimit(max_tokens, "tokens"))]
-
-
-@given(lengths_and_budgets(max_size=60))
-def test_groups_are_neighbours_by_length_and_the_same_lengths_give_the_same_groups(drawn):
-    lengths, max_tokens = drawn
-    groups = groups_of(lengths, max_tokens)
-    by_length = sorted(groups, key=lambda group: sorted(lengths[row] for row in group))
-    bounds = [bound([lengths[row] for row in group]) for group in by_length for bound in (min, max)]
-    assert bounds == sorted(bounds)
-    assert groups_of(tuple(lengths), max_tokens) == groups
 
 
 # capacity and shapes
@@ -224,13 +203,6 @@ def test_a_padded_length_is_the_next_multiple_unless_the_model_takes_less(
         assert padded == max(length, longest)
 
 
-def test_the_fullest_micro_batch_is_one_that_can_be_made_smaller():
-    long, several, more = MicroBatch([0], 192), MicroBatch([1, 2], 90), MicroBatch([3, 4, 5], 10)
-    assert MicroBatchLimit(192, "tokens").fullest([long, several, more]) is several
-    assert MicroBatchLimit(3, "rows").fullest([long, several, more]) is more
-    assert MicroBatchLimit(192, "tokens").fullest([long]) is long
-
-
 # rows that are grouped by the time that they take, and rows that are packed
 
 FACTORS = st.floats(0, 10, allow_subnormal=False)
@@ -267,23 +239,6 @@ def test_grouped_rows_take_the_least_time_of_all_cuts(lengths, limit, time, mult
     assert time_by_hand([piece.lengths for piece in pieces], time) == pytest.approx(least)
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 40), TIMES)
-def test_no_other_grouping_takes_less_time_whether_of_neighbours_or_not(lengths, tokens, time):
-    limit = MicroBatchLimit(tokens, "tokens")
-    groupings = (
-        [[lengths[row] for row in group] for group in groups]
-        for groups in partitions([*range(len(lengths))])
-    )
-    allowed = (
-        time_by_hand(groups, time)
-        for groups in groupings
-        if all(len(group) == 1 or may_hold(limit, len(group), max(group)) for group in groups)
-    )
-    pieces = micro_batches(lengths, limit, MicroBatchLayout(kind="grouped", time=time))
-    found = time_by_hand([piece.lengths for piece in pieces], time)
-    assert found <= min(allowed) * (1 + 1e-9)
-
-
 @given(LENGTHS, CAPACITIES, st.sampled_from(["grouped", "packed"]), TIMES)
 def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_limit(
     lengths, limit, kind, time
@@ -305,32 +260,6 @@ def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_l
         # Where the order of rows is left, the most tokens come first.
         sizes = [piece.run_tokens for piece in pieces]
         assert sizes == sorted(sizes, reverse=True)
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60))
-def test_packed_rows_are_in_few_micro_batches_more_than_can_be(lengths, tokens):
-    fewest = min(
-        len(groups)
-        for groups in partitions(list(range(len(lengths))))
-        if all(len(group) == 1 or sum(lengths[row] for row in group) <= tokens for group in groups)
-    )
-    assert (
-        len(micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), PACKED))
-        <= 11 / 9 * fewest + 6 / 9
-    )
-
-
-@given(
-    st.integers(4, 400),
-    st.lists(st.lists(st.integers(1, 399), max_size=8), min_size=1, max_size=12),
-    st.randoms(),
-)
-def test_rows_that_fill_micro_batches_to_the_last_token_are_in_few_more(tokens, places, order):
-    filled = [sorted({0, tokens, *(place % tokens for place in each)}) for each in places]
-    lengths = [end - begin for each in filled for begin, end in pairwise(each)]
-    order.shuffle(lengths)
-    pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), PACKED)
-    assert len(places) <= len(pieces) <= 11 / 9 * len(places) + 6 / 9
 
 
 @given(LENGTHS)

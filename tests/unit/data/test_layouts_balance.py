@@ -2,7 +2,7 @@
 for each other.
 """
 
-from itertools import count, product, zip_longest
+from itertools import count, product
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from adaptive_batch.data import (
     balance_by_tokens,
     micro_batches,
 )
-from adaptive_batch.data.planned_epoch import fill_steps
 
 UNIFORM = st.sampled_from([None, "rows", "lengths", "both"])
 UNITS = st.sampled_from(["rows", "tokens"])
@@ -156,27 +155,6 @@ def test_groups_that_may_have_any_number_of_rows_are_as_small_as_neighbours_can_
     assert largest_total(lengths, balance_by_tokens(lengths, ranks, capacity), capacity) == least
 
 
-@given(
-    st.lists(st.integers(1, 30), min_size=3, max_size=20),
-    st.integers(2, 4),
-    st.builds(MicroBatchLimit, st.integers(1, 120), st.just("tokens")),
-    st.builds(
-        MicroBatchLayout,
-        uniform=st.sampled_from([None, "lengths"]),
-        pad_to_multiple_of=st.integers(2, 8),
-    ),
-)
-def test_rows_count_as_what_they_are_padded_to(lengths, ranks, capacity, shapes):
-    padded, plain = list(map(shapes.padded, lengths)), MicroBatchLayout(shapes.uniform)
-    by_rank = pieces_of_ranks(
-        lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes
-    )
-    as_padded = pieces_of_ranks(
-        padded, balance_by_tokens(padded, ranks, capacity, plain), capacity, plain
-    )
-    assert list(map(shapes_of, by_rank)) == list(map(shapes_of, as_padded))
-
-
 @given(st.integers(1, 30), st.integers(1, 12), RANKS, CAPACITIES, SHAPES)
 def test_rows_of_equal_length_that_come_out_even_give_every_rank_the_same(
     length, rows, ranks, capacity, shapes
@@ -186,57 +164,6 @@ def test_rows_of_equal_length_that_come_out_even_give_every_rank_the_same(
         lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes
     )
     assert all(shapes_of(of_rank) == shapes_of(pieces[0]) for of_rank in pieces)
-
-
-# what it is for
-
-
-def lognormal(num_rows):
-    """Mean 385 tokens, 8 to 2048."""
-    normal = torch.randn(num_rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (5.53 + 0.97 * normal).exp().clamp(8, 2048).round().to(torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "most_imbalance", "most_waiting"),
-    [(16_384, 0.03, 0.04), (8_192, 0.035, 0.05), (32_768, 0.03, 0.04)],
-)
-def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(
-    max_tokens, most_imbalance, most_waiting
-):
-    ranks, capacity = 8, MicroBatchLimit(max_tokens, "tokens")
-    drawn = lognormal(5_000)
-
-    def tokens_of(lengths, dealt):
-        by_rank = pieces_of_ranks(lengths, dealt, capacity)
-        return [[piece.run_tokens for piece in pieces] for pieces in by_rank]
-
-    imbalances, places, places_in_turn = [], [], []
-    steps = fill_steps(drawn, 16_384, order=torch.arange(len(drawn)), ranks=ranks)
-    for step in steps.split()[:-1]:
-        lengths = drawn[step].tolist()
-        tokens = tokens_of(lengths, balance_by_tokens(lengths, ranks, capacity))
-        totals = list(map(sum, tokens))
-        imbalances.append(max(totals) * ranks / sum(totals) - 1)
-        places += zip_longest(*tokens, fillvalue=0)
-        in_turn = tokens_of(lengths, balance_by_rows(len(lengths), ranks))
-        places_in_turn += zip_longest(*in_turn, fillvalue=0)
-    assert sum(imbalances) / len(imbalances) <= most_imbalance
-    slowest = sum(map(max, places))
-    # The share of the time of all ranks in which they wait, if time is padded tokens.
-    assert 1 - sum(map(sum, places)) / (ranks * slowest) <= most_waiting
-    assert slowest < 0.65 * sum(map(max, places_in_turn))
-
-
-def test_4096_ranks_of_16_rows_are_dealt_with_the_fewest_micro_batches():
-    lengths, ranks, capacity = lognormal(65_536).tolist(), 4_096, MicroBatchLimit(4_096, "tokens")
-    dealt = balance_by_tokens(lengths, ranks, capacity)
-    assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
-    assert (
-        most_pieces(lengths, dealt, capacity)
-        == -(-len(micro_batches(lengths, capacity)) // ranks)
-        == 2
-    )
 
 
 # grouped and packed rows

@@ -76,12 +76,6 @@ def warnings_of(caplog):
 # counting
 
 
-def test_a_row_is_as_long_as_it_was_measured():
-    measured = measure([{"tokens": [1, 2, 3]}, {"tokens": []}])
-    assert measured.dtype == torch.int64
-    assert measured.tolist() == [3, 0]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_measuring_a_row_raises_is_raised_as_itself(num_workers, caplog):
     with pytest.raises(SettingError, match="dataset='Rows': row 13 has no tokens"):
@@ -119,15 +113,6 @@ def test_the_random_state_is_left_as_it_was(tmp_path):
     for num_workers in (0, 2, 0):  # the last reads the cache
         measure(dataset, tmp_path / str(num_workers), num_workers=num_workers)
         assert states() == before
-
-
-def test_progress_ends_with_the_number_of_rows(caplog):
-    caplog.set_level("INFO")
-    measure(Rows(some_lengths(30)), show_progress=True)
-    assert caplog.messages == ["counting tokens: 30 of 30 rows"]
-    caplog.clear()
-    measure(Rows(some_lengths(30)))
-    assert caplog.messages == []
 
 
 # worker processes

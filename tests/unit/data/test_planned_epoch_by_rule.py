@@ -107,20 +107,6 @@ def test_one_device_fills_each_step_in_order_up_to_the_first_row_that_does_not_f
     assert (batches, budgets) == (expected, asked)
 
 
-@given(epochs(min_rows=1), st.data())
-def test_a_rule_that_stays_after_some_steps_goes_on_as_one_plan_of_what_is_left(case, data):
-    lengths, order, arguments, most = case
-    change, low, high = data.draw(st.integers(1, 12)), 4 * most, 9 * most
-    rule = lambda progress: low if progress.steps < change else high  # noqa: E731
-    batches, _, _ = by_rule(lengths, rule, order, **arguments)
-    first = batches_of(fill_steps(lengths, low, order=order, **arguments))
-    begun = first[:change]
-    gone = {row for batch in begun for row in batch}
-    rest = torch.tensor([row for row in order.tolist() if row not in gone], dtype=torch.int64)
-    then = batches_of(fill_steps(lengths, high, order=rest, **arguments))
-    assert batches == [*begun, *then]
-
-
 # Rows that are longer than a budget.
 
 RISING = steps([10, 20, 40], ["1ba", "2ba"])

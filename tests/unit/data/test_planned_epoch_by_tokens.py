@@ -118,19 +118,6 @@ def test_a_few_rows_are_planned_as_by_hand(lengths, max_tokens, arguments, batch
     assert batches_of(fill(lengths, max_tokens, **arguments)) == batches
 
 
-def test_a_divisible_batch_leaves_its_rest_to_the_next():
-    assert fill([1] * 200, 100, divisible=True).sizes.tolist() == [96, 96, 8]
-
-
-def test_one_group_that_cannot_be_filled_costs_no_other_rows():
-    # With these DeepSpeed 0.19.8's batch_by_seqlens keeps 4 of 106 rows: it stops at the first
-    # batch below the minimum.
-    lengths = [25] * 4 + [90, 90] + [10] * 100
-    plan = fill(lengths, 100, min_rows=2)
-    assert sorted(plan.rows.tolist()) == list(range(106))
-    assert int(plan.sizes.min()) >= 2
-
-
 # What cannot be planned.
 
 

@@ -1,0 +1,212 @@
+"""Fingerprints, progress bars, temporary attributes and formats of amounts in messages."""
+
+import io
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batch import _util
+from adaptive_batch._util import (
+    ProgressBar,
+    count,
+    described_with_files,
+    file_signature,
+    fingerprint,
+    format_bytes,
+    replaced,
+)
+from adaptive_batch.errors import SettingError
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def typed(value):
+    """Return a value as text with types, independent of the order of keys."""
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ",".join(sorted(f"{typed(key)}:{typed(item)}" for key, item in value.items()))
+            + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ",".join(map(typed, value)) + "]"
+    return f"{type(value).__name__}({value!r})"
+
+
+@given(left=plain, right=plain)
+def test_fingerprints_are_equal_exactly_when_the_parts_are(left, right):
+    assert (fingerprint(left) == fingerprint(right)) == (typed(left) == typed(right))
+
+
+def test_types_nesting_and_order_of_parts_matter():
+    different = [
+        (1,), ("1",), (1.0,), (True,), ("true",), (None,), ("",), (), ([],), ({},), ([[]],),
+        (1, 2), (2, 1), ([1, 2],), ("a", "b"), ("ab",), ({"a": 1},), ({"a": "1"},), ([["a", 1]],),
+        ({"1": 1},), ({"1": "a"},), ({"null": "a"},),
+    ]  # fmt: skip
+    assert len({fingerprint(*parts) for parts in different}) == len(different)
+
+
+def test_a_fingerprint_is_the_same_on_every_machine():
+    assert fingerprint({"b": Path("x/y"), "a": (1, 2.5)}, None) == fingerprint(
+        {"a": [1, 2.5], "b": "x/y"}, None
+    )
+    assert fingerprint("alpaca", {"max_seq_len": 512}, 1, True, None) == "e6deeb908acb0235877a510a"
+
+
+@pytest.mark.parametrize(
+    "part", [torch.tensor(1), np.int64(1), b"a", {1, 2}, object(), len, torch.float32, 1j]
+)
+def test_other_types_are_refused(part):
+    for nested in (part, [part], {"a": [part]}):
+        with pytest.raises((TypeError, ValueError)):
+            fingerprint(nested)
+
+
+# file_signature
+
+
+def test_a_small_file_is_known_by_its_content(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    before = file_signature(file)
+    os.utime(file, (1, 1))
+    assert file_signature(str(file)) == before
+    file.write_bytes(b"abd")
+    os.utime(file, (1, 1))
+    assert file_signature(file) != before
+
+
+def test_a_large_file_is_known_by_size_and_time(tmp_path):
+    file = tmp_path / "file"
+    with file.open("wb") as handle:
+        handle.truncate(64 * 2**20 + 1)  # sparse
+    os.utime(file, ns=(5, 5))
+    assert file_signature(file) == ["file", 64 * 2**20 + 1, 5]
+
+
+def test_a_missing_file_has_a_signature(tmp_path):
+    assert file_signature(tmp_path / "absent") == file_signature("no\0name") == ["missing"]
+
+
+def test_settings_are_described_with_files_but_not_folders(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("{}")
+    settings = {"source": "json", "files": [str(file)], "cache_dir": str(tmp_path), "limit": 3}
+    before = described_with_files(settings)
+    (tmp_path / "written by a run").touch()
+    assert described_with_files(settings) == before
+    file.write_text("{} ")
+    assert described_with_files(settings) != before
+    assert before["source"] == "json"
+
+
+# --- test_util_replaced.py
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def advance(times, **arguments):
+    with ProgressBar(4, "steps", "trained", **arguments) as bar:
+        for number in range(times):
+            bar.advance(f"loss {number}")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Advance the clock by 4 seconds at each call."""
+    seconds = iter(range(0, 1000, 4))
+    monkeypatch.setattr(_util.time, "monotonic", lambda: next(seconds))
+
+
+@pytest.mark.usefixtures("clock")
+def test_without_a_terminal_lines_are_logged_every_ten_seconds_and_at_the_end(caplog, capsys):
+    caplog.set_level("INFO")
+    advance(4)
+    assert caplog.messages == ["loss 2: 3 of 4 steps", "loss 3: 4 of 4 steps"]
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line(caplog, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    caplog.set_level("INFO")
+    advance(4)
+    assert "loss 3: 100%" in terminal.getvalue()
+    assert caplog.messages == []
+
+
+def test_on_a_terminal_without_tqdm_there_are_lines(caplog, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    caplog.set_level("INFO")
+    advance(4)
+    assert caplog.messages == ["loss 3: 4 of 4 steps"]
+    assert terminal.getvalue() == ""
+
+
+def test_a_hidden_bar_is_silent(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    advance(4, shown=False)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    advance(4, shown=False)
+    assert caplog.messages == []
+    assert terminal.getvalue() == ""
+
+
+# --- test_errors.py
+
+
+def test_attributes_are_restored_even_after_an_error():
+    owner = SimpleNamespace(kept=1, changed=2)
+    with suppress(KeyError), replaced(owner, changed=3, added=4):
+        assert vars(owner) == {"kept": 1, "changed": 3, "added": 4}
+        raise KeyError
+    assert vars(owner) == {"kept": 1, "changed": 2}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [
+        (80 * 2**30, "80.00 GiB"),
+        (2**30 + 2**29, "1.50 GiB"),
+        (103 * 2**20, "0.101 GiB"),
+        (16 * 2**20, "0.016 GiB"),
+        (16 * 2**20 - 1, "16.00 MiB"),
+        (3000 * 2**10, "2.93 MiB"),
+        (2**17, "0.125 MiB"),
+        (2**16, "64.00 KiB"),
+        (3000, "2.93 KiB"),
+        (1023, "1023 bytes"),
+        (11, "11 bytes"),
+        (1, "1 byte"),
+        (0, "0 bytes"),
+    ],
+)
+def test_memory_is_formatted_in_a_suitable_unit(num_bytes: int, said: str) -> None:
+    assert format_bytes(num_bytes) == said
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 rows"), (1, "1 row"), (1234, "1,234 rows")])
+def test_counts_are_formatted(number: int, said: str) -> None:
+    assert count(number, "row", ",") == said
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    error = SettingError("batch_size", 10**4000, "give 1 or less")
+    assert error.value == 10**4000
+    assert str(error) == f"batch_size=1{'0' * 999}...: give 1 or less"
