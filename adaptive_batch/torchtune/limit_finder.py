@@ -208,7 +208,7 @@ class LimitFinder:
             timed_rows = plan.whole_step_rows or 0
             if settings.batch_tokens and not settings.grows:
                 timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
-            unit = trainer.engine.sizer.limit_of_step.unit
+            unit = trainer.engine.sizer.limit().unit
             choices = Choices(trainer.layout_kinds, unit, timed_rows)
         scope = SearchScope(
             self._data.trial_rows(length),

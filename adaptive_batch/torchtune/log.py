@@ -253,7 +253,7 @@ class TrainingLog:
         self._step_seconds += seconds
         self._tokens += result.tokens
         self._last_step = progress.steps
-        label_tokens = float(result.label_tokens)
+        label_tokens = float(result.num_labels)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
         record = result.record(
             progress,
@@ -356,7 +356,7 @@ class StepMonitor:
         self._log = log
         nonfinite = NonfiniteSteps(
             job.settings.on_nonfinite_loss,
-            trainer.engine,
+            trainer.engine.drop_gradients,
             event=log.event,
             is_taken=job.settings.optimizer_in_bwd,
             remedy=remedy,

@@ -405,7 +405,7 @@ class BoundSearch:
             row=stepped.name if min_rows == 1 else f"{min_rows} rows, which BatchNorm needs,",
             sharding=tried.engine.sharding,
             keep_gradients=keep_gradients,
-            remedies=tried.engine.retry.remedies,
+            remedies=tried.engine.runner.remedies,
             varying_steps=self._varying_steps if self._fragments else None,
             frozen_modules=tried.frozen_modules,
             leaves_cache=self._leaves_cache,
@@ -532,7 +532,7 @@ class BoundSearch:
             row = self._scope.rows.name
             if self._scope.evaluation:
                 row += ", even without gradients,"
-            raise DoesNotFitError(f"{row} does not fit in {budget}; {engine.retry.remedies}")
+            raise DoesNotFitError(f"{row} does not fit in {budget}; {engine.runner.remedies}")
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
         result = replace(
@@ -601,7 +601,7 @@ class BoundSearch:
         rows = self._scope.rows
         assert rows.in_order is not None
         layout = tried.engine.sizer.layout
-        unit = tried.engine.sizer.limit_of_step.unit
+        unit = tried.engine.sizer.limit().unit
         limit = MicroBatchLimit(layout.amount(size, rows.length, unit=unit), unit)
         num_micro_batches = 2 if self._scope.accumulates else 1
         longest = partial(tried.try_rows, rows.first(size))

@@ -18,7 +18,7 @@ from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import RandomState, device_memory
 
-from .oom_retry import OOMRetry
+from .micro_batch_runner import MicroBatchRunner
 from .options import StepOptions
 from .parts import BatchSource, LabelCounter, SplitBatch, arrays_in, copy_containers
 from .sizing import MicroBatchSizer
@@ -96,7 +96,7 @@ class EvaluationParts:
         )
         with distributed.alone():
             self._sharding = sharding_of(model)
-        self._retry = OOMRetry(
+        self._runner = MicroBatchRunner(
             self.sizer,
             memory=memory,
             sharding=self._sharding,
@@ -126,9 +126,8 @@ class EvaluationParts:
         rows: BatchSource | None = None
         # Other ranks take no part in this batch.
         with distributed.alone():
-            self.sizer.retry_former_limit()
-            self.sizer.begin_step(NO_LIMIT)
-            if self.sizer.limit_of_step.amount < NO_LIMIT:
+            self.sizer.retry_if_due()
+            if self.sizer.limit().amount < NO_LIMIT:
                 rows = self._rows_of(batch)
             undo = snapshot()
             random_state = RandomState(self._parameter.device)
@@ -140,9 +139,9 @@ class EvaluationParts:
                 random_state.restore()
                 if rows is None:
                     rows = self._rows_of(batch)
-                    self._retry.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
+                    self._runner.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
 
-            for attempt in self._retry.attempts(undo=undo_attempt, doing="in an evaluation"):
+            for attempt in self._runner.attempts(undo=undo_attempt, doing="in an evaluation"):
                 with attempt:
                     if rows is None:
                         results = *forward(copy_containers(batch)), [1.0]
@@ -157,7 +156,6 @@ class EvaluationParts:
             raise self._cannot_split(str(error)) from error
         if rows.is_packed:
             raise self._cannot_split("documents are packed into one row")
-        self.sizer.begin_step(rows.num_rows)
         return rows
 
     def _run_in_parts(
@@ -166,8 +164,8 @@ class EvaluationParts:
         forward: Callable[[Any], tuple[Any, Any]],
         snapshot: Callable[[], Callable[[], object]],
     ) -> tuple[Any, Any, list[float]]:
-        parts = split_by_rows(range(rows.num_rows), self.sizer.limit_of_step.amount)
-        self._retry.set_suspects([MicroBatch([*part], rows.width) for part in parts])
+        parts = split_by_rows(range(rows.num_rows), self.sizer.limit().amount)
+        self._runner.set_suspects([MicroBatch([*part], rows.width) for part in parts])
         losses, outputs, counts = self._run_each(rows, parts, forward)
         if len(parts) == 1:
             return losses[0], outputs[0], [1.0]

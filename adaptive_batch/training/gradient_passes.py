@@ -25,7 +25,7 @@ from .model_checks import is_batch_norm
 from .parts import BatchSource, LabelCounter, Part
 
 if TYPE_CHECKING:
-    from .part_step import PartStep
+    from .adaptive_step import PartStep
 
 _DROPOUTS = (
     "dropout",
@@ -61,7 +61,6 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
     """
     attention = functional.scaled_dot_product_attention
     batch_norm = functional.batch_norm
-    rrelu = functional.rrelu
 
     def without_dropout(
         query: Any,
@@ -89,11 +88,6 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
             input, running_mean, running_var, weight, bias, training, *rest, **options
         )
 
-    def without_draws(
-        input: Any, lower: float = 1 / 8, upper: float = 1 / 3, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        return rrelu(input, lower, upper)
-
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
@@ -112,7 +106,6 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
                 functional,
                 scaled_dot_product_attention=without_dropout,
                 batch_norm=with_running_statistics,
-                rrelu=without_draws,
                 **dict.fromkeys(_DROPOUTS, _identity),
             )
         )
@@ -356,9 +349,6 @@ class GradientPasses:
         sizes_of_draws: list[list[int | None]] = []
         generators: set[str] = set()
 
-        def measure(number: int) -> None:
-            statistics.append(step.statistics.of_part(passes[number].part()))
-
         def run_pass(number: int) -> None:
             one = passes[number]
             random_state = RandomState(step.memory.device)
@@ -381,9 +371,20 @@ class GradientPasses:
             generators.update(random_state.changed())
             written = self._versions().items() - versions.items()
             self.written.update(name for name, _ in written)
-            gradients.append({key: _projected(grad) for key, grad in step.gradients().items()})
+            external = [leaf for leaf, _ in step.saved_gradients.external()]
+            current = step.gradients() | {
+                leaf: leaf.grad
+                for leaf in external
+                if isinstance(leaf, nn.Parameter) and leaf.grad is not None
+            }
+            gradients.append({id(leaf): _projected(grad) for leaf, grad in current.items()})
 
-        if step.statistics.are_needed:
+        if step.statistics is not None:
+            of_part = step.statistics.of_part
+
+            def measure(number: int) -> None:
+                statistics.append(of_part(passes[number].part()))
+
             if not self._run_and_undo(passes, measure, step.statistics.KIND):
                 return None
             # Each part has the sums over all parts.

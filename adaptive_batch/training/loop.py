@@ -183,7 +183,7 @@ class AdaptiveLoop:
         )
         self.learning_rate: float | None = None
         self._nonfinite = NonfiniteSteps(
-            options.on_nonfinite_loss, self._step, event=options.report
+            options.on_nonfinite_loss, self._step.drop_gradients, event=options.report
         )
         self._built_with = {
             "batch_size": batch_size,
@@ -447,7 +447,7 @@ class AdaptiveLoop:
                 lose this step.
         """
         # If a GradScaler has skipped the step, zero_grad() has cleared the gradients.
-        if self._awaits_optimizer and self._step.has_gradients():
+        if self._awaits_optimizer and self._step.gradients():
             raise ValueError(
                 "optimizer.step() was not called after the last run(), so a resumed run would lose"
                 " this step; save after optimizer.step()"
@@ -481,7 +481,7 @@ class AdaptiveLoop:
         self._rate.load_state_dict(state["rate"])
         if state["rate"]["reference"]:
             # The reference depends on the number of ranks at the start of training.
-            self._rate.refer_to(ReferenceBatch(**state["rate"]["reference"]))
+            self._rate.reference = ReferenceBatch(**state["rate"]["reference"])
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:

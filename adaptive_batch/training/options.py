@@ -137,10 +137,7 @@ class StepOptions:
 
     def report_change(self, change: LimitChange, *, kind: str = "limit", prefix: str = "") -> None:
         """Log a change of a limit, and report it as an event of a kind."""
-        text = prefix + change.describe()
-        if distributed.is_rank_zero():
-            log.warning("%s", text)
-        self.report(kind, text, prints=False, **change.facts())
+        self.report(kind, prefix + change.describe(), **change.facts())
 
     def check_of_step(self) -> None:
         """Raise if an option is set that AdaptiveStep does not take.

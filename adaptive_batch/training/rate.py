@@ -60,7 +60,8 @@ class AdaptiveRate:
         total_steps: total steps of the scheduler; used by a :class:`Clock` of two units.
 
     Attributes:
-        reference: global batch that the rates were chosen for.
+        reference: global batch that the rates were chosen for; a resumed run sets that of the
+            state.
 
     Raises:
         SettingError: an argument cannot be used, or the scheduler counts steps itself.
@@ -155,10 +156,6 @@ class AdaptiveRate:
     def counts_tokens(self) -> bool:
         """True if the rate is scaled by the tokens of a step, False if by its rows."""
         return self.reference is not None and self.reference.unit == "tokens"
-
-    def refer_to(self, reference: ReferenceBatch) -> None:
-        """Set the global batch that the rates were chosen for, as a resumed run does."""
-        self.reference = reference
 
     def set(
         self,

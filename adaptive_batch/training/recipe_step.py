@@ -4,11 +4,9 @@ the frozen reference of a loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,16 +14,16 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
+from adaptive_batch._util import round_up
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import local_part
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .gradients import clip_gradients
+from .micro_batch_runner import MicroBatchRunner, OutOfMemoryElsewhereError
 from .model_checks import evaluation_mode
-from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .packing import isolated_rows
 from .sizing import MicroBatchSizer
-from .step import MicroBatchPlan, RankReport, Step, StepSnapshot, Weighting
+from .step import MicroBatchPlan, RankReport, Step, Weighting
 from .step_result import StepResult
 
 Row = Any
@@ -157,11 +155,10 @@ class SumThenDivide(Weighting[StepResult]):
         if not rows:
             self.idle = MicroBatch([0], step.loss.row_length(step.loss.some_row()))
 
-    def divide(self) -> list[MicroBatch]:
-        """Divide the rows within the limit."""
+    def divide(self, limit: MicroBatchLimit) -> list[MicroBatch]:
+        """Divide the rows within a limit."""
         lengths = list(map(self._loss.row_length, self._rows))
-        sizer = self._step.sizer
-        return micro_batches(lengths, sizer.limit_of_step, sizer.layout)
+        return micro_batches(lengths, limit, self._step.sizer.layout)
 
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """Begin an attempt with sums of 0."""
@@ -171,7 +168,7 @@ class SumThenDivide(Weighting[StepResult]):
         sizer = self._step.sizer
         self.reduces_first = self._measures_noise and plan.number > 1
         # Otherwise the first micro-batch is not a random part of the step.
-        assert not self.reduces_first or sizer.layout.keeps_order(sizer.limit_of_step)
+        assert not self.reduces_first or sizer.layout.keeps_order(sizer.limit())
         self._num_rows = len(self._rows)
         self._num_tokens = sum(map(self._loss.num_real_tokens, self._rows))
         self._run_tokens = 0
@@ -312,7 +309,7 @@ class SumThenDivide(Weighting[StepResult]):
         """Sum counts, loss and metrics over ranks in two small collectives; return whether a rank
         ran out of memory.
         """
-        failed = int(self._step.retry.has_failed)
+        failed = int(self._step.runner.error is not None)
         if distributed.world_size() == 1:
             return bool(failed)
         numbers = [self._num_rows, self._num_tokens, self._run_tokens, failed]
@@ -410,20 +407,18 @@ class ReferencePass:
 
     Args:
         step: step that trains the model.
-        loss: loss of its rows; it makes the batches.
         reference: values to compute.
 
     Attributes:
         sizer: see :class:`RowReference`.
     """
 
-    def __init__(self, step: RecipeStep, loss: RowLoss, reference: RowReference) -> None:
+    def __init__(self, step: RecipeStep, reference: RowReference) -> None:
         self.sizer = reference.sizer
         self._step = step
-        self._loss = loss
+        self._loss = step.loss
         self._reference = reference
-        self._retry = step.retry.with_sizer(reference.sizer)
-        self._snapshot = StepSnapshot(step.model, step.memory.device)
+        self._runner = step.runner.with_sizer(reference.sizer)
 
     def of_rows(self, rows: Sequence[Any]) -> torch.Tensor:
         """Return the values of each row of a step on the device: `[rows, num_values]`. A
@@ -436,12 +431,12 @@ class ReferencePass:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
-        self.sizer.retry_former_limit()
-        restore = self._snapshot.take()
+        self.sizer.retry_if_due()
+        restore = self._step.snapshot()
         results = self._step.evaluate_rows(
             rows,
             self._values,
-            retry=self._retry,
+            runner=self._runner,
             loss=self._loss,
             kind=self.sizer.layout.kind,
             doing="in the reference",
@@ -480,13 +475,12 @@ class RecipeStep(Step):
         model: model whose gradients are summed; they must be clear when :meth:`run` begins.
         loss: loss of its rows.
         sizer: limits a micro-batch.
-        max_grad_norm: see :func:`clip_gradients`.
         scale_gradients: whether gradients are divided after the last micro-batch. False with the
             optimizer in backward, which steps during the backward of the only micro-batch.
         measures_noise: whether steps may sample the gradient's noise.
         reference: frozen reference with its own micro-batches; None if the loss runs its reference
             or needs none.
-        options: see :class:`Step`.
+        options: other arguments of :class:`Step`.
 
     Attributes:
         loss: as given.
@@ -500,7 +494,6 @@ class RecipeStep(Step):
         loss: RowLoss,
         sizer: MicroBatchSizer,
         *,
-        max_grad_norm: float | None = None,
         scale_gradients: bool = True,
         measures_noise: bool = False,
         reference: RowReference | None = None,
@@ -512,11 +505,10 @@ class RecipeStep(Step):
         super().__init__(model, sizer, **options)
         self.loss = loss
         self.scales_gradients = scale_gradients
-        self._max_grad_norm = max_grad_norm
         self._measures_noise = measures_noise
         self.reference: ReferencePass | None = None
         if reference is not None:
-            self.reference = ReferencePass(self, loss, reference)
+            self.reference = ReferencePass(self, reference)
 
     def run(
         self,
@@ -550,10 +542,6 @@ class RecipeStep(Step):
             weighting.reference_values = self.reference.of_rows(rows)
         return self.run_step(weighting, plan)
 
-    def clip(self) -> torch.Tensor | None:
-        """Clip the gradients as configured; return the norm before clipping."""
-        return clip_gradients(self.model, self._max_grad_norm)
-
     # --- without gradients
 
     def evaluate_rows(
@@ -561,19 +549,19 @@ class RecipeStep(Step):
         rows: Sequence[Row],
         forward: Callable[[Sequence[Row], int], Result],
         *,
-        retry: OOMRetry,
+        runner: MicroBatchRunner,
         loss: RowLoss,
         kind: str,
         doing: str,
         evaluates: bool | str = True,
         undo: Callable[[], object] = lambda: None,
     ) -> list[tuple[MicroBatch, Result]]:
-        """Run a function on rows without gradients, in micro-batches within the limit of `retry`.
+        """Run a function on rows without gradients, in micro-batches within the limit of `runner`.
 
         Args:
             rows: rows of this rank; empty if only other ranks have rows.
             forward: ``forward(rows, length)`` runs rows, padded to at least `length` tokens each.
-            retry: runs micro-batches.
+            runner: runs micro-batches.
             loss: returns the lengths of rows, and the dummy of a rank that has fewer micro-batches.
             kind: kind of the layout of micro-batches.
             doing: phrase for the error of a lost rank.
@@ -589,7 +577,7 @@ class RecipeStep(Step):
         """
         # Use the time model of training's micro-batches: larger ones are not faster if they have
         # more padding.
-        layout = retry.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
+        layout = runner.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
         lengths = list(map(loss.row_length, rows))
         idle = MicroBatch([], 0)
         dummies: list[Row] = []
@@ -608,32 +596,14 @@ class RecipeStep(Step):
             undo()
 
         with self.compiling():
-            for attempt in retry.attempts(undo=undo_attempt, doing=doing):
+            for attempt in runner.attempts(undo=undo_attempt, doing=doing):
                 with attempt:
-                    own = micro_batches(lengths, retry.sizer.limit_of_step, layout)
-                    plan = MicroBatchPlan.agreed(own)
+                    own = micro_batches(lengths, runner.sizer.limit(), layout)
+                    plan = MicroBatchPlan().with_micro_batches(own)
                     results = self.run_forward(
-                        plan, run, retry=retry, evaluates=evaluates, idle=idle
+                        plan, run, runner=runner, evaluates=evaluates, idle=idle
                     )
         return [(micro_batch, result) for micro_batch, result in results if micro_batch is not None]
-
-    def sum_losses(self, rows: Sequence[Row], length: int, *, loss: RowLoss) -> tuple[float, int]:
-        """Return the sum of the token losses of a micro-batch, and its label tokens.
-
-        A single rank does not run a micro-batch without labels.
-
-        Args:
-            rows: rows of the micro-batch.
-            length: tokens that they are padded to at least.
-            loss: makes the batch.
-        """
-        with loss.collated(rows, self.sizer.layout, length) as batch:
-            if distributed.world_size() == 1 and not self.loss.count_labels(batch):
-                return 0.0, 0
-            mean, count = self.loss.loss_and_labels(batch)
-            if not count:
-                return 0.0, 0
-            return (mean * count).item(), int(count)
 
     # --- trials
 
@@ -681,7 +651,7 @@ class RecipeStep(Step):
         with collated as batch, torch.no_grad(), self.trial(evaluates=True):
             mean, count = self.loss.loss_and_labels(batch)
             if count:
-                # Wait for the device, as sum_losses() does.
+                # Wait for the device, as an Evaluator does.
                 (mean * count).item()
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
@@ -708,12 +678,12 @@ class Evaluator:
         self._step = step
         self._loss = loss
         self._sizer = sizer
-        self._retry = step.retry.with_sizer(sizer)
+        self._runner = step.runner.with_sizer(sizer)
 
     @property
     def limit(self) -> MicroBatchLimit:
         """Current limit of a micro-batch."""
-        return self._sizer.limit_of_step
+        return self._sizer.limit()
 
     def run(self, rows: Iterable[Any]) -> float:
         """Return the mean loss over the label tokens of the `rows` of all ranks; NaN without any.
@@ -729,16 +699,15 @@ class Evaluator:
         label_tokens = 0
         # The kind of training's layout, if rows can be packed.
         kind = "padded" if self._loss.pack is None else self._step.sizer.layout.kind
-        forward = partial(self._step.sum_losses, loss=self._loss)
-        self._sizer.retry_former_limit()
+        self._sizer.retry_if_due()
         with evaluation_mode(self._step.model):
             unread = iter(rows)
             chunk = self._read(unread)
             while distributed.any_of_ranks(bool(chunk)):
                 results = self._step.evaluate_rows(
                     chunk,
-                    forward,
-                    retry=self._retry,
+                    self._sum_losses,
+                    runner=self._runner,
                     loss=self._loss,
                     kind=kind,
                     doing="in validation",
@@ -754,14 +723,27 @@ class Evaluator:
             return float("nan")
         return loss_sum / label_tokens
 
+    def _sum_losses(self, rows: Sequence[Row], length: int) -> tuple[float, int]:
+        """Return the sum of the token losses of a micro-batch, and its label tokens.
+
+        A single rank does not run a micro-batch without labels.
+        """
+        training = self._step.loss
+        with self._loss.collated(rows, self._step.sizer.layout, length) as batch:
+            if distributed.world_size() == 1 and not training.count_labels(batch):
+                return 0.0, 0
+            mean, count = training.loss_and_labels(batch)
+            if not count:
+                return 0.0, 0
+            return (mean * count).item(), int(count)
+
     def _read(self, unread: Iterator[Any]) -> list[Any]:
         """Read at least `_ROWS_READ` rows, in whole micro-batches if the limit counts rows; fewer
         at the end.
         """
         amount = self.limit.amount
         if self.limit.unit == "rows":
-            num_micro_batches = math.ceil(_ROWS_READ / amount)
-            return list(islice(unread, num_micro_batches * amount))
+            return list(islice(unread, round_up(_ROWS_READ, amount)))
         rows = []
         tokens = 0
         for row in unread:

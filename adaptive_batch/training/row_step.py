@@ -18,7 +18,6 @@ from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import check_whole
 from adaptive_batch.data import (
     IGNORE_INDEX,
-    LAYOUT_KINDS,
     DatasetAdapter,
     RowOrder,
     check_loss,
@@ -28,6 +27,7 @@ from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, needs_times
 
+from .adaptive_step import PartStep
 from .bound_search import (
     Choices,
     LongestRows,
@@ -36,15 +36,13 @@ from .bound_search import (
     TriedStep,
     kinds_to_choose_from,
 )
-from .gradients import clip_gradients
 from .model_checks import check_gradients_are_clear
 from .options import StepOptions, Terms
 from .packing import isolated_rows, pack_rows, packed_lengths
 from .packing_check import why_not_packed
-from .part_step import PartStep
 from .parts import BatchSource, Part, RowsOfBatch
 from .step import RankReport
-from .step_result import StepResult, norm_to_clip
+from .step_result import StepResult
 
 private = PrivateNames("memory estimates")
 
@@ -153,12 +151,7 @@ class RowStep(PartStep):
             micro_batch_tokens=micro_batch_tokens,
             num_labels=num_labels,
             statistics=None,
-            options=replace(
-                options,
-                overlap_reduction=False,
-                count_labels_over="ranks",
-                micro_batch_layout=None,
-            ),
+            options=replace(options, overlap_reduction=False, count_labels_over="ranks"),
             name=getattr(mean_loss, "__name__", type(mean_loss).__name__),
         )
         self.dataset = dataset
@@ -167,14 +160,12 @@ class RowStep(PartStep):
         self._mean_loss = mean_loss
         self._options = options
         self._to_device = options.to_device or partial(move_to_device, device=self.memory.device)
-        self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
         self._warned_unlabelled = False
         self._chooses_fastest = micro_batch_tokens == "auto"
-        layout = options.micro_batch_layout
-        if layout is not None:
-            self.sizer.use_layout(layout)
-            reason = "" if LAYOUT_KINDS[layout].pads else self._why_not_packed()
+        if not self.sizer.layout.pads:
+            reason = self._why_not_packed()
             if reason:
+                layout = self.sizer.layout.kind
                 raise SettingError("micro_batch_layout", layout, f"{reason}; or give grouped")
 
     # --- a step
@@ -224,7 +215,7 @@ class RowStep(PartStep):
             ValueError: gradients are not zero before the step.
         """
         reshard(self.model)
-        if self.has_gradients():
+        if self.gradients():
             check_gradients_are_clear(self.model, self._optimizer)
         bound = self.sizer.max_batch_size
         can_split = self.sizer.may_split or not self.bound_excludes_gradients
@@ -272,10 +263,6 @@ class RowStep(PartStep):
             metrics={},
             grad_norm=self.clip(),
         )
-
-    def clip(self) -> torch.Tensor | None:
-        """Clip the gradients as configured; return the norm before clipping."""
-        return clip_gradients(self.model, self._max_grad_norm)
 
     @cached_property
     def labelled_row(self) -> Row:

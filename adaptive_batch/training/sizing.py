@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class LimitChange:
         """Return the change as plain values for logs."""
         return {
             "before": self.before.amount,
-            "after": self.after.amount,
+            "after": None if self.after.amount == NO_LIMIT else self.after.amount,
             "unit": self.after.unit,
             "rows": self.rows,
             "length": self.length,
@@ -210,7 +210,6 @@ class MicroBatchSizer:
         self.num_out_of_memory = 0
         self.is_packed = False
         self.noun = "row"
-        self._batch_size = 1
         self._memory = memory
         self._grow_after = (policy or OOMPolicy()).grow_after
         # Sets the attributes of lowered limits.
@@ -231,24 +230,15 @@ class MicroBatchSizer:
 
     # --- what may run at once ---------------------------------------------------------------------
 
-    def begin_step(self, batch_size: int) -> None:
-        """Start a step that runs `batch_size` rows, see :meth:`limit`."""
-        self._batch_size = batch_size
-
-    @property
-    def limit_of_step(self) -> MicroBatchLimit:
-        """Limit of a micro-batch of the step that started last."""
-        return self.limit(self._batch_size)
-
-    def limit(self, batch_size: int) -> MicroBatchLimit:
+    def limit(self, batch_size: int = NO_LIMIT) -> MicroBatchLimit:
         """Return the current limit of a micro-batch.
 
         Args:
-            batch_size: rows of the step, which run at once if they fit and no size is configured.
+            batch_size: most rows at once if no size is configured.
         """
         return _smaller(self.full_limit(batch_size), self._lowered)
 
-    def full_limit(self, batch_size: int) -> MicroBatchLimit:
+    def full_limit(self, batch_size: int = NO_LIMIT) -> MicroBatchLimit:
         """Return the configured or found limit, which an OOM does not lower."""
         if self.throughput is not None:
             return _smaller(self.throughput.limit, self._limit_for_longer_rows)
@@ -280,10 +270,6 @@ class MicroBatchSizer:
     def waits_for_search(self) -> bool:
         """True if a search has to find the limit first."""
         return self._micro_batch.needs_search and not self.tried_length
-
-    def use_layout(self, kind: str) -> None:
-        """Use the layout of this kind, from the next step on."""
-        self.layout = self.layout.of_kind(kind, time=self.layout.time)
 
     @contextmanager
     def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
@@ -363,7 +349,7 @@ class MicroBatchSizer:
             failures: failures of this step so far, this one included; 0 if the process ends. Only
                 the first one estimates the limit from the free memory; others halve it.
         """
-        limit = self.limit_of_step
+        limit = self.limit()
         rows = len(failed.rows)
         if rows == 1:
             return ShrinkRequest(rows, failed.length, None, error)
@@ -389,40 +375,38 @@ class MicroBatchSizer:
         return 0 if room is None else room.total_bytes
 
     @property
-    def _should_retry(self) -> bool:
-        """True if the former limit allows more in this step and is due, see :class:`OOMPolicy`."""
-        is_lowered = self.limit_of_step.amount < self.full_limit(self._batch_size).amount
-        if not is_lowered or self._good_steps < self._grow_after:
+    def retry_is_due(self) -> bool:
+        """True if this rank may retry the former limit, see :class:`OOMPolicy`."""
+        if self._lowered is None or self._good_steps < self._grow_after:
+            return False
+        if self.limit().amount == self.full_limit().amount:
             return False
         has_waited = self._good_steps >= self._grow_after << self._failed_tries
         return has_waited or self._available_bytes > _FREED * self._total_bytes > 0
 
-    def retry_former_limit(self, numbers: Sequence[int] = ()) -> tuple[Sequence[int], bool]:
-        """Retry the former limit if it is due on all ranks. A collective.
+    def retry_if_due(self) -> None:
+        """Retry the former limit if it is due on all ranks. A collective."""
+        if not distributed.any_of_ranks(not self.retry_is_due):
+            self.retry_former_limit()
 
-        Args:
-            numbers: numbers that ranks compare in the same collective.
-
-        Returns:
-            The maximum over ranks of each number, and whether the limit has changed.
-        """
-        any_waits, *largest = distributed.all_reduce_max([int(not self._should_retry), *numbers])
-        if not any_waits:
-            before = self.limit_of_step
-            good_steps = self._good_steps
-            self._lowered = None
-            self._good_steps = 0
-            after = self.limit_of_step
-            self._on_change(LimitChange(before, after, good_steps=good_steps, noun=self.noun))
-        return largest, not any_waits
+    def retry_former_limit(self) -> None:
+        """Use the limit before the OOM again, as all ranks must."""
+        before = self.limit()
+        good_steps = self._good_steps
+        self._lowered = None
+        self._good_steps = 0
+        after = self.limit()
+        self._on_change(LimitChange(before, after, good_steps=good_steps, noun=self.noun))
 
     def lower(self, requests: Mapping[int, ShrinkRequest]) -> None:
         """Use the smallest limit that ranks request; each request has a limit."""
-        before = self.limit_of_step
         limits = {rank: request.limit for rank, request in requests.items() if request.limit}
         rank = min(limits, key=lambda rank: limits[rank].amount)
         limit = limits[rank]
         rows, length, _, error = requests[rank]
+        before = self.limit()
+        if before == MicroBatchLimit(NO_LIMIT):
+            before = MicroBatchLimit(rows)
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         self.num_out_of_memory += 1
         if self._lowered is None:
@@ -433,7 +417,7 @@ class MicroBatchSizer:
         self._good_steps = 0
         self._total_bytes = self._available_bytes
         self._on_change(LimitChange(before, limit, rows, length, error, ranks, noun=self.noun))
-        now = self.limit_of_step
+        now = self.limit()
         assert now.amount <= limit.amount, f"lowered to {limit}, and the limit is {now}"
 
     def start_below(self, limit: MicroBatchLimit) -> None:

@@ -24,7 +24,7 @@ from .model_checks import gradient_hooks, has_batch_norm, some_names
 from .parts import BatchSource, LabelCounter, arrays_in, has_shifted_labels
 
 if TYPE_CHECKING:
-    from .part_step import PartStep
+    from .adaptive_step import PartStep
 
 log = logging.getLogger("adaptive_batch")
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch
+from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLimit
 from adaptive_batch.distributed import Sharding, sharding_of
 from adaptive_batch.errors import (
     MEMORY_REMEDIES,
@@ -34,9 +34,9 @@ from adaptive_batch.memory import (
 )
 
 from .compilations import Compilations
-from .gradients import ExternalLeaves, SavedGradients
+from .gradients import ExternalLeaves, SavedGradients, clip_gradients
+from .micro_batch_runner import MicroBatchRunner, OutOfMemoryElsewhereError
 from .model_checks import is_compiled, optimizers_wait
-from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
 
 _ABSENT = "nothing"
@@ -50,25 +50,19 @@ class MicroBatchPlan(NamedTuple):
     Attributes:
         micro_batches: micro-batches of this rank.
         number: largest number of micro-batches on any rank; all ranks run this number.
+        batch_size: argument of :meth:`MicroBatchSizer.limit`.
         stop_requested: whether any rank was requested to stop before the step.
     """
 
-    micro_batches: list[MicroBatch]
-    number: int
+    micro_batches: Sequence[MicroBatch] = ()
+    number: int = 0
+    batch_size: int = NO_LIMIT
     stop_requested: bool = False
 
-    @classmethod
-    def agreed(
-        cls, micro_batches: list[MicroBatch], *, stop_requested: bool = False
-    ) -> MicroBatchPlan:
-        """Build the plan of this rank's micro-batches. A collective."""
+    def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchPlan:
+        """Return the plan with other micro-batches. A collective."""
         (number,) = distributed.all_reduce_max([len(micro_batches)])
-        return cls(micro_batches, number, stop_requested)
-
-    @property
-    def slots(self) -> list[MicroBatch | None]:
-        """Micro-batches of this rank in order; None for those that only other ranks have."""
-        return [*self.micro_batches, *[None] * (self.number - len(self.micro_batches))]
+        return self._replace(micro_batches=micro_batches, number=number)
 
 
 class RankReport(NamedTuple):
@@ -83,7 +77,7 @@ class RankReport(NamedTuple):
         stop_requested: whether this rank was requested to stop.
     """
 
-    batch_size: int
+    batch_size: int = NO_LIMIT
     num_rows: int = 0
     requested: int = 0
     stop_requested: bool = False
@@ -117,42 +111,6 @@ def differences(
             yield name, mine.get(name, _ABSENT), first.get(name, _ABSENT)
 
 
-class StepSnapshot:
-    """Copies the running statistics and random numbers that a step changes, to restore them.
-
-    Args:
-        model: model whose persistent buffers a forward may change.
-        device: device whose random numbers it draws.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        # Only persistent buffers outlive a forward.
-        self._places = [
-            (module, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
-
-    def take(self) -> Callable[[], None]:
-        """Copy the current state; return the function that restores it."""
-        random_state = RandomState(self._device)
-        if not self._places:
-            return random_state.restore
-        # A forward may also replace a buffer with another tensor.
-        buffers = [(module, name, module._buffers[name]) for module, name in self._places]
-        statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
-
-        def restore() -> None:
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
-            statistics.restore()
-            random_state.restore()
-
-        return restore
-
-
 class Weighting(ABC, Generic[Result]):
     """The rows of a step on this rank, and the weights of their losses in the step's gradients.
 
@@ -166,8 +124,8 @@ class Weighting(ABC, Generic[Result]):
     reduces_first = False
 
     @abstractmethod
-    def divide(self) -> list[MicroBatch]:
-        """Divide the rows within the limit of the sizer."""
+    def divide(self, limit: MicroBatchLimit) -> list[MicroBatch]:
+        """Divide the rows within a limit."""
 
     @abstractmethod
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
@@ -207,10 +165,11 @@ class Step:
         sharding: FSDP modules of the model; None finds them.
         retries: whether a step that runs out of memory is repeated.
         remedies: end of the message that one row does not fit.
+        max_grad_norm: see :func:`clip_gradients`.
 
     Attributes:
         model, sizer, memory, sharding: as given.
-        retry: runs micro-batches.
+        runner: runs micro-batches.
         external_leaves: finds the trained leaves outside of the model.
         largest_size: size of the largest micro-batch since the allocator's cache was last emptied,
             in tokens; in rows if lengths are unknown.
@@ -228,6 +187,7 @@ class Step:
         sharding: Sharding | None = None,
         retries: bool = True,
         remedies: str = MEMORY_REMEDIES,
+        max_grad_norm: float | None = None,
     ) -> None:
         self.model = model
         self.sizer = sizer
@@ -235,15 +195,22 @@ class Step:
             next(model.parameters()).device, shared_by=distributed.local_world_size()
         )
         self.sharding = sharding or sharding_of(model)
-        self.retry = OOMRetry(
+        self.runner = MicroBatchRunner(
             sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
         )
         self.largest_size = 0
         self._is_compiled = is_compiled(model)
+        self._max_grad_norm = max_grad_norm
         self.is_trial = False
         self.saved_gradients = SavedGradients({}, self.drop_gradients)
-        self.plan = MicroBatchPlan([], 0)
-        self._snapshot = StepSnapshot(model, self.memory.device)
+        self.plan = MicroBatchPlan()
+        # Only persistent buffers outlive a forward.
+        self._persistent_buffers = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
         self.external_leaves = ExternalLeaves(self.own_leaves)
 
     # --- training
@@ -265,23 +232,22 @@ class Step:
         """
         self.saved_gradients = saved = self.save_gradients()
         self.sharding.begin_step()
-        restore = self._snapshot.take()
+        restore = self.snapshot()
 
         def undo() -> None:
             weighting.drop()
             saved.drop_new()
             restore()
-            # OOMRetry empties the allocator's cache next.
+            # MicroBatchRunner empties the allocator's cache next.
             self.largest_size = 0
 
         try:
             with self.compiling(), self.external_leaves.watch_backward(saved.set_aside):
-                for attempt in self.retry.attempts(undo=undo, doing="in a step"):
+                for attempt in self.runner.attempts(undo=undo, doing="in a step"):
                     with attempt:
-                        if self.retry.num_failures:
-                            plan = MicroBatchPlan.agreed(
-                                weighting.divide(), stop_requested=plan.stop_requested
-                            )
+                        if self.runner.num_failures:
+                            limit = self.sizer.limit(plan.batch_size)
+                            plan = plan.with_micro_batches(weighting.divide(limit))
                         result = self._run_plan(weighting, plan)
         except BaseException as error:
             saved.put_back()
@@ -294,7 +260,7 @@ class Step:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise self.retry.lost(error, "as gradients were reduced") from error
+            raise self.runner.lost(error, "as gradients were reduced") from error
         saved.add_up()
         self.saved_gradients = SavedGradients({}, self.drop_gradients)
         return result
@@ -303,7 +269,7 @@ class Step:
         """Run the micro-batches of a plan once."""
         self.plan = plan
         # An OOM may come before the first micro-batch.
-        self.retry.set_suspects(plan.micro_batches or [weighting.idle])
+        self.runner.set_suspects(plan.micro_batches or [weighting.idle])
         if self.sharding.is_sharded:
             # A forward of the user's own validation leaves parameters gathered.
             self.sharding.reset()
@@ -315,8 +281,8 @@ class Step:
                 self.largest_size = size
                 self.memory.make_room_for_larger()
             reduced = {plan.number - 1, 0} if weighting.reduces_first else {plan.number - 1}
-            self.retry.run_in_turn(
-                plan.slots,
+            self.runner.run(
+                plan.micro_batches,
                 weighting.run,
                 drop=self.drop_gradients,
                 idle=weighting.idle,
@@ -326,7 +292,7 @@ class Step:
 
     def agree_on_plan(self, weighting: Weighting[Any], report: RankReport) -> MicroBatchPlan:
         """Agree with all ranks on the micro-batches of a step, in one small collective. Retry
-        the former limit if it is due, see :meth:`MicroBatchSizer.retry_former_limit`.
+        the former limit if it is due on all of them.
 
         Args:
             weighting: rows of this rank.
@@ -335,10 +301,11 @@ class Step:
         Raises:
             GrowthFunctionError: ranks have different batches.
         """
-        self.sizer.begin_step(report.batch_size)
-        micro_batches = weighting.divide()
+        sizer = self.sizer
+        micro_batches = weighting.divide(sizer.limit(report.batch_size))
         # The maximum of -x is minus the minimum.
         numbers = [
+            int(not sizer.retry_is_due),
             int(report.stop_requested),
             report.requested,
             -report.requested,
@@ -346,8 +313,8 @@ class Step:
             -report.num_rows,
             len(micro_batches),
         ]
-        agreed, has_changed = self.sizer.retry_former_limit(numbers)
-        stop, max_requested, minus_min_requested, max_rows, minus_min_rows, number = agreed
+        agreed = distributed.all_reduce_max(numbers)
+        waits, stop, max_requested, minus_min_requested, max_rows, minus_min_rows, number = agreed
         if max_requested != -minus_min_requested or max_rows != -minus_min_rows:
             raise_if_answers_differ(
                 {
@@ -355,9 +322,11 @@ class Step:
                     "the number of rows of the next step": report.num_rows,
                 }
             )
-        if has_changed:
-            return MicroBatchPlan.agreed(weighting.divide(), stop_requested=bool(stop))
-        return MicroBatchPlan(micro_batches, number, bool(stop))
+        plan = MicroBatchPlan(micro_batches, number, report.batch_size, bool(stop))
+        if waits:
+            return plan
+        sizer.retry_former_limit()
+        return plan.with_micro_batches(weighting.divide(sizer.limit(report.batch_size)))
 
     # --- without gradients
 
@@ -366,7 +335,7 @@ class Step:
         plan: MicroBatchPlan,
         forward: Callable[[MicroBatch | None], Result],
         *,
-        retry: OOMRetry,
+        runner: MicroBatchRunner,
         evaluates: bool | str,
         idle: MicroBatch | None = None,
     ) -> list[tuple[MicroBatch | None, Result]]:
@@ -375,7 +344,7 @@ class Step:
         Args:
             plan: micro-batches, the same number on all ranks.
             forward: function that runs a micro-batch without gradients; None is a dummy.
-            retry: runs them.
+            runner: runs them.
             evaluates: kind of micro-batch, which identifies its collectives, see
                 :meth:`Sharding.micro_batch`.
             idle: micro-batch that errors name if this rank has none.
@@ -391,14 +360,14 @@ class Step:
         def run(micro_batch: MicroBatch | None, _: bool) -> None:
             results.append((micro_batch, forward(micro_batch)))
 
-        retry.run_in_turn(
-            plan.slots,
+        runner.run(
+            plan.micro_batches,
             run,
             drop=self.sharding.reset,
             idle=idle or MicroBatch([0], 1),
             kinds=[{"evaluates": evaluates}] * plan.number,
         )
-        if distributed.any_of_ranks(retry.has_failed):
+        if distributed.any_of_ranks(runner.error is not None):
             raise OutOfMemoryElsewhereError
         return results
 
@@ -432,9 +401,9 @@ class Step:
         Raises:
             RankLostError: out of memory.
         """
-        self.retry.set_suspects([row])
+        self.runner.set_suspects([row])
         try:
-            restore = self._snapshot.take()
+            restore = self.snapshot()
             saved = self.save_gradients()
             try:
                 with self.external_leaves.watch_backward(saved.set_aside):
@@ -445,7 +414,7 @@ class Step:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise self.retry.lost(error, "with a single row") from error
+            raise self.runner.lost(error, "with a single row") from error
 
     def run_trials(
         self,
@@ -467,9 +436,9 @@ class Step:
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
         # An OOM of a trial does not lower the limit of training.
-        retry = self.retry.with_sizer(MicroBatchSizer())
+        runner = self.runner.with_sizer(MicroBatchSizer())
         drop = self.saved_gradients.drop_new
-        restore = self._snapshot.take()
+        restore = self.snapshot()
         remaining = iter(trials)
         has_failed = False
 
@@ -480,7 +449,7 @@ class Step:
                 restore()
 
         try:
-            retry.run_in_turn(
+            runner.run(
                 [rows] * len(trials),
                 run,
                 drop=drop,
@@ -492,16 +461,37 @@ class Step:
             if isinstance(error, AdaptiveBatchError) or not is_out_of_memory(error):
                 raise
             if distributed.world_size() > 1:
-                raise retry.lost(error, doing) from error
+                raise runner.lost(error, doing) from error
             has_failed = True
         finally:
             drop()
         if has_failed:
             # Outside of the except block, which keeps the failed forward's tensors alive.
             recover(self.memory)
-        return not distributed.any_of_ranks(has_failed or retry.has_failed)
+        return not distributed.any_of_ranks(has_failed or runner.error is not None)
 
-    # --- gradients
+    # --- state before an attempt
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy the random numbers and running statistics that a forward changes; return the
+        function that restores them.
+        """
+        random_state = RandomState(self.memory.device)
+        if not self._persistent_buffers:
+            return random_state.restore
+        # A forward may also replace a buffer with another tensor.
+        buffers = [
+            (module, name, module._buffers[name]) for module, name in self._persistent_buffers
+        ]
+        statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
+
+        def restore() -> None:
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+            statistics.restore()
+            random_state.restore()
+
+        return restore
 
     @cached_property
     def _parameters_of_modules(self) -> list[dict[str, nn.Parameter | None]]:
@@ -516,29 +506,21 @@ class Step:
         parameters = map(dict.values, self._parameters_of_modules)
         return chain(*parameters, self.sharding.unsharded_parameters())
 
-    def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the current gradients by parameter."""
+    def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the current gradients of the model by parameter."""
         return {
             parameter: parameter.grad
             for parameter in chain.from_iterable(map(dict.values, self._parameters_of_modules))
             if parameter is not None and parameter.grad is not None
         }
 
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Return the gradients by parameter id, including those of external parameters."""
-        gradients = self._gradients()
-        for leaf, _ in self.saved_gradients.external():
-            if isinstance(leaf, nn.Parameter) and leaf.grad is not None:
-                gradients[leaf] = leaf.grad
-        return {id(parameter): gradient for parameter, gradient in gradients.items()}
-
-    def has_gradients(self) -> bool:
-        """Return whether a parameter has a gradient."""
-        return bool(self._gradients())
-
     def save_gradients(self) -> SavedGradients:
         """Move the current gradients, those of earlier batches, out of the parameters."""
-        return SavedGradients(self._gradients(), self.drop_gradients)
+        return SavedGradients(self.gradients(), self.drop_gradients)
+
+    def clip(self) -> torch.Tensor | None:
+        """Clip the gradients as configured; return the norm before clipping."""
+        return clip_gradients(self.model, self._max_grad_norm)
 
     def drop_gradients(self) -> None:
         """Clear all gradients. A step of the optimizer then changes nothing."""

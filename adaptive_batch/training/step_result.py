@@ -11,8 +11,6 @@ import torch
 from adaptive_batch.errors import NonfiniteLossError
 from adaptive_batch.schedules import NoiseSample, Progress
 
-from .step import Step
-
 PLACE_OF_STEP = ("step", "epoch", "position", "rows", "asked", "seconds")
 
 
@@ -47,11 +45,6 @@ class StepResult(NamedTuple):
     grad_norm: torch.Tensor | None = None
     noise: NoiseSample | None = None
     stop_requested: bool = False
-
-    @property
-    def label_tokens(self) -> torch.Tensor:
-        """`num_labels` as a scalar tensor."""
-        return torch.as_tensor(self.num_labels)
 
     def record(
         self,
@@ -173,7 +166,7 @@ class NonfiniteSteps:
     Args:
         policy: ``warn`` checks the loss and takes the step. ``skip`` and ``stop`` also check the
             norm of the gradients, if measured, and clear the gradients; ``stop`` raises.
-        step: runs the steps, whose gradients are dropped.
+        drop_gradients: function that clears the gradients of a step.
         event: ``event(kind, message, **facts)`` logs each step that is not finite. Of several in a
             row, the first and every hundredth are printed.
         is_taken: whether the optimizer in backward has already taken the step.
@@ -183,30 +176,27 @@ class NonfiniteSteps:
     def __init__(
         self,
         policy: str,
-        step: Step,
+        drop_gradients: Callable[[], object],
         *,
         event: Callable[..., object],
         is_taken: bool = False,
         remedy: Callable[[], str] | None = None,
     ) -> None:
         self._policy = policy
-        self._step = step
+        self._drop_gradients = drop_gradients
         self._event = event
         self._remedy = remedy
         self._is_taken = is_taken
         self._num_in_a_row = self._num_since_counted = 0
-        # Number, loss and learning rate of the last finite step.
-        self._last_finite: tuple[int, float, float] | None = None
-        # Settings of the last step, and the last change of each.
-        self._settings: dict[str, object] = {}
-        self._changes: dict[str, str] = {}
+        # Loss and learning rate of the last finite step, for messages.
+        self._last_finite = ""
 
     def drop_if_nonfinite(self, result: StepResult, progress: Progress, *, lr: float) -> bool:
         """Count a step, and clear its gradients if it is not finite, unless the policy is ``warn``.
 
         Args:
             result: result of the step, the same on all ranks.
-            progress: progress before the step, with its requested batch.
+            progress: progress before the step.
             lr: learning rate of the step.
 
         Returns:
@@ -216,32 +206,17 @@ class NonfiniteSteps:
             NonfiniteLossError: the policy is ``stop``.
         """
         step = progress.steps + 1
-        settings = {
-            "epoch": progress.epoch,
-            "batch": progress.batch,
-            "micro_batch": self._step.sizer.limit_of_step,
-        }
-        for name, now in settings.items():
-            previous = self._settings.get(name, now)
-            if previous != now:
-                self._changes[name] = f"{name} {previous} -> {now} at step {step}"
-        self._settings = settings
         problem = self._problem(result)
         if problem is None:
             self._num_in_a_row = 0
-            self._last_finite = (step, result.loss, lr)
+            self._last_finite = f"; step {step} had loss {result.loss:.4g} and lr {lr:g}"
             return False
         self._num_in_a_row += 1
         self._num_since_counted += 1
-        changes = "".join(f"; {change}" for change in self._changes.values())
         in_a_row = ""
         if self._num_in_a_row > 1:
             in_a_row = f" ({self._num_in_a_row} steps in a row)"
-        before = ""
-        if self._last_finite is not None:
-            last_step, last_loss, last_lr = self._last_finite
-            before = f"; step {last_step} had loss {last_loss:.4g} and lr {last_lr:g}"
-        message = f"step {step}: {problem}{in_a_row}, lr {lr:g}{before}{changes}"
+        message = f"step {step}: {problem}{in_a_row}, lr {lr:g}{self._last_finite}"
         skips = self._policy == "skip"
         if skips:
             what_next = "it is skipped: weights and optimizer do not change"
@@ -260,7 +235,7 @@ class NonfiniteSteps:
         )
         if self._policy == "warn":
             return False
-        self._step.drop_gradients()
+        self._drop_gradients()
         if self._policy == "stop":
             state = " before this step is taken"
             if self._is_taken:

@@ -177,7 +177,7 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
                 abs(float(result.grad_norm) - norm) / max(norm, 1e-300) if label_tokens else 0.0
             )
         found[f"{name}: loss"] = abs(result.loss - loss) / max(loss, 1e-300)
-        found[f"{name}: counts"] = (int(result.label_tokens), result.rows, result.tokens) != (
+        found[f"{name}: counts"] = (int(result.num_labels), result.rows, result.tokens) != (
             label_tokens,
             len(rows),
             sum(len(row["tokens"]) for row in rows),

@@ -22,10 +22,9 @@ def limits_of_steps() -> list[int]:
     )
     sizer.lower({1: ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory")})
     limits = []
-    for step in range(NUM_STEPS):
-        numbers, _ = sizer.retry_former_limit([rank, step])
-        assert list(numbers) == [1, step]
-        limits.append(sizer.limit_of_step.amount)
+    for _ in range(NUM_STEPS):
+        sizer.retry_if_due()
+        limits.append(sizer.limit().amount)
         sizer.after_attempt()
     return limits
 

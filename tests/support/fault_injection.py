@@ -1,6 +1,6 @@
 """A small training that runs out of memory at a chosen operation, for facts about replays.
 
-Shared by tests/unit/training/test_oom_retry.py (a short form) and benchmarks/faults.py (every
+Shared by test_micro_batch_runner.py (a short form) and benchmarks/faults.py (every
 operation).
 """
 
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import LimitChange
-from adaptive_batch.training.oom_retry import OOMRetry
+from adaptive_batch.training.micro_batch_runner import MicroBatchRunner
 
 IGNORED = -100
 PHASES = ("forward", "backward", "around them")
@@ -93,20 +93,20 @@ class RunsOutAt(TorchDispatchMode):
         super().__init__()
         self._operations = iter(operations)
         self._on_attempt = on_attempt
-        self._attempts = OOMRetry.attempts
+        self._attempts = MicroBatchRunner.attempts
         self._left = 0
         self._in_forward = False
         self.failed_in: list[str] = []
 
     def __enter__(self) -> Any:
-        def attempts(retry: OOMRetry, **arguments: Any) -> Iterator[Any]:
-            return map(self._heard, self._attempts(retry, **arguments))
+        def attempts(runner: MicroBatchRunner, **arguments: Any) -> Iterator[Any]:
+            return map(self._heard, self._attempts(runner, **arguments))
 
-        OOMRetry.attempts = attempts  # type: ignore[method-assign]
+        MicroBatchRunner.attempts = attempts  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        OOMRetry.attempts = self._attempts  # type: ignore[method-assign]
+        MicroBatchRunner.attempts = self._attempts  # type: ignore[method-assign]
         super().__exit__(*error)
 
     @contextmanager

@@ -81,7 +81,7 @@ class SmallRunner(RecipeStep):
     def divide(self, rows: Sequence[Any]) -> list[MicroBatch]:
         """Divide rows as a step does."""
         lengths = list(map(self.loss.row_length, rows))
-        return micro_batches(lengths, self.sizer.limit_of_step, self.sizer.layout)
+        return micro_batches(lengths, self.sizer.limit(), self.sizer.layout)
 
 
 def report_of(rows: Sequence[Any]) -> RankReport:

@@ -251,7 +251,7 @@ def plain(result: StepResult) -> tuple[Any, ...]:
     noise = result.noise
     return (
         result.loss,
-        int(result.label_tokens),
+        int(result.num_labels),
         result.rows,
         result.tokens,
         result.micro_batches,

@@ -48,8 +48,11 @@ from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.training import (
     REFERENCE,
     BoundSearch,
+    ConfiguredSize,
     Evaluation,
+    Evaluator,
     LongestRows,
+    MicroBatchSizer,
     ProbeOptions,
     SearchScope,
 )
@@ -76,7 +79,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
         assert split.micro_batches > 1
         assert largest_difference(expected, wired.gradients()) < EXACT
         assert split.loss == pytest.approx(whole.loss, rel=EXACT)
-        assert split.label_tokens == split.rows == len(rows)
+        assert split.num_labels == split.rows == len(rows)
         assert layout != "packed" or split.padding_fraction == whole.padding_fraction == 0
         for name, value in whole.metrics.items():
             # Means of logits cover padding, of which a split has less.
@@ -206,7 +209,11 @@ def test_a_validation_runs_the_reference_within_its_own_micro_batches():
     apart = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6), reference_limit=MicroBatchLimit(2))
     calls = reference_calls(apart)
     losses = [
-        wired.trainer.engine.sum_losses(rows, 0, loss=wired.trainer.engine.loss)
+        Evaluator(
+            wired.trainer.engine,
+            wired.trainer.engine.loss,
+            MicroBatchSizer(ConfiguredSize(micro_batch_size=6)),
+        ).run(rows)
         for wired in (within, apart)
     ]
     assert losses[0] == losses[1]

@@ -784,13 +784,13 @@ def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(m
         return {"rows": remember(part, torch.ones(()) * part.num_rows)}
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=4, statistics=statistics)
-    shrink = step.retry._shrink
+    shrink = step.runner._shrink
 
     def note_alive():
         alive.append([reference() is not None for reference in made])
         shrink()
 
-    monkeypatch.setattr(step.retry, "_shrink", note_alive)
+    monkeypatch.setattr(step.runner, "_shrink", note_alive)
     step({"x": torch.randn(8, 4)})
     assert trained == [4, 4, 2, 2, 2, 2]
     assert alive == [[False] * 3]

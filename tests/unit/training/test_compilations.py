@@ -131,7 +131,7 @@ def test_cycles_that_compiling_leaves_are_freed_in_passes_without_gradients():
     runner.evaluate_rows(
         make_rows([3]),
         forward,
-        retry=runner.retry.with_sizer(MicroBatchSizer()),
+        runner=runner.runner.with_sizer(MicroBatchSizer()),
         loss=runner.loss,
         kind="padded",
         doing="in a test",

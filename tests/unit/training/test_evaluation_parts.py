@@ -50,7 +50,7 @@ def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(pl
     torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(loss, expected.square().mean())
     assert weights == [0.25] * 4
-    assert evaluation.sizer.limit_of_step == MicroBatchLimit(2)
+    assert evaluation.sizer.limit() == MicroBatchLimit(2)
 
 
 def test_several_packed_rows_are_divided_by_rows():

@@ -88,7 +88,7 @@ def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity
     whole, expected = gradients(batch, MicroBatchLimit(len(batch)))
     split, found = gradients(batch, capacity, layout=shapes)
     assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # it is a float32
-    assert int(split.label_tokens) == int(whole.label_tokens)
+    assert int(split.num_labels) == int(whole.num_labels)
     assert (split.rows, split.tokens) == (whole.rows, whole.tokens)
     assert split.tokens == sum(len(row["tokens"]) for row in batch)
     assert relative_error(found, expected) <= 1e-12
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
         if count:
             (mean_loss(net, collate([one])) * count / sum(counts)).backward()
     result, found = gradients(batch, capacity)
-    assert int(result.label_tokens) == sum(counts)
+    assert int(result.num_labels) == sum(counts)
     assert relative_error(found, [parameter.grad for parameter in net.parameters()]) <= 1e-7
 
 
@@ -206,7 +206,7 @@ def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, cap
     if result.micro_batches < 2 or not first.micro_batches:
         assert result.noise is None
         return
-    per_row = int(first.label_tokens) / len(small)
+    per_row = int(first.num_labels) / len(small)
     assert numbers(result.noise) == {
         "small_rows": len(small),
         "small_squared_norm": pytest.approx(
@@ -214,7 +214,7 @@ def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, cap
         ),  # it was divided by a float32
         "big_rows": len(batch),
         "big_squared_norm": pytest.approx(squared_norm(of_whole), rel=1e-6),
-        "label_ratio": pytest.approx(per_row / (int(whole.label_tokens) / len(batch))),
+        "label_ratio": pytest.approx(per_row / (int(whole.num_labels) / len(batch))),
     }
 
 

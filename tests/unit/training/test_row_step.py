@@ -196,7 +196,7 @@ def test_gradients_are_those_of_the_mean_over_the_label_tokens_of_a_step(micro_b
     expected, loss, label_tokens = by_hand(one.model, rows)
     assert relative_error(found, expected) < 1e-7  # one count divides them, a float32
     assert result.loss == pytest.approx(loss, rel=1e-6)
-    assert int(result.label_tokens) == label_tokens
+    assert int(result.num_labels) == label_tokens
     assert result.micro_batches == {None: 1, 1: 7, 3: 3}[micro_batch_size]
 
 
@@ -222,7 +222,7 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
     result = one.loop.run(next(iter(one.loop)))
     assert result.micro_batches == 256 // (micro_batch_size or 256)
     assert len(seen) == result.micro_batches
-    assert result.loss == pytest.approx(sum(seen) / int(result.label_tokens), rel=1e-6)
+    assert result.loss == pytest.approx(sum(seen) / int(result.num_labels), rel=1e-6)
     assert {parameter.grad.dtype for parameter in net.parameters()} == {dtype}
 
 

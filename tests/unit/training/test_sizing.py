@@ -53,7 +53,6 @@ class Run:
             memory=self.memory,
             on_change=self.changes.append,
         )
-        self.sizer.begin_step(32)
         if bound:
             self.sizer.set_bound(found(says=says))
 
@@ -198,7 +197,6 @@ def smaller_limit(limit, failed, *, memory=None, error=""):
     """Return the limit that is asked for after a micro-batch ran out of memory."""
     size = {f"micro_batch_{'size' if limit.unit == 'rows' else 'tokens'}": limit.amount}
     sizer = MicroBatchSizer(ConfiguredSize(**size), memory=memory)
-    sizer.begin_step(limit.amount)
     return sizer.after_out_of_memory(failed, error, failures=1).limit
 
 

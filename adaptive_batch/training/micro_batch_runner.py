@@ -1,4 +1,4 @@
-"""Retries of micro-batches: after an OOM all ranks run the step again with a smaller limit.
+"""Micro-batches run one after the other; after an OOM all ranks repeat them with a smaller limit.
 
 The failed attempt is undone first, so that the retry leaves the same bits as a step that had the
 smaller limit from the start. Either all ranks fail an attempt or none does: a rank that had enough
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
     """Another rank ran out of memory in the attempt that all ranks made."""
 
 
-class OOMRetry:
+class MicroBatchRunner:
     """Runs micro-batches; after an OOM undoes them and runs smaller ones.
 
     Args:
@@ -45,6 +46,7 @@ class OOMRetry:
         current: micro-batch that is running; after a run, the fullest one.
         retries: as given.
         num_failures: failed attempts of the current step.
+        error: message of an OOM of this rank in the current attempt; None without one.
     """
 
     def __init__(
@@ -65,17 +67,14 @@ class OOMRetry:
         self._sharding = sharding
         self._is_of_training = is_of_training
         self.num_failures = 0
-        self._error: str | None = None
+        self.error: str | None = None
         self._has_succeeded = False
 
-    def with_sizer(self, sizer: MicroBatchSizer) -> OOMRetry:
-        """Return an OOMRetry for the same model with another limit than training's."""
-        return OOMRetry(sizer, memory=self.memory, sharding=self._sharding, is_of_training=False)
-
-    @property
-    def has_failed(self) -> bool:
-        """True after an OOM of this rank in the current attempt."""
-        return self._error is not None
+    def with_sizer(self, sizer: MicroBatchSizer) -> MicroBatchRunner:
+        """Return a runner for the same model with another limit than training's."""
+        return MicroBatchRunner(
+            sizer, memory=self.memory, sharding=self._sharding, is_of_training=False
+        )
 
     def attempts(
         self, *, undo: Callable[[], object], doing: str
@@ -83,11 +82,11 @@ class OOMRetry:
         """Yield a context for each attempt. After an OOM inside it, undo the attempt, lower the
         limit, and yield again::
 
-            for attempt in retry.attempts(undo=undo, doing="in a step"):
+            for attempt in runner.attempts(undo=undo, doing="in a step"):
                 with attempt:
                     ...
 
-        On several ranks, micro-batches run inside by :meth:`run_in_turn`.
+        On several ranks, micro-batches run inside by :meth:`run`.
 
         Args:
             undo: function that undoes a failed attempt.
@@ -99,7 +98,7 @@ class OOMRetry:
         """
         self.num_failures = 0
         while True:
-            self._error = None
+            self.error = None
             self._has_succeeded = False
             yield self._attempt(doing)
             if self._has_succeeded:
@@ -129,7 +128,7 @@ class OOMRetry:
             if not self.retries:
                 raise
             # The text alone: the error keeps the tensors of the failed forward alive.
-            self._error = _message(error)
+            self.error = _message(error)
 
     def set_suspects(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Set `current` to the fullest micro-batch, which errors name if an OOM comes before the
@@ -137,12 +136,12 @@ class OOMRetry:
         """
         self.current = micro_batches[0]
         if len(micro_batches) > 1:
-            self.current = self.sizer.limit_of_step.fullest(micro_batches)
+            self.current = self.sizer.limit().fullest(micro_batches)
 
     def prepare(self, make: Callable[[], Result]) -> Result | None:
         """Call a function before the first micro-batch, and return its result; None after an OOM.
 
-        After an OOM, :meth:`run_in_turn` runs only the collectives, so that other ranks finish the
+        After an OOM, :meth:`run` runs only the collectives, so that other ranks finish the
         attempt.
         """
         try:
@@ -150,14 +149,14 @@ class OOMRetry:
         except Exception as error:
             if not (self.retries and self._sharding.can_skip and is_out_of_memory(error)):
                 raise
-            self._error = _message(error)
+            self.error = _message(error)
         # Outside of the except block, which keeps what was made alive.
         recover(self.memory)
         return None
 
-    def run_in_turn(
+    def run(
         self,
-        slots: Sequence[MicroBatch | None],
+        micro_batches: Sequence[MicroBatch],
         run: Callable[[MicroBatch | None, bool], object],
         *,
         drop: Callable[[], object],
@@ -168,24 +167,24 @@ class OOMRetry:
         """Run micro-batches one after the other; after an OOM, only the collectives of the rest.
 
         Args:
-            slots: micro-batches, the same number on all ranks; None for a dummy on a rank that has
-                fewer.
-            run: ``run(micro_batch, is_last)`` runs one of them.
+            micro_batches: micro-batches of this rank.
+            run: ``run(micro_batch, is_last)`` runs one of them; None for a dummy.
             drop: function that frees the tensors of a micro-batch.
             idle: micro-batch that errors name if this rank has none.
-            kinds: arguments of `context` for each micro-batch.
+            kinds: arguments of `context` for each micro-batch, the same number on all ranks. A rank
+                with fewer micro-batches runs dummies last.
             context: function that returns the context of a micro-batch; None for
                 :meth:`Sharding.micro_batch`.
         """
         context = context or self._sharding.micro_batch
-        self.set_suspects(list(filter(None, slots)) or [idle])
+        self.set_suspects(micro_batches or [idle])
         fullest = self.current
-        for number, (micro_batch, kind) in enumerate(zip(slots, kinds, strict=True)):
+        for number, (micro_batch, kind) in enumerate(zip_longest(micro_batches, kinds)):
             # A micro-batch that reduces in backward runs on all ranks or on none.
             reduces = self._sharding.reduces_in_backward and kind.get("is_last")
-            if reduces and distributed.any_of_ranks(self.has_failed):
+            if reduces and distributed.any_of_ranks(self.error is not None):
                 break
-            if self._error is not None:
+            if self.error is not None:
                 self._sharding.run_dummy_collectives(**kind)
                 continue
             self.current = micro_batch or self.current
@@ -195,13 +194,13 @@ class OOMRetry:
             except Exception as error:
                 if not self._can_finish(error, following=kinds[number + 1 :]):
                     raise
-                self._error = _message(error)
+                self.error = _message(error)
             # Outside of the except block, which keeps the failed forward's tensors alive.
-            if self._error is not None:
+            if self.error is not None:
                 drop()
                 recover(self.memory)
                 self._sharding.finish()
-        if self._error is None:
+        if self.error is None:
             self.current = fullest
 
     def _can_finish(self, error: Exception, *, following: Sequence[Mapping[str, Any]]) -> bool:
@@ -218,12 +217,7 @@ class OOMRetry:
         """
         message = _message(error)
         rows, length, smaller_limit, _ = self.sizer.after_out_of_memory(self.current, "")
-        facts: dict[str, Any] = {
-            "rows": rows,
-            "length": length,
-            "before": self.sizer.limit_of_step.amount,
-            "error": message,
-        }
+        facts: dict[str, Any] = {"rows": rows, "length": length, "error": message}
         remedy = self.remedies
         if smaller_limit is not None:
             remedy = f"use at most {smaller_limit}"
@@ -241,9 +235,9 @@ class OOMRetry:
         """Lower the limit by the requests of all ranks."""
         self.num_failures += 1
         request: ShrinkRequest | None = None
-        if self._error is not None:
+        if self.error is not None:
             request = self.sizer.after_out_of_memory(
-                self.current, self._error, failures=self.num_failures
+                self.current, self.error, failures=self.num_failures
             )
         gathered = enumerate(distributed.all_gather(request))
         requests = {rank: requested for rank, requested in gathered if requested is not None}

@@ -28,7 +28,7 @@ from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training.oom_retry import OOMRetry
+from adaptive_batch.training.micro_batch_runner import MicroBatchRunner
 
 # what a replay leaves
 
@@ -173,11 +173,13 @@ def test_another_error_or_any_without_retries_is_raised_as_it_is(retries, error)
 def test_a_failed_attempt_is_undone_before_the_change_is_reported():
     told = []
     sizer = HeldSizer(MicroBatchLimit(4), on_change=lambda change: told.append("changed"))
-    retry = OOMRetry(sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity()))
+    runner = MicroBatchRunner(
+        sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity())
+    )
 
-    for attempt in retry.attempts(undo=lambda: told.append("undone"), doing="in a test"):
+    for attempt in runner.attempts(undo=lambda: told.append("undone"), doing="in a test"):
         with attempt:
-            retry.set_suspects([MicroBatch([0, 1, 2, 3], 8)])
+            runner.set_suspects([MicroBatch([0, 1, 2, 3], 8)])
             told.append(f"attempted {sizer.limit()}")
             if sizer.limit().amount > 2:
                 raise MemoryError
