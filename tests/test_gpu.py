@@ -18,7 +18,6 @@ from support.training_cases import (
     Case,
     Training,
     deterministic,
-    differences,
     traces,
 )
 from torch import nn
@@ -102,14 +101,6 @@ def test_an_allocator_that_had_to_give_back_its_cache_is_told(memory):
 
 
 @pytest.mark.cuda_stack
-def test_the_real_words_are_recognised():
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        torch.empty(2**46, dtype=torch.uint8, device=CUDA)
-    assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(RuntimeError(str(caught.value)))
-
-
-@pytest.mark.cuda_stack
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_the_bound_was_tried_and_the_next_rows_do_not_fit(memory, checkpointing):
     training = Training(
@@ -160,27 +151,6 @@ def test_a_probe_leaves_no_trace_with_bitsandbytes(in_backward, resumed):
     assert {
         outcome: differing for outcome, differing in traces(case, device=CUDA) if differing
     } == {}
-
-
-@pytest.mark.cuda_stack
-def test_the_generator_of_the_device_is_put_back():
-    training = Training(Case("AdamW"), device=CUDA)
-    before = training.everything()
-    with deterministic(CUDA):
-        training.forward_backward(2)
-        assert "device" in differences(before, training.everything())
-        before = training.everything()
-        with training.rehearsal() as trial:
-            trial(3)
-        assert "device" not in differences(before, training.everything())
-
-
-@pytest.mark.cuda_stack
-def test_statistics_of_peaks_start_afresh_after_a_probe():
-    training = Training(Case("AdamW"), device=CUDA)
-    with training.rehearsal() as trial:
-        assert trial(64).fits
-    assert torch.cuda.max_memory_reserved(CUDA) == torch.cuda.memory_reserved(CUDA)
 
 
 def run_out_of_memory_in_mid_run(memory):
@@ -294,29 +264,3 @@ def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
         assert [step(again, its_optimizer) for _ in range(5)] == expected
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_the_noise_of_a_step_is_not_waited_for():
-    """Its norms stay on the device until somebody reads them."""
-    torch.manual_seed(0)
-    model = nn.Embedding(100, 32).to(CUDA)
-    rows = [
-        {"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 100, (16, 8)).tolist()
-    ]
-    runner = build_runner(
-        model,
-        MicroBatchLimit(4),
-        collate=lambda rows: {
-            key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")
-        },
-        to_device=lambda batch: batch.update({key: value.to(CUDA) for key, value in batch.items()}),
-        mean_loss=lambda batch: model(batch["tokens"])[:, 1:].square().mean(),
-        measures_noise=True,
-    )
-    noise = runner.run(rows).noise
-    assert noise.small_squared_norm.device == noise.big_squared_norm.device == CUDA
-    assert float(noise.small_rows) == pytest.approx(4)
-    assert noise.big_rows == 16
-    assert float(noise.big_squared_norm) == pytest.approx(
-        float(model.weight.grad.square().sum()), rel=1e-4
-    )

@@ -12,7 +12,7 @@ PROGRAMS = [
     (driver, case, disturbance)
     for driver in ("script", "loop", "Trainer")
     for case in CASES
-    for disturbance in ("none", "kill", "OOM", "split")
+    for disturbance in ("kill", "OOM", "split")
     # Transformers' Trainer takes no schedule of the batch.
     if (driver, case) != ("Trainer", "schedule")
 ]

@@ -99,10 +99,6 @@ print(segments_expand(), {segment["is_expandable"] for segment in torch.cuda.mem
 """
 
 
-def test_segments_expand_if_the_driver_supports_it():
-    assert on_the_stack(EXPANDS_SEGMENTS) == "True {True}"
-
-
 def test_a_driver_without_virtual_memory_disables_them():
     line, last = on_the_stack(EXPANDS_SEGMENTS, EMULATE_VIRTUAL_MEMORY="0").splitlines()
     assert "CUDA driver error" in line
@@ -151,13 +147,6 @@ def test_settings_of_the_program_are_kept():
     program = f"{given}\nimport sys; sys.argv.append('model first'){IN_SCRIPT}"
     program += "print(torch._C._accelerator_getAllocatorSettings())"
     assert on_the_stack(program).splitlines() == ["{False}", "max_split_size_mb:128"]
-
-
-def test_a_step_without_virtual_memory_uses_other_segments():
-    program = f"import sys; sys.argv.append('model first'){IN_SCRIPT}"
-    *_, line, segments = on_the_stack(program, EMULATE_VIRTUAL_MEMORY="0").splitlines()
-    assert "expandable segments disabled" in line
-    assert segments == "{False}"
 
 
 def test_importing_does_not_initialize_cuda():

@@ -129,24 +129,6 @@ def test_the_peak_depends_only_on_tokens_and_rows(checkpointing):
     assert peaks[8192] == pytest.approx((2 * peaks[4096] + peaks[16384]) / 3, rel=0.01)
 
 
-def test_each_row_pads_the_query_gradient_by_128_tokens():
-    def of_attention(rows):
-        lengths = [4096 // rows] * rows
-        heads = [
-            torch.zeros(1, 8, 4096, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
-            for _ in range(3)
-        ]
-        with isolated_rows(lengths):
-            out = functional.scaled_dot_product_attention(*heads, is_causal=True)
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            out.backward(torch.ones_like(out))
-        return torch.cuda.max_memory_allocated() - before
-
-    per_row = (of_attention(256) - of_attention(64)) / (256 - 64)
-    assert per_row == pytest.approx(128 * 8 * 64 * 4, rel=0.05)
-
-
 def test_cumulative_lengths_are_on_the_device_of_each_layer():
     program = """
 import torch

@@ -27,14 +27,6 @@ def made(tmp_path_factory):
     return directory
 
 
-def contents(directory):
-    return {
-        str(p.relative_to(directory)): p.read_bytes()
-        for p in sorted(directory.rglob("*"))
-        if p.is_file()
-    }
-
-
 def held_out_texts(directory):
     rows = demo.read_rows(directory / "data" / "held_out.jsonl")
     return [text for row in rows for text in row.values()]
@@ -54,11 +46,6 @@ def test_no_held_out_docstring_is_trained_on(made):
     assert {row["docstring"] for row in train} & {row["docstring"] for row in held_out} == set()
 
 
-def test_the_same_python_makes_the_same_bytes(made, tmp_path):
-    demo.prepare(tmp_path, num_rows=NUM_ROWS)
-    assert contents(tmp_path) == contents(made)
-
-
 def test_torchtune_and_transformers_give_the_same_tokens(made):
     from transformers import AutoTokenizer
 
@@ -72,16 +59,6 @@ def test_torchtune_and_transformers_give_the_same_tokens(made):
         assert theirs(text)["input_ids"] == ours.encode(text, add_bos=False, add_eos=False)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
     assert len(theirs) <= demo.MODEL["vocab_size"]
-
-
-def test_the_configs_model_is_the_one_that_is_made():
-    cfg = OmegaConf.load(config_path("demo_cpu"))
-    assert OmegaConf.to_container(cfg.model) == {
-        "_component_": "torchtune.models.qwen2.qwen2",
-        **demo.MODEL,
-    }
-    assert cfg.tokenizer.max_seq_len == demo.MODEL["max_seq_len"]
-    assert cfg.demo_dir == demo.DIRECTORY
 
 
 @torch.inference_mode()

@@ -33,7 +33,3 @@ def test_a_notebook_prints_again_what_is_committed(path):
     tool = runpy.run_path(str(ROOT / "docs" / "tools" / "notebooks.py"))
     committed = printed_by(nbformat.read(path, as_version=4))
     assert printed_by(tool["executed"](path)) == committed
-
-
-def test_there_are_the_two_notebooks():
-    assert {path.stem for path in NOTEBOOKS} == {"two_lines_in_sfttrainer", "what_fits"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 
 import one_file
 import pytest
@@ -115,34 +114,6 @@ def test_losses_and_weights_equal_those_of_the_package_bit_for_bit(new_model, me
     assert steps[-1][-1][-1] < 0.7 * steps[0][0][-1]
     for (name, weight), other in zip(ours.named_parameters(), packages.parameters(), strict=True):
         assert torch.equal(weight, other), name
-
-
-@pytest.mark.slow
-def test_the_example_grows_its_batch_and_lowers_its_micro_batch_where_memory_is_taken(capsys):
-    one_file.main()
-    printed = capsys.readouterr().out
-    bound = int(re.match(r"(\d+) rows", printed)[1])
-    epochs = [(int(a), int(b)) for a, b in re.findall(r"batches of (\d+) .*most (\d+)", printed)]
-    assert epochs[:-1] == [(8, bound), (16, bound), (32, bound)]
-    batch_size, micro_batch = epochs[-1]
-    assert micro_batch <= bound // 2 < bound == batch_size
-
-
-def test_a_search_leaves_no_trace_and_returns_the_largest_size_that_fits(new_model):
-    model = new_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random_numbers = torch.get_rng_state()
-    longest = max(one_file.ROWS, key=len)
-    with one_file.LimitedMemory(16 * 2**20, model):
-        bound = one_file.find_max_rows(model, optimizer, longest)
-        assert torch.equal(torch.get_rng_state(), random_numbers)
-        assert not optimizer.state
-        assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
-        # A step first, as the search too measures with the optimizer's state in memory.
-        assert one_file.fits(model, optimizer, [longest])
-        assert one_file.fits(model, optimizer, [longest] * bound)
-        assert not one_file.fits(model, optimizer, [longest] * (bound + 1))
 
 
 def test_the_file_is_short_and_does_not_import_the_package():

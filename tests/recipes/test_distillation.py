@@ -74,35 +74,6 @@ def test_a_changed_ratio_is_named_when_a_run_resumes(small, lora, capsys):
     assert "kd_ratio" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "key", "says"),
-    [
-        ("adaptive_lora_finetune", (), "teacher_model", "`tune run adaptive_distill`"),
-        (OURS, ("~teacher_model",), "teacher_model", "give a block"),
-        (OURS, ("kd_ratio=2",), "kd_ratio", "give a number from 0 to 1"),
-        (OURS, ("teacher_model.vocab_size=77",), "teacher_model", "it has 77 token embeddings"),
-        (
-            OURS,
-            ("teacher_checkpointer.checkpoint_dir=nowhere",),
-            "teacher_checkpointer.checkpoint_dir",
-            "nowhere",
-        ),
-    ],
-)
-def test_an_invalid_teacher_is_refused_before_weights_load(
-    small, lora, recipe, overrides, key, says
-):
-    own = [*lora, *overrides]
-    if "~teacher_model" in own:
-        own = [override for override in own if not override.startswith("teacher_model")]
-        own.remove("~teacher_model")
-    if key != "teacher_checkpointer.checkpoint_dir":
-        own.append("checkpointer.checkpoint_dir=nowhere")
-    with pytest.raises(SettingError, match=says) as refused:
-        small.run_in_process(recipe, *own)
-    assert refused.value.key == key
-
-
 def test_a_teacher_of_another_shape_than_its_checkpoint_is_refused(small, lora):
     with pytest.raises(SettingError, match="in the checkpoint; give the model that") as refused:
         small.run_in_process(OURS, *lora, "teacher_model.embed_dim=32")

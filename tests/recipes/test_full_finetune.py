@@ -7,7 +7,7 @@ import shutil
 import pytest
 from omegaconf import OmegaConf
 from support import components
-from support.cli import NUM_ROWS, OURS, interrupted, records, resume_run
+from support.cli import NUM_ROWS, OURS, records
 
 from adaptive_batch.errors import (
     DoesNotFitError,
@@ -56,19 +56,6 @@ def test_the_growth_function_is_called_at_the_start_of_each_epoch_and_cut_to_the
     assert [epoch for epoch, _ in components.ASKED] == [0, 1, 2, 0, 1, 2, 1, 2]
 
 
-def test_a_step_record_has_every_metric(grown):
-    step = records(grown, "step")[-1]
-    names = (
-        "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen"
-        " tokens_seen oom_count"
-    )
-    assert set(names.split()) <= set(step)
-    assert 0 <= step["padding_fraction"] < 1
-    assert step["tokens_seen"] > step["samples_seen"]
-    logged = (grown.output_dir / "logs" / "log.txt").read_text()
-    assert all(f"{name}:" in logged for name in names.split())
-
-
 def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
     finished = small.run_in_process(
         OURS,
@@ -98,23 +85,6 @@ def test_the_search_recipe_continues_after_a_length_that_does_not_fit(small, cap
             "probe.sequence_lengths=[1024,2048]",
             "probe.device_memory=8MiB",
         )
-
-
-def test_changes_since_the_checkpoint_are_logged(small, stopped):
-    rest = resume_run(small, stopped, "batch_size=8", "epochs=3")
-    said = {
-        record["kind"]: record["message"]
-        for record in records(rest, "epochs") + records(rest, "batch_size")
-    }
-    assert said == {
-        "epochs": "epochs 2 -> 3: differs from the checkpoint",
-        "batch_size": "batch_size 4 -> 8: differs from the checkpoint",
-    }
-    with pytest.raises(
-        SettingError,
-        match="optimizer_in_bwd=True: the checkpoint's optimizer state was saved with False",
-    ):
-        resume_run(small, stopped, "optimizer_in_bwd=True")
 
 
 @pytest.mark.slow
@@ -162,34 +132,13 @@ def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved
 # --- checkpoints
 
 
-@pytest.fixture
-def stopped(small, plain):
-    return interrupted(plain, small)
-
-
-@pytest.fixture(scope="module")
-def plain(small):
-    return small.run_in_process(OURS)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (
-            ("model.num_layers=3",),
-            r"the checkpoint is of another model: Missing key\(s\) .*layers\.2\.",
-        ),
-        (
-            ("model.num_heads=2", "model.num_kv_heads=2"),
-            r"its layers\.0\.\S+ is of shape \(.*\) in the checkpoint",
-        ),
-    ],
-)
-def test_weights_of_another_model_are_refused_in_a_line(small, change, told):
+def test_weights_of_another_model_are_refused_in_a_line(small):
     with pytest.raises(
-        SettingError, match=rf"^model='torchtune.models.qwen2.qwen2': {told}.* give the model"
+        SettingError,
+        match=r"^model='torchtune.models.qwen2.qwen2': the checkpoint is of another model: Missing"
+        r" key\(s\) .*layers\.2\..* give the model",
     ) as error:
-        small.run_in_process(OURS, *change)
+        small.run_in_process(OURS, "model.num_layers=3")
     assert str(error.value).isprintable()
 
 

@@ -3,17 +3,13 @@
 Kills of one process at random moments: benchmarks/kills.py.
 """
 
-import os
 import re
 import signal
-import threading
-from pathlib import Path
 
 import pytest
-from support.cli import OURS, cosine_after
-from support.killed_runs import DROPOUT, SAVES, Watchdog, signal_ranks
+from support.cli import cosine_after
+from support.killed_runs import DROPOUT, SAVES, signal_ranks
 from support.launch import launch
-from support.processes import run_command
 from support.trajectories import run_differences
 
 from adaptive_batch.distributed import EXIT_STATUS
@@ -38,7 +34,6 @@ def messages(output):
     ("aim", "killed"),
     [
         ("among steps", (1,)),
-        pytest.param("among steps", (0, 1), marks=pytest.mark.slow),
         pytest.param("in a save", (0,), marks=pytest.mark.slow),
         pytest.param("in an epoch's save", (1,), marks=pytest.mark.slow),
     ],
@@ -75,46 +70,4 @@ def test_ranks_that_are_asked_to_end_save_one_resume_point_and_resume_to_the_sam
         resumes = ("resume_from_checkpoint=True",)
     (done,) = launch(small, 2, *keys, *resumes, f"output_dir={folder}")
     assert done.exit_statuses == [0, 0], done.output[-5000:]
-    assert run_differences(folder, whole) == []
-
-
-def ranks_of(folder):
-    """Return the process numbers of a run's ranks, by rank."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments, environment = ((path / name).read_text() for name in ("cmdline", "environ"))
-        except (OSError, UnicodeDecodeError):
-            continue
-        rank = re.search(r"(?:^|\0)RANK=(\d+)", environment)
-        if f"output_dir={folder}" in arguments and rank:
-            found[int(rank[1])] = int(path.name)
-    return found
-
-
-@pytest.mark.nightly
-def test_tune_run_restarts_ranks_of_which_one_was_killed(small, whole):
-    folder = small.fresh_folder()
-    watch, ended = Watchdog(folder), threading.Event()
-
-    def kill():
-        while not ended.wait(0.01):
-            if watch.is_at("among steps", 5):
-                os.kill(ranks_of(folder)[1], signal.SIGKILL)
-                return
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    command = ["tune", "run", "--nproc_per_node", "2", "--max-restarts", "1", OURS]
-    command += ["--config", str(small.config), f"output_dir={folder}", *PLAIN]
-    environment = small._environment()
-    status, output, errors = run_command(
-        command, folder=small.fresh_folder(), environment=environment, timeout=400
-    )
-    ended.set()
-    killer.join()
-    assert status == 0, (output + errors)[-5000:]
-    assert ranks_of(folder) == {}
-    starts = [r for r in read_records(folder / RECORD) if r["kind"] == "start"]
-    assert [start["resumed"] for start in starts] == [False, True]
     assert run_differences(folder, whole) == []

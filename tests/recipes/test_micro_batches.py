@@ -1,9 +1,6 @@
 """Neither micro-batches nor out-of-memory errors change the result of a run of the recipe."""
 
-from itertools import chain
-
 import pytest
-from support import components
 from support.cli import OURS, figures, losses, records, same_weights
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
@@ -11,13 +8,9 @@ from adaptive_batch.report import read_records
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
-WATCHED = (
-    "model._component_=support.components.watched",
-    "metric_logger._component_=support.components.Watching",
-)
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")  # AdamW would turn rounding into steps
 DROPOUT = "model.attn_dropout=0.2"
-BASE = (*ROWS, *WATCHED, *SGD, "epochs=1", "batch_size=16", "probe.objective=largest")
+BASE = (*ROWS, *SGD, "epochs=1", "batch_size=16", "probe.objective=largest")
 SMALL_MEMORY = "probe.device_memory=10MiB"
 MUCH_MEMORY = "probe.device_memory=1GiB"
 
@@ -26,69 +19,16 @@ def all_records(finished):
     return read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
 
 
-def rows_of_steps():
-    return [
-        sorted(chain.from_iterable(micro_batch.rows for micro_batch in step))
-        for step in components.STEPS
-    ]
-
-
 def audit(finished):
     """Return the position of each step in the data, which no memory setting may change."""
     names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen")
     return [tuple(step[name] for name in names) for step in records(finished, "step")]
 
 
-def fewest(lengths, capacity, unit):
-    """Return the fewest micro-batches of these rows: from the longest on, each is filled until the
-    next row does not fit.
-    """
-    if unit == "rows":
-        return -(-len(lengths) // capacity)
-    count = rows = longest = 0
-    for length in sorted(lengths, reverse=True):
-        if not count or (rows + 1) * longest > capacity:
-            count, rows, longest = count + 1, 0, length
-        rows += 1
-    return count
-
-
 @pytest.fixture(scope="module")
 def whole(small):
-    """Each step as one batch; with the rows of each."""
-    finished = small.run_in_process(OURS, *BASE, "drop_last=False")
-    return finished, rows_of_steps()
-
-
-SPLITS = {
-    "as many rows as fit": ("micro_batch_size=auto", SMALL_MEMORY),
-    "as many tokens as fit": ("micro_batch_tokens=auto", SMALL_MEMORY),
-    "rows across what is accumulated": (
-        "micro_batch_size=6",
-        "batch_size=4",
-        "gradient_accumulation_steps=4",
-    ),
-    "padded to a multiple": ("micro_batch_tokens=200", "pad_to_multiple_of=8"),
-}
-
-
-@pytest.mark.parametrize("overrides", SPLITS.values(), ids=SPLITS)
-def test_however_a_step_is_split_its_rows_and_its_loss_are_the_same(small, whole, overrides):
-    finished = small.run_in_process(OURS, *BASE, *overrides)
-    expected, rows = whole
-    assert rows_of_steps() == rows
-    assert audit(finished) == audit(expected)
-    assert figures(finished, "loss") == pytest.approx(figures(expected, "loss"), rel=1e-5)
-    (plan,) = records(finished, "plan")
-    multiple = 8 if "pad_to_multiple_of=8" in overrides else 1
-    for step in components.STEPS:
-        lengths = [
-            -(-LENGTHS[row] // multiple) * multiple
-            for micro_batch in step
-            for row in micro_batch.rows
-        ]
-        assert len(step) == fewest(lengths, plan["limit"], plan["unit"]) > 1
-    assert figures(finished, "micro_batches") == [len(step) for step in components.STEPS]
+    """Each step as one batch."""
+    return small.run_in_process(OURS, *BASE, "drop_last=False")
 
 
 def test_only_a_step_that_does_not_fit_is_searched_again_with_gradients_in_memory(
@@ -126,10 +66,9 @@ def test_a_micro_batch_above_a_known_bound_is_refused(small):
 # --- rows longer than any that was tried
 
 
-@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
-def test_a_row_longer_than_those_of_the_search_is_tried_before_training(small, whole, key):
+def test_a_row_longer_than_those_of_the_search_is_tried_before_training(small, whole):
     finished = small.run_in_process(
-        OURS, *BASE, f"{key}=auto", SMALL_MEMORY, "probe.sequence_length=20"
+        OURS, *BASE, "micro_batch_size=auto", SMALL_MEMORY, "probe.sequence_length=20"
     )
     (said,) = records(finished, "limit")
     assert said["length"] == max(LENGTHS)
@@ -140,11 +79,10 @@ def test_a_row_longer_than_those_of_the_search_is_tried_before_training(small, w
     assert kinds.index("limit") < kinds.index("step")
     (plan,) = records(finished, "plan")
     assert plan["limit"] == said["after"]
-    if key == "micro_batch_size":
-        bound = records(finished, "bound")[-1]["max_batch_size"]
-        assert said["after"] < said["before"] == bound  # as many rows of 20 tokens fit
-    assert figures(finished, "loss") == pytest.approx(figures(whole[0], "loss"), rel=1e-5)
-    assert audit(finished) == audit(whole[0])
+    bound = records(finished, "bound")[-1]["max_batch_size"]
+    assert said["after"] < said["before"] == bound  # as many rows of 20 tokens fit
+    assert figures(finished, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert audit(finished) == audit(whole)
 
 
 # --- out of memory in a step

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from support.cli import OURS, records, resume_run
-from support.stops import stopped_after
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from adaptive_batch.errors import NonfiniteLossError, SettingError
@@ -77,21 +76,6 @@ def test_an_epoch_of_which_every_step_is_skipped_is_an_error(small):
             OURS, *SPOILED, "loss.at=[1,2,3,4,5,6]", f"{KEY}=skip", f"output_dir={folder}"
         )
     assert not list(folder.glob("epoch_*"))
-
-
-def test_steps_that_were_skipped_before_a_run_was_resumed_count_in_its_epoch(small):
-    settings = (*SPOILED, f"{KEY}=skip", "save_every_n_steps=2")
-    whole = small.run_in_process(OURS, *settings, "loss.at=[1,2,3,4]")
-
-    def resume(at):
-        """Resume after step 4; the loss counts its calls from there."""
-        folder = stopped_after(whole, small, 4)
-        return resume_run(small, folder, *settings, f"loss.at={at}")
-
-    (event,) = records(resume("[2]"), "nonfinite_steps")
-    assert event["steps"] == 5
-    with pytest.raises(NonfiniteLossError, match="gradients of all 6 steps are not finite"):
-        resume("[1,2]")
 
 
 STOPS = (*SPOILED, "loss.at=[4]", f"{KEY}=stop", "save_every_n_steps=2")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.cli import FINDS, figures, records, same_weights
+from support.cli import figures, records, same_weights
 from support.preferences import LORA, METRICS, OURS, PAIRS, reference_of, write_pairs
 from support.stops import stopped_after
 
@@ -32,30 +32,16 @@ def resumed_after_step_three(small, begun, *own):
     return small.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
-def test_a_known_bound_of_the_reference_is_tried_once_more(small, lora):
-    folder = small.fresh_folder()
-    own = (*lora, *FINDS, "reference_micro_batch_size=auto", f"output_dir={folder}")
-    small.run_in_process(OURS, *own, "overwrite_output_dir=True")
-    again = small.run_in_process(OURS, *own, "overwrite_output_dir=True")
-    first, second = records(again, "reference_bound")
-    assert [first["from_cache"], second["from_cache"]] == [False, True]
-    assert second["max_batch_size"] == first["max_batch_size"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [("lora", ("reference_micro_batch_size=auto", "probe.device_memory=24MiB")), ("full", ())],
-    ids=["reference apart", "reference within"],
-)
-def test_a_run_resumes_within_an_epoch_with_the_same_bits(small, request, kind, keys):
-    own = (*request.getfixturevalue(kind), *keys, "epochs=1", "save_every_n_steps=3")
+def test_a_run_resumes_within_an_epoch_with_the_same_bits(small, lora):
+    own = (*lora, "reference_micro_batch_size=auto", "probe.device_memory=24MiB")
+    own += ("epochs=1", "save_every_n_steps=3")
     begun = small.run_in_process(OURS, *own)
     resumed = resumed_after_step_three(small, begun, *own)
     for name in ("loss", *METRICS):
         assert figures(resumed, name)[-5:] == figures(begun, name)[-5:]
     assert same_weights(resumed.weights(0), begun.weights(0))
     bounds = {record["max_batch_size"] for record in records(resumed, "reference_bound")}
-    assert len(bounds) == len(keys[:1])
+    assert len(bounds) == 1
 
 
 def test_a_run_resumes_after_the_reference_moved_into_or_out_of_the_step(small, lora):
@@ -71,19 +57,6 @@ def test_a_run_resumes_after_the_reference_moved_into_or_out_of_the_step(small, 
         assert figures(resumed, "loss")[-5:] == expected
         (change,) = records(resumed, "reference_micro_batch_size")
         assert (change["before"], change["after"]) == sizes
-
-
-def test_the_probe_shows_what_fits_in_the_reference(small, lora, capsys):
-    own = ("probe.device_memory=24MiB", "probe.cache=False", "reference_micro_batch_size=auto")
-    small.run_in_process("adaptive_probe", *lora, *own)
-    assert "reference model, without gradients:" in capsys.readouterr().out
-
-
-def test_more_pairs_than_fit_in_the_reference_are_refused(small, lora):
-    own = ("micro_batch_size=auto", "probe.device_memory=16MiB", "probe.cache=False")
-    with pytest.raises(SettingError, match=r"rows fit; give \d+ or less, or auto") as refused:
-        small.run_in_process(OURS, *lora, *own, "reference_micro_batch_size=30")
-    assert refused.value.key == "reference_micro_batch_size"
 
 
 def test_more_pairs_are_estimated_to_fit_where_the_reference_runs_before_the_step(small, full):

@@ -5,11 +5,11 @@ retry.
 from __future__ import annotations
 
 import pytest
-from support.cli import SmallSetup, losses, make_setup
+from support.cli import SmallSetup, losses, make_setup, records
 from support.launch import Attempt, launch
 from support.preferences import LORA, OURS, PAIRS, reference_of, write_pairs
 
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,27 +37,16 @@ def run(setup: SmallSetup, *overrides: str, **options) -> Attempt:
     return attempt
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "full"])
-def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup, kind):
-    own = LORA if kind == "LoRA" else (*PAIRS, *reference_of(setup))
-    retried = run(setup, *own, before=IN_THE_REFERENCE)
-    records = read_records(retried.output_dir / "adaptive_batch" / "run.jsonl")
-    (change,) = (record for record in records if record["kind"] == "limit")
-    assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
-    assert audit(retried.output_dir).holds
-    undisturbed = run(setup, *own)
-    assert_same_metrics(retried, undisturbed)
-
-
-@pytest.mark.parametrize("kind", ["LoRA", "full"])
-def test_a_reference_apart_that_runs_out_of_memory_on_a_rank_costs_itself_a_retry(setup, kind):
+@pytest.mark.parametrize(
+    ("kind", "apart"), [("LoRA", ("reference_micro_batch_size=4",)), ("full", ())]
+)
+def test_a_rank_that_runs_out_of_memory_in_the_reference_costs_a_retry(setup, kind, apart):
     own = LORA if kind == "LoRA" else (*PAIRS, *reference_of(setup))
     within = run(setup, *own)
-    retried = run(setup, *own, "reference_micro_batch_size=4", before=IN_THE_REFERENCE)
-    records = read_records(retried.output_dir / "adaptive_batch" / "run.jsonl")
-    (change,) = (record for record in records if record["kind"] == "reference_limit")
+    retried = run(setup, *own, *apart, before=IN_THE_REFERENCE)
+    (change,) = records(retried.output_dir, "limit", "reference_limit")
+    assert change["kind"] == ("reference_limit" if apart else "limit")
     assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
-    assert not [record for record in records if record["kind"] == "limit"]
     assert audit(retried.output_dir).holds
     assert_same_metrics(retried, within)
 
@@ -67,11 +56,10 @@ def test_ranks_agree_on_what_fits_in_the_reference(setup):
     within = run(setup, *LORA, *own)
     fault = "support.rank_faults.trials_of_more_than_two_pairs_in_the_reference_on_rank_one"
     apart = run(setup, *LORA, *own, "reference_micro_batch_size=auto", before=fault)
-    records = read_records(apart.output_dir / "adaptive_batch" / "run.jsonl")
-    (bound,) = (record for record in records if record["kind"] == "reference_bound")
+    (bound,) = records(apart.output_dir, "reference_bound")
     # Rank zero has room for all four; it has learned that rank one has not.
     assert bound["max_batch_size"] == 2
-    assert not [record for record in records if record["kind"] == "reference_limit"]
+    assert not records(apart.output_dir, "reference_limit")
     assert_same_metrics(apart, within)
 
 

@@ -1,12 +1,11 @@
 """`preview=True` shows the plan of training before anything is loaded."""
 
-import json
 import math
 import re
 import shutil
 
 import pytest
-from support.cli import OURS, cosine_after
+from support.cli import OURS, cosine_after, records
 
 KEY = "batch_size_schedule"
 RAMP = (
@@ -112,33 +111,7 @@ def test_the_preview_equals_a_table_by_hand_and_loads_and_writes_nothing(small, 
     assert not list(output.iterdir())
 
 
-def test_the_run_logs_the_stages_of_its_preview(small, plan):
-    settings = (
-        *RAMP,
-        *COSINE,
-        "epochs=2",
-        "grow_beyond_maximum=True",
-        "micro_batch_size=4",
-        "lr_clock=steps",
-    )
-    planned = cells(plan(*settings))
-    run = small.run_in_process(OURS, *settings)
-    lines = (run.output_dir / "adaptive_batch" / "run.jsonl").read_text().splitlines()
-    (stages,) = [record for record in map(json.loads, lines) if record["kind"] == "stages"]
-    assert cells(stages["message"].splitlines()) == planned
-
-
-def test_a_bound_that_is_assumed_cuts_and_makes_micro_batches(plan):
-    lines = plan(*RAMP, "epochs=2", "probe.assumed_maximum=12")
-    assert "bound: 12" in lines
-    assert [(row[6], row[7]) for row in cells(lines)] == [("4", "1"), ("8", "1"), ("12", "1")]
-    free = plan(*RAMP, "epochs=2", "probe.assumed_maximum=6", "grow_beyond_maximum=True")
-    assert [(row[6], row[7]) for row in cells(free)] == [("4", "1"), ("8", "2"), ("16", "3")]
-    found = plan("use_maximum_batch_size=True", "epochs=1", "probe.assumed_maximum=12")
-    assert [row[6] for row in cells(found)] == ["8"]
-
-
-def test_the_preview_of_a_resumed_run_shows_the_remaining_steps(small, plan):
+def test_a_run_logs_its_preview_and_that_of_the_resumed_run_shows_the_remaining_steps(small, plan):
     settings = (
         *RAMP,
         *COSINE,
@@ -148,6 +121,8 @@ def test_the_preview_of_a_resumed_run_shows_the_remaining_steps(small, plan):
         "save_every_n_steps=5",
     )
     run = small.run_in_process(OURS, *settings)
+    (stages,) = records(run, "stages")
+    assert cells(stages["message"].splitlines()) == cells(plan(*settings))
     for path in (run.output_dir / "step_6", *run.output_dir.glob("epoch_*")):
         shutil.rmtree(path)
     before = sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*"))

@@ -46,8 +46,6 @@ REFUSED = {
         ),
         "batch_increase_function=adaptive_batch.schedules.geometric",
         "batch_increase_function=nowhere.f",
-        "batch_increase_function=grow",
-        "batch_increase_function=3",
     ],
     "batch_increase_function._component_": [
         f"batch_increase_function._component_={COMPONENTS}.four_more",
@@ -59,14 +57,10 @@ REFUSED = {
     SCHEDULE: [
         f"{GROWS} {SCHEDULE}=x.y",
         f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
-        f"{SCHEDULE}=support.batch_rules.NOT_CALLABLE",
         f"{SCHEDULE}=support.batch_rules.takes_two",
-        f"{SCHEDULE}=nowhere.f",
-        f"{SCHEDULE}=16",
         f"{STEPS} {SCHEDULE}.batch_sizes=[4,8,64] drop_last=True",
-        f"{STEPS} {SCHEDULE}.batch_sizes=[16,2,4] {SCHEDULE}.thresholds=[1sp,2sp]",
         f"optimizer_in_bwd=True {BY_NOISE}",
-        f"batch_tokens=200 {BY_NOISE}",
+        f"{STEPS} {SCHEDULE}.batch_sizes=[16,2,4] {SCHEDULE}.thresholds=[1sp,2sp]",
     ],
     f"{SCHEDULE}._component_": [
         f"{SCHEDULE}._component_=adaptive_batch.schedules.stepz",
@@ -108,7 +102,6 @@ REFUSED = {
         "optimizer_in_bwd=True uniform_micro_batches=rows",
     ],
     "micro_batch_layout": [
-        "micro_batch_layout=loose",
         "micro_batch_layout=packed uniform_micro_batches=rows",
         "micro_batch_layout=grouped uniform_micro_batches=both",
         "micro_batch_layout=packed pad_to_multiple_of=8",
@@ -125,11 +118,7 @@ REFUSED = {
     ],
     "long_rows": [f"{OF_LENGTHS} batch_tokens=100 min_rows_per_batch=3 long_rows=alone"],
     "clip_grad_norm": ["optimizer_in_bwd=True clip_grad_norm=1.0"],
-    "on_out_of_memory": ["optimizer_in_bwd=True on_out_of_memory=shrink"],
-    "log_gradient_noise_scale": [
-        "optimizer_in_bwd=True log_gradient_noise_scale=True",
-        "log_gradient_noise_scale=True",
-    ],
+    "log_gradient_noise_scale": ["optimizer_in_bwd=True log_gradient_noise_scale=True"],
     "grow_beyond_maximum": ["optimizer_in_bwd=True grow_beyond_maximum=True"],
     "probe.sequence_length": [
         f"{PROBE} probe.sequence_length=65",
@@ -138,7 +127,6 @@ REFUSED = {
             for length in ("null", 100)
         ),
     ],
-    "ac_mode": ["ac_mode=full enable_activation_checkpointing=True"],
     "run_val_every_n_steps": ["run_val_every_n_steps=5"],
     "dataset_val": [
         f"{VALIDATED} dataset_val._component_={COMPONENTS}.empty_dataset",
@@ -146,11 +134,7 @@ REFUSED = {
         f"{VALIDATED} dataset_val.lengths=[9,65] batch_size_val=auto",
     ],
     "lr_clock": [
-        *(
-            f"lr_scheduler._component_={scheduler} lr_clock={clock}"
-            for scheduler in ("support.batch_rules.step_lr", "support.batch_rules.one_cycle")
-            for clock in ("samples", "tokens")
-        ),
+        "lr_scheduler._component_=support.batch_rules.step_lr lr_clock=samples",
         f"{SEESAW} lr_clock=steps",
         f"{SEESAW} lr_clock.warmup=steps lr_clock.decay=tokens",
     ],
@@ -158,36 +142,26 @@ REFUSED = {
     "max_steps_per_epoch": [f"{SEESAW} max_steps_per_epoch=3"],
     f"{SCHEDULE}.maximum": [f"{SEESAW} {SCHEDULE}.maximum=2"],
     f"{SCHEDULE}.factor": [f"{SEESAW} {SCHEDULE}.factor=1"],
-    "scale_with_batch": ["scale_with_batch=True"],
-    "scale_with_batch.beta1": ["scale_with_batch.beta1=half_life"],
     "scale_with_batch.beta2": [
-        "scale_with_batch.beta2=sqrt",
         f"{SCALED} optimizer=torch.optim.SGD ~optimizer.fused",
     ],
     "scale_with_batch.weight_decay": [f"{SCALED} optimizer.weight_decay=0"],
     "lr_scheduler": [
         f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw micro_batch_size=8",
-        "lr_scheduler=mine.schedule",
-        "lr_scheduler.num_cycles=2",
         "lr_scheduler._component_=torch.optim.lr_scheduler.StepLR lr_scheduler.step_size=2",
         "lr_scheduler._component_=support.batch_rules.plateau",
         f"{COSINE} lr_scheduler.num_cycles=abc",
     ],
-    "device": ["device=cuda dtype=bf16", "device=meta", "device=xpu", "device=hpu"],
+    "device": ["device=cuda dtype=bf16", "device=xpu"],
     "output_dir": ["output_dir=/proc/nowhere"],
     "collate_fn": [
-        *(
-            f"collate_fn=torchtune.data.{name}"
-            for name in ("left_pad_sequence", "padded_collate_dpo")
-        ),
-        *(f"collate_fn={value}" for value in ("[]", 3, "torch.pi", "torch.nn.Linear")),
+        "collate_fn=torchtune.data.padded_collate_dpo",
+        *(f"collate_fn={value}" for value in ("[]", "torch.pi", "torch.nn.Linear")),
     ],
     "dataset": [
         *(
             f"dataset._component_={COMPONENTS}.{name}"
-            for name in (
-                *("empty_dataset", "no_dataset", "Stream", "generator", "Endless", "unbuildable"),
-            )
+            for name in (*("empty_dataset", "Stream", "Endless", "unbuildable"),)
         ),
         *(
             f"{ODD} dataset.row={row} {key}"
@@ -205,13 +179,10 @@ REFUSED = {
     ],
     "dataset.train_on_input": ["dataset.train_on_input=maybe"],
     "tokenizer": [
-        "tokenizer.path=null",
         "tokenizer.path=/nowhere/vocab.json",
-        "tokenizer.nosuch=1",
     ],
     "loss": [
         f"{CROSS_ENTROPY} loss.reduction=Mean",
-        f"{CROSS_ENTROPY} loss.reduction=none",
         f"{CROSS_ENTROPY} loss.reduction=sum",
         f"{CROSS_ENTROPY} loss.weight=[1,2]",
         "loss=torch.nn.NLLLoss",
@@ -224,8 +195,6 @@ REFUSED = {
     "loss.ignore_index": ["loss.ignore_index=5"],
     "model": [" ".join(LORA_MODEL)],
     "optimizer": [
-        "optimizer.lr=text",
-        "optimizer.betas=[0.9]",
         "optimizer.differentiable=null",
         "optimizer._component_=torch.optim.SGD optimizer.momentum=0.9 optimizer.dampening=abc",
     ],
@@ -234,27 +203,19 @@ REFUSED = {
     "checkpointer.checkpoint_dir": ["checkpointer.checkpoint_files=model.safetensors"],
     "metric_logger": ["metric_logger=null"],
     "profiler": [
-        "profiler=3",
         "profiler.enable=True",
         *(
             f"profiler.enabled=True profiler.{setting}"
-            for setting in ("wait_steps=-1", "wait_steps=abc", "active_steps=0", "output_dir=3")
+            for setting in ("wait_steps=-1", "active_steps=0", "output_dir=3")
         ),
     ],
     "argument": [f"batch_size={'9' * 5000}", "batch_size=[1", "model.x={a", "~nosuch.things"],
 }
 # Functions whose answers cannot be used.
 RULES = [
-    *(
-        f"batch_increase_function={COMPONENTS}.{name}"
-        for name in ("raises", "returns_none", "negative_in_second_epoch", "exits_in_second_epoch")
-    ),
-    f"batch_increase_function={COMPONENTS}.raises_in_second_epoch {PROBE}",
-    f"{SCHEDULE}={COMPONENTS}.exits",
-    *(
-        f"{SCHEDULE}=support.batch_rules.{name}"
-        for name in ("raises_in_second_epoch", "returns_none", "returns_huge")
-    ),
+    f"batch_increase_function={COMPONENTS}.negative_in_second_epoch",
+    f"batch_increase_function={COMPONENTS}.exits_in_second_epoch {PROBE}",
+    f"{SCHEDULE}=support.batch_rules.raises_in_second_epoch",
     f"{OF_LENGTHS} batch_tokens=100 long_rows=alone"
     f" {SCHEDULE}=support.batch_rules.another_each_time",
 ]
@@ -297,20 +258,10 @@ def test_a_function_with_invalid_answers_is_refused_before_weights_load(small, u
 
 
 @pytest.mark.parametrize("recipe", ["adaptive_probe", "adaptive_estimate"])
-@pytest.mark.parametrize(
-    ("key", "setting"),
-    [
-        ("tokenizer.max_seq_len", "tokenizer.max_seq_len=0"),
-        ("dataset.packed", "dataset.packed=maybe"),
-        ("dataset", "dataset.split=nosuch"),
-        ("model", "model.num_layers=abc"),
-        ("profiler", "profiler=3"),
-    ],
-)
-def test_a_value_that_no_component_takes_is_refused_by_each_recipe(small, recipe, key, setting):
+def test_a_value_that_no_component_takes_is_refused_by_each_recipe(small, recipe):
     with pytest.raises(SettingError) as refused:
-        small.run_in_process(recipe, setting, "estimate.devices=1GiB")
-    assert refused.value.key == key
+        small.run_in_process(recipe, "dataset.packed=maybe", "estimate.devices=1GiB")
+    assert refused.value.key == "dataset.packed"
 
 
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_estimate"])

@@ -9,7 +9,6 @@ import pytest
 from support import components
 from support.cli import (
     LOG,
-    NUM_ROWS,
     OURS,
     losses,
     records,
@@ -59,41 +58,6 @@ def test_validation_changes_no_bit_of_training(small, validated):
     without = small.run_in_process(OURS, *STEPS, DROPOUT, "epochs=2")
     assert validated.losses == without.losses
     assert same_weights(validated.weights(1), without.weights(1))
-
-
-def test_the_validation_loss_equals_the_training_loss_without_dropout(small):
-    still = ("optimizer=torch.optim.SGD", "optimizer.lr=0.0", "epochs=1", f"batch_size={NUM_ROWS}")
-    rows = [10 + row for row in range(NUM_ROWS)]
-    both = [
-        override
-        for key in ("dataset", "dataset_val")
-        for override in (f"{key}._component_=support.components.OfLengths", f"{key}.lengths={rows}")
-    ]
-    plain = small.run_in_process(OURS, *still, *both, "run_val_every_n_steps=1")
-    assert values(plain) == pytest.approx([float(loss) for loss in plain.losses], rel=1e-6)
-    dropped = small.run_in_process(
-        OURS, *still, *both, "run_val_every_n_steps=1", "model.attn_dropout=0.5"
-    )
-    assert values(dropped) == values(plain)
-    assert dropped.losses != plain.losses
-
-
-@pytest.mark.slow
-def test_max_validation_batches_takes_the_first_rows_whatever_fits(small):
-    def rows(*overrides):
-        small.run_in_process(
-            OURS, *WATCHED, *STEPS, *VALIDATED, "run_val_every_n_steps=4", *overrides
-        )
-        return [row for seen in evaluated() for row in seen.rows]
-
-    assert sorted(rows("batch_size_val=3", "max_validation_batches=2")) == list(range(6))
-    assert sorted(rows("max_validation_batches=1")) == list(
-        range(8)
-    )  # of batch_size, where there is no other
-    assert sorted(rows("max_validation_batches=-1")) == list(range(10))
-    assert sorted(
-        rows("batch_size_val=3", "max_validation_batches=2", "model.rows_fit_evaluated=1")
-    ) == list(range(6))
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ paths.
 
 import itertools
 
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 CALLS = itertools.count()
 
@@ -18,14 +18,6 @@ def another_each_time(progress):
 
 def takes_two(progress, batch_size):
     return 4
-
-
-def returns_none(progress):
-    return None
-
-
-def returns_huge(progress):
-    return 10**12
 
 
 def raises_in_second_epoch(progress):
@@ -48,20 +40,7 @@ def doubles_its_tokens(progress):
     return min(512, 2 * progress.batch) if progress.steps % 3 == 0 else progress.batch
 
 
-NOT_CALLABLE = 3
-
-
 # --- lr_scheduler
-
-
-def linear(optimizer, num_training_steps, last_epoch=-1):
-    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_training_steps), last_epoch)
-
-
-def one_cycle(optimizer, num_training_steps, last_epoch=-1):
-    return OneCycleLR(
-        optimizer, max_lr=0.1, total_steps=num_training_steps + 1, last_epoch=last_epoch
-    )
 
 
 def step_lr(optimizer, num_training_steps, last_epoch):

@@ -42,14 +42,6 @@ from support.processes import run_command
 from torch import nn
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
-from torchtune.modules import (
-    FeedForward,
-    MultiHeadAttention,
-    RMSNorm,
-    TanhGate,
-    TransformerCrossAttentionLayer,
-)
-from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
 
 sys.path.insert(
     0, str(ROOT / "examples")
@@ -461,64 +453,34 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
 
 # --- a small vision model, named by dotted paths on the command line
 
-# Of torchtune's own parts but for the encoder, as torchtune.models.llama3_2_vision needs
-# torchvision to be imported.
 _TILE, _PATCH = 16, 8
 _TOKENS_PER_TILE = (_TILE // _PATCH) ** 2
 
 
-class PatchEncoder(nn.Module):
-    """Pictures to embeddings of their patches: `[batch, pictures * tiles * patches, embedding]`."""
-
-    def __init__(self, embed_dim: int) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, embed_dim, _PATCH, stride=_PATCH)
-
-    def forward(self, images: torch.Tensor, aspect_ratio: torch.Tensor) -> torch.Tensor:
-        pictures = images.flatten(0, 2).to(self.patches.weight.dtype)
-        patches = self.patches(pictures).flatten(2).transpose(1, 2)
-        return patches.reshape(len(images), -1, patches.shape[-1])
-
-
-def vision_model(
-    *, decoder_trainable: bool, encoder_trainable: bool, fusion_trainable: bool, image_size: int
-) -> DeepFusionModel:
-    """A small decoder whose last layer also attends to pictures; takes what the stock configuration
-    gives to 11B's.
+class VisionModel(nn.Module):
+    """A small decoder whose logits are scaled by the pictures of each row; takes what the stock
+    configuration gives to 11B's.
     """
-    decoder = qwen2(**MODEL)
-    dim, heads = MODEL["embed_dim"], MODEL["num_heads"]
-    attention = MultiHeadAttention(
-        embed_dim=dim,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=dim // heads,
-        q_proj=nn.Linear(dim, dim, bias=False),
-        k_proj=nn.Linear(dim, dim, bias=False),
-        v_proj=nn.Linear(dim, dim, bias=False),
-        output_proj=nn.Linear(dim, dim, bias=False),
-        is_causal=False,
-    )
-    mlp = FeedForward(
-        gate_proj=nn.Linear(dim, 64), up_proj=nn.Linear(dim, 64), down_proj=nn.Linear(64, dim)
-    )
-    cross = TransformerCrossAttentionLayer(
-        attention,
-        mlp,
-        ca_norm=RMSNorm(dim),
-        mlp_norm=RMSNorm(dim),
-        ca_scale=TanhGate(),
-        mlp_scale=TanhGate(),
-    )
-    decoder.layers[-1] = FusionLayer(layer=decoder.layers[-1], fusion_layer=cross)
-    decoder.tok_embeddings = FusionEmbedding(MODEL["vocab_size"], 8, dim)
-    return DeepFusionModel(
-        encoder=PatchEncoder(dim),
-        decoder=decoder,
-        encoder_trainable=encoder_trainable,
-        decoder_trainable=decoder_trainable,
-        fusion_trainable=fusion_trainable,
-    )
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.decoder = qwen2(**MODEL)
+        self.patches = nn.Conv2d(3, 1, _PATCH, stride=_PATCH)
+
+    def set_num_output_chunks(self, num_output_chunks: int) -> None:
+        self.decoder.set_num_output_chunks(num_output_chunks)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        encoder_input: dict[str, torch.Tensor],
+        encoder_mask: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        pictures = encoder_input["images"]
+        patches = self.patches(pictures.flatten(0, 2).to(self.patches.weight.dtype))
+        scales = 1 + patches.view(len(tokens), -1).mean(1)[:, None, None]
+        return [logits * scales for logits in self.decoder(tokens)]
 
 
 def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2Tokenizer:
@@ -558,15 +520,8 @@ def pictures(tokenizer: Qwen2Tokenizer, *, packed: bool, subset: str) -> list[di
 
 
 def write_vision_base(folder: Path) -> None:
-    """A base checkpoint of :func:`vision_model` in torchtune's own format."""
+    """A base checkpoint of :class:`VisionModel` in torchtune's own format."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = vision_model(
-        decoder_trainable=True, encoder_trainable=True, fusion_trainable=True, image_size=_TILE
-    )
+    model = VisionModel()
     fill(model)
-    for module in model.modules():
-        if isinstance(module, TanhGate):
-            nn.init.constant_(
-                module.scale, 0.5
-            )  # at 0, where it starts, pictures would change nothing
     torch.save(model.state_dict(), folder / "model.pt")

@@ -25,20 +25,6 @@ def four_more(epoch, batch_size):
     return 4 if epoch else 0
 
 
-def raises(epoch, batch_size):
-    raise KeyError("no such stage")
-
-
-def returns_none(epoch, batch_size):
-    return None
-
-
-def raises_in_second_epoch(epoch, batch_size):
-    if epoch == 1:
-        raise KeyError("no such stage")
-    return 0
-
-
 def exits_in_second_epoch(epoch, batch_size):
     return sys.exit(0) if epoch == 1 else 0
 
@@ -61,14 +47,6 @@ NOT_CALLABLE = 3
 
 def empty_dataset(tokenizer, **_):
     return []
-
-
-def no_dataset(tokenizer, **_):
-    return None
-
-
-def generator(tokenizer, **_):
-    return (row for row in ())
 
 
 def unbuildable(tokenizer, **_):
@@ -240,7 +218,7 @@ def with_pictures(tokenizer, **_):
 
 # --- watching a run
 
-NOW = {}  # what the device allows and how long rows are, at this moment
+NOW = {}  # how long rows are at this moment
 
 
 class Seen(NamedTuple):
@@ -252,36 +230,20 @@ class Seen(NamedTuple):
 
 
 SEEN = []
-STEPS = []  # for each step the micro-batches that were run for it in the end
 
 
-def watched(
-    *, rows_fit=None, tokens_fit=None, rows_fit_evaluated=None, fails_in_backward=False, **model
-):
-    """A Qwen2 that writes down what goes through it, and runs out of memory beyond so many rows or
-    padded tokens.
-    """
-    NOW.update(rows_fit=rows_fit, tokens_fit=tokens_fit, rows_fit_evaluated=rows_fit_evaluated)
+def watched(*, rows_fit=None, rows_fit_evaluated=None, **model):
+    """A Qwen2 that writes down what goes through it, and runs out of memory beyond so many rows."""
     built = qwen2(**model)
-
-    def too_much(rows, length):
-        most_rows = NOW["rows_fit"] if torch.is_grad_enabled() else NOW["rows_fit_evaluated"]
-        most_tokens = NOW["tokens_fit"] if torch.is_grad_enabled() else None
-        return (most_rows and rows > most_rows) or (most_tokens and rows * length > most_tokens)
 
     def before(module, args, kwargs):
         tokens = kwargs["tokens"]
-        if too_much(*tokens.shape) and not fails_in_backward:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        most_rows = rows_fit if torch.is_grad_enabled() else rows_fit_evaluated
+        if most_rows and len(tokens) > most_rows:
+            out_of_memory()
         SEEN.append(Seen((tokens[:, 0] - 1).tolist(), tokens.shape[1], torch.is_grad_enabled()))
 
-    def embedded(module, args, output):
-        # the last gradient of all: those of the layers have been added by then
-        if fails_in_backward and too_much(*args[0].shape):
-            output.register_hook(out_of_memory)
-
     built.register_forward_pre_hook(before, with_kwargs=True)
-    built.tok_embeddings.register_forward_hook(embedded)
     return built
 
 
@@ -290,23 +252,11 @@ def out_of_memory(*_):
 
 
 class Watching(DiskLogger):
-    """A log that keeps the micro-batches of each step, and changes what holds :data:`NOW` after one
-    of them.
-    """
+    """A log that forgets what went through the model before."""
 
-    def __init__(self, log_dir, filename, after_step=None, **now):
+    def __init__(self, log_dir, filename):
         super().__init__(log_dir, filename)
         SEEN.clear()
-        STEPS.clear()
-        self.after_step, self.now = after_step, now
-
-    def log_dict(self, payload, step):
-        super().log_dict(payload, step)
-        if "micro_batches" in payload:
-            trained = [seen for seen in SEEN if seen.trained]
-            STEPS.append(trained[len(trained) - payload["micro_batches"] :])
-        if step == self.after_step:
-            NOW.update(self.now)
 
 
 class Confining(DiskLogger):

@@ -15,66 +15,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from support import sharded_model
 from support.runners import build_runner
-from support.training_cases import VOCABULARY, WIDTH, Layer, bits, put_adapters
+from support.sharded_model import collate, make_rows, token_losses
+from support.training_cases import bits, put_adapters
 from torch import nn
-from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import LimitChange
 from adaptive_batch.training.micro_batch_runner import MicroBatchRunner
 
-IGNORED = -100
 PHASES = ("forward", "backward", "around them")
-
-
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One padded batch."""
-
-    def padded(key: str, value: int) -> torch.Tensor:
-        return pad_sequence(
-            [torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value
-        )
-
-    return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED)}
 
 
 def mean_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Return the mean loss of a label token; labels are shifted."""
-    labels = batch.pop("labels")[:, 1:]
-    logits = model(batch["tokens"])[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    return token_losses(model, batch, "mean")
 
 
-class Decoder(nn.Module):
+class Decoder(sharded_model.Decoder):
     """A causal transformer that draws from every generator and keeps running statistics, in place
     and anew.
     """
 
-    seen: torch.Tensor
-    mean: torch.Tensor
-
     def __init__(self, *, checkpointing: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layer = Layer()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.checkpointing = checkpointing
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        if self.training:
-            x = x * (1 + 0.1 * random.random() + 0.1 * np.random.random())
-            self.seen += len(tokens)
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
-        x = checkpoint(self.layer, x, use_reentrant=False) if self.checkpointing else self.layer(x)
-        x = self.norm(x.flatten(0, 1)).view_as(x)
-        return x @ self.embed.weight.T
+        super().__init__(draws=True, checkpointing=checkpointing, dtype=torch.float32)
 
 
 class RunsOutAt(TorchDispatchMode):
@@ -176,15 +142,7 @@ CAPACITIES = {"rows": MicroBatchLimit(4), "tokens": MicroBatchLimit(36, "tokens"
 
 def step_rows(step: int) -> list[dict[str, Any]]:
     """The rows of a step: other tokens in each."""
-    generator = torch.Generator().manual_seed(step)
-    rows = []
-    for number, length in enumerate(LENGTHS):
-        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
-        masked = 1 + number % 3
-        rows.append(
-            {"row": number, "tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
-        )
-    return rows
+    return make_rows(LENGTHS, seed=step)
 
 
 @dataclass

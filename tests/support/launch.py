@@ -16,11 +16,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from support.cli import OURS, SmallSetup, losses, weights
+from support.cli import OURS, Finished, SmallSetup
 from support.processes import start_child, wait_for
 from support.ranks import environment_of_rank
 
@@ -31,35 +30,19 @@ TERMINATE_AFTER = 2.0
 KILL_AFTER = 8.0
 
 
-@dataclass
-class Attempt:
+@dataclass(frozen=True)
+class Attempt(Finished):
     """One start of all ranks.
 
     Attributes:
         exit_statuses: of the ranks; negative where a signal ended one.
-        outputs: what each printed, on both streams.
-        output_dir: where it wrote.
+        outputs: what each printed, on both streams; ``output`` has all of it.
         spread: seconds from the end of the first to that of the last.
     """
 
     exit_statuses: list[int]
     outputs: list[str]
-    output_dir: Path
     spread: float
-
-    @property
-    def output(self) -> str:
-        """The output of all ranks."""
-        return "\n".join(self.outputs)
-
-    @property
-    def losses(self) -> list[str]:
-        """The losses of every step in the log of the run."""
-        return losses(self.output_dir)
-
-    def weights(self, epoch: int) -> dict[str, object]:
-        """The tensors of a saved epoch."""
-        return dict(weights(self.output_dir / f"epoch_{epoch}"))
 
 
 def launch(
@@ -109,7 +92,7 @@ def launch(
         # A file is not there yet where a rank was killed at once.
         outputs = [file.read_text(errors="replace") if file.exists() else "" for file in files]
         statuses = [process.exitcode for process in processes]
-        attempts.append(Attempt(statuses, outputs, output_dir, spread))
+        attempts.append(Attempt("\n".join(outputs), output_dir, statuses, outputs, spread))
         if not any(statuses) or len(attempts) > restarts:
             return attempts
 

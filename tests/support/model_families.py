@@ -1,14 +1,8 @@
-"""Small models of several families, planned on fake tensors and tried on real ones by the code of
-the recipes; no file is read.
-"""
+"""Small models of several families, and the configurations that train them; no file is read."""
 
 from __future__ import annotations
 
-import gc
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
-from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batch.estimate import LengthEstimate
-from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import (
-    Data,
-    Job,
-    LimitFinder,
-    Settings,
-    Trainer,
     builder_of,
     estimate_devices,
 )
-from adaptive_batch.torchtune.model import Weights
-from adaptive_batch.torchtune.rows import RowMeasures
-from adaptive_batch.training import BoundSearch, ProbeOptions, SearchScope
 
 _NARROW = {
     "num_layers": 2,
@@ -53,12 +37,6 @@ MODELS: dict[str, dict[str, Any]] = {
         **_GROUPED,
         "tie_word_embeddings": True,
     },
-    "qwen2, deep": {
-        "_component_": "torchtune.models.qwen2.qwen2",
-        **_GROUPED,
-        "num_layers": 6,
-        "vocab_size": 500,
-    },
     "gemma": {"_component_": "torchtune.models.gemma.gemma", **_GROUPED, "head_dim": 16},
     "gemma2": {
         "_component_": "torchtune.models.gemma2.gemma2",
@@ -79,12 +57,6 @@ MODELS: dict[str, dict[str, Any]] = {
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"_component_": "torch.optim.AdamW"},
     "AdamW fused": {"_component_": "torch.optim.AdamW", "fused": True},
-    "AdamW foreach": {"_component_": "torch.optim.AdamW", "foreach": True},
-    "SGD": {"_component_": "torch.optim.SGD"},
-    "SGD momentum": {"_component_": "torch.optim.SGD", "momentum": 0.9},
-    "AdamW8bit": {"_component_": "torchao.optim.AdamW8bit"},
-    "AdamW4bit": {"_component_": "torchao.optim.AdamW4bit"},
-    "AdamWFp8": {"_component_": "torchao.optim.AdamWFp8"},
 }
 LOSSES = {
     "plain": "torch.nn.CrossEntropyLoss",
@@ -161,8 +133,8 @@ class Combination:
             marks += [f"apart: {'+'.join(self.apart)}" if self.apart else ""]
         return ", ".join(filter(None, marks))
 
-    def config(self, **probe: Any) -> DictConfig:
-        """The configuration, with those keys in its ``probe`` block."""
+    def config(self) -> DictConfig:
+        """The configuration."""
         settings: dict[str, Any] = {
             "output_dir": "nowhere",
             "seed": 7,
@@ -194,7 +166,7 @@ class Combination:
             "fsdp_reshard_after_forward": self.reshards,
             "sync_gradients_every_micro_batch": self.syncs,
             "custom_sharded_layers": list(self.apart),
-            "probe": {"cache": False, "headroom": 0.0, "round_to_power_of_two": False, **probe},
+            "probe": {"cache": False, "headroom": 0.0, "round_to_power_of_two": False},
             **CHECKPOINTING[self.checkpointing],
             **self._of_task(),
         }
@@ -240,44 +212,6 @@ class Combination:
         return estimate_devices(cfg, show=lambda text: None, builder=builder).lengths[0]
 
 
-class RealRun:
-    """The objects of a recipe with random weights and any number of rows of one length."""
-
-    def __init__(self, combination: Combination, **probe: Any) -> None:
-        cfg = combination.config(**probe)
-        settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
-        self.job = job = Job(cfg, settings, builder_of(cfg))
-        generator = torch.Generator().manual_seed(0)
-        length, packed = combination.length, bool(cfg.dataset.packed)
-        tokens = torch.randint(1, 400, (length,), generator=generator)
-        row: dict[str, Any] = {"tokens": tokens.tolist(), "labels": tokens.tolist()}
-        if packed:
-            spans = torch.tensor([length // 2, length - length // 2])
-            positions = torch.cat([torch.arange(int(span)) for span in spans])
-            row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
-        elif combination.task == "DPO":
-            row = job.task.synthetic_row(length)
-        self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
-        measures = torch.tensor([[length, length, 400, 0, 1]]).expand(len(self.data.dataset), 5)
-        self.data.dataset._measured = RowMeasures(*measures.unbind(1))
-        self.trainer = Trainer.load(job, self.data, RandomWeights(job), self.data.sizers())
-
-
-class RandomWeights(Weights):
-    """Weights that no file holds."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def load_weights(self) -> Mapping[str, Any]:
-        """Those that the model begins with, but of adapters."""
-        torch.manual_seed(0)
-        with training.set_default_dtype(self._job.dtype):
-            model: torch.nn.Module = config.instantiate(self._job.cfg.model)
-        adapters = get_adapter_params(model)
-        return {name: part for name, part in model.state_dict().items() if name not in adapters}
-
-
 class ZeroWeights:
     """Stands for a checkpointer; its weights are zeros that take no memory.
 
@@ -299,90 +233,6 @@ class ZeroWeights:
         shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
         weights = {name: self._zero.expand(shape) for name, shape in shapes.items()}
         return {training.MODEL_KEY: weights}
-
-
-class EachSize:
-    """A search that tries the sizes it is given, whatever comes of it.
-
-    Attributes:
-        tried: what came of each.
-        maximum: the largest of them.
-    """
-
-    def __init__(self, sizes: Iterable[int]) -> None:
-        self._left = list(sizes)
-        self.maximum = max(self._left)
-        self.tried: list[Trial] = []
-
-    @property
-    def candidate(self) -> int | None:
-        return self._left[0] if self._left else None
-
-    def record(self, trial: Trial) -> None:
-        self._left.pop(0)
-        self.tried.append(trial)
-
-    @property
-    def best(self) -> int:
-        return max((trial.batch_size for trial in self.tried if trial.fits), default=0)
-
-
-def tried(run: RealRun, sizes: Sequence[int]) -> ProbeResult:
-    """Run trials of those sizes as the recipes do."""
-    return searched(run, EachSize(sizes))
-
-
-def searched(run: RealRun, search: Search) -> ProbeResult:
-    """Search the longest rows as the recipes do, by a search that no configuration names."""
-    finder = LimitFinder(run.job, run.data)
-    probe, trainer = run.job.settings.probe, run.trainer
-    options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
-    return BoundSearch(
-        trainer.tried(),
-        SearchScope(
-            run.data.trial_rows("longest"),
-            accumulates=run.job.settings.search_plan.has_several
-            or run.job.settings.gradient_accumulation_steps > 1,
-        ),
-        options,
-        strategy=search,
-    ).run()
-
-
-def found(run: RealRun) -> ProbeResult:
-    """Search the longest rows by the recipes' own search."""
-    finder = LimitFinder(run.job, run.data)
-    with tempfile.TemporaryDirectory() as folder:
-        finder.path = Path(folder) / "probe.json"
-        *_, result = finder.search_training(run.trainer, length="longest")
-    return result
-
-
-def peaks_on_ranks(
-    combinations: Sequence[Combination], sizes: Sequence[int], repeats: int
-) -> list[tuple[dict[int, int], ProbeResult]]:
-    """Return the peaks of trials on the rank with the largest; called on each of several ranks.
-
-    A thread of gloo's may hold a buffer a little longer than the collective takes, so each size is
-    tried several times, and the least counts.
-    """
-    gc.collect()
-    # trials collect garbage, and what is imported need not be looked through every time
-    gc.freeze()
-    counted = []
-    for combination in combinations:
-        run = RealRun(combination)
-        peaks: dict[int, int] = {}
-        for _ in range(repeats):
-            result = tried(run, sizes)
-            for trial in result.trials:
-                assert trial.peak_bytes is not None
-                peaks[trial.batch_size] = min(
-                    trial.peak_bytes, peaks.get(trial.batch_size, trial.peak_bytes)
-                )
-        bare = tuple(replace(trial, trace=None) for trial in result.trials)
-        counted.append((peaks, replace(result, trials=bare)))
-    return counted
 
 
 class LooksAtValues(nn.Module):

@@ -34,12 +34,6 @@ def clipping_on_rank_one() -> None:
         _fail(RecipeStep, "clip", from_call=5)
 
 
-def clipping_in_the_first_step_on_rank_one() -> None:
-    """Rank one runs out of memory in the clipping of its first step, in the first attempt."""
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        _fail(RecipeStep, "clip", from_call=1)
-
-
 def a_bug_on_rank_one() -> None:
     """Rank one fails in its third forward, and not for lack of memory."""
     if os.environ["RANK"] == "1":

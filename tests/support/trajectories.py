@@ -189,7 +189,7 @@ def same_trajectory(driver: str, case: str, disturbance: str, folder: Path) -> l
     Args:
         driver: ``script``, ``loop``, ``Trainer``, ``tune run`` or ``two ranks``.
         case: a key of ``CASES``.
-        disturbance: ``none``, ``kill``, ``OOM``, ``split``, or of the last two drivers
+        disturbance: ``kill``, ``OOM``, ``split``, or of the last two drivers
             ``other ranks``.
         folder: an empty folder.
     """
@@ -437,7 +437,7 @@ def compare_recipes(
     setup: SmallSetup, ranks: int, overrides: tuple[str, ...], disturbance: str
 ) -> list[str]:
     """Run a recipe with a disturbance and without; see :func:`same_trajectory`."""
-    is_exact = disturbance in ("none", "kill", "OOM")
+    is_exact = disturbance in ("kill", "OOM")
     keys = (f"batch_size={BATCH_SIZE // ranks}", f"save_every_n_steps={SAVES_EVERY}", *overrides)
     keys += (*cosine_after(2), "clip_grad_norm=0.5")
     keys += ("model.attn_dropout=0.2",) if is_exact else ("dtype=fp64", *SGD)

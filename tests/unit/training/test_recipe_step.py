@@ -8,9 +8,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.fault_injection import IGNORED, Decoder, collate, mean_loss
+from support.fault_injection import Decoder, mean_loss
 from support.runners import HeldSizer, build_runner
-from support.training_cases import VOCABULARY, WIDTH, Layer
+from support.sharded_model import IGNORED, VOCABULARY, WIDTH, Layer, collate
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, split_by_rows
@@ -23,7 +23,7 @@ class Causal(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layer = Layer()
+        self.layer = Layer(width=WIDTH, dropout=0.0)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens):
@@ -284,7 +284,7 @@ class Validated:
     def __init__(self, capacity=FOUR, **settings):
         torch.manual_seed(0)
         self.model = Decoder(checkpointing=False).double()
-        self.model.layer.norm.eval()
+        self.model.layers[0].norm.eval()
         self.shapes_run, self.changes, self.changes_in_training = [], [], []
         self.too_large = lambda tokens: False
         self.engine = build_runner(
