@@ -1,4 +1,3 @@
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -7,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from support.ranks import run_on_ranks
 
 from adaptive_batch import distributed
 from adaptive_batch.distributed import collectives
@@ -136,17 +135,14 @@ def caught_from_rank_zero(compute):
         )
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2
-    )
-    calls = []
+def facts_of_rank():
+    rank, calls = distributed.rank(), []
 
     def compute():
         calls.append(rank)
         return {"from": rank, "lengths": torch.arange(3)}
 
-    facts = {
+    return {
         "who": (distributed.world_size(), distributed.rank(), distributed.is_rank_zero()),
         "minimum": distributed.minimum(10 + rank),
         "maximum": distributed.maximum(10 + rank),
@@ -163,15 +159,11 @@ def run_rank(rank: int, folder: Path) -> None:
         "SystemExit": caught_from_rank_zero(lambda: failing(SystemExit(3))),
         "HoldsALambda": caught_from_rank_zero(lambda: failing(HoldsALambda())),
     }
-    (folder / f"rank{rank}").write_bytes(pickle.dumps(facts))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, args=(folder,), nprocs=2)
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
+def ranks():
+    return run_on_ranks(facts_of_rank, 2)
 
 
 def test_each_rank_knows_which_it_is(ranks):

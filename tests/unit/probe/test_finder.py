@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import IdealDevice
+from support.ranks import run_on_ranks
 
+from adaptive_batch import distributed
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import (
     BinarySearch,
@@ -240,33 +237,23 @@ def test_a_failed_save_keeps_the_previous_file(result, tmp_path, caplog):
 # Two ranks, of which the smaller device decides.
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2
-    )
-    found = {}
+def found_by_rank():
+    rank, found = distributed.rank(), {}
     for search, make in SEARCHES.items():
         device = linear((37, 23)[rank])
         found[search] = run_search(device, search=make(), round_to_power_of_two=True), device.tried
-    silent = IdealDevice(
-        lambda rows: rows, budget_bytes=9
-    )  # the device of the other rank reports no peaks
+    # The device of one rank reports no peaks.
+    silent = IdealDevice(lambda rows: rows, budget_bytes=9)
     result = run_search(
         lambda rows: replace(silent(rows), peak_bytes=rows if rank else None),
         search=SEARCHES["predict"](),
     )
-    found["silent"] = result, silent.tried
-    (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return {**found, "silent": (result, silent.tried)}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.start_processes(
-        run_rank, args=(folder,), nprocs=2, start_method="forkserver"
-    )
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
+def ranks():
+    return run_on_ranks(found_by_rank, 2)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
