@@ -96,17 +96,6 @@ def rows_of_epoch(seen: list[tuple[int, list[int]]], epoch: int) -> list[int]:
 # --- each row once
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_each_row_comes_once_an_epoch_while_the_batch_grows(num_workers):
-    seen = train(growing(), num_workers=num_workers)
-    assert len(seen) == NUM_STEPS
-    orders = [rows_of_epoch(seen, epoch) for epoch in range(EPOCHS)]
-    assert all(sorted(order) == list(range(NUM_ROWS)) for order in orders)
-    assert len({tuple(order) for order in [*orders, range(NUM_ROWS)]}) == EPOCHS + 1
-    sizes = [[len(rows) for of_epoch, rows in seen if of_epoch == epoch] for epoch in range(EPOCHS)]
-    assert sizes == [[3] * 21 + [1], [5] * 12 + [4], [7] * 9 + [1]]
-
-
 @examples(30)
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 5), st.integers(0, 3), st.booleans())
 def test_no_row_is_lost_or_repeated(num_rows, batch_size, growth, seed, shuffle):

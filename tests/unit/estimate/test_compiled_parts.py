@@ -5,8 +5,6 @@ test_allocator_logs_on_cuda_stack.py compares it with Inductor's code.
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from support.model_families import MODELS, Combination
@@ -14,7 +12,6 @@ from torch import nn
 from torch._functorch import config as partitioner
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, estimate_memory
@@ -135,24 +132,6 @@ def test_attention_of_packed_rows_is_compiled_if_one_kernel_supports_them(capabi
         " (NotImplementedError: the attention of packed rows runs once for each row)"
     )
     assert parts.left_out == ([] if is_compiled else [reason])
-
-
-def test_checkpointed_attention_is_that_of_cuda(graphs):
-    device = FakeDevice(CudaKernels((8, 0)))
-    parts = CompiledParts(device)
-    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-
-    def attend(*heads):
-        function = functional.scaled_dot_product_attention
-        saved = partial(create_selective_checkpoint_contexts, [attention])
-        return checkpoint(function, *heads, use_reentrant=False, context_fn=saved)
-
-    compiled = parts.compiled(attend, "Attention")
-    shape = (1, 4, 256, 64)
-    with device.counting():
-        compiled(*(torch.empty(shape, dtype=torch.float16, requires_grad=True) for _ in range(3)))
-    assert parts.left_out == []
-    assert attention in {node.target for graph in graphs for node in graph.graph.nodes}
 
 
 def test_an_error_of_the_function_is_raised(device):
