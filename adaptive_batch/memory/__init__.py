@@ -8,7 +8,6 @@ from .curve import Line, MemoryCurve, Trace
 from .device import (
     ALLOCATOR_VARIABLES,
     GIB,
-    HEADROOM_EXPANDABLE,
     DeviceMemory,
     Room,
     Usage,
@@ -25,7 +24,6 @@ from .device import (
     parse_size,
     plain_tensors,
     recover,
-    segments_can_expand,
     segments_expand,
     storage_bytes,
     tensors_in,
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
-    "HEADROOM_EXPANDABLE",
     "DeviceMemory",
     "Line",
     "MemoryCurve",
@@ -76,7 +73,6 @@ __all__ = [
     "parse_size",
     "plain_tensors",
     "recover",
-    "segments_can_expand",
     "segments_expand",
     "storage_bytes",
     "tensors_in",

@@ -460,7 +460,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYT
 
 # Shares of memory for `headroom: auto`. With expandable segments, varying lengths reserve up to 1%
 # more than trials measure. With other segments, 1% led to an OOM in 3 of 18 runs.
-HEADROOM_EXPANDABLE = 0.01
+_HEADROOM_EXPANDABLE = 0.01
 _HEADROOM = 0.05
 
 _EXPANDABLE = "expandable_segments:True"
@@ -486,7 +486,7 @@ def auto_headroom(*, expands: bool) -> float:
     Args:
         expands: whether the step runs on one GPU with expandable segments.
     """
-    return HEADROOM_EXPANDABLE if expands else _HEADROOM
+    return _HEADROOM_EXPANDABLE if expands else _HEADROOM
 
 
 def segments_can_expand() -> bool:

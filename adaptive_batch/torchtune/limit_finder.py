@@ -16,7 +16,6 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
 from adaptive_batch.training import (
     REFERENCE,
-    Choices,
     Evaluation,
     LongestRows,
     MicroBatchSizer,
@@ -202,20 +201,21 @@ class LimitFinder:
         whole_step_rows = None
         if not settings.optimizer_in_bwd:
             whole_step_rows = kept_step_rows or plan.whole_step_rows
-        choices = None
+        layouts: tuple[str, ...] = ()
+        timed_rows = 0
         if plan.chooses_fastest and trainer.engine.sizer.throughput is None:
             # A step that changes its size may have as many rows as fit.
             timed_rows = plan.whole_step_rows or 0
             if settings.batch_tokens and not settings.grows:
                 timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
-            unit = trainer.engine.sizer.limit().unit
-            choices = Choices(trainer.layout_kinds, unit, timed_rows)
+            layouts = trainer.layout_kinds
         scope = SearchScope(
             self._data.trial_rows(length),
             # Fewer ranks than began the run have more rows of a step each.
             accumulates=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
             whole_step_rows=whole_step_rows,
-            choices=choices,
+            layouts=layouts,
+            timed_rows=timed_rows,
         )
         return self.find(
             trainer,

@@ -80,11 +80,12 @@ class ProbeCache:
         self._job = job
         self._scope = scope
         self._store = Store(path) if path else None
-        described_choices = None
-        if scope.choices is not None:
+        timed = None
+        if scope.layouts:
             # What is fastest depends on the lengths of all rows.
             lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
-            described_choices = [asdict(scope.choices), lengths]
+            size = asdict(job.settings.micro_batch)
+            timed = [scope.layouts, scope.timed_rows, size, lengths]
         # Reading a row of some datasets draws random numbers, which training must not miss.
         with RandomState(job.device):
             batch = data.collator.collate(scope.rows.first(1))
@@ -95,7 +96,7 @@ class ProbeCache:
             scope.accumulates,
             options.round_to_power_of_two,
             shapes,
-            described_choices,
+            timed,
         ]
 
     def known(self, budget: int) -> ProbeResult | None:

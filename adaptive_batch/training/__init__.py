@@ -3,7 +3,6 @@
 from .adaptive_step import AdaptiveStep
 from .bound_search import (
     BoundSearch,
-    Choices,
     Evaluation,
     LongestRows,
     ProbeOptions,
@@ -17,8 +16,7 @@ from .evaluation_parts import EvaluationParts
 from .loop import AdaptiveLoop
 from .model_checks import has_batch_norm
 from .options import StepOptions, Terms
-from .packing import isolated_rows, pack_rows
-from .packing_check import why_not_packed
+from .packing import isolated_rows, pack_rows, why_not_packed
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .recipe_step import (
@@ -50,7 +48,6 @@ __all__ = [
     "AdaptiveRate",
     "AdaptiveStep",
     "BoundSearch",
-    "Choices",
     "ConfiguredSize",
     "Evaluation",
     "EvaluationParts",

@@ -25,6 +25,7 @@ from adaptive_batch._util import (
     check_options,
     check_whole,
     count,
+    format_bound,
     format_bytes,
     one_of,
     option,
@@ -40,7 +41,6 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
-    HEADROOM_EXPANDABLE,
     MemoryCurve,
     OptimizerInBackward,
     RandomState,
@@ -50,7 +50,6 @@ from adaptive_batch.memory import (
     expand_segments_in_script,
     optimizer_list,
     optimizer_state_tensors,
-    segments_can_expand,
     segments_expand,
     storage_bytes,
 )
@@ -304,21 +303,6 @@ class ProbeOptions:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Layouts and steps of a search for the fastest micro-batches.
-
-    Attributes:
-        kinds: kinds of layouts.
-        unit: unit of a padded limit, ``rows`` or ``tokens``; other limits count tokens.
-        timed_rows: rows of a timed step on one device; 0 for the bound.
-    """
-
-    kinds: Sequence[str]
-    unit: str
-    timed_rows: int
-
-
-@dataclass(frozen=True)
 class SearchScope:
     """Target of a search, and its rows.
 
@@ -328,15 +312,17 @@ class SearchScope:
         whole_step_rows: rows of a step on one device. If they do not fit at once, the search is
             repeated with gradients in memory. None if all steps fit at once.
         evaluation: evaluation to try instead of training; None for training.
-        choices: layouts for the search for the fastest micro-batches within the bound; None for no
-            such search.
+        layouts: kinds of layouts for the search for the fastest micro-batches within the bound;
+            none for no such search.
+        timed_rows: rows of a timed step on one device; 0 for the bound.
     """
 
     rows: LongestRows
     accumulates: bool = False
     whole_step_rows: int | None = None
     evaluation: Evaluation | None = None
-    choices: Choices | None = None
+    layouts: Sequence[str] = ()
+    timed_rows: int = 0
 
 
 class SearchCache(Protocol):
@@ -445,18 +431,6 @@ class BoundSearch:
         return auto_headroom(expands=self._fragments and segments_expand())
 
     @property
-    def left_free(self) -> str:
-        """Description of the headroom, and of a way to reduce it."""
-        text = f"{100 * self.headroom:.4g}% of the memory left free"
-        could_expand = self._fragments and not segments_expand() and segments_can_expand()
-        if isinstance(self._options.headroom, str) and could_expand:
-            text += (
-                f" ({100 * HEADROOM_EXPANDABLE:.4g}% with"
-                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-            )
-        return text
-
-    @property
     def _of_tokens(self) -> str:
         """Length of the rows, for messages; empty if unknown."""
         length = self._scope.rows.length
@@ -484,13 +458,13 @@ class BoundSearch:
         compiles = is_compiled(engine.model)
         budgets = distributed.all_gather(self._budget)
         log.info(
-            "probing %s%s on %s, up to %s in %s, with %s",
+            "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
             self._scope.evaluation.name if self._scope.evaluation else "rows",
             self._of_tokens,
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
-            self.left_free,
+            100 * self.headroom,
         )
         external_leaves = ExternalLeaves(engine.own_leaves, in_trials=True)
         gradients = SavedGradients({}, lambda: None)
@@ -506,14 +480,9 @@ class BoundSearch:
                 # Memory is counted without the compiler.
                 if compiles and self._memory.granularity_bytes == 1:
                     result = replace(result, counts_eager=True)
-                choices = self._scope.choices
-                if choices and result.max_batch_size and result.throughput is None:
+                if self._scope.layouts and result.max_batch_size and result.throughput is None:
                     search = ThroughputSearch(
-                        self._tried,
-                        self._dry_run,
-                        choices,
-                        self._scope.rows,
-                        result.max_batch_size,
+                        self._tried, self._dry_run, self._scope, result.max_batch_size
                     )
                     config: Any = torch.compiler.config
                     # Timed micro-batches have more shapes than torch compiles by default.
@@ -623,10 +592,8 @@ class BoundSearch:
         if self._cache is not None:
             expected = distributed.from_rank_zero(self._cache.expected)
         if expected is not None:
-            rows = expected.max_rows(budget)
-            if rows is None or rows > self._maximum:
-                rows = self._maximum
-            log.info("about %d rows are expected to fit; the result is always tried", rows)
+            rows = format_bound(expected.max_rows(budget), self._maximum)
+            log.info("about %s rows are expected to fit; the result is always tried", rows)
         return Predictive(
             budget_bytes=budget,
             maximum=self._maximum,
@@ -647,8 +614,7 @@ class ThroughputSearch:
     Args:
         tried: step of training that trials run.
         dry_run: entered dry run; measures and undoes trials.
-        choices: candidate layouts.
-        rows: rows of trials, with an order of training.
+        scope: candidate layouts, and rows of trials with an order of training.
         max_batch_size: the most rows of trials that fit at once.
     """
 
@@ -656,26 +622,25 @@ class ThroughputSearch:
         self,
         tried: TriedStep,
         dry_run: DryRun,
-        choices: Choices,
-        rows: LongestRows,
+        scope: SearchScope,
         max_batch_size: int,
     ) -> None:
-        assert rows.in_order is not None, "timed rows need the order of training"
+        assert scope.rows.in_order is not None, "timed rows need the order of training"
         self._began = time.perf_counter()
         self._tried = tried
         self._dry_run = dry_run
-        self._choices = choices
-        self._in_order = rows.in_order
+        self._kinds = scope.layouts
+        self._in_order = scope.rows.in_order
         self._layout = tried.engine.sizer.layout
-        self._longest = self._layout.padded(rows.length)
-        self._step_rows = choices.timed_rows or max_batch_size
+        self._longest = self._layout.padded(scope.rows.length)
+        self._step_rows = scope.timed_rows or max_batch_size
         self._max_batch_size = max_batch_size
         self._rows = self._in_order(0, max(self._step_rows, _SAMPLED_ROWS))
         self._lengths = list(map(tried.row_length, self._rows))
 
     def __call__(self) -> Throughput | None:
         """Return the fastest micro-batches; None if none fit, or all layouts keep recompiling."""
-        layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
+        layouts = [replace(self._layout, kind=kind) for kind in self._kinds]
         compile_seconds = 0.0
         if is_compiled(self._tried.engine.model):
             with Compilations() as compilations:
@@ -723,7 +688,7 @@ class ThroughputSearch:
 
     def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
         """Return the smallest and the largest useful limit of a layout that may fit."""
-        unit = self._choices.unit if layout.is_usual else "tokens"
+        unit = self._tried.engine.sizer.limit().unit if layout.is_usual else "tokens"
         row_amount = layout.amount(1, self._longest, unit=unit)
         step_amount = self._step_rows
         if unit == "tokens":

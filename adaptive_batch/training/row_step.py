@@ -29,7 +29,6 @@ from adaptive_batch.probe import ProbeResult, needs_times
 
 from .adaptive_step import PartStep
 from .bound_search import (
-    Choices,
     LongestRows,
     ProbeOptions,
     SearchScope,
@@ -38,8 +37,7 @@ from .bound_search import (
 )
 from .model_checks import check_gradients_are_clear
 from .options import StepOptions, Terms
-from .packing import isolated_rows, pack_rows, packed_lengths
-from .packing_check import why_not_packed
+from .packing import isolated_rows, pack_rows, packed_lengths, why_not_packed
 from .parts import BatchSource, Part, RowsOfBatch
 from .step import RankReport
 from .step_result import StepResult
@@ -346,16 +344,17 @@ class RowStep(PartStep):
             timed_rows: rows of a step whose micro-batches are timed.
         """
         reshard(self.model)
-        choices = None
+        layouts: tuple[str, ...] = ()
         # Skip timing if a loaded state already has the fastest layout.
         must_time_layouts = self._chooses_fastest and self.sizer.throughput is None
         if must_time_layouts and needs_times(options.objective):
-            choices = Choices(self._compare_layouts(), "tokens", timed_rows)
+            layouts = self._compare_layouts()
         scope = SearchScope(
             self.longest_rows(order),
             accumulates=accumulates or self.sizer.may_split,
             whole_step_rows=step_rows,
-            choices=choices,
+            layouts=layouts,
+            timed_rows=timed_rows,
         )
         keep_gradients = None
         if distributed.world_size() > 1 and not self._options.sync_gradients_every_micro_batch:

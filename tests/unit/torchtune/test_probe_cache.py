@@ -20,7 +20,7 @@ from adaptive_batch.torchtune import (
     Trainer,
 )
 from adaptive_batch.torchtune.probe_cache import ProbeCache
-from adaptive_batch.training import Choices, ProbeOptions, SearchScope
+from adaptive_batch.training import ProbeOptions, SearchScope
 
 
 def searched(
@@ -74,10 +74,7 @@ def test_a_measured_throughput_is_not_used_for_a_dataset_of_other_lengths(
         return ProbeCache(
             job,
             data,
-            SearchScope(
-                data.trial_rows("longest"),
-                choices=Choices(kinds, "tokens", 4) if kinds else None,
-            ),
+            SearchScope(data.trial_rows("longest"), layouts=kinds, timed_rows=4),
             ProbeOptions(maximum=8),
             path=tmp_path / "probe.json",
         )

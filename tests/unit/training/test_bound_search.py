@@ -124,10 +124,6 @@ def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_leng
     search = search_on(memory, has_order, headroom)
     assert search.headroom == left_free
     assert search.budget_bytes() == int(2**30 * (1 - left_free))
-    text = f"{100 * left_free:.4g}% of the memory left free"
-    if segments == "expandable_segments:False":
-        text += " (1% with PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-    assert search.left_free == text
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])

@@ -29,8 +29,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
-from adaptive_batch.training import isolated_rows, pack_rows
-from adaptive_batch.training.packing_check import why_not_packed
+from adaptive_batch.training import isolated_rows, pack_rows, why_not_packed
 
 MODELS = {
     "llama3_2": lambda: torchtune_model(llama3_2),
@@ -501,7 +500,7 @@ REFUSED = {
     "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
     "a window": (lambda: Masked(windowed), SEES.format(20, 20, 21)),
     "a prefix": (lambda: Masked(prefix), SEES.format(0, 10, 1)),
-    "a sink": (lambda: Masked(with_sink), "attention looks at 41 keys with 40 queries"),
+    "a sink": (lambda: Masked(with_sink), "cannot isolate packed rows of 40 tokens"),
     "a token that none may see": (lambda: Masked(blocked), "attention lets token "),
     "a bias by distance": (lambda: Masked(nearer_is_more), "adds a bias to the scores"),
     "not causal": (lambda: Masked(lambda *_: None), "lets tokens see later ones"),
