@@ -43,7 +43,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import LongestRows, ProbeOptions, SearchScope, TriedStep, find_limit
+from .bound_search import LongestRows, ProbeOptions, SearchScope, TriedStep, find_limit, length_in_sample
 from .micro_batch_runner import OutOfMemoryElsewhereError
 from .model_checks import (
     check_parameters,
@@ -56,7 +56,7 @@ from .options import StepOptions, Terms
 from .parts import BatchSource, LabelCounter, Part, SplitBatch, copy_containers
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .split_check import SplitCheck
-from .splitters import CustomSplit, RowSplitter, length_in_sample
+from .splitters import CustomSplit, RowSplitter
 from .step import MicroBatchPlan, RankReport, Step, Weighting
 from .step_result import norm_to_clip
 

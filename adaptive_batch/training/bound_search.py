@@ -70,12 +70,17 @@ from adaptive_batch.probe import (
     try_again,
 )
 
-from .compilations import Compilations
 from .gradients import ExternalLeaves, SavedGradients
-from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
-from .parts import BatchSource
+from .model_checks import (
+    Compilations,
+    check_parameters,
+    fewest_rows,
+    gradients_must_come,
+    is_compiled,
+)
+from .parts import BatchSource, arrays_in
 from .sizing import MicroBatchSizer
-from .splitters import RowSplitter, counted_sample, length_in_sample
+from .splitters import RowSplitter
 from .step import Step
 
 log = logging.getLogger("adaptive_batch")
@@ -203,6 +208,55 @@ class LongestRows:
             name=_name(longest_length) + source,
         )
         return replace(largest, padded_to_longest=padded_to_longest)
+
+
+def length_in_sample(
+    sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
+) -> int:
+    """Return the number of tokens of a sample of one row, of all documents if it is packed; 0 if
+    unknown. Random numbers are restored.
+    """
+    with RandomState(device):
+        try:
+            rows = split(sample(1))
+        except SettingError:
+            # A batch without a tensor can be tried, but not split.
+            return 0
+        return (sum if rows.is_packed else max)(rows.lengths or [0])
+
+
+def counted_sample(
+    sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
+) -> Callable[[int], Any]:
+    """Return a sample function that raises for a batch with fewer rows than requested.
+
+    The number of rows of some batches is unknown. The function raises only if an earlier batch had
+    the requested number of rows, or if the batch is not larger than one of fewer requested rows.
+    """
+    has_rows = False
+    first: tuple[int, int] | None = None
+
+    def make(num_rows: int) -> Any:
+        nonlocal has_rows, first
+        batch = sample(num_rows)
+        try:
+            rows = split(batch)
+        except SettingError:
+            # A batch without a tensor can be tried, but not split.
+            return batch
+        if rows.is_packed:
+            return batch
+        found = rows.num_rows
+        has_rows |= found == num_rows
+        size = sum(each.numel() for each in arrays_in(batch) if isinstance(each, torch.Tensor))
+        first = first or (num_rows, size)
+        is_constant = num_rows > first[0] and size == first[1]
+        if found < num_rows and (has_rows or not found or is_constant):
+            remedy = "return the requested number of rows; repeat the longest ones if necessary"
+            raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
+        return batch
+
+    return make
 
 
 def _name(length: int) -> str:

@@ -1,11 +1,13 @@
-"""Checks of models, optimizers and gradients for all loops."""
+"""Checks of models, optimizers and gradients for all loops, and compilations of models."""
 
 from __future__ import annotations
 
+import gc
 import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from inspect import Parameter, signature
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import count
 from adaptive_batch.distributed import Replicas, Sharding, local_part, reshard
 from adaptive_batch.errors import SettingError
 
+private = PrivateNames("compiled steps")
 log = logging.getLogger("adaptive_batch")
 
 # Most parameters that a message names.
@@ -62,6 +66,47 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
+class Compilations(AbstractContextManager["Compilations"]):
+    """Context manager that counts the compilations inside and frees the garbage of each.
+
+    Attributes:
+        number: compilations so far, including those of the backward at its first run.
+        seconds: total duration.
+        variants: numbers of the compiled variants of each function, by torch's number of the
+            function.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.seconds = 0.0
+        self.variants: defaultdict[str, set[str]] = defaultdict(set)
+        self._start = 0.0
+
+    def __enter__(self) -> Compilations:
+        private.compilation_callbacks.register_start_callback(self._begin)
+        private.compilation_callbacks.register_end_callback(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # torch.compiler.reset() removes callbacks.
+        with suppress(ValueError):
+            private.compilation_callbacks.remove_start_callback(self._begin)
+            private.compilation_callbacks.remove_end_callback(self._end)
+
+    def _begin(self, _: object) -> None:
+        self._start = time.perf_counter()
+
+    def _end(self, compilation: Any) -> None:
+        self.number += 1
+        # The id is "function/variant_attempt"; a backward has the id of its forward.
+        function, _, variant = compilation.compile_id.partition("/")
+        self.variants[function].add(variant.partition("_")[0])
+        self.seconds += time.perf_counter() - self._start
+        # The error of a kernel that needs too much shared memory is in a cycle with the frames of
+        # its callers, and keeps their logits alive. Torch collects only younger generations.
+        gc.collect()
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Context manager: set the model to evaluation mode, and restore the mode of each module."""
@@ -87,10 +132,6 @@ def check_parameters(model: object, optimizer: object) -> None:
         remedy = (
             "give one torch.optim.Optimizer; if several step the model, the one with most state"
         )
-        raise SettingError("optimizer", type(optimizer).__name__, remedy)
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        remedy = "its step() needs a closure that runs the batch again, which is not supported"
         raise SettingError("optimizer", type(optimizer).__name__, remedy)
     reshard(model)
     parameters = {id(parameter) for parameter in model.parameters()}

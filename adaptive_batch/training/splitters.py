@@ -1,19 +1,38 @@
-"""Split a batch by a function of the script, by documents, or by rows."""
+"""Split a batch by a function of the script, by the documents of packed rows, or by rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from adaptive_batch._util import count
+from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import RandomState
 
-from .documents import DocumentsOfBatch, documents_of
-from .parts import BatchSource, RowsOfBatch, SplitBatch, arrays_in
+from .parts import (
+    SPLIT_REMEDY,
+    BatchSource,
+    RowsOfBatch,
+    SplitBatch,
+    copy_containers,
+    is_array,
+    is_table,
+    like_mapping,
+)
+
+_TOKENS = ("input_ids", "tokens")
+_POSITIONS = ("position_ids", "positions")
+# Prefix of the keys for document ends and for the length of the longest document.
+_ENDS = "cu_seq"
+_LONGEST = ("max_length", "max_seqlen")
+# Keys of values with one entry per token, which documents of several rows have in one row.
+_OF_TOKENS = (*_TOKENS, *_POSITIONS, "labels", "seq_idx", "attention_mask")
 
 
 class CustomSplit:
@@ -108,50 +127,320 @@ class RowSplitter:
         return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
 
 
-def length_in_sample(
-    sample: Callable[[int], Any], split: Callable[[Any], BatchSource], device: torch.device
-) -> int:
-    """Return the number of tokens of a sample of one row, of all documents if it is packed; 0 if
-    unknown. Random numbers are restored.
+class DocumentsOfBatch(BatchSource):
+    """A packed batch, whose parts have whole documents, one after the other in one row.
+
+    Tensors of tokens are divided: ``[rows, columns, ...]``, ``[..., rows, columns]`` and, without a
+    dimension of rows, ``[columns, ...]``; a mask ``[1, heads, columns, columns]`` in both
+    dimensions. The ends of documents (``cu_seq...``), the length of the longest
+    (``max_length...``, ``max_seqlen...``) and the numbers of documents (``seq_idx``, or a mask with
+    numbers above 1) are computed again. Positions do not change, since they restart in each
+    document. Tensors, arrays and lists with one entry per document are divided; numbers and text
+    are copied. Tokens after the last document of a row are in no part.
+
+    Args:
+        batch: tokens and other values by name.
+        spans: start and end of each document in the flattened tokens of all rows.
+        num_rows: packed rows of the batch.
+        problem: reason why the documents cannot be separated; empty if they can.
+
+    Attributes:
+        num_rows: number of documents.
+        num_packed_rows: number of rows that contain them.
+        lengths: number of tokens of each document.
+        width: number of tokens of all rows, padding included.
     """
-    with RandomState(device):
-        try:
-            rows = split(sample(1))
-        except SettingError:
-            # A batch without a tensor can be tried, but not split.
-            return 0
-        return (sum if rows.is_packed else max)(rows.lengths or [0])
+
+    noun = "document"
+    is_packed = True
+    knows_lengths = True
+
+    def __init__(
+        self,
+        batch: Mapping[str, Any],
+        spans: Sequence[tuple[int, int]],
+        num_rows: int,
+        problem: str,
+    ) -> None:
+        self._batch = batch
+        self._spans = spans
+        self._tokens = _tokens_of(batch)
+        self.num_packed_rows = num_rows
+        self._shape = (num_rows, self._tokens.shape[-1])
+        self.num_rows = len(spans)
+        self._problem = problem
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [end - begin for begin, end in self._spans]
+
+    @property
+    def width(self) -> int:
+        return int(self._tokens.numel())
+
+    @property
+    def treatment(self) -> str:
+        rows, columns = self._shape
+        documents = count(self.num_rows, "document")
+        return f"{documents} packed into {count(rows, 'row')} of {columns} tokens"
+
+    def part(self, rows: Sequence[int], /) -> Any:
+        """Return the batch of some documents; the script's own tensors if these are all.
+
+        Raises:
+            SettingError: a value has neither one entry per token nor one per document, or the
+                first label of a document would be lost.
+        """
+        if len(rows) == self.num_rows:
+            return copy_containers(self._batch)
+        problem = self._problem or self._lost_labels()
+        if problem:
+            raise SettingError("batch", self.treatment, f"{problem}; {SPLIT_REMEDY}")
+        some = {
+            key: self._of_documents(str(key), value, rows) for key, value in self._batch.items()
+        }
+        return like_mapping(self._batch, some)
+
+    def dummy(self) -> Any:
+        """Return the document with the most labels: the mean loss of no label is NaN."""
+        labels = self._batch.get("labels")
+        most = 0
+        if isinstance(labels, torch.Tensor) and labels.numel() == self.width:
+            is_label = labels.flatten() != IGNORE_INDEX
+            counts = [is_label[begin:end].count_nonzero() for begin, end in self._spans]
+            most = int(torch.stack(counts).argmax())
+        return self.part([most])
+
+    @cached_property
+    def _shifted_labels(self) -> torch.Tensor | None:
+        """Labels that the model will shift, since they equal the tokens; None if they differ."""
+        labels = self._batch.get("labels")
+        if not is_table(labels) or labels.shape != self._tokens.shape:
+            return None
+        is_label = labels != IGNORE_INDEX
+        return labels if bool((labels == self._tokens)[is_label].all()) else None
+
+    def _lost_labels(self) -> str:
+        """Return the problem if a split would lose labels; empty if not.
+
+        In the batch, the last token of a document predicts the first label of the next document. In
+        a part, no token may predict it.
+        """
+        labels = self._shifted_labels
+        # The first token of a row is never predicted.
+        begins = [begin for begin, _ in self._spans if begin % self._shape[1]]
+        if labels is None or not bool((labels.flatten()[begins] != IGNORE_INDEX).any()):
+            return ""
+        return (
+            "the last token of a document predicts the first token of the next one; give first"
+            " tokens the label -100"
+        )
+
+    def _of_documents(self, key: str, value: Any, documents: Sequence[int]) -> Any:
+        """Return the part of a value that belongs to some documents."""
+        lengths = [self.lengths[number] for number in documents]
+        is_tensor = isinstance(value, torch.Tensor)
+        if key.startswith(_LONGEST):
+            longest = max(lengths)
+            return torch.full_like(value, longest) if is_tensor else longest
+        if key.startswith(_ENDS):
+            ends = torch.tensor([0, *lengths]).cumsum(0)
+            if not is_tensor:
+                return type(value)(ends.tolist())
+            return ends.to(value).reshape(*[1] * (value.dim() - 1), -1)
+        if is_tensor:
+            tokens = self._tokens_in(key, value, documents)
+            if tokens is not None:
+                is_mask = key == "attention_mask" and _has_numbers(value)
+                if key == "seq_idx" or is_mask:
+                    counted = [torch.full([n], number) for number, n in enumerate(lengths)]
+                    numbers = torch.cat(counted).to(value).reshape(tokens.shape)
+                    # 0 in a mask is padding.
+                    return torch.where(tokens == 0, 0, numbers + 1) if is_mask else numbers
+                return tokens
+        if isinstance(value, list | tuple) and len(value) == self.num_rows:
+            return type(value)(value[number] for number in documents)
+        if is_array(value) and value.ndim and len(value) == self.num_rows:
+            return value[list(documents)]
+        if value is None or isinstance(value, int | float | str) or not getattr(value, "ndim", 1):
+            return value
+        size = f"its size is neither {self.num_rows} documents nor {self.width} tokens"
+        raise SettingError("batch", key, f"{self.treatment}, and {size}; {SPLIT_REMEDY}")
+
+    def _tokens_in(
+        self, key: str, value: torch.Tensor, documents: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Return the entries for the tokens of some documents; None if the tensor has no dimension
+        of tokens.
+        """
+        rows, columns = self._shape
+        shape = value.shape
+        if rows == 1 and "mask" in key and shape[-2:] == (columns, columns):
+            return self._along(-1, self._along(-2, value, documents), documents)
+        if rows > 1 and value is self._shifted_labels:
+            # In a part, the first token of a row may follow another document.
+            value = value.clone()
+            value[:, 0] = IGNORE_INDEX
+        if shape[:2] == (rows, columns):
+            return self._along(1, value.flatten(0, 1)[None], documents)
+        if rows == 1 and (shape == (columns,) or shape[:1] == self._tokens.shape):
+            return self._along(0, value, documents)
+        if shape[-2:] == (rows, columns):
+            return self._along(-1, value.flatten(-2)[..., None, :], documents)
+        return None
+
+    def _along(self, axis: int, value: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
+        """Return the entries of some documents along an axis."""
+        spans = [self._spans[number] for number in documents]
+        # Return a view of adjacent documents.
+        if all(end == begin for (_, end), (begin, _) in pairwise(spans)):
+            begin, end = spans[0][0], spans[-1][1]
+            return value.narrow(axis, begin, end - begin)
+        return torch.cat([value.narrow(axis, begin, end - begin) for begin, end in spans], axis)
 
 
-def counted_sample(
-    sample: Callable[[int], Any], split: Callable[[Any], BatchSource]
-) -> Callable[[int], Any]:
-    """Return a sample function that raises for a batch with fewer rows than requested.
+class TokensWithoutEnds(RowsOfBatch):
+    """Tokens and labels of one dimension, which may be documents with unknown ends."""
 
-    The number of rows of some batches is unknown. The function raises only if an earlier batch had
-    the requested number of rows, or if the batch is not larger than one of fewer requested rows.
+    num_packed_rows = 1
+
+    def part(self, rows: Sequence[int], /) -> Any:
+        """Return the whole batch.
+
+        Raises:
+            SettingError: `rows` are not all rows.
+        """
+        if len(rows) < self.num_rows:
+            remedy = f"nothing shows where documents end; give positions, or {SPLIT_REMEDY}"
+            raise SettingError("batch", f"tokens and labels of [{self.num_rows}]", remedy)
+        return super().part(rows)
+
+
+def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
+    """Return a packed batch as documents; None if the batch is divided by rows.
+
+    The ends of documents are read from the first of these values that the batch has: keys that
+    begin with ``cu_seq``; ``seq_idx``, the number of each token's document; ``position_ids`` or
+    ``positions``, which restart at each document; in a single row, an ``attention_mask`` with
+    numbers above 1, the numbers of documents. With positions or a mask, padding at the end belongs
+    to the last document. With positions, a document of one token belongs to the one before.
+
+    Several rows are divided into documents only if the batch has labels and its other values are
+    known. With an unknown value, documents of two rows might attend to each other in one row.
     """
-    has_rows = False
-    first: tuple[int, int] | None = None
+    tokens = _tokens_of(batch) if isinstance(batch, Mapping) else None
+    if not isinstance(tokens, torch.Tensor) or tokens.is_nested or tokens.dim() not in (1, 2):
+        return None
+    num_rows, columns = tokens.shape if tokens.dim() == 2 else (1, len(tokens))
+    ends, problem = _ends_in(batch, num_rows, columns) if tokens.numel() else ([], "")
+    if sum(map(len, ends)) > num_rows:
+        if num_rows > 1 and not _has_only_documents(batch, num_rows, columns):
+            return None
+        spans = [
+            (row * columns + begin, row * columns + end)
+            for row, of_row in enumerate(ends)
+            for begin, end in pairwise([0, *of_row])
+        ]
+        return DocumentsOfBatch(batch, spans, num_rows, problem)
+    labels: Any = batch.get("labels")
+    has_labels = isinstance(labels, torch.Tensor) and labels.shape == tokens.shape
+    if not ends and tokens.dim() == 1 and has_labels and not labels.is_floating_point():
+        return TokensWithoutEnds(batch)
+    return None
 
-    def make(num_rows: int) -> Any:
-        nonlocal has_rows, first
-        batch = sample(num_rows)
-        try:
-            rows = split(batch)
-        except SettingError:
-            # A batch without a tensor can be tried, but not split.
-            return batch
-        if rows.is_packed:
-            return batch
-        found = rows.num_rows
-        has_rows |= found == num_rows
-        size = sum(each.numel() for each in arrays_in(batch) if isinstance(each, torch.Tensor))
-        first = first or (num_rows, size)
-        is_constant = num_rows > first[0] and size == first[1]
-        if found < num_rows and (has_rows or not found or is_constant):
-            remedy = "return the requested number of rows; repeat the longest ones if necessary"
-            raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
-        return batch
 
-    return make
+def _has_only_documents(batch: Mapping[str, Any], num_rows: int, columns: int) -> bool:
+    """Return whether the batch has labels, and all its values are those of tokens or documents."""
+    return "labels" in batch and all(
+        str(key).startswith((_ENDS, *_LONGEST))
+        or (key in _OF_TOKENS and getattr(value, "shape", None) == (num_rows, columns))
+        for key, value in batch.items()
+    )
+
+
+def _tokens_of(batch: Mapping[str, Any]) -> Any:
+    return batch.get("input_ids", batch.get("tokens"))
+
+
+def _has_numbers(mask: torch.Tensor) -> bool:
+    """Return whether a mask numbers documents, from 1."""
+    return not mask.is_floating_point() and mask.dim() == 2 and int(mask.max()) > 1
+
+
+def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[list[list[int]], str]:
+    """Return the ends of the documents of each row, empty if unknown, and the reason why the
+    documents cannot be separated, empty if they can.
+    """
+    found: list[list[list[int]]] = []
+    for key, value in batch.items():
+        if str(key).startswith(_ENDS) and (isinstance(value, list) or is_array(value)):
+            try:
+                numbers = torch.as_tensor(value)
+            except (TypeError, ValueError):
+                # Lists of different lengths, one per row.
+                return [], ""
+            if num_rows > 1 and numbers.shape[:-1] != (num_rows,):
+                return [], ""
+            # Automodel pads with a negative number.
+            rows = numbers.reshape(num_rows, -1).tolist()
+            found.append([[end for end in dict.fromkeys(row) if end > 0] for row in rows])
+    labels = _table(batch, "labels", num_rows, columns)
+    for row, ends in enumerate(found[0] if found else []):
+        if any(others[row] != ends for others in found):
+            return found[0], f"keys that begin with {_ENDS} show different documents"
+        if ends != sorted(ends) or ends[-1:] > [columns]:
+            return found[0], f"ends {ends} do not ascend to {columns} tokens"
+        if labels is not None and ends and bool((labels[row, ends[-1] :] != IGNORE_INDEX).any()):
+            return found[0], "there are labels after the last document"
+    if found:
+        return found[0], ""
+    begins = _begins_in(batch, num_rows, columns)
+    if begins is None:
+        return [], ""
+    ends_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
+    for row, column in begins.nonzero().tolist():
+        ends_of_rows[row].append(column)
+    return [[*ends, columns] for ends in ends_of_rows], ""
+
+
+def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.Tensor | None:
+    """Return a bool tensor `[rows, columns]`, true at the first token of each document except the
+    first of a row; None if the batch does not show it.
+    """
+    numbers = _table(batch, "seq_idx", num_rows, columns)
+    if numbers is not None:
+        return _changes(numbers)
+    mask = _table(batch, "attention_mask", num_rows, columns)
+    if num_rows > 1 and mask is not None and not _has_numbers(mask):
+        # With a mask of padding only, the documents of a row attend to each other.
+        return None
+    begins = None
+    for positions in (_table(batch, key, num_rows, columns) for key in _POSITIONS):
+        if positions is not None and begins is None:
+            first = positions[:, :1]
+            if num_rows > 1 and bool((first != positions.min()).any()):
+                # A row continues a document of the row before. In a part, it might follow another
+                # document.
+                return None
+            is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
+            begins = functional.pad(is_begin & (is_begin.cumsum(1) > 1), (0, 1))
+    has_begins = begins is not None and bool(begins.any())
+    if not has_begins and num_rows == 1 and mask is not None and _has_numbers(mask):
+        return _changes(mask)
+    return begins
+
+
+def _table(batch: Mapping[str, Any], key: str, num_rows: int, columns: int) -> torch.Tensor | None:
+    """Return a value with one integer per token as `[rows, columns]`; None for other values."""
+    value: Any = batch.get(key)
+    if not isinstance(value, torch.Tensor) or value.numel() != num_rows * columns:
+        return None
+    return None if value.is_floating_point() else value.reshape(num_rows, columns)
+
+
+def _changes(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a bool tensor, true where the number of the document changes. In a mask, 0 is padding
+    after the last document.
+    """
+    changes = (numbers[:, 1:] != numbers[:, :-1]) & (numbers[:, 1:] != 0)
+    return functional.pad(changes, (1, 0))

@@ -33,10 +33,9 @@ from adaptive_batch.memory import (
     recover,
 )
 
-from .compilations import Compilations
 from .gradients import ExternalLeaves, SavedGradients, clip_gradients
 from .micro_batch_runner import MicroBatchRunner, OutOfMemoryElsewhereError
-from .model_checks import is_compiled, optimizers_wait
+from .model_checks import Compilations, is_compiled, optimizers_wait
 from .sizing import MicroBatchSizer
 
 _ABSENT = "nothing"

@@ -12,7 +12,7 @@ from support.sharded_model import Decoder, collate, make_rows, runner_of, token_
 from adaptive_batch import AdaptiveStep
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import MicroBatchSizer
-from adaptive_batch.training.compilations import Compilations
+from adaptive_batch.training.model_checks import Compilations
 
 
 @pytest.fixture(autouse=True)

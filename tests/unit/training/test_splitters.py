@@ -18,7 +18,7 @@ from support.packed_batches import (
 )
 
 from adaptive_batch import AdaptiveStep, SettingError
-from adaptive_batch.training.documents import documents_of
+from adaptive_batch.training.splitters import documents_of
 
 
 def gradients(model, batch, **arguments):
