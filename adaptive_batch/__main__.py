@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from adaptive_batch import __version__
 from adaptive_batch.config_files import copy_config, shipped_configs
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.integrations.options import add_options, given_options
+from adaptive_batch.integrations.command_line import add_options, given_options, run_program
 
 if TYPE_CHECKING:
     from adaptive_batch.emulate import Device
@@ -197,8 +197,6 @@ def _run(options: argparse.Namespace) -> int:
             return _emulate(options, program)
         if not program:
             raise SettingError("PROGRAM", None, "give the program after --")
-        from adaptive_batch.integrations.program import run_program
-
         return run_program(program, given_options(options))
     if options.command == "audit":
         from adaptive_batch.report import audit

@@ -27,7 +27,7 @@ from adaptive_batch.training import (
     Terms,
 )
 
-from .options import PlainArguments
+from .command_line import PlainArguments
 
 log = logging.getLogger("adaptive_batch")
 

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 from transformers import Trainer
 
-from .options import PlainArguments
+from .command_line import PlainArguments
 from .transformers import AdaptiveArguments, adopt
 
 _PREFIX = "adaptive_"

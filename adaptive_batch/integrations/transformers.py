@@ -30,9 +30,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .pairs import by_pairs, stacks_pairs
 from .part_logs import PartLogs
-from .transformers_growth import Growth, refuse_saved_growth
+from .transformers_batches import Growth, by_pairs, refuse_saved_growth, stacks_pairs
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer", "adopt"]
 

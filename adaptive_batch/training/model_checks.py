@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -132,6 +133,10 @@ def check_parameters(model: object, optimizer: object) -> None:
         remedy = (
             "give one torch.optim.Optimizer; if several step the model, the one with most state"
         )
+        raise SettingError("optimizer", type(optimizer).__name__, remedy)
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        remedy = "its step() needs a closure that runs the batch again, which is not supported"
         raise SettingError("optimizer", type(optimizer).__name__, remedy)
     reshard(model)
     parameters = {id(parameter) for parameter in model.parameters()}

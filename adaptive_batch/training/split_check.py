@@ -5,7 +5,6 @@ rows with the sum of the gradients of their parts.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -216,36 +215,35 @@ class SplitCheck:
             sample = sample.uncut()
             result = self._measure(sample, by_row=by_row) or result
         is_equal = result.difference <= tolerance
-        difference = _percent(result.difference)
         coefficient = _auxiliary_coefficient(self._step.model)
         if noise > _MAX_NOISE or (result.has_other_draws and not is_equal):
             reason = "the loss draws random numbers that belong to no row"
             if noise > _MAX_NOISE:
-                reason = f"two runs of the same rows differ by {_percent(noise)}"
+                reason = f"two runs of the same rows differ by {noise:.2%}"
             self._warn("noise", f"a batch and its parts cannot be compared, since {reason}")
         elif is_equal and (can_keep_columns or not difference_if_cut):
             if difference_if_cut:
                 self.keeps_columns = True
                 self._warn(
                     "columns",
-                    f"the gradient depends on padding (it differs by {_percent(difference_if_cut)}"
+                    f"the gradient depends on padding (it differs by {difference_if_cut:.2%}"
                     " without), so parts of a batch keep all columns",
                 )
             self._learn_first_label(sample, tolerance)
         elif not is_equal and result.difference <= 2 * coefficient:
             self._warn(
                 "auxiliary loss",
-                f"gradients of a batch and of its parts differ by {difference}, since each part has"
-                f" an auxiliary loss of its own, with coefficient {coefficient:g}",
+                f"gradients of a batch and of its parts differ by {result.difference:.2%}, since"
+                f" each part has an auxiliary loss of its own, with coefficient {coefficient:g}",
             )
         else:
             noun = sample.batch.noun
             measured = (
                 f"gradients of {count(len(sample.rows), noun)} and of their two parts differ by"
-                f" {difference} (noise {_percent(noise)}"
+                f" {result.difference:.2%} (noise {noise:.2%}"
             )
             if difference_if_cut:
-                measured += f", {_percent(difference_if_cut)} if the parts leave padding out"
+                measured += f", {difference_if_cut:.2%} if the parts leave padding out"
             remedy = (
                 "the model sees padding, of which a part has less; mask it, or pad all rows to one"
                 " length"
@@ -506,12 +504,3 @@ def _has_tf32(model: nn.Module) -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32" or (
         has_convolution and cudnn.conv.fp32_precision == "tf32"
     )
-
-
-def _percent(share: float) -> str:
-    if not math.isfinite(share):
-        return "more than can be measured"
-    percent = 100 * share
-    if percent < 0.01:
-        return "less than 0.01%"
-    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"

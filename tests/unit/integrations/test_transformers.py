@@ -32,8 +32,8 @@ from transformers import (
 
 from adaptive_batch import AdaptiveBatches, Sampling, SettingError, StepOptions, geometric
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.integrations.pairs import by_pairs
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, adopt
+from adaptive_batch.integrations.transformers_batches import by_pairs
 
 NUM_ROWS = 24
 # More than any machine has: allocating it is an out-of-memory error.

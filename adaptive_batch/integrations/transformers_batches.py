@@ -1,8 +1,10 @@
-"""Growing batches under Hugging Face's Trainer: steps, learning rate and resuming."""
+"""Batches of Hugging Face's Trainer: growing ones, and pairs of preference collators."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches, Sampling
 from adaptive_batch.errors import SettingError
-from adaptive_batch.training import AdaptiveRate
+from adaptive_batch.training import AdaptiveRate, RowsOfBatch, SplitBatch
 
 from .arguments import AdaptiveArguments
 
@@ -28,6 +30,8 @@ _NEEDED = {
     "train_sampling_strategy": ("random", "AdaptiveBatches draws the order of rows; give random"),
     "dataloader_drop_last": (False, "each row is used once per epoch; give False"),
 }
+# Class names in TRL and in LLaMA-Factory, compared by name to avoid the imports.
+_COLLATORS = ("DataCollatorForPreference", "PairwiseDataCollatorWithPadding")
 
 
 class Growth(TrainerCallback):
@@ -130,3 +134,57 @@ def refuse_saved_growth(state: TrainerState) -> None:
     if _STATE in state.stateful_callbacks:
         remedy = "its batch grew; give AdaptiveArguments the same batch_increase_function"
         raise SettingError("resume_from_checkpoint", f"step {state.global_step}", remedy)
+
+
+def stacks_pairs(collator: Any) -> bool:
+    """Return whether a collator of TRL, LLaMA-Factory or ms-swift makes batches of pairs: all
+    chosen rows, then all rejected rows in that order.
+    """
+    # ms-swift's is a method of its template; with padding_free it packs all rows into one.
+    template: Any = getattr(getattr(collator, "func", None), "__self__", None)
+    is_of_swift = getattr(template, "mode", "") == "rlhf" and not template.padding_free
+    return is_of_swift or type(collator).__name__ in _COLLATORS
+
+
+def by_pairs(adaptive: AdaptiveArguments) -> AdaptiveArguments:
+    """Return arguments that split batches by pairs, unless `adaptive` has its own `split`."""
+    if adaptive.split is not None:
+        return adaptive
+    return replace(
+        adaptive,
+        split=_split_pairs,
+        row_length=adaptive.row_length or _longer_of_pair,
+        num_labels=adaptive.num_labels or _num_pairs,
+    )
+
+
+def _num_pairs(batch: Mapping[str, Any]) -> int:
+    return RowsOfBatch(batch).num_rows // 2
+
+
+def _longer_of_pair(row: Mapping[str, Sequence[int]]) -> int:
+    ids = "ids" if "chosen_ids" in row else "input_ids"
+    longer = max(len(row[f"chosen_{ids}"]), len(row[f"rejected_{ids}"]))
+    return len(row.get("prompt_ids", ())) + longer
+
+
+def _split_pairs(batch: Mapping[str, Any]) -> SplitBatch:
+    rows = RowsOfBatch(batch)
+    num_pairs = rows.num_rows // 2
+
+    def part(pairs: Sequence[int]) -> dict[str, Any]:
+        both = rows.part([*pairs, *(num_pairs + pair for pair in pairs)])
+        # Tensors with one entry per pair, such as the log-probabilities of the reference model.
+        of_pairs = {
+            key: value[list(pairs)]
+            for key, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.dim() and len(value) == num_pairs
+        }
+        return {**both, **of_pairs}
+
+    lengths = rows.lengths
+    if lengths is not None:
+        # Both rows are padded to the longer one.
+        pairs_of_lengths = zip(lengths[:num_pairs], lengths[num_pairs:], strict=True)
+        lengths = [2 * max(pair) for pair in pairs_of_lengths]
+    return SplitBatch(num_pairs, part, lengths)
