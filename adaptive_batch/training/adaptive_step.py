@@ -43,7 +43,14 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import LongestRows, ProbeOptions, SearchScope, TriedStep, find_limit, length_in_sample
+from .bound_search import (
+    LongestRows,
+    ProbeOptions,
+    SearchScope,
+    TriedStep,
+    find_limit,
+    length_in_sample,
+)
 from .micro_batch_runner import OutOfMemoryElsewhereError
 from .model_checks import (
     check_parameters,
