@@ -410,16 +410,21 @@ def file_signature(path: str | Path) -> list[str | int]:
 
 
 def described_with_files(value: object) -> object:
-    """Return settings with the signature of each file that a text names.
+    """Return settings with the signature of each file that a text names, by its path or by the
+    dotted path of an object in an imported module.
 
-    Folders are not described: caches and outputs of a run would change their signature.
+    Folders are not described: caches and outputs of a run would change their signature. Modules
+    that a named module imports do not count.
     """
     if isinstance(value, Mapping):
         return {str(key): described_with_files(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [described_with_files(item) for item in value]
-    if isinstance(value, str) and os.path.isfile(value):
-        return [value, file_signature(value)]
+    if isinstance(value, str):
+        module = sys.modules.get(value.rpartition(".")[0])
+        file = value if os.path.isfile(value) else getattr(module, "__file__", None)
+        if file is not None:
+            return [value, file_signature(file)]
     return value
 
 

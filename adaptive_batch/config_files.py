@@ -15,29 +15,20 @@ from adaptive_batch.errors import SettingError
 _PACKAGE = Path(__file__).resolve().parent
 
 
-def _folder() -> Path:
-    """Return the folder of the shipped configurations."""
-    in_wheel = _PACKAGE / "configs"
-    if in_wheel.is_dir():
-        return in_wheel
-    return _PACKAGE.parent / "configs"
-
-
-def config_path(name: str) -> Path | None:
-    """Return the file of a shipped configuration, or None if the name is unknown.
-
-    Args:
-        name: file name without ``.yaml``, such as ``demo_cpu``.
-    """
-    return {path.stem: path for path in _folder().glob("*.yaml")}.get(name)
+def config_files() -> dict[str, Path]:
+    """Return the files of the shipped configurations by name, such as ``demo_cpu``, sorted."""
+    folder = _PACKAGE / "configs"
+    if not folder.is_dir():
+        folder = _PACKAGE.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def shipped_configs() -> list[tuple[str, str]]:
     """Return the name and the first line of every shipped configuration, sorted by name."""
     configs = []
-    for path in sorted(_folder().glob("*.yaml")):
+    for name, path in config_files().items():
         first_line = path.read_text(encoding="utf-8").partition("\n")[0]
-        configs.append((path.stem, first_line.removeprefix("#").strip()))
+        configs.append((name, first_line.removeprefix("#").strip()))
     return configs
 
 
@@ -54,10 +45,11 @@ def copy_config(name: str, destination: str | Path) -> Path:
     Raises:
         SettingError: the name is unknown, the file exists already, or its folder does not exist.
     """
-    source = config_path(name)
-    if source is None:
-        names = [shipped for shipped, _ in shipped_configs()]
-        raise SettingError("NAME", name, f"unknown configuration; {nearest(name.lower(), names)}")
+    files = config_files()
+    if name not in files:
+        remedy = f"unknown configuration; {nearest(name.lower(), [*files])}"
+        raise SettingError("NAME", name, remedy)
+    source = files[name]
     target = Path(destination)
     if target.is_dir():
         target = target / source.name

@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from adaptive_batch.config_files import config_path
+from adaptive_batch.config_files import config_files
 from adaptive_batch.data import DatasetAdapter, MicroBatchLimit, micro_batches, row_order
 
 LONGEST = 512
@@ -48,7 +48,7 @@ def docstring_lengths() -> torch.Tensor:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import demo
 
-    path = config_path("demo_cpu")
+    path = config_files()["demo_cpu"]
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
     with tempfile.TemporaryDirectory() as folder:
         demo.prepare(folder)

@@ -160,7 +160,7 @@ class Estimated:
         estimator = Estimator(self._cfg, settings, [self.device], builder_of(self._cfg))
         with estimator._run(self._cfg, [self._length], 1, self.device) as run:
             plan = run.job.settings.search_plan
-            needs_search = run.job.settings.micro_batch.needs_search
+            needs_search = run.job.settings.configured_size.needs_search
             rows, _ = run.rows_of(self._length)
             self._step = run.step(rows, accumulates=plan.has_several or needs_search)
             self._run = run.forward_backward(rows)

@@ -40,7 +40,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from torchtune.training.metric_logging import DiskLogger
 
-from adaptive_batch.config_files import config_path
+from adaptive_batch.config_files import config_files
 from adaptive_batch.report import read_records
 from adaptive_batch.torchtune import NextTokens, builder_of
 
@@ -158,7 +158,7 @@ class Setting:
         """Return the configuration of a way, with its own caches, so that no search reads the
         result of another.
         """
-        path = config_path("demo_cpu")
+        path = config_files()["demo_cpu"]
         assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
         output_dir = self.folder / name.replace(" ", "_")
         own = {

@@ -116,7 +116,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.data.dataset, batch_sampler=self.batches, collate_fn=list
         )
         self.limit_finder = LimitFinder(
-            self.job, self.data, lost=self.resumed.lost, watch=self.watch, event=self.log.event
+            self.job, self.data, resumed=self.resumed, watch=self.watch, event=self.log.event
         )
         if self.settings.searches:
             self.limit_finder.check()
@@ -133,11 +133,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             same_within=10.0 if self.watch else 0.0,
         )
         self._after_end = self.saver.after_end
-        self.log.open()
+        self.log.open(self.resumed)
         self.log.start(self.resumed, replaces=self.saver.replaces)
-        if self.watch and self.resumed.lost:
+        if self.watch and self.limit_finder.lost:
             self.watch.on_end = partial(
-                self.resumed.lost.write_down, conditions=self.sizers.training.conditions
+                self.limit_finder.lost.write_down, conditions=self.sizers.training.conditions
             )
 
     def _setup_model(self) -> None:
@@ -194,21 +194,30 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if first_epoch >= epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
             self.log.event("nothing_to_train", message)
+        # SIGTERM, SIGHUP and Ctrl-C only set `preemption.requested` here: the step that runs is
+        # finished and saved.
         with self.saver.preemption:
             for epoch in range(first_epoch, epochs):
-                # They were read for the epoch before.
-                self.data.dataset.forget_rows_read_ahead()
+                # Forget the rows that a thread has read ahead in the last epoch's order.
+                self.data.dataset.expect([])
                 if epoch == first_epoch:
+                    # _setup_rate() has planned it. Start where the checkpoint ended, with its
+                    # random state.
                     steps = self.resumed.begin_reading(self.loader, self.batches.progress)
                 else:
+                    # Ask `batch_increase_function`, order the rows and divide them into steps.
                     self.batches.begin_epoch()
                     self.log.epoch(self.batches, self.rate)
                     steps = iter(self.loader)
                 for rows in self.log.progress_bar(steps, self.batches):
                     self._train_step(rows)
+                # Log how many rows the epoch used. End the run if no step had a label, or all were
+                # skipped.
                 self.monitor.end_epoch(self.batches)
+                # Count the epoch as done: the next one begins at row 0.
                 self.batches.end_epoch()
                 self.save_checkpoint(epoch=epoch)
+        # Wait for an asynchronous save.
         self.saver.close()
         if first_epoch < epochs:
             self.log.end(self.batches.progress)
@@ -216,12 +225,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _train_step(self, rows: list[Any]) -> None:
         """Run one optimizer step on the rows of this rank."""
+        # The plan of this step: its row numbers, its batch, and the progress before it. The loader
+        # may have planned later steps already.
         step = self.batches.oldest
-        # Read the next step's rows while the device is busy.
+        # Name the next step's rows to a thread, which reads them while the device is busy.
         self.data.dataset.expect(step.following)
         record_memory_history(self.profiler_cfg, self.device, step.progress)
 
-        # Set the scheduled learning rate; `optimizer.step()` scales it by the size of the step.
+        # Set the scheduled learning rate. `optimizer.step()` scales it by the rows or tokens of the
+        # step over all ranks, as `lr_scaling` says.
         size = self.batches.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
         rates = self.rate.apply(step.progress, batch=size)
 
@@ -229,14 +241,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         result = self.trainer.forward_backward(
             rows,
             step,
-            # Ranks agree on it in the step's first collective.
+            # All ranks learn of it in the step's first collective.
             stop_requested=self.saver.preemption.requested,
             measures_noise=self.monitor.measures_noise(step),
         )
+        # With `on_nonfinite_loss=skip`, a step whose loss or gradients are not finite changes
+        # nothing; with `stop`, it ends the run.
         if not self.monitor.drop_if_nonfinite(step, result, lr=rates["lr"]):
             # Run `optimizer.step()` and `zero_grad()`.
             self.trainer.step()
 
+        # Only now do the rows count as trained; a checkpoint resumes after them. The noise scale
+        # may set the next batch.
         progress = self.batches.done(
             tokens=result.tokens, ends_epoch=False, noise_scale=self.monitor.noise_scale
         )
@@ -251,6 +267,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.validation:
             self.validation.run_where_due(progress.steps)
         self.profiler.step()
+        # Save every `save_every_n_steps` steps. If a stop was requested, save and exit.
         self.saver.save_where_due(self.trainer, stop_requested=result.stop_requested)
 
     # --- checkpoints

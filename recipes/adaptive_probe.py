@@ -9,6 +9,8 @@ Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo`
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omegaconf import DictConfig
 from torchtune import training
 
@@ -87,7 +89,7 @@ def probe(
     if len(results) > 1:
         say(summary(results))
     if trainer.engine.reference is not None:
-        step_rows = results[-1].batch_size * settings.gradient_accumulation_steps
+        step_rows = replace(settings, batch_size=results[-1].batch_size).step_rows
         search_reference = limit_finder.search_reference(trainer, step_rows=step_rows)
         say(f"\nreference model, without gradients:\n{search_reference.table()}")
     return results

@@ -1,9 +1,8 @@
 """Atomic checkpoints of training steps."""
 
 from .checkpoint import Checkpoint, SkippedCheckpoint, newest_complete
-from .failures import reason, saving
+from .files import SavedFile, reason, saving
 from .manager import CheckpointManager, checkpoints_in, remove_folder
-from .manifest import SavedFile
 from .optimizer_state import (
     load_named_optimizer_state,
     named_optimizer_state,

@@ -25,8 +25,7 @@ from adaptive_batch.errors import CheckpointError
 
 from .content import Content, read_into, read_optimizer, read_whole
 from .dcp import METADATA, Ranks, load_safely, low_bit_file, write_tensors
-from .failures import reason
-from .manifest import SavedFile, changed_content, changed_size, manifest_text, read_manifest
+from .files import SavedFile, changed_content, changed_size, manifest_text, read_manifest, reason
 
 Result = TypeVar("Result")
 

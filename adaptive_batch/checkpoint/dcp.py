@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from adaptive_batch import distributed
 from adaptive_batch.errors import CheckpointError
 
-from .failures import reason
+from .files import reason
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,6 @@ import logging
 import platform
 import re
 import shutil
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +29,7 @@ from adaptive_batch.memory import host_available_bytes, plain_tensors
 from .checkpoint import Checkpoint, SkippedCheckpoint, inspect, write_checkpoint
 from .content import Content, gather_content
 from .dcp import Ranks
-from .failures import saving
+from .files import saving
 
 log = logging.getLogger("adaptive_batch")
 
@@ -96,9 +95,8 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         self._copies: dict[str, torch.Tensor] = {}
 
-    def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
-        """Save a checkpoint; return the seconds that training waited, including for an earlier
-        asynchronous save.
+    def save(self, step: int, tensors_tree: Any, small_state: Any) -> None:
+        """Save a checkpoint, after waiting for an earlier asynchronous save.
 
         Args:
             step: optimizer steps so far; a checkpoint of the same step is replaced.
@@ -113,7 +111,6 @@ class CheckpointManager:
                 this one did not start; earlier checkpoints are unchanged.
             TypeError: a value has an unsupported type; nothing was written.
         """
-        start = time.perf_counter()
         self.wait()
         try:
             content = gather_content(tensors_tree, small_state, self._ranks)
@@ -133,7 +130,6 @@ class CheckpointManager:
             self._pending = self._writer.submit(self._write, step, copies)
         else:
             self._write(step, content)
-        return time.perf_counter() - start
 
     def wait(self) -> None:
         """Wait for the last save; raise CheckpointError if it failed."""

@@ -436,17 +436,17 @@ class Batches(Sampler[list[int]]):
             if self.batching.batch_size_schedule is not None:
                 # The rate's schedule was chosen for the configured batch.
                 batch_size = self.batching.batch_size
-            rows = batch_size * self.batching.gradient_accumulation_steps
+            batching = replace(self.batching, batch_size=batch_size, batch_size_schedule=None)
             # A script's sampler may not be able to draw the first epoch again.
             begin = Progress() if self._order_of is None else self._epoch.begin
             constant = replace(
                 self._epoch,
-                batching=replace(self.batching, batch_size_schedule=None),
+                batching=batching,
                 planned_at=begin,
                 measure=self._lengths_of_reference,
             )
             self._reference = constant.divide(
-                lambda progress: rows, counts_tokens=self._plans_tokens
+                lambda progress: batching.step_rows, counts_tokens=self._plans_tokens
             )
         return self._reference
 

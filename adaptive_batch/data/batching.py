@@ -151,6 +151,11 @@ class Batching(Sampling):
         return replace(self, batch_size_schedule=coupled)
 
     @property
+    def step_rows(self) -> int:
+        """Rows of a step on one device, as configured."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
     def depends_on_lengths(self) -> bool:
         """Return whether the lengths of the rows decide which rows a step has."""
         return bool(self.batch_tokens) or self.sample_order == "seqlen"
@@ -169,5 +174,4 @@ class Batching(Sampling):
         """Return the configured batch of a number of ranks, which the rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return ReferenceBatch(self.batch_tokens * ranks, "tokens")
-        rows = self.batch_size * self.gradient_accumulation_steps
-        return ReferenceBatch(rows * ranks, "rows")
+        return ReferenceBatch(self.step_rows * ranks, "rows")

@@ -28,9 +28,8 @@ from .collectives import (
     world_size,
 )
 from .ddp import Replicas, sharding_of
+from .endings import EXIT_STATUS, Preemption, Terminated, Watchdog, raising_on_request
 from .fsdp import Sharding, local_part, reshard, shapes_worked_out_apart, whole_tensor
-from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_request
-from .watchdog import Watchdog
 
 __all__ = [
     "EXIT_STATUS",

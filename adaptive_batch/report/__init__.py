@@ -2,12 +2,13 @@
 
 from .auditing import audit
 from .page import write_estimate_picture, write_report
-from .run_log import RunLog, read_records
+from .run_log import RunLog, read_records, started_runs
 
 __all__ = [
     "RunLog",
     "audit",
     "read_records",
+    "started_runs",
     "write_estimate_picture",
     "write_report",
 ]

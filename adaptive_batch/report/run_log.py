@@ -85,6 +85,12 @@ class RunLog:
             log.info("%s", message)
         self._write(kind, {"message": message, **values})
 
+    def copy(self, folder: Path) -> None:
+        """Append the records of the log of another folder, if it has one."""
+        path = folder / RECORD
+        if self._file and path.exists():
+            self._file.write(path.read_text(encoding="utf-8").rstrip("\n") + "\n")
+
     def sync(self) -> None:
         """Flush the log to disk, so that no checkpoint is newer than the log."""
         if self._file:
@@ -138,6 +144,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if torn:
         log.warning("%s: skipped %d incomplete lines", path, torn)
     return [record for record in records if record is not None]
+
+
+def started_runs(folder: Path) -> list[Any]:
+    """Return the names of the runs that started in a folder, in the order of their starts."""
+    path = folder / RECORD
+    records = read_records(path) if path.exists() else []
+    return [record.get("run") for record in records if record.get("kind") == "start"]
 
 
 def _locked(file: TextIO) -> bool:

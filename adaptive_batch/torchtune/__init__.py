@@ -1,6 +1,5 @@
 """The parts of the recipes; the only package that imports torchtune or omegaconf."""
 
-from .adapter_model import AdapterModel, builder_of
 from .checks import check_output_dir, without_effect
 from .data import Data, Sizers
 from .estimates import estimate_devices
@@ -16,15 +15,14 @@ from .launch import (
 )
 from .limit_finder import LimitFinder
 from .log import StepMonitor, TrainingLog, build_profiler, record_memory_history
-from .model import FullModel
+from .model import AdapterModel, FullModel, builder_of
 from .preview import TrainingPreview
 from .rate import build_rate
 from .resume import ResumedRun
 from .settings import Settings, reference_tables, write_reference
 from .store import RunStore, Saver
 from .task import Distillation, NextTokens, PreferencePairs, Task
-from .trainer import Trainer
-from .validation import Validation
+from .trainer import Trainer, Validation
 
 __all__ = [
     "AdapterModel",

@@ -21,8 +21,15 @@ from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
-from .config_errors import as_dict, check_block, missing
-from .keys import fields_of, load_function, unread, values_of
+from .configuration import (
+    as_dict,
+    check_block,
+    fields_of,
+    load_function,
+    missing,
+    unread,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -191,6 +198,12 @@ _RULES: tuple[_Rule, ...] = (
         "give a whole number n: the activations of every n-th layer are recomputed",
     ),
     (
+        "probe.trial_seconds",
+        # Null would mean the default.
+        lambda s, c: (c.get("probe") or {}).get("trial_seconds", 1) is None,
+        "a trial always has a limit; give a whole number of seconds",
+    ),
+    (
         "run_val_every_n_steps",
         lambda s, c: s.validation.is_on and s.validation.dataset_val is None,
         "there is nothing to validate on; set dataset_val to a dataset block",
@@ -206,13 +219,13 @@ _RULES: tuple[_Rule, ...] = (
         lambda s, c: (
             s.uniform_micro_batches in ("rows", "both")
             and not (s.batch_changes or s.grows or s.batch_tokens)
-            and isinstance(s.micro_batch.micro_batch_size, int)
-            and 1 < s.micro_batch.micro_batch_size < s.step_rows
-            and all(s.step_rows % rows for rows in range(2, s.micro_batch.micro_batch_size + 1))
+            and isinstance(s.configured_size.micro_batch_size, int)
+            and 1 < s.configured_size.micro_batch_size < s.step_rows
+            and all(s.step_rows % rows for rows in range(2, s.configured_size.micro_batch_size + 1))
         ),
         "the {s.step_rows} rows of a step divide into equal micro-batches of up to"
-        " {s.micro_batch.micro_batch_size} only one by one; change batch_size or micro_batch_size"
-        " so that one divides the other",
+        " {s.configured_size.micro_batch_size} only one by one; change batch_size or"
+        " micro_batch_size so that one divides the other",
     ),
     (
         "micro_batch_layout",
@@ -280,15 +293,15 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
         "no gradient is left to measure; remove it",
     ),
     ("batch_tokens", lambda s, c: s.batch_tokens, _STEPPED),
-    ("micro_batch_tokens", lambda s, c: s.micro_batch.micro_batch_tokens, _STEPPED),
+    ("micro_batch_tokens", lambda s, c: s.configured_size.micro_batch_tokens, _STEPPED),
     ("uniform_micro_batches", lambda s, c: s.uniform_micro_batches, _STEPPED),
     ("grow_beyond_maximum", lambda s, c: s.grow_beyond_maximum, _STEPPED),
     ("micro_batch_layout", lambda s, c: s.layout_kind.sorts, _STEPPED),
     (
         "micro_batch_size",
         lambda s, c: (
-            isinstance(s.micro_batch.micro_batch_size, int)
-            and (s.micro_batch.micro_batch_size < s.batch_size or s.batch_changes or s.grows)
+            isinstance(s.configured_size.micro_batch_size, int)
+            and (s.configured_size.micro_batch_size < s.batch_size or s.batch_changes or s.grows)
         ),
         _STEPPED,
     ),
@@ -297,7 +310,7 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
 
 def _is_one_micro_batch(s: Settings) -> bool:
     """Return whether a step that the noise scale is measured in is one micro-batch."""
-    size = s.micro_batch.micro_batch_size
+    size = s.configured_size.micro_batch_size
     if size is None:
         return s.gradient_accumulation_steps == 1 and not s.grow_beyond_maximum
     rows = s.step_rows
@@ -320,7 +333,7 @@ _NOISE: tuple[_Rule, ...] = (
     ),
     (
         "",
-        lambda s, c: s.micro_batch.micro_batch_tokens is not None,
+        lambda s, c: s.configured_size.micro_batch_tokens is not None,
         "micro_batch_tokens cuts micro-batches by length; use micro_batch_size",
     ),
     (
@@ -378,17 +391,6 @@ def _refuse(
             name = key or name
             reason = reason.format(s=settings)
             raise SettingError(name, config.get(name), remedy.format(reason))
-
-
-def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
-    """Return the reason why rows cannot be packed as configured, or an empty string."""
-    if config.get("collate_fn"):
-        return "collate_fn makes the batches"
-    if has_tensor_parallelism(config):
-        return "tensor_parallel_dim divides attention among ranks"
-    if any(values_at(config, "dataset.packed")):
-        return "dataset.packed is True: its rows are packed already"
-    return ""
 
 
 def has_tensor_parallelism(config: Mapping[str, Any] | DictConfig) -> bool:

@@ -4,12 +4,10 @@ rows.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -40,10 +38,9 @@ from adaptive_batch.training import (
     RowLoss,
 )
 
-from .checks import why_unpacked
-from .config_errors import refusing
+from .checks import has_tensor_parallelism
+from .configuration import refusing, values_of
 from .job import Job
-from .keys import values_of
 from .rows import DatasetRows
 from .task import COLLATE_REMEDY
 
@@ -317,16 +314,6 @@ class Data:
             self.dataset_val, prepare=self._task.filled, source=" of dataset_val"
         )
 
-    def check_trial_rows(self) -> None:
-        """Read the rows of each probed length.
-
-        Raises:
-            SettingError: a length is beyond the model's, or rows cannot be resized.
-        """
-        probe = self._settings.probe
-        for length in (probe.sequence_length, *probe.sequence_lengths):
-            self.trial_rows(length)
-
     def _trial_order(self, longest: int = sys.maxsize) -> torch.Tensor:
         """Return the numbers of rows of up to `longest` tokens, in nearly the order of the first
         epoch.
@@ -363,7 +350,7 @@ class Data:
         job = self._job
         layout = self.configured_layout
         training = MicroBatchSizer(
-            job.settings.micro_batch, layout=layout, memory=job.memory, on_change=on_change
+            job.settings.configured_size, layout=layout, memory=job.memory, on_change=on_change
         )
         rows = job.settings.reference_micro_batch_size
         if rows is None:
@@ -415,7 +402,7 @@ class Data:
         # A row that the model does not take is refused now, not when training needs its length.
         if settings.uniform_micro_batches or settings.rate.lr_clock.counts_tokens:
             _ = self.dataset.lengths
-        tokens = settings.micro_batch.micro_batch_tokens
+        tokens = settings.configured_size.micro_batch_tokens
         if isinstance(tokens, int):
             needed = self.configured_layout.padded(int(self.dataset.lengths.max()))
             if tokens < needed:
@@ -474,13 +461,16 @@ class Data:
     @property
     def why_unpacked(self) -> str:
         """Reason why the rows of a micro-batch cannot be packed, or an empty string."""
-        if self._settings.pad_to_multiple_of > 1:
-            return "pad_to_multiple_of is set"
-        reason = why_unpacked(self._job.cfg)
+        cfg = self._job.cfg
         columns = ", ".join(self._measured_by_more)
-        if not reason and columns:
-            reason = f"rows have {columns}"
-        return reason
+        reasons = (
+            (self._settings.pad_to_multiple_of > 1, "pad_to_multiple_of is set"),
+            (cfg.get("collate_fn"), "collate_fn makes the batches"),
+            (has_tensor_parallelism(cfg), "tensor_parallel_dim divides attention among ranks"),
+            (self.packed, "dataset.packed is True: its rows are packed already"),
+            (columns, f"rows have {columns}"),
+        )
+        return next((reason for applies, reason in reasons if applies), "")
 
     def _check_tokens_measure_rows(self) -> None:
         values = values_of(self._settings)
@@ -539,24 +529,8 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
         except StopIteration:
             # `datasets` raises it for an empty file.
             dataset = []
-        except Exception as error:
-            _check_lines(f"{key}.data_files", block.get("data_files"), error)
-            raise
         count_rows(dataset, key=key, name=name)
     return dataset
-
-
-def _check_lines(key: str, data_files: Any, cause: Exception) -> None:
-    """Raise SettingError for the first line of local files in JSON Lines that is not JSON."""
-    for path in [data_files] if isinstance(data_files, str) else [*(data_files or ())]:
-        if not str(path).endswith(".jsonl") or not Path(path).is_file():
-            continue
-        for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
-            try:
-                json.loads(line or "{}")
-            except ValueError as error:
-                problem = f"line {number} is not JSON ({error}); correct it, or remove it"
-                raise SettingError(key, str(path), problem) from cause
 
 
 def _names(cfg_dataset: Any) -> str:

@@ -26,6 +26,7 @@ from adaptive_batch.estimate import (
     LengthEstimate,
     MemoryEstimate,
     Target,
+    estimate_length,
     group_by_kernels,
     left_out,
     needs_values,
@@ -42,7 +43,7 @@ from .checks import (
     complete,
     without_effect,
 )
-from .config_errors import instantiate, merged
+from .configuration import instantiate, merged
 from .fake_run import FakeRun
 from .job import own_compiler, task_of
 from .model import FullModel
@@ -79,13 +80,13 @@ def estimate_devices(
         show(message)
     estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices), builder)
     show("the training step runs on fake tensors")
-    lengths, devices, not_counted = estimator.lengths()
+    lengths, devices, run = estimator.lengths()
     estimate = MemoryEstimate(
         devices=devices,
         lengths=lengths,
         maximum=settings.probe.maximum,
         world_size=estimate_settings.world_size,
-        left_out=tuple(not_counted),
+        left_out=tuple(estimator.left_out(run)),
         seconds=round(time.perf_counter() - start, 2),
     )
     save(estimate)
@@ -94,7 +95,8 @@ def estimate_devices(
         seconds = estimate.seconds / len(estimate.lengths)
         now = [target.lengths[0].max_batch_size for target in estimate.devices]
         show(f"single changes are estimated, each as long as one length took ({seconds:.0f} s)")
-        tried = list(estimator.changes(estimate.lengths[0], fits=all(now)))
+        model = run.job.skeleton
+        tried = list(estimator.changes(estimate.lengths[0], model, fits=all(now)))
         estimate = replace(
             estimate,
             changes=rank_changes(tried, now),
@@ -131,22 +133,20 @@ class Estimator:
         )
         wanted = settings.estimate.sequence_lengths or (settings.probe.sequence_length,)
         self._wanted = [self._resolved(length) for length in wanted]
-        self._skeleton: torch.nn.Module | None = None
 
-    def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], list[str]]:
+    def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], FakeRun]:
         """Estimate each length.
 
         Returns:
             The memory of each length on the first kind of device, the devices with the rows that
-            fit, and a sentence for each thing that is not counted.
+            fit, and the run on the first kind of device.
         """
-        estimate_settings = self._settings.estimate
-        lengths, devices, run = self._estimate(
-            self._cfg, self._wanted, estimate_settings.world_size
-        )
-        self._skeleton = run.job.skeleton
+        return self._estimate(self._cfg, self._wanted, self._settings.estimate.world_size)
+
+    def left_out(self, run: FakeRun) -> list[str]:
+        """Return a sentence for each thing that is not counted."""
         not_counted = list(run.left_out)
-        if self._settings.micro_batch.needs_search:
+        if self._settings.configured_size.needs_search:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
@@ -155,14 +155,14 @@ class Estimator:
             not_counted.append("the reference, which runs before the step with rows of its own")
         architectures = [device.architecture for device in self._devices if self._on_accelerator]
         not_counted += left_out(
-            run.trainer.models, architectures, world_size=estimate_settings.world_size
+            run.trainer.models, architectures, world_size=self._settings.estimate.world_size
         )
         if not self._on_accelerator:
             not_counted.append(
                 f"device={self._cfg.device}: what an accelerator takes beside tensors, and what is"
                 " no tensor"
             )
-        return lengths, devices, not_counted
+        return not_counted
 
     def _estimate(
         self,
@@ -191,14 +191,22 @@ class Estimator:
             with self._run(cfg, wanted, world_size, self._devices[members[0]]) as run:
                 settings = run.job.settings
                 # All lengths are checked before the first is estimated.
-                rows = [run.rows_of(length)[0] for length in wanted]
-                accumulates = settings.search_plan.has_several or settings.micro_batch.needs_search
-                step = run.step(rows[0], accumulates=accumulates)
+                rows = [run.rows_of(length) for length in wanted]
+                accumulates = (
+                    settings.search_plan.has_several or settings.configured_size.needs_search
+                )
+                step = run.step(rows[0][0], accumulates=accumulates)
                 estimates = [
-                    run.estimate(
-                        step, length, targets, is_checked=not is_change, allocator=allocator
+                    estimate_length(
+                        step,
+                        tokens,
+                        targets,
+                        maximum=settings.probe.maximum,
+                        forward_backward=run.forward_backward(make_rows),
+                        is_checked=not is_change,
+                        allocator=allocator,
                     )
-                    for length in wanted
+                    for make_rows, tokens in rows
                 ]
                 lengths, fits = zip(*estimates, strict=True)
             for number, target, own_fits in zip(
@@ -215,19 +223,21 @@ class Estimator:
         task = task_of(self._cfg, instantiate("loss", self._cfg.loss))
         return int(limit) * len(task.fields)
 
-    def changes(self, length: LengthEstimate, *, fits: bool) -> Iterator[Change]:
+    def changes(
+        self, length: LengthEstimate, model: torch.nn.Module, *, fits: bool
+    ) -> Iterator[Change]:
         """Estimate each single change at the first length, on each device.
 
         Args:
             length: estimate of that length without a change.
+            model: model of the configuration; it may be without memory.
             fits: whether a row fits on each device without a change.
         """
         options = self._settings.estimate
         maximum = self._settings.probe.maximum
-        assert self._skeleton is not None
         changes = candidates(
             self._cfg,
-            self._skeleton,
+            model,
             tokens=length.sequence_length,
             world_size=options.world_size,
         )
@@ -235,9 +245,15 @@ class Estimator:
             # More devices than 8 are of interest until a row fits.
             if (candidate.world_size or 0) > 8 and fits:
                 break
+            # Arguments of `tune run` and the environment are not keys.
+            overrides = [
+                override
+                for override in candidate.overrides
+                if not override.startswith(("--", "PYTORCH"))
+            ]
             try:
                 _, devices, _ = self._estimate(
-                    with_overrides(self._cfg, candidate.overrides),
+                    merged(self._cfg, overrides),
                     [candidate.sequence_length or self._wanted[0]],
                     candidate.world_size or options.world_size,
                     is_change=True,
@@ -290,11 +306,3 @@ class Estimator:
                     raise
                 key = "optimizer" if runs_in_optimizer(error) else "model"
                 raise SettingError(key, str(cfg[key]._component_), remedy) from error
-
-
-def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return a configuration with overrides as torchtune's command line takes them."""
-    # Arguments of `tune run` and the environment are not keys.
-    keys = [override for override in overrides if not override.startswith(("--", "PYTORCH"))]
-    changed: DictConfig = merged(cfg, keys)
-    return changed

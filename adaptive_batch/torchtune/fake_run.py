@@ -25,16 +25,11 @@ from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
-    AllocatorSettings,
     CompiledParts,
     CudaKernels,
     FakeDevice,
     FakeStep,
-    Fit,
-    LengthEstimate,
-    Target,
     check_compiler,
-    estimate_length,
     trace_pair,
 )
 from adaptive_batch.memory import MemoryCurve
@@ -198,27 +193,6 @@ class FakeRun:
             remedy = f"the model takes {longest} tokens at most"
             raise SettingError("estimate.sequence_lengths", length, remedy)
         return rows, tokens
-
-    def estimate(
-        self,
-        step: FakeStep,
-        length: int | str,
-        targets: Sequence[Target],
-        *,
-        is_checked: bool,
-        allocator: AllocatorSettings | None,
-    ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
-        """Estimate one length and the rows of it that fit; see :func:`.estimate_length`."""
-        rows, tokens = self.rows_of(length)
-        return estimate_length(
-            step,
-            tokens,
-            targets,
-            maximum=self.job.settings.probe.maximum,
-            forward_backward=self.forward_backward(rows),
-            is_checked=is_checked,
-            allocator=allocator,
-        )
 
     def step(self, rows: MakeRows, *, accumulates: bool) -> FakeStep:
         """Build model and optimizer, and return the step that training would run; for the arguments

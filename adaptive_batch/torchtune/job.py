@@ -18,7 +18,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
-from .config_errors import component_of, instantiate, one_line, refusing
+from .configuration import component_of, instantiate, refusing
 from .model import FullModel, SecondModel, num_token_embeddings
 from .settings import Settings
 from .task import Distillation, NextTokens, PreferencePairs, Task, takes_pairs
@@ -64,9 +64,8 @@ class Job:
         self.with_values = with_values
         self.ranks = distributed.data_parallel_size()
         asked = str(cfg.device).partition(":")[0]
-        self.device = _usable(
-            "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
-        )
+        with refusing("device", cfg.device, "give cuda or cpu", problem="it cannot be used"):
+            self.device = utils.get_device(device=cfg.device)
         # torchtune uses the CPU where there is no CUDA device.
         if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
             remedy = (
@@ -74,9 +73,8 @@ class Job:
             )
             raise SettingError("device", cfg.device, remedy)
         check_segments(self.device)
-        self.dtype = _usable(
-            "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
-        )
+        with refusing("dtype", cfg.dtype, "give bf16 or fp32", problem="it cannot be used"):
+            self.dtype = training.get_dtype(cfg.dtype, self.device)
         if cfg.compile:
             self._set_up_compiler()
         self.loss_fn = instantiate("loss", cfg.loss)
@@ -122,18 +120,13 @@ class Job:
         return self.builder.skeleton(self.cfg, dtype=self.dtype)
 
     @cached_property
-    def second_skeleton(self) -> torch.nn.Module | None:
-        """Second model on the meta device, or None."""
-        if self.second is None:
-            return None
-        return self.second.skeleton(dtype=self.dtype)
-
-    @cached_property
     def _outlines(self) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
         """Model and second model on the meta device, each None if it cannot be built there."""
         return (
             _if_it_can_be_built(lambda: self.skeleton),
-            _if_it_can_be_built(lambda: self.second_skeleton),
+            _if_it_can_be_built(
+                lambda: self.second.skeleton(dtype=self.dtype) if self.second else None
+            ),
         )
 
     @cached_property
@@ -224,10 +217,3 @@ def _if_it_can_be_built(build: Callable[[], T]) -> T | None:
             raise
         log.debug("the model cannot be built without memory: %s", error)
         return None
-
-
-def _usable(key: str, value: Any, usable: str, read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except (TypeError, ValueError, RuntimeError, AttributeError, ImportError) as error:
-        raise SettingError(key, value, f"{one_line(error).rstrip('.')}; give {usable}") from error

@@ -6,12 +6,10 @@ import gc
 import json
 import logging
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +19,25 @@ from omegaconf import DictConfig
 from torchtune import config, training, utils
 
 from adaptive_batch import distributed
-from adaptive_batch.config_files import config_path, shipped_configs
+from adaptive_batch.config_files import config_files
 from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog, raising_on_request
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import expand_segments
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
-from .config_errors import as_dict, check_file, plainly
+from .configuration import as_dict, check_file, plainly, refusing
 from .store import FinishedError
 
 log = logging.getLogger("adaptive_batch")
 
-# Arguments that torchtune accepts.
-_ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"
 _INTERRUPTED = "interrupted"
 
 
 def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
     """Run a recipe as a program, with the configuration of its command line."""
+    # Exclude imported objects from garbage collection, which runs after each trial.
+    gc.freeze()
     set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(config.parse(recipe_main)())
@@ -49,37 +47,27 @@ def use_shipped_config(arguments: list[str]) -> None:
     """Replace the name of a shipped config after ``--config`` by its path, in place.
 
     Raises:
-        SettingError: the name is neither a file nor a shipped config, or another argument is
-            neither ``key=value`` nor ``~key``.
+        SettingError: the name is neither a file nor a shipped config, or torchtune cannot read
+            another argument.
     """
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
     overrides = [*arguments[1 : index - 1], *arguments[index + 1 :]]
-    for override in overrides:
-        if not re.fullmatch(_ARGUMENT, override, re.DOTALL):
-            remedy = (
-                "give key=value, without dashes, spaces around = or a second =; ~key removes a key"
-            )
-            raise SettingError("argument", override, remedy)
-    path: Path | None = Path(name)
-    if not Path(name).is_file():
-        path = config_path(name)
-    if path is None:
-        names = ", ".join(name for name, _ in shipped_configs())
-        raise SettingError(
-            "--config",
-            name,
-            f"it is neither a file nor a shipped config; shipped are {names}",
-        )
+    path = Path(name)
+    if not path.is_file():
+        files = config_files()
+        if name not in files:
+            remedy = f"it is neither a file nor a shipped config; shipped are {', '.join(files)}"
+            raise SettingError("--config", name, remedy)
+        path = files[name]
     check_file(str(path), [override for override in overrides if not override.startswith("-")])
     arguments[index] = str(path)
 
 
 def set_up_process() -> None:
-    """Set up logging, errors on one line, the garbage collector and expandable segments."""
-    _freeze_imports()
+    """Set up logging, errors on one line and expandable segments."""
     expand_segments()
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
@@ -100,12 +88,6 @@ def set_up_process() -> None:
             usual(kind, error, trace)
 
     sys.excepthook = hook
-
-
-@cache
-def _freeze_imports() -> None:
-    """Exclude imported objects from garbage collection, which runs after each trial."""
-    gc.freeze()
 
 
 def show_details(cfg: DictConfig, *, recipe_name: str) -> None:
@@ -228,17 +210,10 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
 
 
 def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
-    try:
+    problem = f"rank {os.environ['RANK']} cannot use it"
+    remedy = "start as many ranks on each machine as it has devices (--nproc_per_node)"
+    with refusing("device", cfg.device, remedy, problem=problem):
         device = utils.get_device(device=cfg.device)
-    except RuntimeError as error:
-        machine = (
-            f"rank {os.environ['RANK']} is number {os.environ.get('LOCAL_RANK', 0)} of its machine"
-        )
-        remedy = (
-            f"{machine}: {error}; start as many ranks on each machine as it has devices"
-            " (--nproc_per_node)"
-        )
-        raise SettingError("device", cfg.device, remedy) from error
     offloads = bool(cfg.get("fsdp_cpu_offload", False))
     # Both send tensors of the host, which NCCL cannot.
     on_host = offloads or bool(cfg.get("enable_async_checkpointing", False))

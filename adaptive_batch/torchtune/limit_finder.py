@@ -1,34 +1,201 @@
-"""Search for the limits of a run: before training, and again for longer rows."""
+"""Search for the limits of a run, before training and again for longer rows; results of earlier
+searches are reused.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import time
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, rows_fit
+from adaptive_batch._util import (
+    count,
+    described_with_files,
+    fingerprint,
+    installed_version,
+    rows_fit,
+)
 from adaptive_batch.data import Batches, mean_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import GIB
+from adaptive_batch.memory import ALLOCATOR_VARIABLES, GIB, MemoryCurve, RandomState, tensors_in
 from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
 from adaptive_batch.training import (
     REFERENCE,
     Evaluation,
     LongestRows,
     MicroBatchSizer,
+    ProbeOptions,
     SearchScope,
     find_limit,
     has_batch_norm,
 )
 
+from .configuration import as_dict
 from .data import Data
+from .fake_run import expected_curve
 from .job import Job
-from .probe_cache import ProbeCache, settings_name
 from .resume import TRIALS, LostRun, ResumedRun
 from .trainer import Trainer
+
+log = logging.getLogger("adaptive_batch")
+
+# What a trial's memory depends on, of the configuration.
+_MEMORY_KEYS = [
+    "model",
+    "optimizer",
+    "loss",
+    "ref_checkpointer",
+    "teacher_model",
+    "kd_loss",
+    "collate_fn",
+    "dtype",
+    "compile",
+    "activation_memory_budget",
+    "clip_grad_norm",
+    "optimizer_in_bwd",
+    "pad_to_multiple_of",
+    "fused_rms_norm",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "ac_mode",
+    "ac_option",
+    "custom_sharded_layers",
+    "fsdp_cpu_offload",
+    "fsdp_reshard_after_forward",
+    "sync_gradients_every_micro_batch",
+    "tensor_parallel_dim",
+    "tensor_parallel_plan",
+    # Both decide whether gradients are kept for the noise scale.
+    "log_gradient_noise_scale",
+    "batch_size_schedule",
+]
+
+_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
+
+
+class ProbeCache:
+    """Results of earlier searches with the same trials. Rank zero asks for all ranks.
+
+    Args:
+        job: context of the run.
+        data: rows of the run.
+        scope: rows and pass of the search.
+        options: options of the search.
+        path: file of the results, or None.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        scope: SearchScope,
+        options: ProbeOptions,
+        *,
+        path: Path | None,
+    ) -> None:
+        self._job = job
+        self._scope = scope
+        self._store = Store(path) if path else None
+        timed = None
+        if scope.layouts:
+            # What is fastest depends on the lengths of all rows.
+            lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
+            size = asdict(job.settings.configured_size)
+            timed = [scope.layouts, scope.timed_rows, size, lengths]
+        # Reading a row of some datasets draws random numbers, which training must not miss.
+        with RandomState(job.device):
+            batch = data.collator.collate(scope.rows.first(1))
+        shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors_in(batch)]
+        self._settings = settings_name(job, data, scope.rows.length)
+        self._conditions = [
+            options.maximum,
+            scope.accumulates,
+            options.round_to_power_of_two,
+            shapes,
+            timed,
+        ]
+
+    def known(self, budget: int) -> ProbeResult | None:
+        """Return the result of a search within about the same budget, in bytes; None for none."""
+        if self._store is None or not self._job.settings.probe.cache:
+            return None
+        return read_result(self._store, self._name(budget))
+
+    def learn(self, result: ProbeResult) -> None:
+        """Store the result of a search, unless it came from the cache."""
+        if self._store is not None and not result.from_cache:
+            record = {"settings": self._settings, **result.record()}
+            self._store.put(self._name(result.budget_bytes), record)
+
+    def _name(self, budget: int) -> str:
+        allocator = [self._job.memory.describe(), *map(os.environ.get, ALLOCATOR_VARIABLES)]
+        # What is available moves a little from run to run; a bound is worth the same within a
+        # hundredth of it.
+        about = round(math.log(max(1, budget), 1.01))
+        return fingerprint(self._settings, allocator, *self._conditions, about)
+
+    def expected(self) -> MemoryCurve | None:
+        """Return the estimated curve of peaks; None if two trials show it, or it fails."""
+        job = self._job
+        probe = job.settings.probe
+        # Memory that is counted to the byte lies on a line, which two trials show.
+        is_counted = job.memory.granularity_bytes == 1
+        if is_counted or self._scope.evaluation or distributed.world_size() > 1:
+            return None
+        if probe.search != "predict" or not probe.cache:
+            return None
+        start = time.perf_counter()
+        try:
+            curve = expected_curve(
+                job.cfg,
+                job.settings,
+                self._scope.rows.first,
+                accumulates=self._scope.accumulates,
+                builder=job.builder,
+            )
+        except Exception as error:
+            # The estimate only shortens the search, so no failure of it may end the run.
+            log.info(
+                "searching without an estimate, which could not be made: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return None
+        log.info(
+            "estimated on fake tensors in %.1f s what trials should peak at",
+            time.perf_counter() - start,
+        )
+        return curve
+
+
+def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
+    """Return a fingerprint of the settings that a result depends on.
+
+    Args:
+        job: context of the run.
+        data: rows of the run.
+        tokens: tokens of a row.
+    """
+    probe = job.settings.probe
+    configured = as_dict(job.cfg)
+    keys = {key: configured.get(key) for key in _MEMORY_KEYS}
+    keys["reference_apart"] = configured.get("reference_micro_batch_size") is not None
+    return fingerprint(
+        described_with_files(keys),
+        {name: installed_version(name) for name in _PACKAGES},
+        f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
+        [tokens, data.packed, str(job.cfg.device)],
+        [distributed.data_parallel_size(), distributed.world_size()],
+        [probe.search, probe.device_memory, probe.headroom],
+    )
 
 
 class LimitFinder:
@@ -39,13 +206,14 @@ class LimitFinder:
     Args:
         job: context of the run.
         data: rows of the run.
-        lost: record of an earlier attempt, or None. Of a trial that ended all ranks, up to half of
-            the rows are tried.
+        resumed: run that trains after the search, or None. Of a trial that ended all ranks of an
+            earlier attempt, up to half of the rows are tried.
         watch: watchdog of this rank, which limits the time of trials, or None.
         event: function that logs an event: a kind, a message and facts.
 
     Attributes:
         path: file ``probe.json``; a result in it is reused after one trial.
+        lost: record of an attempt that ended on all ranks; None in a preview and without a run.
     """
 
     def __init__(
@@ -53,14 +221,21 @@ class LimitFinder:
         job: Job,
         data: Data,
         *,
-        lost: LostRun | None = None,
+        resumed: ResumedRun | None = None,
         watch: Watchdog | None = None,
         event: Callable[..., object] = lambda kind, message, **facts: None,
     ) -> None:
         self._job = job
         self._data = data
         self._settings = job.settings
-        self._lost = lost
+        self.lost = None
+        if resumed is not None and not job.settings.preview:
+            self.lost = LostRun(
+                job,
+                name=resumed.name,
+                resumes=bool(resumed.saved),
+                trials_name=settings_name(job, data),
+            )
         self._watch = watch
         self._event = event
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
@@ -74,13 +249,14 @@ class LimitFinder:
         """
         settings = self._settings
         grows = settings.batch_increase_function and not settings.use_maximum_batch_size
-        if grows and not settings.micro_batch.is_given and settings.batch_size > self.most_rows:
+        if grows and not settings.configured_size.is_given and settings.batch_size > self.most_rows:
             remedy = (
                 f"{self.most_rows} rows are tried at most, as probe.maximum and the rows of an"
                 f" epoch allow; give {self.most_rows} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
-        self._data.check_trial_rows()
+        for length in (settings.probe.sequence_length, *settings.probe.sequence_lengths):
+            self._data.trial_rows(length)
         if settings.validation.fits_itself:
             # Reading the lengths raises for a row that the model does not take.
             _ = self._data.dataset_val.lengths
@@ -109,7 +285,7 @@ class LimitFinder:
             key: kind of the trials, of :data:`.TRIALS`.
         """
         most_rows = min(self._settings.probe.maximum, usable_rows)
-        lost_rows = self._lost.trial_rows(key) if self._lost else None
+        lost_rows = self.lost.trial_rows(key) if self.lost else None
         if lost_rows:
             # A trial that ended all ranks would end them again, so fewer rows are tried.
             most_rows = min(most_rows, lost_rows // 2)
@@ -148,7 +324,7 @@ class LimitFinder:
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(result.num_out_of_memory for result in results))
-        lost_limit = self._lost.limit(sizer.conditions()) if self._lost else None
+        lost_limit = self.lost.limit(sizer.conditions()) if self.lost else None
         if lost_limit is not None:
             sizer.start_below(lost_limit)
             limit = batches.limit
@@ -239,7 +415,7 @@ class LimitFinder:
             )
             self._event("batch_norm", message)
         for key in TRIALS:
-            rows = self._lost.trial_rows(key) if self._lost else None
+            rows = self.lost.trial_rows(key) if self.lost else None
             if rows:
                 message = (
                     f"{key}={rows}: this trial ended all ranks, so whether they fit is not known;"
@@ -290,7 +466,7 @@ class LimitFinder:
         settings = self._settings
         batch_size = batches.batch_size
         max_batch_size = result.max_batch_size
-        can_divide = settings.micro_batch.is_given or settings.batch_size_schedule is not None
+        can_divide = settings.configured_size.is_given or settings.batch_size_schedule is not None
         if keeps_batch:
             if batch_size > max_batch_size:
                 message = (

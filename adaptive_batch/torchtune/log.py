@@ -20,8 +20,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from adaptive_batch import __version__, distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count
 from adaptive_batch.data import Batches, PlannedRows
-from adaptive_batch.errors import CheckpointError, NonfiniteLossError, SettingError
-from adaptive_batch.report import RunLog
+from adaptive_batch.errors import NonfiniteLossError, SettingError
+from adaptive_batch.report import RunLog, started_runs
 from adaptive_batch.schedules import NoiseScale, Progress
 from adaptive_batch.training import (
     PLACE_OF_STEP,
@@ -32,7 +32,7 @@ from adaptive_batch.training import (
     StepResult,
 )
 
-from .config_errors import instantiate
+from .configuration import instantiate
 from .data import Data
 from .job import Job
 from .preview import TrainingPlan, TrainingPreview
@@ -72,15 +72,26 @@ class TrainingLog:
         self._tokens = 0
         # Loss of the last step with labels.
         self._last_loss = math.nan
-        self._last_step = 0
         self._bar = ProgressBar(0, "steps", shown=False)
         self._step_began = 0.0
         # Messages that are logged once per run.
         self._repeated: set[str] = set()
 
-    def open(self) -> None:
-        """Open both logs on all ranks."""
-        record = distributed.on_rank_zero(lambda: RunLog(self._folder))
+    def open(self, run: ResumedRun) -> None:
+        """Open both logs on all ranks.
+
+        The log of a run that resumes from another folder begins with the log of that folder.
+        """
+
+        def open_record() -> RunLog:
+            begun = run.name in started_runs(self._folder)
+            record = RunLog(self._folder)
+            origin = run.found.point and run.found.point.path.parent.resolve()
+            if origin and origin != self._folder.resolve() and not begun:
+                record.copy(origin)
+            return record
+
+        record = distributed.on_rank_zero(open_record)
         if record is None:
             return
         self._record = record
@@ -132,7 +143,6 @@ class TrainingLog:
             replaces: description of other runs' saves that this run replaces.
         """
         progress = run.progress
-        self._last_step = progress.steps
         for line in run.found.passed_over:
             self.event("passed_over", line)
         point = run.found.point
@@ -186,9 +196,7 @@ class TrainingLog:
             self._log_unscaled(rate, ahead.full_batch_rows)
 
     def _log_unscaled(self, rate: AdaptiveRate, batch: int) -> None:
-        message = rate.describe_unscaled(
-            batch, configured=self._settings.step_rows * self._job.ranks
-        )
+        message = rate.describe_unscaled(batch)
         if message:
             self.event("lr", message, prints=self.is_new(message), global_batch=batch)
 
@@ -252,7 +260,6 @@ class TrainingLog:
         seconds = time.perf_counter() - self._step_began
         self._step_seconds += seconds
         self._tokens += result.tokens
-        self._last_step = progress.steps
         label_tokens = float(result.num_labels)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
         record = result.record(
@@ -292,11 +299,6 @@ class TrainingLog:
         figures = f"loss {self._last_loss:.4f} in the last step, {speed:,.0f} tokens/s in steps"
         message = f"{trained}: {figures}, {seconds:.1f} s in all\nsaved in {epoch}; next: {report}"
         self.event("end", message, seconds=round(seconds, 3), tokens_per_second=round(speed, 1))
-
-    def failed_save(self, error: CheckpointError) -> None:
-        """Log that a checkpoint could not be written."""
-        message = f"training continues; this checkpoint was not saved: {error}"
-        self.event("checkpoint_failed", message, step=self._last_step)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log the loss of a validation."""

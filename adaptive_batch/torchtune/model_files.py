@@ -24,7 +24,7 @@ from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import is_out_of_memory
 
 from .checks import check_output_dir
-from .config_errors import instantiate, one_line
+from .configuration import instantiate, one_line
 
 # In the folder of an epoch: the run that exported it.
 _MANIFEST = "adaptive_batch.json"

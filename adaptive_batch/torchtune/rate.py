@@ -23,9 +23,8 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import AdaptiveRate
 
-from .config_errors import as_dict, instantiate, refusing
+from .configuration import as_dict, instantiate, load_function, refusing
 from .job import Job
-from .keys import load_function
 
 log = logging.getLogger("adaptive_batch")
 

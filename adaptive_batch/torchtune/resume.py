@@ -31,11 +31,9 @@ from adaptive_batch.schedules import Progress, write_rate
 from adaptive_batch.training import MicroBatchSizer
 
 from .checks import without_effect
-from .config_errors import as_dict
+from .configuration import as_dict, values_of
 from .data import Data
 from .job import Job
-from .keys import values_of
-from .probe_cache import settings_name
 from .rate import check_rate, couple_seesaw
 from .settings import FILLS_STEPS, RESUME
 
@@ -44,7 +42,7 @@ TRIALS = ("trial_rows", "trial_rows_val", "trial_rows_reference")
 # Conditions that no permission changes: the optimizer's state belongs to them.
 _FIXED = ("optimizer._component_", "optimizer_in_bwd")
 # Arguments of an optimizer that only select an implementation.
-_IMPLEMENTATION = ("fused", "foreach", "capturable")
+_IMPLEMENTATION = ("optimizer.fused", "optimizer.foreach", "optimizer.capturable")
 _LR = "optimizer.lr"
 _MAX_STEPS = "max_steps_per_epoch"
 # Conditions whose value in the checkpoint is kept unless `resume_allow_changes` lists them.
@@ -84,7 +82,6 @@ class ResumedRun:
 
     Attributes:
         found: checkpoint that the run starts from.
-        lost: record of an earlier attempt that ended on all ranks; None in a preview.
         saved: state of each part by name; empty for a new run.
         progress: progress at the start.
         name, seed, max_steps_per_epoch: values of the run, which override the configuration.
@@ -120,14 +117,6 @@ class ResumedRun:
             self.changes.append(("no_effect", message, {"key": key}))
         self.seed: int = self.conditions["seed"]
         self.max_steps_per_epoch: int | None = self.conditions[_MAX_STEPS]
-        self.lost = None
-        if not job.settings.preview:
-            self.lost = LostRun(
-                job,
-                name=self.name,
-                resumes=bool(self.saved),
-                trials_name=settings_name(job, data),
-            )
 
     def batches(
         self, data: Data, sizer: MicroBatchSizer, *, event: Callable[..., object]
@@ -214,7 +203,7 @@ class ResumedRun:
             refused |= row_keys
         for name in {**now, **saved}:
             is_kept = (
-                name.startswith("optimizer.")
+                (name.startswith("optimizer.") and name not in _IMPLEMENTATION)
                 or name in ("seed", _MAX_STEPS)
                 or (name == "batch_size" and self.keeps_batch)
             )
@@ -247,8 +236,7 @@ class ResumedRun:
         self.begins_epoch_again = in_mid_epoch and not row_keys.isdisjoint(self._differs)
         # Keys without effect must have valid names, too.
         self._job.optimizer_of_one_weight()
-        optimizer = self._job.cfg.optimizer
-        own = {key: value for key, value in optimizer.items() if key in _IMPLEMENTATION}
+        own = {}
         for name, value in now.items():
             block, _, key = name.partition(".")
             if block == "optimizer" and value is not None:
@@ -358,11 +346,9 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
         if policy != "free":
             is_plain = policy == "refuse" or name not in values
             conditions[name] = plain.get(name) if is_plain else values[name]
-    conditions |= {
-        f"optimizer.{key}": value
-        for key, value in plain["optimizer"].items()
-        if key not in _IMPLEMENTATION
-    }
+    conditions |= {f"optimizer.{key}": value for key, value in plain["optimizer"].items()}
+    if settings.validation.is_on:
+        conditions["batch_size_val"] = settings.validation.rows_at_once(settings.batch_size)
     return conditions | {
         "lr_clock": str(settings.rate.lr_clock),
         "reference_batch_size": str(

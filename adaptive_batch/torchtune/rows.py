@@ -30,7 +30,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import RandomState
 
 from .checks import values_at
-from .config_errors import as_dict, component_files, one_line
+from .configuration import as_dict, one_line
 from .job import Job
 
 private = PrivateNames("reading rows")
@@ -114,10 +114,6 @@ class DatasetRows(Dataset[Any]):
         # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
         if self._job.device.type != "cpu":
             self._ahead.expect(numbers)
-
-    def forget_rows_read_ahead(self) -> None:
-        """Forget the rows that were read ahead, or are to be."""
-        self._ahead.expect([])
 
     def read_ahead(self) -> None:
         """Start a thread that reads the expected rows, if there are any."""
@@ -227,9 +223,9 @@ class DatasetRows(Dataset[Any]):
         parts = getattr(self._dataset, "datasets", [self._dataset])
         # Datasets of Hugging Face, which torchtune's keep as `_data`, know their content.
         contents = [getattr(getattr(part, "_data", part), "_fingerprint", None) for part in parts]
-        described = described_with_files(blocks), component_files(blocks), contents
+        described = described_with_files(blocks)
         name = fingerprint(
-            "rows, their labels and bytes", described, installed_version("torchtune")
+            "rows, their labels and bytes", described, contents, installed_version("torchtune")
         )
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
         table = measure_rows(

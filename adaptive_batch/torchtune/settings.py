@@ -35,9 +35,9 @@ from adaptive_batch.schedules import (
 from adaptive_batch.training import ON_NONFINITE_LOSS, ConfiguredSize, ProbeOptions
 
 from .checks import check_together
-from .config_errors import as_dict
-from .keys import (
+from .configuration import (
     TORCHTUNE_KEYS,
+    as_dict,
     block,
     check_names,
     function,
@@ -356,7 +356,7 @@ class Settings(Batching):
         None, function(check_schedule), resume="refuse", fills_steps=True
     )
     preview: bool = option(False)
-    micro_batch: ConfiguredSize = group(ConfiguredSize)
+    configured_size: ConfiguredSize = group(ConfiguredSize)
     reference_micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
     micro_batch_layout: str | None = option(None, one_of(*LAYOUT_KINDS), resume="report")
     uniform_micro_batches: str | None = option(
@@ -381,11 +381,6 @@ class Settings(Batching):
         """Check nothing: :meth:`from_config` has checked each key as it was typed."""
 
     @property
-    def step_rows(self) -> int:
-        """Rows of a step on one device, as configured."""
-        return self.batch_size * self.gradient_accumulation_steps
-
-    @property
     def batch_changes(self) -> bool:
         """Return whether a search or a growth function changes `batch_size`."""
         return self.use_maximum_batch_size or self.batch_increase_function is not None
@@ -408,7 +403,7 @@ class Settings(Batching):
     @property
     def search_plan(self) -> SearchPlan:
         """Searches before training."""
-        size = self.micro_batch
+        size = self.configured_size
         grows_beyond = self.grows and self.grow_beyond_maximum
         grows_within = self.grows and not (grows_beyond and size.is_number)
         # With the optimizer in backward a step is one micro-batch.
@@ -445,7 +440,7 @@ class Settings(Batching):
             or self.grows
             or self.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
-            or self.micro_batch.is_given
+            or self.configured_size.is_given
             or self.batch_tokens is not None
             or self.uniform_micro_batches is not None
             or not self.layout_kind.is_usual
@@ -459,9 +454,9 @@ class Settings(Batching):
         values = read_keys(cls, config)
         # As in torchtune's recipes, null is False.
         values.setdefault("shuffle", False)
-        if values.get("batch_tokens") and not values["micro_batch"].is_given:
+        if values.get("batch_tokens") and not values["configured_size"].is_given:
             # The tokens of a step do not imply the size of a micro-batch.
-            values["micro_batch"] = ConfiguredSize(micro_batch_tokens="auto")
+            values["configured_size"] = ConfiguredSize(micro_batch_tokens="auto")
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
         rate = values["rate"]

@@ -36,7 +36,7 @@ from adaptive_batch.data import Batches
 from adaptive_batch.distributed import EXIT_STATUS, Preemption
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import RandomState, tensors_in
-from adaptive_batch.report import read_records
+from adaptive_batch.report import started_runs
 
 from .checks import AUTO, check_output_dir
 from .job import Job
@@ -179,16 +179,13 @@ class RunFolder:
                 " run, or of torchtune's own recipe, whose recipe_state.pt cannot be resumed, give"
                 " them as checkpointer.checkpoint_dir with another output_dir"
             )
-        if any(point.is_ours for point in skipped):
+        is_latest = started_runs(self.path)[-1:] in ([], [newest.run])
+        if any(point.is_ours for point in skipped) and not is_latest:
             # The damaged folders may hold all of the latest run: do not resume an earlier one.
-            log_path = self.path / "adaptive_batch" / "run.jsonl"
-            records = read_records(log_path) if log_path.exists() else []
-            runs = [record["run"] for record in records if record["kind"] == "start"]
-            if runs[-1:] not in ([], [newest.run]):
-                raise CheckpointError(
-                    f"{'; '.join(passed_over)}; {newest.path} belongs to an earlier run: restore"
-                    f" the damaged files, remove them to resume the earlier run, or {_BEGIN_AGAIN}"
-                )
+            raise CheckpointError(
+                f"{'; '.join(passed_over)}; {newest.path} belongs to an earlier run: restore"
+                f" the damaged files, remove them to resume the earlier run, or {_BEGIN_AGAIN}"
+            )
         return Found(newest, newest.load_small_state(), tuple(passed_over))
 
     # --- one folder, one run
@@ -512,7 +509,7 @@ class Saver:
             try:
                 self._save(trainer)
             except CheckpointError as error:
-                self._log.failed_save(error)
+                self._log_failure(error)
 
     def close(self) -> None:
         """Wait for an asynchronous save and stop saving; raise CheckpointError if it failed."""
@@ -537,7 +534,7 @@ class Saver:
         try:
             self._wait()
         except CheckpointError as error:
-            self._log.failed_save(error)
+            self._log_failure(error)
         tensors = {
             "model": self._job.builder.state(trainer.model),
             "optimizer": named_optimizer_state(trainer.optimizers, trainer.names_of_parameters),
@@ -590,6 +587,10 @@ class Saver:
             lambda: self._folder.remove_others(self._run)
         ):
             self.replaces = ""
+
+    def _log_failure(self, error: CheckpointError) -> None:
+        message = f"training continues; this checkpoint was not saved: {error}"
+        self._log.event("checkpoint_failed", message, step=self._batches.progress.steps)
 
     def _end_early(self) -> None:
         self._wait()

@@ -23,14 +23,14 @@ from adaptive_batch.data import lengthened
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import REFERENCE_VALUES, count_shifted_labels, pack_rows
 
-from .config_errors import (
+from .configuration import (
     as_dict,
     check_block,
     component_of,
     instantiate,
+    load_function,
     refusing,
 )
-from .keys import load_function
 from .model import SecondModel, num_token_embeddings
 from .settings import fraction
 

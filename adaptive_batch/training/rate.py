@@ -288,18 +288,20 @@ class AdaptiveRate:
         ]
         return "; ".join(lines) or None
 
-    def describe_unscaled(self, batch: int, *, configured: int) -> str | None:
+    def describe_unscaled(self, batch: int) -> str | None:
         """Describe a rate that is not scaled although the batch has changed; None otherwise.
 
         Args:
             batch: current global batch in rows.
-            configured: configured global batch in rows.
         """
-        if self._lr_scaling != "none" or batch == configured:
+        reference = self.reference
+        if reference is None or reference.unit != "rows" or self._lr_scaling != "none":
             return None
-        linear = scale_learning_rate(self.base, batch, configured, "linear")
-        root = scale_learning_rate(self.base, batch, configured, "sqrt")
-        stays = f"lr {self.base:g} stays, chosen for a global batch of {configured}, now {batch}"
+        if batch == reference.amount:
+            return None
+        linear = scale_learning_rate(self.base, batch, reference.amount, "linear")
+        root = scale_learning_rate(self.base, batch, reference.amount, "sqrt")
+        stays = f"lr {self.base:g} stays, chosen for a global batch of {reference}, now {batch}"
         return f"{stays}: linear scaling would give {linear:g}, sqrt {root:g}"
 
     @property

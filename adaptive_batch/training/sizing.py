@@ -175,7 +175,7 @@ class MicroBatchSizer:
     """Limits a micro-batch, and holds the layout of its rows.
 
     Args:
-        micro_batch: configured size of a micro-batch.
+        configured_size: configured size of a micro-batch.
         layout: layout of micro-batches.
         memory: memory of the device; None if nothing runs.
         policy: when the limit before an OOM is retried; None for the default policy.
@@ -194,14 +194,14 @@ class MicroBatchSizer:
 
     def __init__(
         self,
-        micro_batch: ConfiguredSize = ConfiguredSize(),
+        configured_size: ConfiguredSize = ConfiguredSize(),
         *,
         layout: MicroBatchLayout | None = None,
         memory: DeviceMemory | None = None,
         policy: OOMPolicy | None = None,
         on_change: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        self._micro_batch = micro_batch
+        self._configured_size = configured_size
         self.layout = layout or MicroBatchLayout()
         self._on_change = on_change
         self.max_batch_size: int | None = None
@@ -242,8 +242,8 @@ class MicroBatchSizer:
         """Return the configured or found limit, which an OOM does not lower."""
         if self.throughput is not None:
             return _smaller(self.throughput.limit, self._limit_for_longer_rows)
-        rows = self._micro_batch.micro_batch_size
-        tokens = self._micro_batch.micro_batch_tokens
+        rows = self._configured_size.micro_batch_size
+        tokens = self._configured_size.micro_batch_tokens
         most_rows = self.max_batch_size
         is_from_search = tokens is None and not isinstance(rows, int) and most_rows is not None
         if is_from_search and self.is_packed:
@@ -264,12 +264,12 @@ class MicroBatchSizer:
     @property
     def may_split(self) -> bool:
         """True if a step that fits at once may run as several micro-batches."""
-        return self._micro_batch.is_given or self.layout.sorts
+        return self._configured_size.is_given or self.layout.sorts
 
     @property
     def waits_for_search(self) -> bool:
         """True if a search has to find the limit first."""
-        return self._micro_batch.needs_search and not self.tried_length
+        return self._configured_size.needs_search and not self.tried_length
 
     @contextmanager
     def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
@@ -294,7 +294,7 @@ class MicroBatchSizer:
             SettingError: a configured size is above what fits.
         """
         if checks:
-            self._micro_batch.check(result, self.layout)
+            self._configured_size.check(result, self.layout)
         if result.max_batch_size != self.max_batch_size:
             self._reset_lowered_limit()
         self.max_batch_size = result.max_batch_size
@@ -327,7 +327,7 @@ class MicroBatchSizer:
         elif max_rows < tried_rows:
             amount = self.layout.amount(max_rows, length, unit=limit.unit)
             self._limit_for_longer_rows = _smaller(limit, replace(limit, amount=amount))
-        elif self._micro_batch.micro_batch_tokens == "auto":
+        elif self._configured_size.micro_batch_tokens == "auto":
             # Keep the limit: with the new length, the maximum batch size would allow more tokens.
             self._limit_for_longer_rows = limit
         self.tried_length = length
@@ -435,7 +435,7 @@ class MicroBatchSizer:
 
     def conditions(self) -> dict[str, Any]:
         """Return the settings that a lowered limit depends on; if they change, it is dropped."""
-        return {"bound": self.max_batch_size, **asdict(self._micro_batch)}
+        return {"bound": self.max_batch_size, **asdict(self._configured_size)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""

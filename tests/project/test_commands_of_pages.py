@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from support.pages import PAGES, ROOT, Block, blocks, is_read_only
 from support.processes import run_command
 
-from adaptive_batch.config_files import config_path
+from adaptive_batch.config_files import config_files
 
 BLOCKS = blocks()
 DEMO = ROOT / "examples" / "demo"
@@ -98,7 +98,7 @@ def run(folder, command):
 
 def train_the_demo_instead(path):
     """Put the demo's model and data on a CPU into a config for a GPU and downloaded weights."""
-    shipped = OmegaConf.load(config_path("demo_cpu"))
+    shipped = OmegaConf.load(config_files()["demo_cpu"])
     parts = ["demo_dir", "model", "tokenizer", "checkpointer", "dataset"]
     here = {"device": "cpu", "dtype": "fp32", "output_dir": "./mine", "max_steps_per_epoch": 1}
     small = {"probe": {"device_memory": "256MiB"}}

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from adaptive_batch.config_files import config_path
+from adaptive_batch.config_files import config_files
 
 DEMO = Path(demo.__file__).parent
 NUM_ROWS = 400  # of about 4,300, to save time
@@ -34,7 +34,7 @@ def held_out_texts(directory):
 
 def tokenizer_of(directory, **changed):
     """The tokenizer as the shipped configuration builds it."""
-    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg = OmegaConf.load(config_files()["demo_cpu"])
     cfg.demo_dir = str(directory)
     return config.instantiate(cfg.tokenizer, **changed)
 
@@ -70,7 +70,7 @@ def differences_of_epoch(folder, texts, *, aside):
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg = OmegaConf.load(config_files()["demo_cpu"])
     files = [path.name for path in sorted(folder.glob("*.safetensors"))]
     checkpointer = config.instantiate(
         cfg.checkpointer, checkpoint_dir=str(folder), checkpoint_files=files, output_dir=str(aside)

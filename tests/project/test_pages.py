@@ -24,9 +24,9 @@ from support.pages import PAGES, ROOT, blocks, blocks_of, is_read_only
 from torchtune import config
 from torchtune._cli.tune import TuneCLIParser
 
-from adaptive_batch.config_files import config_path
+from adaptive_batch.config_files import config_files
 from adaptive_batch.torchtune import Settings
-from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
+from adaptive_batch.torchtune.configuration import TORCHTUNE_KEYS
 from adaptive_batch.torchtune.settings import OURS
 
 PROGRAMS = {"tune", "adaptive-batch", "python", "make", "pip"}
@@ -59,7 +59,9 @@ def test_a_yaml_block_is_read_as_settings(block, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert set(yaml.safe_load(block.text)) - THEIRS - set(OURS) == set()
-    whole = OmegaConf.merge(OmegaConf.load(config_path("demo_cpu")), OmegaConf.create(block.text))
+    whole = OmegaConf.merge(
+        OmegaConf.load(config_files()["demo_cpu"]), OmegaConf.create(block.text)
+    )
     Settings.from_config(OmegaConf.to_container(whole, resolve=True))
 
 
@@ -82,7 +84,9 @@ def test_a_command_for_a_larger_machine_is_read_by_its_parsers(block):
         assert read.recipe in recipes
         flag, name, *settings = read.recipe_args
         assert (flag, [setting for setting in settings if "=" not in setting]) == ("--config", [])
-        cfg = OmegaConf.merge(OmegaConf.load(config_path(name)), OmegaConf.from_dotlist(settings))
+        cfg = OmegaConf.merge(
+            OmegaConf.load(config_files()[name]), OmegaConf.from_dotlist(settings)
+        )
         assert set(cfg) - THEIRS - set(OURS) == set()
         config.validate(cfg)
         Settings.from_config(OmegaConf.to_container(cfg, resolve=True))

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torchtune import config
 from torchtune.data import padded_collate_packed
 
-from adaptive_batch.config_files import config_path, shipped_configs
+from adaptive_batch.config_files import config_files, shipped_configs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, read_estimate
 from adaptive_batch.memory import ALLOCATOR_VARIABLES
@@ -157,7 +157,7 @@ def _with_a_small_model(cfg):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name, _ in shipped_configs()])
 def test_every_shipped_configuration_is_estimated(name):
-    cfg = OmegaConf.load(config_path(name))
+    cfg = OmegaConf.load(config_files()[name])
     world_size = 8 if "8gpu" in name else 1
     with no_network():
         plan, said = planned(

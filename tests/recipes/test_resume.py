@@ -336,6 +336,7 @@ def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole
     folder = small.fresh_folder()
     resumed = resume_from(small, folder, origin / "step_6", SAVES, *DROPOUT)
     assert last_start(folder)["progress"]["steps"] == 6
+    assert audit(folder).problems == ()
     assert same_weights(resumed.weights(1), whole.weights(1))
 
 
@@ -501,12 +502,14 @@ def test_other_changes_are_logged_and_known_to_the_audit(small, whole):
         *DROPOUT,
         "dtype=bf16",
         "clip_grad_norm=0.5",
+        "optimizer.fused=False",
         "optimizer.weight_decay=0.3",
         "scale_with_batch.beta2=half_life",
     )
     for kind, before, after in (
         ("dtype", "fp32", "bf16"),
         ("clip_grad_norm", None, 0.5),
+        ("optimizer.fused", True, False),
         ("scale_with_batch", None, {"beta2": "half_life"}),
     ):
         (said,) = records(folder, kind)

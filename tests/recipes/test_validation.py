@@ -108,3 +108,15 @@ def test_one_row_that_does_not_fit_is_refused_with_its_dataset(small, trained, v
             f"output_dir={output}",
         )
     assert not losses(output)
+
+
+def test_a_default_validation_batch_that_follows_a_changed_batch_size_is_logged(small):
+    keys = (*VALIDATED, "max_validation_batches=1", "save_every_n_steps=2", "pad_to_multiple_of=2")
+    first = small.run_in_process(OURS, *keys, "batch_size=8", "epochs=1")
+    folder = f"output_dir={first.output_dir}"
+    again = ("batch_size=4", "epochs=2", "resume_from_checkpoint=True")
+    small.run_in_process(OURS, *keys, *again, folder)
+    (changed,) = records(first, "batch_size_val")
+    assert (changed["before"], changed["after"]) == (8, 4)
+    (lr,) = records(first, "lr")
+    assert "chosen for a global batch of 8 rows, now 4" in lr["message"]

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from adaptive_batch.__main__ import main
-from adaptive_batch.config_files import config_path, copy_config, shipped_configs
+from adaptive_batch.config_files import config_files, copy_config, shipped_configs
 from adaptive_batch.errors import SettingError
 
 NAMES = {
@@ -43,23 +43,23 @@ def test_every_config_is_listed_with_a_description():
 
 
 def test_the_demo_config_does_not_write_to_the_folders_of_the_demo():
-    config = OmegaConf.load(config_path("demo_cpu"))
+    config = OmegaConf.load(config_files()["demo_cpu"])
     folder = Path(config.demo_dir)
     assert Path(config.output_dir).parent == folder
     assert Path(config.output_dir).name not in ("base", "cache", "data", "tuned")
 
 
 def test_a_config_is_found_by_its_name():
-    assert config_path("demo_cpu").name == "demo_cpu.yaml"
+    assert config_files()["demo_cpu"].name == "demo_cpu.yaml"
     for no_name in ("", "demo", "demo_cpu.yaml", "../configs/demo_cpu", "DEMO_CPU"):
-        assert config_path(no_name) is None
+        assert no_name not in config_files()
 
 
 @pytest.mark.parametrize(("destination", "name"), [("", "demo_cpu.yaml"), ("my.yaml", "my.yaml")])
 def test_a_copy_keeps_its_content_and_takes_the_name_of_a_file(tmp_path, destination, name):
     copy = copy_config("demo_cpu", tmp_path / destination)
     assert copy == tmp_path / name
-    assert copy.read_bytes() == config_path("demo_cpu").read_bytes()
+    assert copy.read_bytes() == config_files()["demo_cpu"].read_bytes()
 
 
 @pytest.mark.parametrize("destination", [".", "demo_cpu.yaml"])

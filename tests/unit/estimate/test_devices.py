@@ -8,7 +8,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
 from adaptive_batch.estimate.devices import DEVICES, find_device
 from adaptive_batch.memory import GIB
-from adaptive_batch.torchtune.keys import block
+from adaptive_batch.torchtune.configuration import block
 from adaptive_batch.torchtune.settings import EstimateSettings
 
 # Devices by their torch.cuda.get_device_name().

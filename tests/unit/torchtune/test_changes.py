@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from omegaconf import OmegaConf
 
-from adaptive_batch.config_files import config_path
+from adaptive_batch.config_files import config_files
 from adaptive_batch.torchtune import FullModel
 from adaptive_batch.torchtune.changes import candidates, memory_remedies
 
 
 def budgets(*changed, world_size=1):
     """The budgets of activations among the changes."""
-    demo = OmegaConf.load(config_path("demo_cpu"))
+    demo = OmegaConf.load(config_files()["demo_cpu"])
     cfg = OmegaConf.merge(demo, OmegaConf.from_dotlist(list(changed)))
     model = FullModel().skeleton(cfg, dtype=torch.float32)
     typed = [one.overrides[0] for one in candidates(cfg, model, tokens=64, world_size=world_size)]
@@ -22,7 +22,7 @@ def budgets(*changed, world_size=1):
 
 
 def typed(name, **model):
-    cfg = OmegaConf.load(config_path(name))
+    cfg = OmegaConf.load(config_files()[name])
     cfg.model.update(model)
     skeleton = torch.nn.Linear(2, 2)
     return [one.overrides[0] for one in candidates(cfg, skeleton, tokens=64, world_size=8)]
@@ -54,7 +54,7 @@ def test_budgets_of_activations_below_the_configured_one_are_tried_under_compile
 
 
 def test_an_error_about_memory_suggests_only_what_is_not_configured():
-    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg = OmegaConf.load(config_files()["demo_cpu"])
     model = FullModel().skeleton(cfg, dtype=torch.float32)
     recomputes = "enable_activation_checkpointing=True"
     eight_bits = "optimizer=torchao.optim.AdamW8bit"

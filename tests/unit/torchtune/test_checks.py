@@ -27,9 +27,8 @@ from adaptive_batch.torchtune.checks import (
     check_output_dir,
     check_parallel,
     complete,
-    why_unpacked,
 )
-from adaptive_batch.torchtune.config_errors import plainly, refusing
+from adaptive_batch.torchtune.configuration import plainly, refusing
 from adaptive_batch.torchtune.job import check_keys_of_others
 from adaptive_batch.torchtune.resume import check_fewer_ranks
 from adaptive_batch.training import differences, raise_if_answers_differ
@@ -247,13 +246,6 @@ def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_the
 class NoWeights:
     def load_weights(self):
         return {}
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["a block", "a list of blocks"])
-def test_rows_of_a_packed_dataset_are_not_packed_again(several):
-    block = {"_component_": "torchtune.datasets.alpaca_dataset", "packed": True}
-    cfg = OmegaConf.create({"dataset": [block, block] if several else block})
-    assert why_unpacked(cfg) == "dataset.packed is True: its rows are packed already"
 
 
 # --- errors of libraries

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from adaptive_batch.config_files import config_path
+from adaptive_batch.config_files import config_files
 from adaptive_batch.torchtune import Job, Settings
 from adaptive_batch.torchtune.job import own_compiler
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 def bytes_kept_within(budget):
     """Return what a layer keeps for backward that is compiled for a job."""
-    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg = OmegaConf.load(config_files()["demo_cpu"])
     cfg.merge_with({"compile": True, "activation_memory_budget": budget})
     Job(cfg, Settings.from_config(cfg))
     layer = Layer()

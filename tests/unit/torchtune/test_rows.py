@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from torch.utils.data import ConcatDataset
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune.data import _check_lines
 from adaptive_batch.torchtune.rows import DatasetRows
 from adaptive_batch.torchtune.task import NextTokens
 
@@ -84,18 +83,6 @@ def test_rows_without_a_label_are_counted(caplog, monkeypatch, tmp_path):
         _ = rows.lengths
     assert "2 of 3 rows have no label" in caplog.text
     assert "3 rows may be cut to tokenizer.max_seq_len=3" in caplog.text
-
-
-def test_a_broken_line_of_a_file_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n\n{"a": \n')
-    cause = ValueError("An error occurred while generating the dataset")
-    error = refusal(lambda: _check_lines("dataset.data_files", str(path), cause))
-    assert error.key == "dataset.data_files"
-    assert error.value == str(path)
-    assert "line 3" in str(error)
-    path.write_text('{"a": 1}\n')
-    _check_lines("dataset.data_files", [str(path), "https://elsewhere/rows.jsonl"], cause)
 
 
 # --- rows that are read ahead

@@ -7,7 +7,7 @@ import pytest
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import Settings, without_effect
-from adaptive_batch.torchtune.keys import (
+from adaptive_batch.torchtune.configuration import (
     TORCHTUNE_KEYS,
     documented,
     fields_of,
@@ -116,6 +116,7 @@ VALUES = {
     "probe.maximum": (0,),
     "probe.assumed_maximum": (0,),
     "probe.serach": ("binary",),
+    "probe.trial_seconds": (None,),
     "probe.sequence_length": ("shortest",),
     "probe.sequence_lengths": ([], [64, "all"]),
 }
@@ -180,9 +181,9 @@ def test_dependent_defaults_follow_the_keys_that_they_depend_on():
     compiled = {"activation_memory_budget": 0.5, "compile": True}
     assert settings(compiled).activation_memory_budget == 0.5
     by_tokens = {"batch_tokens": 1000}
-    assert settings(by_tokens).micro_batch.needs_search
+    assert settings(by_tokens).configured_size.needs_search
     for size in ({"micro_batch_tokens": 500}, {"micro_batch_size": 2}):
-        assert settings(by_tokens, size).micro_batch == ConfiguredSize(**size)
+        assert settings(by_tokens, size).configured_size == ConfiguredSize(**size)
     assert not settings(by_tokens, {"micro_batch_size": 2}).search_plan.is_needed
 
 
@@ -244,7 +245,7 @@ def test_keys_decide_whether_training_is_adaptive_and_needs_a_search(
     config, adaptive, is_needed, needs_search
 ):
     read = settings(config)
-    found = (read.adaptive, read.search_plan.is_needed, read.micro_batch.needs_search)
+    found = (read.adaptive, read.search_plan.is_needed, read.configured_size.needs_search)
     assert found == (adaptive, is_needed, needs_search)
     assert read.drop_last is not adaptive
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 
-from adaptive_batch.config_files import config_path, shipped_configs
+from adaptive_batch.config_files import config_files, shipped_configs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import (
     AdapterModel,
@@ -23,7 +23,7 @@ from adaptive_batch.torchtune import (
     without_effect,
 )
 from adaptive_batch.torchtune.checks import check_parallel
-from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of
+from adaptive_batch.torchtune.configuration import TORCHTUNE_KEYS, block, keys_of
 from adaptive_batch.torchtune.settings import OURS, ProbeSettings
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -147,7 +147,7 @@ NUM_PARAMETERS = {name: count for name, (count, _) in MODELS.items()} | {"demo_c
 
 
 def shipped(name):
-    return OmegaConf.load(config_path(name))
+    return OmegaConf.load(config_files()[name])
 
 
 def test_every_shipped_config_is_looked_at_here():

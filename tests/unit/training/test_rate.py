@@ -91,24 +91,20 @@ def rate_of(**arguments):
     return AdaptiveRate(optimizer, **arguments)
 
 
-@pytest.mark.parametrize(
-    "reference", [None, ReferenceBatch(32, "rows"), ReferenceBatch(100, "tokens")]
-)
-def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_the_configured_one(
-    reference,
-):
-    rate = rate_of(reference_batch_size=reference)
-    assert rate.describe_unscaled(4, configured=4) is None
+def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_the_reference():
+    rate = rate_of(reference_batch_size=ReferenceBatch(4, "rows"))
+    assert rate.describe_unscaled(4) is None
     line = (
-        "lr 2e-05 stays, chosen for a global batch of 4, now 64: linear scaling would give 0.00032,"
-        " sqrt 8e-05"
+        "lr 2e-05 stays, chosen for a global batch of 4 rows, now 64: linear scaling would give"
+        " 0.00032, sqrt 8e-05"
     )
-    assert rate.describe_unscaled(64, configured=4) == line
+    assert rate.describe_unscaled(64) == line
+    assert rate_of(reference_batch_size=ReferenceBatch(4, "tokens")).describe_unscaled(64) is None
 
 
 def test_a_scaled_rate_describes_its_rule_instead():
     rate = rate_of(lr_scaling="sqrt", reference_batch_size=4)
-    assert rate.describe_unscaled(64, configured=4) is None
+    assert rate.describe_unscaled(64) is None
     assert rate.describe() == "lr 2e-05: chosen for 4 rows per step, scaled by sqrt"
 
 

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import Settings, use_shipped_config, without_effect
-from adaptive_batch.torchtune.keys import REMOVED, keys_of, unread
+from adaptive_batch.torchtune.configuration import REMOVED, keys_of, unread
 
 PLAIN = {
     "batch_size": 2,
@@ -91,15 +91,13 @@ def test_the_inner_name_of_a_reference_is_not_read():
     assert unread(Settings, cfg) == ["my_rows", "max_seq_len"]
 
 
-@pytest.mark.parametrize(
-    "argument", ["--batch_size=4", "--preview", "batch_size", "=", "a=b=c", "-batch_size=4"]
-)
+@pytest.mark.parametrize("argument", ["batch_size", "a=b=c"])
 def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
     config = tmp_path / "mine.yaml"
     config.write_text("batch_size: 1\n")
     with pytest.raises(SettingError) as refused:
         use_shipped_config(["recipe", "--config", str(config), "epochs=1", argument])
-    assert str(refused.value).startswith(f"argument={argument!r}: give key=value, without dashes")
+    assert str(refused.value).startswith(f"argument={argument!r}: it cannot be read: ")
 
 
 def test_overrides_and_removals_are_arguments(tmp_path):

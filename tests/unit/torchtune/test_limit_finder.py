@@ -19,7 +19,7 @@ from adaptive_batch.torchtune import (
     Settings,
     Trainer,
 )
-from adaptive_batch.torchtune.probe_cache import ProbeCache
+from adaptive_batch.torchtune.limit_finder import ProbeCache
 from adaptive_batch.training import ProbeOptions, SearchScope
 
 

@@ -12,7 +12,7 @@ from support.runners import build_runner
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune.settings import ValidationSettings
-from adaptive_batch.torchtune.validation import Validation
+from adaptive_batch.torchtune.trainer import Validation
 
 
 class UnreadableRows:
