@@ -121,10 +121,14 @@ _PEER_GONE = re.compile(
     r" exit|ncclRemoteError|recv, got 0 bytes",
     re.IGNORECASE,
 )
+# Errors of gloo and the store if a rank does not join a collective in time.
+_TIMED_OUT = re.compile(r"timed out waiting|wait timeout", re.IGNORECASE)
+_SECONDS_BETWEEN_PLACES = 5.0
 
 
 class Watchdog:
-    """Ends this process after an error, or after a time limit.
+    """Ends this process after an error, or after a time limit. A thread publishes which line runs,
+    so that a rank whose collective times out can name the ranks that did not join it.
 
     The constructor is a collective that needs no process group. All ranks call it, either all
     before or all after ``init_process_group``.
@@ -139,10 +143,31 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        store, self._rank, _ = meet_ranks()
+        store, self._rank, self._num_ranks = meet_ranks()
         # A connection of its own: the main thread may hang in a call of the store.
         self._store = store.clone()  # type: ignore[attr-defined]
         self.on_end: Callable[[str, str, Mapping[str, Any]], object] = lambda *_: None
+        publish = threading.Thread(
+            target=self._publish_places, args=(threading.get_ident(),), daemon=True
+        )
+        publish.start()
+
+    def _publish_places(self, thread: int) -> None:
+        # The process that hosts the store may exit first.
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self._store.set(f"place/{self._rank}", _place(thread))
+                time.sleep(_SECONDS_BETWEEN_PLACES)
+
+    def _ranks_elsewhere(self) -> str:
+        """Return the ranks that run another line than this rank, for a message."""
+        places = [self._store.get(f"place/{rank}").decode() for rank in range(self._num_ranks)]
+        elsewhere = [
+            f"rank {rank} is in {place}"
+            for rank, place in enumerate(places)
+            if place != places[self._rank]
+        ]
+        return ", ".join(elsewhere) or "all ranks run the same line"
 
     def fail(self, error: BaseException | str) -> NoReturn:
         """End this process. Call this before destroying the process group, since the other ranks
@@ -154,10 +179,13 @@ class Watchdog:
         facts = error.facts if isinstance(error, RankLostError) else {}
         # Only a rank that ran out of memory reports its limit.
         kind = "out_of_memory" if "limit" in facts else "error"
-        if isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)):
+        # The first sentence, without gloo's C++ source location.
+        gist = re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]
+        if isinstance(error, RuntimeError) and _TIMED_OUT.search(gist):
+            kind = "stalled"
+            error = f"a collective timed out ({gist}); {self._ranks_elsewhere()}"
+        elif isinstance(error, RuntimeError) and _PEER_GONE.search(gist):
             kind = "lost_peer"
-            # The first sentence, without gloo's C++ source location.
-            gist = re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]
             error = (
                 "another rank exited without an error message, perhaps killed by the OOM killer"
                 f" ({gist}); resume from the last checkpoint with torchrun's --max-restarts or"
@@ -210,6 +238,14 @@ class Watchdog:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         os._exit(1)
+
+
+def _place(thread: int) -> str:
+    """Return the innermost line outside of torch that a thread runs."""
+    frame = sys._current_frames()[thread]
+    while frame.f_globals.get("__name__", "").startswith("torch.") and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _print(text: str) -> None:

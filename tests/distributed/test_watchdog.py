@@ -139,6 +139,37 @@ def test_a_rank_that_exceeds_a_time_limit_ends_all_with_its_stack(tmp_path):
     assert f"traceback : {message}" in root_cause
 
 
+@pytest.mark.slow
+def test_a_rank_whose_collective_times_out_names_the_rank_that_hangs(tmp_path):
+    program = """
+        from datetime import timedelta
+
+        def read_a_row():
+            time.sleep(100)
+
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+        if rank == 1:
+            read_a_row()
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            watch.fail(error)
+    """
+    before = PROGRAM.replace(
+        "watch = Watchdog()",
+        "import adaptive_batch.distributed.endings as endings\n"
+        "    endings._SECONDS_BETWEEN_PLACES = 0.2\n"
+        "    watch = Watchdog()",
+    )
+    assert torchrun(tmp_path, program, ranks=3, before=before).wait(60) == 1
+    text, root_cause = printed(tmp_path)
+    assert text.count("a collective timed out") == 1
+    assert "; rank 1 is in read_a_row (" in text
+    assert "rank 2" not in text
+    assert "rank 1 is in read_a_row" in root_cause
+    assert recorded(tmp_path)[1] == "stalled"
+
+
 @pytest.fixture
 def port():
     with reserved_port() as port:
