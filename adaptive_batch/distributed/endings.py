@@ -147,21 +147,30 @@ class Watchdog:
         # A connection of its own: the main thread may hang in a call of the store.
         self._store = store.clone()  # type: ignore[attr-defined]
         self.on_end: Callable[[str, str, Mapping[str, Any]], object] = lambda *_: None
-        publish = threading.Thread(
+        self._is_closed = threading.Event()
+        self._publisher = threading.Thread(
             target=self._publish_places, args=(threading.get_ident(),), daemon=True
         )
-        publish.start()
+        self._publisher.start()
+
+    def close(self) -> None:
+        """End the thread, before the interpreter ends it in a call of the store."""
+        self._is_closed.set()
+        self._publisher.join(_LINGER_SECONDS)
 
     def _publish_places(self, thread: int) -> None:
         # The process that hosts the store may exit first.
         with contextlib.suppress(RuntimeError):
-            while True:
+            self._store.set(f"place/{self._rank}", _place(thread))
+            while not self._is_closed.wait(_SECONDS_BETWEEN_PLACES):
                 self._store.set(f"place/{self._rank}", _place(thread))
-                time.sleep(_SECONDS_BETWEEN_PLACES)
 
     def _ranks_elsewhere(self) -> str:
         """Return the ranks that run another line than this rank, for a message."""
-        places = [self._store.get(f"place/{rank}").decode() for rank in range(self._num_ranks)]
+        try:
+            places = [self._store.get(f"place/{rank}").decode() for rank in range(self._num_ranks)]
+        except RuntimeError as error:
+            return f"their lines are unknown: {error}"
         elsewhere = [
             f"rank {rank} is in {place}"
             for rank, place in enumerate(places)

@@ -181,6 +181,7 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
         watch.fail(str(error) or _INTERRUPTED)
     except Exception as error:
         watch.fail(plainly(error) or error)
+    watch.close()
     distributed.destroy_process_group()
 
 
