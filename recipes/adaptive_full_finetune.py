@@ -230,10 +230,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         step = self.batches.oldest
         # Name the next step's rows to a thread, which reads them while the device is busy.
         self.data.dataset.expect(step.following)
+        # At the steps that the profiler configures, start and stop torch's memory recording.
         record_memory_history(self.profiler_cfg, self.device, step.progress)
 
-        # Set the scheduled learning rate. `optimizer.step()` scales it by the rows or tokens of the
-        # step over all ranks, as `lr_scaling` says.
+        # Set the scheduled learning rate, and return it as `lr_scaling` scales it for the rows or
+        # tokens of the step over all ranks. A hook scales it within `optimizer.step()` only.
         size = self.batches.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
         rates = self.rate.apply(step.progress, batch=size)
 
@@ -245,6 +246,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             stop_requested=self.saver.preemption.requested,
             measures_noise=self.monitor.measures_noise(step),
         )
+        # Count steps without a label, and measure the noise scale.
+        self.monitor.update(step, result)
         # With `on_nonfinite_loss=skip`, a step whose loss or gradients are not finite changes
         # nothing; with `stop`, it ends the run.
         if not self.monitor.drop_if_nonfinite(step, result, lr=rates["lr"]):
@@ -252,7 +255,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.trainer.step()
 
         # Only now do the rows count as trained; a checkpoint resumes after them. The noise scale
-        # may set the next batch.
+        # may set the next batch. train() ends the epoch.
         progress = self.batches.done(
             tokens=result.tokens, ends_epoch=False, noise_scale=self.monitor.noise_scale
         )
@@ -262,7 +265,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             rates=rates,
             numbers=step.numbers,
             num_out_of_memory=self.sizers.training.num_out_of_memory,
-            full_batch_loss=self.monitor.full_batch_loss,
+            full_batch_loss=self.monitor.add_loss(result),
         )
         if self.validation:
             self.validation.run_where_due(progress.steps)

@@ -332,7 +332,7 @@ class Batches(Sampler[list[int]]):
                     f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
                 )
                 raise SettingError("drop_last", True, remedy)
-            if self.reference.steps == 0:
+            if self.constant_epoch.steps == 0:
                 remedy = f"an epoch of {self.num_rows} rows has no whole step; set drop_last=False"
                 raise SettingError("batch_size", self.batch_size, remedy)
 
@@ -429,7 +429,7 @@ class Batches(Sampler[list[int]]):
         return self._plan
 
     @property
-    def reference(self) -> EpochPlan:
+    def constant_epoch(self) -> EpochPlan:
         """An epoch of a constant batch, in whose steps the schedule of the learning rate counts."""
         if self._reference is None:
             batch_size = self.first_batch_size or self.batch_size
@@ -459,8 +459,8 @@ class Batches(Sampler[list[int]]):
         """
         follows_rate = isinstance(self.batching.batch_size_schedule, Seesaw)
         if follows_rate or (self._in_script and not self._plans_tokens):
-            return Pace(self.reference, self.reference)
-        return Pace(self.reference, self.plan)
+            return Pace(self.constant_epoch, self.constant_epoch)
+        return Pace(self.constant_epoch, self.plan)
 
     def couple(
         self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
@@ -481,7 +481,9 @@ class Batches(Sampler[list[int]]):
         rate_left_at = relative_decay(schedule_factor(lr_scheduler))
 
         def decay(progress: Progress) -> float:
-            of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
+            of_constant_batch = replace(
+                progress, pace=Pace(self.constant_epoch, self.constant_epoch)
+            )
             return rate_left_at(elapsed_steps(clock.decay, of_constant_batch))
 
         self.batching = self.batching.coupled(decay, clock)

@@ -185,6 +185,8 @@ class Watchdog:
         The first rank to fail prints the reason on stderr: an error of this package as one line,
         any other with its traceback. Ranks that fail later print nothing.
         """
+        # Keep the line that failed.
+        self._is_closed.set()
         facts = error.facts if isinstance(error, RankLostError) else {}
         # Only a rank that ran out of memory reports its limit.
         kind = "out_of_memory" if "limit" in facts else "error"

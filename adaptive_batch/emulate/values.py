@@ -477,13 +477,16 @@ def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 
 
 def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    """Keep values as a storage grows: CUDA's kernel moves them by a copy that computes nothing."""
+
     def resize_(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        length = _storage(tensor)[1] // tensor.element_size()
-        flat = tensor.as_strided((length,), (1,), 0)
-        before = on_host(flat).clone() if has_values(tensor) else None
+        _, old_bytes = _storage(tensor)
+        old_length = old_bytes // tensor.element_size()
+        flat = tensor.as_strided((old_length,), (1,), 0)
+        old_values = on_host(flat).clone() if has_values(tensor) else None
         cuda_kernel.call_boxed(keyset, tensor, *args, **kwargs)
-        if before is not None and tensor.numel() > length and has_values(tensor):
-            on_host(tensor.as_strided((len(before),), (1,), 0)).copy_(before)
+        if old_values is not None and tensor.numel() > old_length and has_values(tensor):
+            on_host(tensor.as_strided((old_length,), (1,), 0)).copy_(old_values)
         return tensor
 
     return resize_
@@ -515,6 +518,7 @@ def _unique(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
             host = torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
         results: list[torch.Tensor] = []
         for values in _tensors(operator(host, *args, **kwargs)):
+            # The first result has the tensor's dtype; the others are indices and counts.
             dtype = tensor.dtype if not results else values.dtype
             results.append(torch.empty(values.shape, dtype=dtype, device=tensor.device))
             if has_values(results[-1]):

@@ -342,8 +342,9 @@ class Phase:
 
     def held_at_peak(self) -> Counter[str]:
         """Return the bytes of the phase's own allocations at its peak, by kind."""
+        # Storages of earlier phases have numbers, too, and count 0 bytes.
         sizes = [0] * len(self.before)
-        live = peak = end = 0
+        live = peak = entries_until_peak = 0
         for position, entry in enumerate(self.log, 1):
             if entry > 0:
                 sizes.append(entry % STREAM)
@@ -352,11 +353,12 @@ class Phase:
                 live -= sizes[~entry]
             if live > peak:
                 peak = live
-                end = position
+                entries_until_peak = position
         gradients = {number for name, number in self.after.items() if name[0] == "gradient"}
-        freed = {~entry for entry in self.log[:end] if entry <= 0}
-        num_allocations = len(self.before) + end - len(freed)
-        # Allocations of the first run, such as workspaces, remain for all later steps.
+        entries = self.log[:entries_until_peak]
+        freed = {~entry for entry in entries if entry <= 0}
+        num_allocations = len(self.before) + len(entries) - len(freed)
+        # Allocations of the first run, such as workspaces, remain. They count as temporaries.
         held = Counter({"backward temporaries": sum(size % STREAM for _, size in self.once)})
         for number in set(range(num_allocations)) - freed:
             kind = "backward temporaries"
@@ -420,12 +422,12 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._numbers: dict[int, int] = {}
         self._num_allocations = 0
         self._made_by_forward: list[int] = []
-        self._before: tuple[Name, ...] = ()
+        self._names_before: tuple[Name, ...] = ()
         self._workspaces = workspaces
         self._instead = {**(instead or {}), **(workspaces.instead if workspaces else {})}
         self._not_moved = not_moved if not_moved is not None else WeakSet()
         self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
-        self._is_inside = False
+        self._is_replacing = False
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         # Active modes would intercept the storage access of each tensor.
@@ -440,7 +442,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         names: dict[int, Name] = {}
         for name, number in self._numbers_by_name(tensors).items():
             names.setdefault(number, name)
-        self._before = tuple(names.values())
+        self._names_before = tuple(names.values())
 
     def phase(self, named: Named) -> Phase:
         """Return the log since :meth:`add_named`.
@@ -448,7 +450,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         Args:
             named: tensors that remain for later phases.
         """
-        num_earlier = len(self._before)
+        num_earlier = len(self._names_before)
         kept = self._workspaces.tensors.values() if self._workspaces else ()
         workspaces = ((("workspace", number), tensor) for number, tensor in enumerate(kept))
         once = set(self._numbers_by_name(workspaces).values())
@@ -468,7 +470,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         activations = frozenset(
             numbers[number] for number in self._made_by_forward if number not in once
         )
-        return Phase(log, self._before, after, tuple(positions), activations)
+        return Phase(log, self._names_before, after, tuple(positions), activations)
 
     def _numbers_by_name(self, named: Named) -> dict[Name, int]:
         with private.disable_current_modes():
@@ -505,10 +507,10 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         # Streams of a CPU do not delay frees.
         if func is torch.ops.aten.record_stream.default:
             return None
-        if func not in self._instead or self._is_inside:
+        if func not in self._instead or self._is_replacing:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self._is_inside = True
+        self._is_replacing = True
         with self:
             result = self._instead[func](*args, **(kwargs or {}))
-        self._is_inside = False
+        self._is_replacing = False
         return result

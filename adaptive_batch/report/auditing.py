@@ -240,6 +240,7 @@ class _Walk:
             return
         self._dropped[number] += _listed_rows(entry.record)
         epoch = self.epochs[-1]
+        # An epoch without a step may be recorded again, so its rows wait for its first step.
         if number == epoch.number and (epoch.steps or epoch.has_ended):
             self._mark_dropped(epoch)
 

@@ -265,7 +265,8 @@ class Stages(_Rule):
     def unused(
         self, steps: Sequence[Progress], *, most_rows: int | None, maximum: int | None
     ) -> list[str]:
-        """Return a message for each stage that training does not reach.
+        """Check that each stage fits in an epoch and lasts for a step; return a message for each
+        stage that training does not reach.
 
         Args:
             steps: progress at the first step of each remaining stage; earlier stages are not
@@ -286,12 +287,15 @@ class Stages(_Rule):
                     f" the step; use {most_rows} or fewer, or set drop_last=False"
                 )
                 raise SettingError(KEY, batch, remedy)
-        used = {self.stage(progress) for progress in steps}
+        reached = {self.stage(progress) for progress in steps}
         number = len(self.batches)
+        first = min(reached, default=number)
         lines = []
-        for stage in sorted(set(range(min(used, default=number), number)) - used):
+        for stage in range(first, number):
+            if stage in reached:
+                continue
             missing = f"batch {self.batches[stage]} (from {self.begins(stage)} on) is never used"
-            if stage < max(used):
+            if stage < max(reached):
                 remedy = (
                     f"{missing}: the stage ends before the next step begins; make the stage"
                     " longer, or remove it"

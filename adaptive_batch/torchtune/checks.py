@@ -443,7 +443,7 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
     for value in values_at(cfg, "tensor_parallel_dim"):
         # Ranks check this before they read all settings.
         check_whole("tensor_parallel_dim", value)
-    component = "".join(map(str, values_at(cfg, "optimizer._component_")))
+    component = str(OmegaConf.select(cfg, "optimizer._component_") or "")
     dim = int(cfg.get("tensor_parallel_dim") or 1)
     several = world_size > 1
     offloads = several and cfg.get("fsdp_cpu_offload", False)

@@ -185,8 +185,10 @@ class Data:
             self._rows_val = DatasetRows(
                 job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val)
             )
-        self.configured_layout = _layout_of(job, job.settings.uniform_micro_batches, packed=packed)
-        self.layout_val = _layout_of(job, None, packed=packed_val)
+        self.configured_layout = _layout_of(
+            job, job.settings.uniform_micro_batches, is_packed_dataset=packed
+        )
+        self.layout_val = _layout_of(job, None, is_packed_dataset=packed_val)
         self._trial_rows: dict[int | str, LongestRows] = {}
 
     @classmethod
@@ -484,10 +486,11 @@ class Data:
             raise SettingError(keys[0], values[keys[0]], remedy)
 
 
-def _layout_of(job: Job, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
+def _layout_of(job: Job, uniform: str | None, *, is_packed_dataset: bool) -> MicroBatchLayout:
     """Return the configured layout: padding and shape constraints of micro-batches."""
     kind = job.settings.micro_batch_layout or "padded"
-    if packed:
+    if is_packed_dataset:
+        # Its rows have one length already.
         return MicroBatchLayout(uniform, kind=kind)
     multiple = job.settings.pad_to_multiple_of
     if multiple > 1:
@@ -496,7 +499,8 @@ def _layout_of(job: Job, uniform: str | None, *, packed: bool) -> MicroBatchLayo
     shortest = 1
     if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
         # Each rank gathers the sharded output layer once per chunk of the loss. torch.chunk(n)
-        # gives fewer than n chunks for few tokens, but always n from n (n - 1) + 1 tokens on.
+        # gives fewer than n chunks for few tokens, but always n from n (n - 1) + 1 tokens on. With
+        # different numbers, ranks would wait for each other forever.
         chunks = getattr(job.loss_fn, "num_output_chunks", 1)
         shortest = min(chunks * (chunks - 1) + 1, job.max_row_length or sys.maxsize)
     return MicroBatchLayout(

@@ -280,7 +280,9 @@ class Estimator:
         world_size: int,
         device: EstimatedDevice,
     ) -> Iterator[FakeRun]:
+        """Context manager: one configuration's run on a fake device."""
         ranks_of_a_model = check_parallel(cfg, world_size=world_size)
+        # "longest" is measured on the dataset.
         reads_data = any(isinstance(length, str) for length in lengths) or bool(
             cfg.get("collate_fn", None)
         )

@@ -554,7 +554,8 @@ class LimitFinder:
     def search_reference(
         self, trainer: Trainer, *, step_rows: int, sizer: MicroBatchSizer | None = None
     ) -> ProbeResult:
-        """Find the most rows that fit in a reference that runs before the step.
+        """Find the most rows that the frozen reference model runs at once, in its pass before the
+        step.
 
         Args:
             trainer: trainer of the run.
@@ -568,12 +569,14 @@ class LimitFinder:
         settings = self._settings
         size = settings.reference_micro_batch_size
         reference = trainer.engine.reference
-        assert reference is not None, "the reference runs within training's micro-batches"
-        usable_rows = step_rows
-        if settings.grows or settings.batch_tokens:
-            usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
+        assert reference is not None, "only a reference with micro-batches of its own is searched"
         if isinstance(size, int):
+            # Only check the configured size.
             usable_rows = size
+        elif settings.grows or settings.batch_tokens:
+            usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
+        else:
+            usable_rows = step_rows
         longest = self._data.trial_rows(settings.probe.sequence_length)
         evaluation = Evaluation(
             reference.try_rows,
@@ -584,7 +587,7 @@ class LimitFinder:
             lost_key="trial_rows_reference",
         )
 
-        def report(result: ProbeResult) -> None:
+        def log_and_check(result: ProbeResult) -> None:
             self.log_search("reference_bound", "rows of the reference at once", result)
             if isinstance(size, int) and size > result.max_batch_size:
                 fitting_rows = result.max_batch_size
@@ -596,7 +599,7 @@ class LimitFinder:
             SearchScope(longest, evaluation=evaluation),
             maximum=self.rows_to_try(usable_rows, evaluation.lost_key),
             sizer=sizer,
-            report=report,
+            report=log_and_check,
             path=self.path.with_name("probe_reference.json"),
         )
         return result

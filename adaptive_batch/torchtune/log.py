@@ -244,7 +244,7 @@ class TrainingLog:
         rates: Mapping[str, float],
         numbers: Sequence[int],
         num_out_of_memory: int,
-        full_batch_loss: FullBatchLoss,
+        full_batch_loss: float | None,
     ) -> None:
         """Write a finished step to the run log, and its metrics to the metric logger; stop its
         clock.
@@ -255,13 +255,12 @@ class TrainingLog:
             rates: learning rate and other scaled values of the optimizer in the step, by name.
             numbers: numbers of the step's rows in the dataset.
             num_out_of_memory: out-of-memory errors of the run so far.
-            full_batch_loss: mean of the loss over the rows of a full batch, which the step joins.
+            full_batch_loss: mean loss of a full batch that this step completes; None without one.
         """
         seconds = time.perf_counter() - self._step_began
         self._step_seconds += seconds
         self._tokens += result.tokens
-        label_tokens = float(result.num_labels)
-        trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
+        trained_tokens = float(result.tokens if self._job.task.counts_rows else result.num_labels)
         record = result.record(
             progress,
             numbers=numbers,
@@ -274,9 +273,8 @@ class TrainingLog:
         record["tokens_per_second_per_gpu"] = trained_tokens / (
             seconds * distributed.data_parallel_size()
         )
-        full_loss = full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)
-        if full_loss is not None:
-            record["loss_per_full_batch"] = full_loss
+        if full_batch_loss is not None:
+            record["loss_per_full_batch"] = full_batch_loss
         if self._settings.measures_noise and progress.noise_scale is not None:
             record["gradient_noise_scale"] = progress.noise_scale
         if self._logs_memory and self._metric_logger is not None:
@@ -337,10 +335,7 @@ class StepMonitor:
         log: log that receives the counts of each epoch.
         saver: saver that restores the counts from a checkpoint.
         remedy: function that returns how to continue after the run stops.
-        full_batch_rows: number of rows that `full_batch_loss` averages over.
-
-    Attributes:
-        full_batch_loss: loss over a fixed number of rows, independent of the batch size.
+        full_batch_rows: number of rows of a full batch, see :meth:`add_loss`.
     """
 
     def __init__(
@@ -364,7 +359,7 @@ class StepMonitor:
             remedy=remedy,
         )
         self._nonfinite = saver.restore("nonfinite", nonfinite)
-        self.full_batch_loss = saver.restore("full_batch_loss", FullBatchLoss(full_batch_rows))
+        self._full_batch_loss = saver.restore("full_batch_loss", FullBatchLoss(full_batch_rows))
         self._noise_scale = saver.restore("noise_scale", NoiseScale())
         # Steps of this epoch without a label, since the start.
         self._num_unlabelled = 0
@@ -373,8 +368,8 @@ class StepMonitor:
         """Return whether the noise of the gradients is sampled in a step."""
         return self._settings.measures_noise and self._noise_scale.is_due(step.progress.steps)
 
-    def drop_if_nonfinite(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
-        """Count a step, and drop its gradients if they are not finite; return whether they were."""
+    def update(self, step: PlannedRows, result: StepResult) -> None:
+        """Count a step without a label, and measure the noise scale."""
         num_rows = len(step.numbers)
         assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
         number = step.progress.steps + 1
@@ -385,7 +380,18 @@ class StepMonitor:
             self._log.event("no_labels", f"step {number}: {message}", prints=prints, step=number)
         if result.noise is not None:
             self._noise_scale.update(result.noise)
+
+    def drop_if_nonfinite(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
+        """Drop the gradients of a step if it is not finite; return whether it was dropped."""
         return self._nonfinite.drop_if_nonfinite(result, step.progress, lr=lr)
+
+    def add_loss(self, result: StepResult) -> float | None:
+        """Return the mean loss over a fixed number of rows, independent of the batch size, if this
+        step completes them; None if it does not.
+        """
+        return self._full_batch_loss.add(
+            result.loss, label_tokens=float(result.num_labels), rows=result.rows
+        )
 
     @property
     def noise_scale(self) -> float | None:

@@ -130,18 +130,19 @@ class TrainingPreview:
         stages = []
         if settings.grows or settings.preview:
             stages = self._walk(plans=True)
-        schedule_steps = settings.epochs * batches.reference.steps
+        schedule_steps = settings.epochs * batches.constant_epoch.steps
+        # With lr_clock decay=steps the rate counts real steps, fewer as the batch grows.
         if settings.rate.lr_clock.decay == "steps" and progress.epoch < settings.epochs:
-            # The estimate of a run that has not changed stays.
+            # An unchanged run that resumes keeps its number, so that its rate does not jump.
             if self._resumed.keeps_steps:
                 schedule_steps = self._resumed.saved["learning_rate"]["total_steps"]
             elif stages:
                 schedule_steps = stages[-1].last.after.steps
             else:
                 schedule_steps = progress.steps + batches.count_steps(settings.epochs)
-        full_batch_rows = batches.reference.global_rows
+        full_batch_rows = batches.constant_epoch.global_rows
         if settings.grows and not settings.batch_tokens:
-            # A schedule that measures has a maximum.
+            # A schedule that follows the noise scale has a maximum, and no stages.
             largest = getattr(settings.batch_size_schedule, "maximum", None) or max(
                 (stage.first.batch for stage in stages), default=1
             )
@@ -223,6 +224,7 @@ class TrainingPreview:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
             ends = [*ends[:SHOWN], *ends[-SHOWN:]]
+        # With lr_clock decay=steps the rate counts real steps, fewer as the batch grows.
         if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
         if batches.plan.is_estimate:

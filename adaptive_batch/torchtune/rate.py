@@ -92,7 +92,7 @@ def couple_seesaw(job: Job, batches: Batches) -> None:
     if isinstance(job.settings.batch_size_schedule, Seesaw):
         block = job.cfg.get("lr_scheduler", None)
         optimizer = job.optimizer_of_one_weight()
-        steps = job.settings.epochs * batches.reference.steps
+        steps = job.settings.epochs * batches.constant_epoch.steps
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )

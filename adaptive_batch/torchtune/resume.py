@@ -141,6 +141,7 @@ class ResumedRun:
             counts_tokens=settings.rate.lr_clock.counts_tokens,
             event=event,
         )
+        # The batch that the conditions name is the first epoch's; the current one may have grown.
         batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
         check_rate(self._job)
         couple_seesaw(self._job, batches)

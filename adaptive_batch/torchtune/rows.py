@@ -89,12 +89,13 @@ class DatasetRows(Dataset[Any]):
         self._key = key
         self._dataset = dataset
         self._name = name
-        # Rows are checked in the thread that uses them.
-        # A thread that reads keeps this one from launching kernels.
+        # The thread reads rows that are not checked yet. It starts only when the device is busy
+        # (read_ahead()), since Python in a thread delays the launch of kernels.
         self._ahead = ReadAhead(dataset, at_once=False)
         self.num_real_tokens = real_tokens or job.task.num_real_tokens
         self._measured: RowMeasures | None = None
         self._cache_file: Path | None = None
+        # False after a row differed from the cache.
         self._trusts_cache = True
         # How a row differs from the cache, as a sentence.
         self._changed = ""

@@ -192,7 +192,9 @@ class Task(ABC):
 
     @abstractmethod
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Raise SettingError for a loss, or a model on the meta device, of another task."""
+        """Raise SettingError for a loss of another task. Called first without a model, and again
+        with the model on the meta device, which is then checked, too.
+        """
 
     @abstractmethod
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:

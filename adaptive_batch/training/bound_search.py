@@ -520,6 +520,7 @@ class BoundSearch:
             format_bytes(self._budget),
             100 * self.headroom,
         )
+        # Trials also add to gradients outside of the model: set these aside, and put them back.
         external_leaves = ExternalLeaves(engine.own_leaves, in_trials=True)
         gradients = SavedGradients({}, lambda: None)
         try:
@@ -548,6 +549,7 @@ class BoundSearch:
                 # Training must not share the compiler's limit of variants with trials.
                 torch.compiler.reset()
         if self._leaves_cache:
+            # The cache already has room for this micro-batch.
             largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
             engine.largest_size = largest.size
         if not result.max_batch_size:
@@ -556,6 +558,7 @@ class BoundSearch:
             if self._scope.evaluation:
                 row += ", even without gradients,"
             raise DoesNotFitError(f"{row} does not fit in {budget}; {engine.runner.remedies}")
+        # 0: tried, and none fits. Without an allocator, retries do not exist.
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
         result = replace(

@@ -82,7 +82,9 @@ class EvaluationParts:
         )
         self._labels = LabelCounter(num_labels)
         # Weights that no check has excluded, the likeliest first.
-        self._weights = [_SUM, _ROWS] if is_sum else [_LATER_LABELS, _LABELS, _ROWS, _SUM]
+        self._possible_weightings = (
+            [_SUM, _ROWS] if is_sum else [_LATER_LABELS, _LABELS, _ROWS, _SUM]
+        )
         self._parameter = next(model.parameters())
         memory = options.memory or device_memory(
             self._parameter.device, shared_by=distributed.local_world_size()
@@ -164,17 +166,21 @@ class EvaluationParts:
         forward: Callable[[Any], tuple[Any, Any]],
         snapshot: Callable[[], Callable[[], object]],
     ) -> tuple[Any, Any, list[float]]:
+        """Run parts; return the loss and outputs of the batch, and the factor of each part's
+        metrics.
+        """
         parts = split_by_rows(range(rows.num_rows), self.sizer.limit().amount)
         self._runner.set_suspects([MicroBatch([*part], rows.width) for part in parts])
         losses, outputs, counts = self._run_each(rows, parts, forward)
         if len(parts) == 1:
             return losses[0], outputs[0], [1.0]
-        if len({tuple(_factors(weight, counts)) for weight in self._weights}) > 1:
+        candidates = {tuple(_factors(each, counts)) for each in self._possible_weightings}
+        if len(candidates) > 1:
             self._check(rows, parts[0], forward, snapshot)
-        weight = self._weights[0]
+        weighting = self._possible_weightings[0]
         # Metrics of rows whose losses are added up are means over rows.
-        weights = _factors(min(weight, _ROWS), counts)
-        return _add_up(weight, losses, counts), self._join(outputs), weights
+        metric_factors = _factors(_ROWS if weighting == _SUM else weighting, counts)
+        return _add_up(weighting, losses, counts), self._join(outputs), metric_factors
 
     def _run_each(
         self,
@@ -230,22 +236,27 @@ class EvaluationParts:
             ):
                 raise self._cannot_split(f"outputs {tuple(ours.shape)} depend on other rows")
         if loss is None:
-            del self._weights[1:]
+            del self._possible_weightings[1:]
         elif not loss.isnan():
             # NaN if a weight counts a half without labels. Losses of both signs may cancel out.
-            totals = [float(_add_up(weight, losses, counts) - loss) for weight in self._weights]
+            totals = [
+                float(_add_up(weight, losses, counts) - loss)
+                for weight in self._possible_weightings
+            ]
             differences = torch.tensor(totals).abs().nan_to_num(math.inf)
             scale = max(abs(float(each)) for each in (loss, *losses))
             if differences.min() > tolerance * scale:
                 raise self._cannot_split("the loss is not a mean or a sum over rows or labels")
             fits = differences <= 10 * differences.min() + _ROUNDING * scale
-            self._weights = [self._weights[number] for number in fits.nonzero()]
+            self._possible_weightings = [
+                self._possible_weightings[number] for number in fits.nonzero()
+            ]
 
     def _leave_unchecked(self, reason: str) -> None:
         """Use the likeliest weight from now on."""
         if self._has_others:
             raise self._cannot_split(f"its results cannot be checked, as {reason}")
-        del self._weights[1:]
+        del self._possible_weightings[1:]
         log.warning(
             "evaluation: results of parts are not checked, as %s; they are those of the batch if no"
             " row depends on the others and the loss is a mean over labels",

@@ -200,7 +200,7 @@ class AdaptiveRate:
                     " a whole number"
                 )
                 raise SettingError(name, own_batch, remedy)
-            batch = sum(distributed.all_gather(own_batch or 1))
+            batch = sum(distributed.all_gather(own_batch))
         self._num_set += 1
         return self.apply(progress, batch=batch)
 

@@ -627,12 +627,13 @@ class RecipeStep(Step):
         self.record_collectives(run, MicroBatch([0], self.loss.row_length(row)))
 
     def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        """Run one micro-batch as :meth:`run` does, as a trial, with or without labels."""
+        """Run forward and backward of one micro-batch as a trial. The rows may have no label."""
         # The batch stays alive until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
             if self.reference is not None:
                 batch[REFERENCE_VALUES] = self.reference.dummy_values(len(rows))
             loss, count = self.loss.loss_and_labels(batch)
+            # The operations of SumThenDivide._backward(); the values do not matter.
             if self.scales_gradients and not self.loss.counts_rows:
                 loss = loss * count
             loss.backward()  # type: ignore[no-untyped-call]

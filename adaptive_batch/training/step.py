@@ -113,6 +113,9 @@ def differences(
 class Weighting(ABC, Generic[Result]):
     """The rows of a step on this rank, and the weights of their losses in the step's gradients.
 
+    A step calls :meth:`divide`, :meth:`begin`, :meth:`run` for each micro-batch, and :meth:`end`.
+    After an OOM it calls :meth:`drop` and begins again.
+
     Attributes:
         idle: micro-batch that errors name if this rank has none.
         reduces_first: whether gradients are also reduced after the first micro-batch; set by
@@ -128,7 +131,9 @@ class Weighting(ABC, Generic[Result]):
 
     @abstractmethod
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
-        """Reset the sums for an attempt; return the plan to run, which may be another one."""
+        """Prepare an attempt before its first backward; return the plan to run, which may be
+        another one.
+        """
 
     @abstractmethod
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:

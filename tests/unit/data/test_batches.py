@@ -214,17 +214,17 @@ def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
 def test_a_resumed_epoch_and_the_constant_one_are_planned_by_the_saved_lengths(batching):
     before = batches_of(range(1, 41), **batching)
     before.begin_epoch()
-    begun, constant, order = before.plan, before.reference, before.order.tolist()
+    begun, constant, order = before.plan, before.constant_epoch, before.order.tolist()
     resumed = batches_of(range(40, 0, -1), **batching)
     at = Progress(epoch_rows=9, epoch_steps=3, rows_per_epoch=40)
     resumed.resume(at, before.state_dict()["steps"])
     resumed.begin_epoch()
     assert resumed.order.tolist() == order
-    assert (resumed.plan, resumed.reference) == (begun, constant)
+    assert (resumed.plan, resumed.constant_epoch) == (begun, constant)
     resumed.end_epoch()
     resumed.begin_epoch()
     assert (resumed.order.tolist(), resumed.plan.sizes) != (order, begun.sizes)
-    assert resumed.reference == constant
+    assert resumed.constant_epoch == constant
 
 
 def test_a_state_without_the_lengths_of_its_epoch_is_refused():
