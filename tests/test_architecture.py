@@ -3,6 +3,7 @@ alone.
 """
 
 import ast
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -207,3 +208,25 @@ def test_a_unit_file_is_named_after_its_module(path):
     modules = {file.stem.lstrip("_") for file in package.iterdir()} - {"init__", "pycache__"}
     subject = path.stem.removeprefix("test_")
     assert any(subject == module or subject.startswith(f"{module}_") for module in modules)
+
+
+def test_programs_beside_the_package_import_only_names_that_exist():
+    missing = []
+    for folder in ("examples", "benchmarks", "docs/tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+                    continue
+                if node.module.partition(".")[0] != "adaptive_batch":
+                    continue
+                module = importlib.import_module(node.module)
+                missing += [
+                    f"{path.name}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                    and not (
+                        hasattr(module, "__path__")
+                        and importlib.util.find_spec(f"{node.module}.{alias.name}")
+                    )
+                ]
+    assert not missing

@@ -102,6 +102,8 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
             )
         except OSError as error:
             problem = f"{command[0]} cannot be started: {error.strerror}"
+            if command[0].endswith(".py"):
+                problem += f"; start it with python {command[0]}"
             raise AdaptiveBatchError(problem) from None
         # The terminal sends Ctrl-C to the program as well; a scheduler signals only this process.
         signal.signal(signal.SIGINT, lambda *_: None)

@@ -11,6 +11,7 @@ import difflib
 import errno
 import inspect
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -391,6 +392,10 @@ def load_function(path: object, *, key: str) -> Any:
         return _get_component_from_path(path)
     except Exception as error:
         remedy = "run from the folder of its module, or put that folder on PYTHONPATH"
+        module, _, name = path.rpartition(".")
+        if module in sys.modules:
+            public = [each for each in dir(sys.modules[module]) if not each.startswith("_")]
+            remedy = f"{module} has no such name; {nearest(name, public)}"
         remedy = f"it cannot be imported: {one_line(error)}; {remedy}"
         raise SettingError(key, path, REMOVED.get(path, remedy)) from error
 
@@ -401,6 +406,6 @@ def _load(value: object, *, key: str) -> Any:
     component = value.get("_component_")
     build = load_function(component, key=f"{key}._component_")
     arguments = {str(name): given for name, given in value.items() if name != "_component_"}
-    remedy = f"for a function itself write {key}: {component}"
+    remedy = f"correct its arguments; to use the function without a call, write {key}: {component}"
     with refusing(f"{key}._component_", component, remedy):
         return build(**arguments)

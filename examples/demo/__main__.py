@@ -242,12 +242,12 @@ def _resolved(settings: list[str]) -> DictConfig:
     """Return demo_cpu.yaml with the command's settings."""
     from omegaconf import OmegaConf
 
-    from adaptive_batch.config_files import config_path
+    from adaptive_batch.config_files import config_files
 
-    path = config_path("demo_cpu")
-    assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
     values = [setting for setting in settings if "=" in setting and not setting.startswith("~")]
-    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(values))
+    cfg = OmegaConf.merge(
+        OmegaConf.load(config_files()["demo_cpu"]), OmegaConf.from_dotlist(values)
+    )
     for setting in settings:
         if setting.startswith("~"):
             block, _, key = setting.removeprefix("~").rpartition(".")
