@@ -213,6 +213,7 @@ class Predictive(Search):
             return self._rows_by_expectation(self._expected)
         if not self._trials:
             return min(self._min_rows, self.maximum)
+        # Without an expected curve this ends the search: fewer than `min_rows` are never tried.
         if best == 0:
             return self._rows_below_expected()
         gap = too_many - best

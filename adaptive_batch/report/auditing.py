@@ -195,6 +195,7 @@ class _Walk:
             "batch_size": len(rows),
             "position": epoch.position + len(rows),
             "samples_seen": self._totals["samples"] + len(rows),
+            # Only checked not to fall: earlier records do not tell the tokens of this step.
             "tokens_seen": max(self._totals["tokens"], whole(record, "tokens_seen") or 0),
         }
         self._compare(subject, record, expected)

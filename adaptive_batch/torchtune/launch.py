@@ -36,8 +36,10 @@ _INTERRUPTED = "interrupted"
 
 def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
     """Run a recipe as a program, with the configuration of its command line."""
-    # Exclude imported objects from garbage collection, which runs after each trial.
-    gc.freeze()
+    # Exclude imported objects from garbage collection, which runs after each trial. A second run of
+    # this process would also exclude the garbage of the first.
+    if not gc.get_freeze_count():
+        gc.freeze()
     set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(config.parse(recipe_main)())

@@ -179,8 +179,10 @@ class RunFolder:
                 " run, or of torchtune's own recipe, whose recipe_state.pt cannot be resumed, give"
                 " them as checkpointer.checkpoint_dir with another output_dir"
             )
-        is_latest = started_runs(self.path)[-1:] in ([], [newest.run])
-        if any(point.is_ours for point in skipped) and not is_latest:
+        starts = started_runs(self.path)
+        # Without a run log, no later run is known.
+        is_of_latest_run = not starts or starts[-1] == newest.run
+        if any(point.is_ours for point in skipped) and not is_of_latest_run:
             # The damaged folders may hold all of the latest run: do not resume an earlier one.
             raise CheckpointError(
                 f"{'; '.join(passed_over)}; {newest.path} belongs to an earlier run: restore"

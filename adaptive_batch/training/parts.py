@@ -209,7 +209,7 @@ class RowsOfBatch(BatchSource):
 
     @cached_property
     def lengths(self) -> list[int] | None:
-        """Number of columns that each row uses; None if unknown."""
+        """For each row, its columns up to the last used one; None if unknown."""
         used = self._used_columns()
         if used is None:
             return None

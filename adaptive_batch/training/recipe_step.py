@@ -327,6 +327,7 @@ class SumThenDivide(Weighting[StepResult]):
         """Return the mean loss and the metrics of a step with labels, over all ranks."""
         sums = [self._loss_sum, *self._metrics.values()]
         if self._loss.counts_rows:
+            # _backward() weights micro-batches so that their weights add up to the ranks.
             mean_loss, *values = [value.item() / distributed.world_size() for value in sums]
         else:
             mean_loss, *values = [float(value.item() / self._label_tokens) for value in sums]

@@ -240,6 +240,7 @@ class MicroBatchSizer:
 
     def full_limit(self, batch_size: int = NO_LIMIT) -> MicroBatchLimit:
         """Return the configured or found limit, which an OOM does not lower."""
+        # `auto`, by the default objective.
         if self.throughput is not None:
             return _smaller(self.throughput.limit, self._limit_for_longer_rows)
         rows = self._configured_size.micro_batch_size
@@ -250,7 +251,6 @@ class MicroBatchSizer:
             # A search tries packed rows, not documents, so the limit counts tokens.
             tokens = "auto"
         if tokens == "auto":
-            # By the default objective, training has returned above with the throughput found.
             tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
             tokens = tokens or NO_LIMIT
         if tokens is not None:
