@@ -28,6 +28,8 @@ log = logging.getLogger("adaptive_batch")
 _FORMAT = 4
 # Number of older records that a file keeps.
 _KEPT = 31
+# Stands for an unknown number of bytes in a minimum over ranks.
+_UNKNOWN_BYTES = 2**62
 
 
 @dataclass(frozen=True)
@@ -305,8 +307,8 @@ def read_result(store: Store, value: str, *, name: str = "fingerprint") -> Probe
 def combine_over_ranks(trial: Trial) -> Trial:
     """Combine the trials of all ranks into one. A collective.
 
-    It fits if it fits on all ranks. Peaks are the largest, and the trace is that of rank zero,
-    which has the largest shards.
+    It fits if it fits on all ranks. Peaks are the largest, the peak before an OOM is the lowest,
+    and the trace is that of rank zero, which has the largest shards.
     """
     if distributed.world_size() == 1:
         return trial
@@ -316,8 +318,10 @@ def combine_over_ranks(trial: Trial) -> Trial:
     peaks = [
         -1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
     ]
-    any_fails, any_runs_out, peak_bytes, optimizer_peak_bytes = distributed.all_reduce_max(
-        [fails, runs_out, *peaks]
+    held_bytes = _UNKNOWN_BYTES if trial.held_bytes is None else trial.held_bytes
+    # The maximum of -x is minus the minimum.
+    any_fails, any_runs_out, peak_bytes, optimizer_peak_bytes, minus_held_bytes = (
+        distributed.all_reduce_max([fails, runs_out, *peaks, -held_bytes])
     )
     trace = None if any_fails else distributed.from_rank_zero(lambda: trial.trace)
     return Trial(
@@ -327,6 +331,7 @@ def combine_over_ranks(trial: Trial) -> Trial:
         None if optimizer_peak_bytes < 0 else optimizer_peak_bytes,
         trace,
         retried=bool(any_fails and not any_runs_out),
+        held_bytes=None if minus_held_bytes == -_UNKNOWN_BYTES else -minus_held_bytes,
     )
 
 

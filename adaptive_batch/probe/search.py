@@ -71,6 +71,7 @@ class Trial:
         optimizer_peak_bytes: peak of the optimizer's step, which does not grow with the batch.
         trace: bytes alive after each operation of forward and backward, if the device counts them.
         retried: the step ran, but does not fit since the allocator freed its cache and retried.
+        held_bytes: peak before an OOM; None without an OOM or if unknown.
     """
 
     batch_size: int
@@ -79,6 +80,7 @@ class Trial:
     optimizer_peak_bytes: int | None = None
     trace: Trace | None = field(default=None, repr=False, compare=False)
     retried: bool = False
+    held_bytes: int | None = None
 
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
@@ -224,6 +226,9 @@ class Predictive(Search):
         if measured is not None and self._allowed(measured, self._budget_bytes) < too_many:
             rows = self._allowed(measured, self._budget_bytes)
             return rows if rows > best else None
+        early_oom = self._worst_early_oom()
+        if early_oom is not None:
+            return self._rows_after_early_oom(early_oom)
         points = self._points()
         has_peak_of_best = bool(points) and points[-1].rows == best
         if not has_peak_of_best:
@@ -291,6 +296,47 @@ class Predictive(Search):
         """Return the most rows within a budget by a curve, at most the maximum."""
         rows = curve.max_rows(int(budget_bytes))
         return self.maximum if rows is None else min(rows, self.maximum)
+
+    def _worst_early_oom(self) -> Trial | None:
+        """Return the trial with an OOM below the budget that reached the highest peak.
+
+        It is None without such a trial, or if the allocator reserves blocks.
+        """
+        if self._granularity_bytes > 1:
+            return None
+        early = [
+            trial
+            for trial in self._trials
+            if trial.held_bytes is not None and trial.held_bytes < self._budget_bytes
+        ]
+        return max(early, key=lambda trial: trial.held_bytes or 0, default=None)
+
+    def _rows_after_early_oom(self, early_oom: Trial) -> int:
+        """Return the rows to try next on a device with less memory than the budget.
+
+        First try the rows that need the memory before the OOM. Then double steps from the largest
+        size that fits until one fails, and halve the gap.
+        """
+        best = self.best
+        too_many = self._too_many
+        held_bytes = early_oom.held_bytes or 0
+        safe_rows = 0
+        points = self._points()
+        curve = measured_curve(self._trials)
+        if curve is not None:
+            safe_rows = self._allowed(curve, held_bytes)
+        elif points:
+            # The peak per row does not grow with the rows.
+            held_share = (held_bytes - self._resident_bytes) / self._free_bytes
+            safe_rows = math.floor(points[-1].rows * held_share / points[-1].share)
+        if best < safe_rows < too_many:
+            return safe_rows
+        fewer = [trial.batch_size for trial in self._trials if trial.batch_size < best]
+        step = 2 * (best - max(fewer, default=0))
+        if safe_rows == best:
+            # Only the allocation that failed is unknown, so few more rows can fit.
+            step = math.floor(END_GAP * early_oom.batch_size)
+        return best + max(1, min(step, (too_many - best) // 2))
 
     def _points(self) -> list[Point]:
         """Return the trials that fit as points, in the order of trials."""

@@ -126,6 +126,7 @@ class DryRun:
         self._frozen_modules = frozen_modules
         # Set by _measure().
         self._retried = False
+        self._peak_before_oom_bytes: int | None = None
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
@@ -183,8 +184,15 @@ class DryRun:
             raise
         optimizer_peak_bytes = self.optimizer_peak_bytes
         if usage is None:
-            return Trial(batch_size, False, None, optimizer_peak_bytes, retried=self._retried)
-        return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace)
+            return Trial(
+                batch_size,
+                False,
+                None,
+                optimizer_peak_bytes,
+                retried=self._retried,
+                held_bytes=self._peak_before_oom_bytes,
+            )
+        return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
     def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
         """Run micro-batches in turn and return the seconds of each on the slowest rank; None if
@@ -341,6 +349,7 @@ class DryRun:
         usage: Usage | None = None
         message = ""
         is_prepared = has_run = False
+        self._peak_before_oom_bytes = None
         # Free memory only after the except block: its traceback keeps tensors alive.
         try:
             if prepare:
@@ -359,7 +368,9 @@ class DryRun:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{what} failed, not because of memory: {error}") from error
             message = str(error) or type(error).__name__
-            usage = None
+            if usage is not None:
+                self._peak_before_oom_bytes = usage.peak_bytes
+                usage = None
         self._retried = usage is not None and usage.retried
         fits = usage is not None and not usage.retried
         # If a rank failed in the middle, the others wait in collectives that it has to complete.

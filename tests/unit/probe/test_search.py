@@ -291,21 +291,28 @@ def test_a_contradicted_prediction_is_dropped():
     assert search.best in (49, 50)
 
 
-def on_smaller_device(rows: int, room: int) -> Trial:
+def on_smaller_device(rows: int, room: int, *, shows_held: bool = True) -> Trial:
     """A trial of forty operations of 250 bytes per row, on a device with `room` bytes."""
     alive = [1000 + 250 * rows * number for number in range(1, 41)]
     if max(alive) <= room:
         return Trial(rows, True, max(alive), trace=Trace(1, alive))
-    return Trial(rows, False)
+    held = max((live for live in alive if live <= room), default=1000)
+    return Trial(rows, False, held_bytes=held if shows_held else 1000)
 
 
 @pytest.mark.parametrize("true_maximum", [1, 2, 3, 37, 128, 129, 700, 3000])
-def test_a_device_with_less_than_its_budget_is_searched_by_bisection(true_maximum: int) -> None:
+@pytest.mark.parametrize(
+    ("shows_held", "most_trials", "most_ooms"), [(True, 11, 4), (False, 18, 8)]
+)
+def test_a_device_with_less_than_its_budget_is_approached_from_below(
+    true_maximum: int, shows_held: bool, most_trials: int, most_ooms: int
+) -> None:
     room = 1000 + 10_000 * true_maximum + 5000
     search = Predictive(budget_bytes=10**12, maximum=4096, resident_bytes=1000)
-    trials = run(search, lambda rows: on_smaller_device(rows, room))
+    trials = run(search, lambda rows: on_smaller_device(rows, room, shows_held=shows_held))
     assert true_maximum >= search.best >= true_maximum / 1.013
-    assert len(trials) <= 15
+    assert len(trials) <= most_trials
+    assert out_of_memory(trials) <= most_ooms
 
 
 # Expected curves.

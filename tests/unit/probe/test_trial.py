@@ -357,6 +357,17 @@ def test_modules_keep_their_mode_of_training_and_evaluation(
     assert not any(module.training for module in modules)
 
 
+def test_a_trial_that_runs_out_of_memory_reports_its_peak():
+    training = Training(Case("AdamW"))
+    with training.rehearsal(budget_bytes=GIB) as trial:
+        fitting = trial(3)
+        training.model.burden = {"backward": 2**50}
+        failing = trial(3)
+    assert fitting.held_bytes is None
+    assert not failing.fits
+    assert trial.resident_bytes < failing.held_bytes
+
+
 # The optimizer in backward.
 
 
