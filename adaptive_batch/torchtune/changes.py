@@ -5,9 +5,9 @@ memory suggest them.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from omegaconf import DictConfig
@@ -16,6 +16,7 @@ from torchtune import modules
 from adaptive_batch.estimate import AllocatorSettings, check_compiler
 
 from .checks import has_tensor_parallelism
+from .configuration import load_function
 
 # Optimizers that have a fused step.
 _FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
@@ -63,6 +64,14 @@ def candidates(
         yield Candidate(shorter, f"rows are cut to {half} tokens", sequence_length=half)
     for overrides, cost in _single_changes(cfg, model, world_size):
         yield Candidate(tuple(overrides), cost)
+    is_compiled = bool(cfg.get("compile", False)) and str(cfg.device) != "cpu"
+    if is_compiled and not has_tensor_parallelism(cfg) and check_compiler() is None:
+        budget = cfg.get("activation_memory_budget", None)
+        # Each is estimated, as a smaller share may need more memory.
+        for share in (0.5, 0.3, 0.15):
+            if budget is None or share < float(budget):
+                cost = "each compiled part computes in backward what is cheapest to compute again"
+                yield Candidate((f"activation_memory_budget={share}",), cost)
     for ranks in (2, 4, 8, 16, 32, 64, 128):
         if ranks > world_size:
             cost = f"{ranks} devices, which exchange each layer's parameters; rows of each device"
@@ -97,9 +106,6 @@ _Changes = list[tuple[bool, Sequence[str], str]]
 def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
     """Return changes of what is kept for backward, of the loss and of the dtype."""
     recomputes = cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode") is not None
-    is_compiled = bool(cfg.get("compile", False)) and str(cfg.device) != "cpu"
-    has_budget = is_compiled and not has_tensor_parallelism(cfg) and check_compiler() is None
-    budget = cfg.get("activation_memory_budget", None)
     dtype = str(cfg.dtype)
     loss = str(cfg.loss._component_)
     distils = cfg.get("kd_loss", None) is not None
@@ -116,15 +122,6 @@ def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
             not recomputes,
             ["ac_mode=selective", "ac_option=2"],
             "every second layer's forward runs again: up to a sixth more compute",
-        ),
-        # Each is estimated, as a smaller share may need more memory.
-        *(
-            (
-                has_budget and share < (1.0 if budget is None else float(budget)),
-                [f"activation_memory_budget={share}"],
-                "each compiled part computes in backward what is cheapest to compute again",
-            )
-            for share in (0.5, 0.3, 0.15)
         ),
         (
             dtype in ("bf16", "bfloat16")
@@ -197,9 +194,9 @@ def _changes_of_optimizer(cfg: DictConfig, world_size: int) -> _Changes:
 def _changes_of_adapters(block: DictConfig) -> _Changes:
     """Return changes of the adapters, and the base in four bits instead of its dtype."""
     module, _, name = str(block._component_).rpartition(".")
-    builders = import_module(module)
-    takes_base = "quantize_base" in inspect.signature(getattr(builders, name)).parameters
-    has_builder = name.startswith("lora_") and hasattr(builders, f"q{name}")
+    builder = load_function(block._component_, key="model._component_")
+    takes_base = "quantize_base" in inspect.signature(builder).parameters
+    has_builder = name.startswith("lora_") and hasattr(sys.modules.get(module), f"q{name}")
     is_quantized = block.get("quantize_base", False) or name.startswith("qlora_")
     rank = int(block.get("lora_rank", 8))
     quantize = f"model={module}.q{name}" if has_builder else "model.quantize_base=True"

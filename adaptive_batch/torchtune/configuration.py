@@ -102,9 +102,6 @@ def refusing(
         message = one_line(error)
         if not isinstance(error, InstantiationError):
             message = f"{type(error).__name__}: {message}"
-            # `datasets` names the row of a file that it cannot parse only there.
-            if error.__cause__ is not None:
-                message = f"{message} ({one_line(error.__cause__)})"
         if isinstance(error, ModuleNotFoundError) and error.name:
             remedy = f"pip install {error.name}"
         raise SettingError(key, value, f"{problem}: {message}; {remedy}") from error

@@ -4,10 +4,12 @@ rows.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -533,8 +535,24 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
         except StopIteration:
             # `datasets` raises it for an empty file.
             dataset = []
+        except Exception as error:
+            _check_lines(f"{key}.data_files", block.get("data_files"), error)
+            raise
         count_rows(dataset, key=key, name=name)
     return dataset
+
+
+def _check_lines(key: str, data_files: Any, cause: Exception) -> None:
+    """Raise SettingError for the first line of local files in JSON Lines that is not JSON."""
+    for path in [data_files] if isinstance(data_files, str) else [*(data_files or ())]:
+        if not str(path).endswith(".jsonl") or not Path(path).is_file():
+            continue
+        for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
+            try:
+                json.loads(line or "{}")
+            except ValueError as error:
+                problem = f"line {number} is not JSON ({error}); correct it, or remove it"
+                raise SettingError(key, str(path), problem) from cause
 
 
 def _names(cfg_dataset: Any) -> str:

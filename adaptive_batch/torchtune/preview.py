@@ -224,7 +224,6 @@ class TrainingPreview:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
             ends = [*ends[:SHOWN], *ends[-SHOWN:]]
-        # With lr_clock decay=steps the rate counts real steps, fewer as the batch grows.
         if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
         if batches.plan.is_estimate:

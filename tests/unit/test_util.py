@@ -113,7 +113,7 @@ def test_settings_are_described_with_files_but_not_folders(tmp_path):
     assert before["source"] == "json"
 
 
-# --- test_util_replaced.py
+# --- temporary attributes
 
 
 class Terminal(io.StringIO):
@@ -168,7 +168,7 @@ def test_a_hidden_bar_is_silent(caplog, monkeypatch):
     assert terminal.getvalue() == ""
 
 
-# --- test_errors.py
+# --- errors
 
 
 def test_attributes_are_restored_even_after_an_error():

@@ -15,12 +15,13 @@ from accelerate.scheduler import AcceleratedScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loops import RATE, train, training
+from support.ranks import run_on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adafactor, Adam, AdamW
 from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from adaptive_batch import StepOptions
+from adaptive_batch import StepOptions, distributed
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress, ReferenceBatch, at_epochs, scale_learning_rate, steps
 from adaptive_batch.schedules.learning_rate import scale_beta2, scale_weight_decay
@@ -42,6 +43,16 @@ def test_the_rate_belongs_to_a_reference_of_rows_or_tokens(reference, unit):
     for step in train(one):
         batch = step.result.rows / 8 if unit == "rows" else step.result.tokens / 100
         assert step.rate == pytest.approx(RATE * batch, rel=1e-12)
+
+
+def rate_of_rank() -> float:
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
+    rate = AdaptiveRate(optimizer, reference_batch_size=4, lr_scaling="linear")
+    return rate.set(rows=(4, 0)[distributed.rank()])["lr"]
+
+
+def test_a_rank_without_rows_adds_none_to_the_batch_of_the_rate():
+    assert run_on_ranks(rate_of_rank, 2) == [RATE, RATE]
 
 
 def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
