@@ -28,9 +28,7 @@ from torch.utils.data import (
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches, Sampling
 from adaptive_batch.errors import SettingError
-from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.schedules import at_epochs, by_noise_scale, linear_ramp, steps
-from adaptive_batch.training import MicroBatchSizer
 
 # With batches of 3, 5 and 7 rows, 22 + 13 + 10 = 45 steps in three epochs.
 NUM_ROWS = 64
@@ -114,21 +112,6 @@ def test_no_row_is_lost_or_repeated(num_rows, batch_size, growth, seed, shuffle)
         assert batches.progress.samples == num_rows * (epoch + 1)
 
 
-def test_a_schedule_over_tokens_sees_the_tokens_of_batches_that_are_read_ahead():
-    lengths = [len(row["tokens"]) for row in (Rows()[number] for number in range(NUM_ROWS))]
-    half = sum(lengths) // 2
-    seen = []
-    for options in ({}, {"num_workers": 2, "prefetch_factor": 4}):
-        batches = AdaptiveBatches(Rows(), 2, batch_size_schedule=steps([2, 5], [f"{half}tok"]))
-        seen.append(train(batches, epochs=1, **options))
-        assert batches.progress.tokens == sum(lengths)
-    assert seen[0] == seen[1]
-    tokens = 0
-    for _, rows in seen[0][:-1]:
-        assert len(rows) == (2 if tokens < half else 5)
-        tokens += sum(lengths[row] for row in rows)
-
-
 # --- what fits
 
 
@@ -136,19 +119,6 @@ def test_rules_do_not_pass_a_maximum():
     for beyond, most in ((False, 6), (True, 7)):
         batches = growing(maximum=6, sampling=Sampling(grow_beyond_maximum=beyond))
         assert max(len(rows) for _, rows in train(batches)) == most
-
-
-def test_a_maximum_counts_once_it_is_found():
-    sizer = MicroBatchSizer()
-    batches = AdaptiveBatches(
-        Rows(), 3, batch_increase_function=lambda epoch, size: 6, maximum=sizer
-    )
-    first = train(batches, epochs=1)
-    assert len(first[0][1]) == 9
-    sizer.set_bound(ProbeResult(11, 11, (Trial(11, True),), (0.0,)))
-    second = train(batches, epochs=2)
-    assert len(second[0][1]) == 11
-    assert batches.batch_size == 11
 
 
 def test_a_batch_size_may_be_set_between_epochs():
@@ -176,55 +146,19 @@ def test_the_length_is_the_steps_that_are_left_of_this_epoch():
     assert length == len(train(by_tokens, epochs=1))
 
 
-class Images(Dataset[torch.Tensor]):
-    """Rows without a length, which count how often they are read."""
-
-    num_reads = 0
-
-    def __len__(self) -> int:
-        return NUM_ROWS
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        self.num_reads += 1
-        return torch.zeros(3)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        linear_ramp(2, 10, over="1ep"),
-        steps([2, 5], ["9ba"]),
-        lambda progress: 3 + (progress.tokens > 10),
-    ],
-)
-def test_a_length_is_known_without_reading_rows(rule):
-    images = Images()
-    batches = AdaptiveBatches(images, 2, batch_size_schedule=rule)
-    lengths = []
-    num_steps = batches.num_steps(2)
-    while batches.progress.epoch < 2:
-        for _ in batches:
-            lengths.append(len(batches))
-            batches.step()
-    assert len(lengths) == num_steps
-    first_epoch = lengths.index(1) + 1
-    assert lengths == [*range(first_epoch, 0, -1), *range(num_steps - first_epoch, 0, -1)]
-    assert images.num_reads == 0
-
-
 # --- what is read ahead
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 8}])
-def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead(options):
+def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead():
+    options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}
     batches = growing()
-    for number, rows in enumerate(loader_of(batches, num_workers=2, **options)):
+    for number, rows in enumerate(loader_of(batches, **options)):
         assert (batches.progress.steps, batches.progress.samples) == (number, 3 * number)
         batches.step()
         assert batches.progress.samples == 3 * number + len(rows)
         if number == 6:
             break
-    rest = train(batches, epochs=1, num_workers=2, **options)
+    rest = train(batches, epochs=1, **options)
     assert [rows for _, rows in rest] == [rows for _, rows in train(growing(), epochs=1)][7:]
 
 
@@ -359,6 +293,7 @@ REFUSED: dict[str, list[Any]] = {
     "sampler": [
         "random",
         Unending(),
+        BatchSampler(range(NUM_ROWS), 4, False),
         {"sampler": ByEpoch(), "sampling": Sampling(batch_tokens=30)},
         {"sampler": ByEpoch(), "sampling": Sampling(sample_order="random")},
     ],
@@ -373,8 +308,9 @@ REFUSED: dict[str, list[Any]] = {
 def test_arguments_that_cannot_be_used_are_refused(key):
     for value in REFUSED[key]:
         is_whole = isinstance(value, dict) and key in value
+        options = {"batch_size": 3, **(value if is_whole else {key: value})}
         with pytest.raises(SettingError, match=f"^{key}="):
-            AdaptiveBatches(Rows(), **{"batch_size": 3, **(value if is_whole else {key: value})})
+            next(iter(AdaptiveBatches(Rows(), **options)))
 
 
 @pytest.mark.parametrize(
@@ -391,37 +327,6 @@ def test_a_sampling_that_cannot_be_used_is_refused(key, values):
     for value in values:
         with pytest.raises(SettingError, match=f"^{key}="):
             Sampling(**{"batch_tokens": 100, "max_rows_per_batch": 8, key: value})
-
-
-class OwnBatchSampler:
-    """A sampler of batches that has torch's attributes and not its type."""
-
-    batch_size, drop_last = 4, False
-
-    def __iter__(self):
-        return iter([[0, 1], [2, 3]])
-
-    def __len__(self):
-        return NUM_ROWS
-
-
-class Groups(OwnBatchSampler):
-    """A sampler of batches that has no attributes of torch's."""
-
-    @property
-    def batch_size(self):
-        raise AttributeError
-
-
-SAYS_BATCHES = "it yields batches, which are made here; give its sampler"
-
-
-@pytest.mark.parametrize(
-    "sampler", [BatchSampler(range(NUM_ROWS), 4, False), OwnBatchSampler(), Groups()]
-)
-def test_a_sampler_of_batches_is_refused(sampler):
-    with pytest.raises(SettingError, match=f"^sampler='{type(sampler).__name__}': {SAYS_BATCHES}"):
-        next(iter(AdaptiveBatches(Rows(), 3, sampler=sampler)))
 
 
 def test_a_step_without_a_batch_is_refused():

@@ -123,14 +123,6 @@ def test_the_rows_of_a_step_like_the_last_are_read_once_and_no_more():
     read = len(dataset.by_main)
     assert epoch.take(8, only=[1, 5]) == [41**2, 45**2]
     assert len(dataset.by_main) == read
-    # Whoever is first.
-    other = Squares(seconds=1e-3)
-    epoch = started(other)
-    while epoch.take(8):
-        pass
-    wait_until(lambda: not threads())
-    assert sorted(other.by_main + other.by_thread) == list(range(200))
-    assert not other.overlapped
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), np.random.random])
@@ -188,19 +180,6 @@ def test_a_dataset_that_only_its_own_thread_may_read_is_read_by_that():
         assert epoch.take(8) == [number * number for number in range(first, first + 8)]
     wait_until(lambda: not threads())
     assert len(dataset.by_thread) == 1
-
-
-def test_rows_that_are_not_expected_do_not_wait_for_those_that_are():
-    dataset = Squares(num_rows=10_000, seconds=0.02)
-    rows = ReadAhead(dataset)
-    for number in range(WATCHED):
-        rows[number]
-    rows.expect(list(range(100, 10_000)))
-    wait_until(lambda: dataset.by_thread)
-    assert rows[50] == 2500
-    wait_until(lambda: not threads())
-    # All that are expected take more than three minutes.
-    assert len(dataset.by_thread) < 1000
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 wait little for each other.
 """
 
-from itertools import combinations, count, pairwise, product
+from itertools import combinations, count, pairwise
 
 import pytest
 import torch
@@ -100,17 +100,6 @@ def test_every_row_of_a_step_is_in_one_micro_batch_of_its_shape_within_limit(
         assert whole or (shapes.longest is not None and piece.length >= shapes.longest)
 
 
-@given(LENGTHS, st.integers(1, 30), st.sampled_from(["padded", "packed"]))
-def test_by_rows_they_are_those_of_a_split_by_rows(lengths, rows, kind):
-    pieces = micro_batches(lengths, MicroBatchLimit(rows), MicroBatchLayout(kind=kind))
-    expected = split_by_rows(range(len(lengths)), rows)
-    assert [piece.rows for piece in pieces] == expected
-    if kind == "padded":
-        assert [piece.length for piece in pieces] == [
-            max(lengths[row] for row in piece) for piece in expected
-        ]
-
-
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60), st.integers(1, 4))
 def test_by_tokens_no_grouping_is_better_although_a_row_above_limit_is_alone(
     lengths, tokens, multiple
@@ -121,20 +110,6 @@ def test_by_tokens_no_grouping_is_better_although_a_row_above_limit_is_alone(
     sizes = [len(piece.rows) * piece.length for piece in pieces]
     assert number_and_cost(sizes, tokens) == best_of_all(padded, tokens)
     assert tokens < max(padded) or sizes == sorted(sizes, reverse=True)
-
-
-KINDS = st.sampled_from(["padded", "packed"])
-
-
-@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 200), KINDS)
-def test_by_tokens_rows_of_one_length_are_in_micro_batches_of_nearly_equal_size(
-    num_rows, length, tokens, kind
-):
-    limit = MicroBatchLimit(tokens, "tokens")
-    pieces = micro_batches([length] * num_rows, limit, MicroBatchLayout(kind=kind))
-    sizes = [len(piece.rows) for piece in pieces]
-    assert len(sizes) == -(-num_rows // max(1, tokens // length))
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_few_rows_by_tokens_are_laid_out_as_by_hand():
@@ -186,20 +161,6 @@ def test_uniform_micro_batches_are_as_few_as_there_can_be(lengths, capacity, uni
     assert len(micro_batches(lengths, capacity, MicroBatchLayout(uniform))) == -(
         -len(lengths) // most
     )
-
-
-@given(
-    length=st.integers(1, 100), multiple=st.integers(1, 16), longest=st.none() | st.integers(1, 100)
-)
-def test_a_padded_length_is_the_next_multiple_unless_the_model_takes_less(
-    length, multiple, longest
-):
-    padded = MicroBatchLayout(pad_to_multiple_of=multiple, longest=longest).padded(length)
-    next_multiple = min(n for n in range(length, length + multiple) if n % multiple == 0)
-    if longest is None or next_multiple <= longest:
-        assert padded == next_multiple
-    else:
-        assert padded == max(length, longest)
 
 
 FACTORS = st.floats(0, 10, allow_subnormal=False)
@@ -259,16 +220,6 @@ def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_l
         assert sizes == sorted(sizes, reverse=True)
 
 
-@given(LENGTHS)
-def test_a_layout_knows_the_tokens_that_rows_take(lengths):
-    assert PACKED.run_tokens(lengths) == sum(lengths)
-    for kind in ("padded", "grouped"):
-        assert MicroBatchLayout(kind=kind).run_tokens(lengths) == len(lengths) * max(lengths)
-        assert MicroBatchLayout(kind=kind, pad_to_multiple_of=8).run_tokens(lengths) == (
-            len(lengths) * -(-max(lengths) // 8) * 8
-        )
-
-
 @given(LENGTHS, CAPACITIES)
 def test_the_fullest_packed_micro_batch_can_be_made_smaller_wherever_one_can(lengths, limit):
     pieces = micro_batches(lengths, limit, PACKED)
@@ -282,7 +233,6 @@ def test_the_fullest_packed_micro_batch_can_be_made_smaller_wherever_one_can(len
 
 ROUNDING = {"pad_to_multiple_of": st.integers(1, 8), "longest": st.none() | st.integers(1, 40)}
 MANY_LENGTHS = st.lists(st.integers(1, 30), max_size=60)
-FEW_LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 RANKS = st.integers(1, 9)
 
 
@@ -301,13 +251,6 @@ def most_pieces(lengths, dealt, capacity, shapes=None):
 def largest_total(lengths, dealt, capacity, shapes=None):
     pieces = pieces_of_ranks(lengths, dealt, capacity, shapes)
     return max(sum(piece.run_tokens for piece in of_rank) for of_rank in pieces)
-
-
-def all_dealings(num_rows, ranks):
-    for rank_of_row in product(range(ranks), repeat=num_rows):
-        yield [
-            [row for row in range(num_rows) if rank_of_row[row] == rank] for rank in range(ranks)
-        ]
 
 
 @given(st.integers(0, 60), RANKS)
@@ -358,28 +301,6 @@ def test_no_rank_has_more_micro_batches_than_its_share_of_the_whole_steps(
     assert most_pieces(lengths, dealt, capacity, shapes) <= -(-alone // ranks)
 
 
-@given(
-    FEW_LENGTHS, st.integers(2, 3), st.integers(1, 72), UNITS, st.sampled_from([None, "lengths"])
-)
-def test_no_dealing_has_fewer_micro_batches_nor_where_they_are_one_a_smaller_largest_one(
-    lengths, ranks, amount, unit, uniform
-):
-    capacity, shapes = MicroBatchLimit(amount, unit), MicroBatchLayout(uniform)
-    dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
-    others = [*all_dealings(len(lengths), ranks)]
-    numbers = [most_pieces(lengths, other, capacity, shapes) for other in others]
-    fewest = min(numbers)
-    if uniform is None:
-        assert most_pieces(lengths, dealt, capacity) == fewest
-    if amount >= 12 and (fewest == 1 or uniform):
-        fewest = most_pieces(lengths, dealt, capacity, shapes)
-        assert largest_total(lengths, dealt, capacity, shapes) == min(
-            largest_total(lengths, other, capacity, shapes)
-            for other, number in zip(others, numbers, strict=True)
-            if number <= fewest
-        )
-
-
 def test_few_rows_are_dealt_as_by_hand():
     # By rows, several micro-batches keep the order of the step.
     for shapes in (None, MicroBatchLayout("rows")):
@@ -408,28 +329,6 @@ def test_groups_that_may_have_any_number_of_rows_are_as_small_as_neighbours_can_
     least = next(tokens for tokens in count(max(lengths)) if groups_of(tokens) <= ranks)
     capacity = MicroBatchLimit(len(lengths))
     assert largest_total(lengths, balance_by_tokens(lengths, ranks, capacity), capacity) == least
-
-
-@given(st.integers(1, 30), st.integers(1, 12), RANKS, CAPACITIES, SHAPES)
-def test_rows_of_equal_length_that_come_out_even_give_every_rank_the_same(
-    length, rows, ranks, capacity, shapes
-):
-    lengths = [length] * (rows * ranks)
-    pieces = pieces_of_ranks(
-        lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes
-    )
-    assert all(shapes_of(of_rank) == shapes_of(pieces[0]) for of_rank in pieces)
-
-
-@given(MANY_LENGTHS, RANKS, st.integers(1, 200))
-def test_no_rank_of_packed_rows_has_more_tokens_than_another_by_more_than_a_row(
-    lengths, ranks, tokens
-):
-    dealt = balance_by_tokens(
-        lengths, ranks, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind="packed")
-    )
-    loads = [sum(lengths[row] for row in rows) for rows in dealt]
-    assert len(lengths) <= ranks or max(loads) - min(loads) <= max(lengths)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -1,11 +1,7 @@
 import itertools
 import math
-import subprocess
-import sys
-import textwrap
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -142,52 +138,6 @@ def test_rows_that_do_not_fit_are_refused_with_the_key_and_its_value(arguments, 
 # Time, memory and padding.
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
-    program = textwrap.dedent("""
-        import time, torch
-        from pathlib import Path
-        from adaptive_batch.data import row_order
-        from adaptive_batch.data.planned_epoch import fill_steps
-
-        def peak_kibibytes():  # not ru_maxrss, which starts at what the parent had
-            return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-        def planned(num_rows):
-            lengths = torch.randint(8, 2049, (num_rows,))
-            start, before = time.perf_counter(), peak_kibibytes()
-            order = row_order(num_rows, order="seqlen", lengths=lengths, window=4096)
-            fill_steps(lengths, 16_384, order=order)
-            return time.perf_counter() - start, peak_kibibytes() - before
-
-        planned(1000)
-        (few, _), (many, kibibytes) = planned(200_000), planned(2_000_000)
-        print(few, many, kibibytes * 1024 / 2_000_000)
-        """)
-    ran = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
-    )
-    few, many, bytes_per_row = map(float, ran.stdout.split())
-    # Ten times the rows: twenty leaves room for a busy machine, and a quadratic plan takes a
-    # hundred times.
-    assert many < 20 * max(few, 0.05)
-    assert 8 <= bytes_per_row <= 100
-
-
-def test_padding_is_what_sorting_by_length_is_known_to_leave():
-    lengths = lognormal(20_000)
-
-    def wasted(order):
-        batches = batches_of(fill(lengths, 10**9, order=order, max_rows=16))
-        padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
-        return 1 - int(lengths.sum()) / padded
-
-    assert wasted(None) == pytest.approx(0.723, abs=0.005)
-    assert wasted(row_order(20_000, order="seqlen", lengths=lengths)[:]) <= 0.006
-    assert wasted(row_order(20_000, order="seqlen", lengths=lengths, window=4096)[:]) <= 0.05
-
-
 SECONDS = 60.0  # for what takes a few seconds alone; a quadratic plan takes many minutes
 
 
@@ -316,20 +266,6 @@ def test_a_long_row_is_dropped_where_no_budget_holds_it_or_alone_where_its_step_
 def test_a_budget_below_the_longest_row_is_refused_wherever_the_row_is(lengths, rule):
     with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30) tokens"):
         planned(lengths * 3, rule, long_rows="error")
-
-
-def test_progress_carries_the_budget_and_what_is_done():
-    seen = []
-
-    def rule(progress):
-        seen.append(progress)
-        return 10 * (1 + progress.steps)
-
-    planned([5, 4, 5, 5, 5], rule, long_rows="error")
-    assert list(dict.fromkeys((p.steps, p.epoch_rows, p.tokens, p.batch) for p in seen)) == [
-        (0, 0, 0, 0),
-        (1, 2, 9, 10),
-    ]
 
 
 def test_a_row_without_tokens_and_an_answer_without_tokens_are_refused():

@@ -89,18 +89,6 @@ def test_trials_stay_within_their_time_limit(search, row_seconds, monkeypatch, c
         assert result.max_batch_size == {"halve": 40}.get(search, 64)
 
 
-@pytest.mark.parametrize("round_to_power_of_two", [False, True])
-@pytest.mark.parametrize("search", SEARCHES)
-def test_the_result_is_zero_if_no_size_fits(search, round_to_power_of_two):
-    device = IdealDevice(lambda rows: BUDGET + 1, budget_bytes=BUDGET)
-    result = run_search(
-        device, search=SEARCHES[search](), round_to_power_of_two=round_to_power_of_two
-    )
-    assert (result.max_batch_size, result.batch_size) == (0, 0)
-    assert result.num_out_of_memory == len(result.trials) > 0
-    assert "max_batch_size: 0" in result.table()
-
-
 @given(answers=st.lists(st.booleans()), search=st.sampled_from(list(SEARCHES)))
 def test_for_any_device_the_result_was_tried_and_fits(answers, search):
     left = list(answers)
@@ -112,30 +100,6 @@ def test_for_any_device_the_result_was_tried_and_fits(answers, search):
     fitting = {t.batch_size for t in result.trials if t.fits} | {0}
     assert {result.max_batch_size, result.batch_size} <= fitting
     assert result.batch_size <= result.max_batch_size
-
-
-def test_the_table_has_fixed_memory_memory_per_row_and_headroom():
-    row = GIB // 4
-    device = IdealDevice(
-        lambda rows: 4 * GIB + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=5 * GIB
-    )
-    result = run_search(
-        device,
-        search=Predictive(budget_bytes=BUDGET, maximum=40),
-        round_to_power_of_two=True,
-        sequence_length=2048,
-        resident_bytes=4 * GIB,
-        budget_bytes=BUDGET,
-    )
-    lines = result.table().splitlines()
-    assert lines[0].split() == ["rows", "length", "peak", "fits", "seconds", "rows/s"]
-    assert lines[1].split()[:5] == ["1", "2048", "4.25", "GiB", "yes"]
-    assert "fixed: 4.00 GiB (weights, buffers, optimizer state, kept gradients)" in lines
-    assert "optimizer's step: 5.00 GiB at its peak, for any batch" in lines
-    assert "each row: 0.250 GiB more, between the two largest sizes that fit" in lines
-    assert "free at the bound: 2.00 GiB of the 16.00 GiB allowed" in lines
-    assert lines[-1] == "max_batch_size: 40+; rounded down to a power of two: 32"
-    assert (result.bytes_per_row(), result.peak_bytes()) == (row, 14 * GIB)
 
 
 # Files.
@@ -174,41 +138,21 @@ def test_older_results_are_kept(result, tmp_path, caplog):
     assert caplog.text == ""
 
 
-def torn(text):
-    return text[: len(text) // 2]
-
-
 def edited(**changes):
     return lambda text: json.dumps(json.loads(text) | changes)
-
-
-def without(key):
-    return lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != key})
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        torn,
-        lambda text: "",
-        lambda text: "\0" * 500,
+        lambda text: text[: len(text) // 2],
         lambda text: "[1, 2, 3]",
-        lambda text: "null",
-        lambda text: "37",
         edited(format=0),
         edited(trials=[{"rows": 3}]),
         edited(trials=[]),
-        edited(trials=7),
         edited(max_batch_size=4000),
         edited(batch_size=4000),
-        edited(max_batch_size=0, batch_size=0),
         edited(max_batch_size=None),
-        edited(max_batch_size=[1]),
-        without("format"),
-        without("trials"),
-        without("max_batch_size"),
-        without("resident_bytes"),
-        without("earlier"),
         edited(earlier=[{}]),
         edited(earlier=3),
     ],

@@ -54,13 +54,6 @@ def power(true_maximum: int, fixed: float, exponent: float, budget: float = BUDG
     return lambda rows: fixed * budget + slope * rows**exponent
 
 
-def kinked(true_maximum: int, fixed: float, knee: float, intercept: float) -> Peak:
-    """A gentle line from `fixed` to `knee`, then a steep one; all in shares of the budget."""
-    steep = (1 - intercept) / (true_maximum + 0.5)
-    gentle = (knee - fixed) * steep / (knee - intercept)
-    return lambda rows: BUDGET * max(fixed + gentle * rows, intercept + steep * rows)
-
-
 def out_of_memory(trials: list[Trial]) -> int:
     return sum(not trial.fits for trial in trials)
 
@@ -159,26 +152,6 @@ def test_a_large_maximum_is_near_with_one_percent_of_noise(exponent: float, fixe
         assert out_of_memory(trials) <= 4
 
 
-@pytest.mark.parametrize("true_maximum", [37, 700, 3000])
-@pytest.mark.parametrize(
-    ("fixed", "intercept"),
-    [
-        (f, i)
-        for f in (0.0, 0.1, 0.2, 0.3, 0.36, 0.374, 0.375)
-        for i in (0.0, 0.1, 0.2, 0.3)
-        if i <= f
-    ],
-)
-def test_a_knee_below_three_eighths_causes_no_oom(
-    true_maximum: int, fixed: float, intercept: float
-) -> None:
-    search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
-    trials = run(search, ideal(kinked(true_maximum, fixed, 3 / 8, intercept)))
-    assert search.best == true_maximum
-    assert len(trials) <= 13
-    assert out_of_memory(trials) == 0
-
-
 @st.composite
 def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
     """Resident bytes, and a maximum of lines that start at or above them."""
@@ -205,20 +178,6 @@ def test_any_maximum_of_lines_is_found_to_a_percent(
     if out_of_memory(trials) == 0 or true_maximum < 80:
         assert search.best == true_maximum
     assert true_maximum / 1.012 - 1 <= search.best <= true_maximum
-
-
-@pytest.mark.parametrize("budget", [60_000_000, 70 * 2**20, 90 * 2**20, 400 * 2**20])
-def test_a_line_that_hardly_grows_above_resident_bytes_is_not_followed(budget: int) -> None:
-    """Measured with a small transformer: 24 KB per row up to 4 rows, then 2 MB per row."""
-
-    def peak(rows: int) -> int:
-        return max(49_543_476 + 24_576 * rows, 37_289_780 + 2_185_464 * rows)
-
-    search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=36_765_484)
-    trials = run(search, ideal(peak, budget=budget))
-    assert search.best == (budget - 37_289_780) // 2_185_464
-    assert out_of_memory(trials) == 0
-    assert len(trials) <= 13
 
 
 def test_an_optimizer_step_that_does_not_fit_counts() -> None:

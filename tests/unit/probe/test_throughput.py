@@ -58,30 +58,6 @@ class Machine:
         )
 
 
-@dataclass
-class BusyMachine(Machine):
-    """A machine that other programs slow down by a factor, in random phases."""
-
-    phase_seconds: float = 1.0
-    factor: float = 3.0
-    is_busy: bool = False
-    left: float = 0.0  # of the phase
-
-    def seconds(self, piece: MicroBatch, kind: str) -> float:
-        work = super().seconds(piece, kind)
-        passed = 0.0
-        while work > 0:
-            if not self.left:
-                self.is_busy = not self.is_busy
-                self.left = random.expovariate(1 / self.phase_seconds)
-            factor = self.factor if self.is_busy else 1.0
-            step = min(work * factor, self.left)
-            self.left -= step
-            work -= step / factor
-            passed += step
-        return passed
-
-
 def drawn_steps(sigma: float) -> list[list[int]]:
     return [
         [min(256, 1 + int(random.lognormvariate(4.2, sigma))) for _ in range(32)] for _ in range(8)
@@ -122,28 +98,6 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
         for limit in LIMITS
     ]
     assert took <= 1.03 * min(every)
-
-
-@pytest.mark.parametrize("phase_seconds", [0.02, 1.0])
-def test_other_programs_do_not_change_the_choice(phase_seconds: float) -> None:
-    times = {
-        "grouped": MicroBatchTime(0.004, 1e-4),
-        "packed": MicroBatchTime(0.1, 0.5e-4),
-    }
-    layouts = [MicroBatchLayout(kind=kind) for kind in times]
-    chosen = []
-    for seed in range(4):
-        random.seed(seed)
-        steps = drawn_steps(1.0)[:2]
-        found = FastestSearch(
-            BusyMachine(times, phase_seconds=phase_seconds).run,
-            steps=steps,
-            layouts=layouts,
-            # Many short micro-batches, or few long ones.
-            limits=lambda layout: 2 * (LIMITS[0 if layout.kind == "grouped" else -1],),
-        )()
-        chosen.append(found[0].kind)
-    assert chosen == ["packed"] * 4
 
 
 def test_a_choice_that_does_not_fit_is_not_taken() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -353,14 +351,6 @@ def test_a_run_may_resume_by_name_after_another_run_in_the_folder():
     assert found.problems == ()
 
 
-def test_an_epoch_without_a_step_passes():
-    found = audit_records(Run(rows=6, batches=(4, 8, 3), drop_last=True).records())
-    assert found.problems == ()
-    assert any(
-        "no step: 0 of 6 rows used, 6 left out (drop_last 6)" in line for line in found.lines
-    )
-
-
 def test_a_log_without_a_start_fails():
     records = Run().records()
     assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the log"
@@ -404,23 +394,3 @@ def test_a_folder_without_a_log_exits_with_2(tmp_path, capsys):
         assert "OUTPUT_DIR" in capsys.readouterr().err
         with pytest.raises(SettingError, match="OUTPUT_DIR"):
             audit(folder)
-
-
-def test_the_command_needs_no_torch(tmp_path):
-    written(tmp_path, Run().lines([]))
-    program = (
-        "import sys; sys.modules['torch'] = None; from adaptive_batch.__main__ import main;"
-        f" sys.exit(main(['audit', {str(tmp_path)!r}]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_resumed_start_may_omit_the_rows():
-    records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
-    assert sum(record["kind"] == "start" for record in records) == 2
-    last = max(place for place, record in enumerate(records) if record["kind"] == "start")
-    del records[last]["rows"]
-    assert audit_records(records).problems == ()

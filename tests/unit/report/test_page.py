@@ -3,19 +3,13 @@
 import base64
 import io
 import json
-import math
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from PIL import Image
 from support.run_records import NASTY, PROBE, Records, full_records
@@ -24,19 +18,8 @@ from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
 from adaptive_batch.report.page import run_facts
-from adaptive_batch.report.picture import RunData, probe_panels, run_panels, running_mean
+from adaptive_batch.report.picture import RunData, probe_panels, run_panels
 from adaptive_batch.report.run_log import last_run
-
-EVERY_PANEL = [
-    "Rows per step",
-    "Micro-batches per step",
-    "Learning rate",
-    "Loss",
-    "Padding",
-    "Speed",
-    "Peak memory of steps",
-    "Gradient noise scale",
-]
 
 
 def run_of(records: Records):
@@ -85,11 +68,6 @@ def page(written):
 
 
 @pytest.mark.slow
-def test_each_panel_is_drawn_if_its_metrics_are_recorded():
-    assert list(panels_of(full_records())) == EVERY_PANEL
-
-
-@pytest.mark.slow
 def test_values_means_and_events_have_their_recorded_places():
     records = full_records()
     steps = {
@@ -117,18 +95,6 @@ def test_the_page_begins_with_the_facts_of_the_run():
     # Without the ten hours between the stop and the restart.
     assert found["time"] == "0:05:36"
     assert facts(Records(), {**PROBE, "maximum": 24})["bound"] == "24+"
-
-
-def test_the_final_loss_is_the_last_running_mean():
-    records = Records()
-    records.start()
-    for number in range(1, 31):
-        records.step(number, loss=float(number))
-    assert facts(records)["final loss (mean of 5)"] == "28"
-    records.step(31, loss=None)
-    records.step(32, loss=32.0)
-    # Of the last five steps, one has no loss.
-    assert facts(records)["final loss (mean of 5)"] == "29.75"
 
 
 def test_trials_are_drawn_with_the_budget():
@@ -266,12 +232,6 @@ def test_any_value_of_a_metric_is_drawn(tmp_path, value):
     assert Image.open(picture).size[0] > 500
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_very_short_runs_have_a_page(tmp_path, num_steps):
-    page = write_report(short(num_steps).write(tmp_path))[0].read_text()
-    assert f"<dt>steps</dt><dd>{num_steps}</dd>" in page
-
-
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"trials": [3, {"batch_size": "x"}]}', '{"trials": 3}']
 )
@@ -326,48 +286,6 @@ def test_a_missing_matplotlib_is_reported_with_the_extra(tmp_path):
 
 
 # Long runs.
-
-
-@given(y=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), window=st.integers(1, 70))
-def test_a_running_mean_is_the_trailing_mean(y, window):
-    window = min(window, len(y))
-    means = running_mean(y, window)
-    assert len(means) == len(y) - window + 1
-    for place, mean in enumerate(means):
-        expected = math.fsum(y[place : place + window]) / window
-        assert mean == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_long_run_has_a_small_page(tmp_path):
-    folder = full_records(25_000).write(tmp_path, probe=PROBE)
-    start = time.process_time()
-    page, _ = write_report(folder)
-    assert time.process_time() - start < 120
-    assert page.stat().st_size < 2_000_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [b"caf\xe9", "größe €".encode()], ids=["no UTF-8", "UTF-8"])
-def test_a_folder_may_have_any_name(tmp_path, name):
-    folder = full_records(60).write(tmp_path / os.fsdecode(name))
-    command = [sys.executable, "-m", "adaptive_batch", "report", folder]
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
-    done = subprocess.run(command, capture_output=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr.decode()
-    assert (folder / "adaptive_batch" / "report.png").is_file()
-    assert b"adaptive_batch/report.html" in done.stdout
-
-
-def test_a_closed_pipe_ends_the_command_silently(tmp_path):
-    folder = full_records(60).write(tmp_path)
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "adaptive_batch", "audit", str(folder)]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=120)
-    os.close(writing)
-    assert done.stderr == b""
-    assert done.returncode == -signal.SIGPIPE
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -51,28 +51,6 @@ def test_other_ranks_write_nothing(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_sync_writes_to_disk_on_rank_zero_only(tmp_path):
-    with RunLog(tmp_path) as record:
-        record.step(step=1)
-        record.sync()
-        (read_back,) = read_records(tmp_path / "adaptive_batch" / "run.jsonl")
-        assert read_back["step"] == 1
-    with RunLog(tmp_path / "other", enabled=False) as record:
-        record.sync()
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_long_log_is_opened_without_reading_it(tmp_path):
-    path = tmp_path / "adaptive_batch" / "run.jsonl"
-    path.parent.mkdir()
-    with path.open("wb") as file:  # sparse: reading it all would need its size in memory
-        file.truncate(1 << 40)
-        file.seek(0, 2)
-        file.write(b"\n")
-    RunLog(path.parents[1]).close()
-    assert path.stat().st_size == (1 << 40) + 1
-
-
 def test_records_are_read_lazily_and_a_torn_line_is_none(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     path.parent.mkdir()

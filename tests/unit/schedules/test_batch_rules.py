@@ -2,7 +2,6 @@
 
 import functools
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
-    ClampedBatch,
     Clock,
     Progress,
     at_epochs,
@@ -28,7 +26,6 @@ from adaptive_batch.schedules import (
     ramp_by_doubling,
     rate_rule,
     request_batch,
-    scale_learning_rate,
     schedule_factor,
     seesaw,
     steps,
@@ -53,24 +50,6 @@ def test_growth_is_cut_only_by_the_maximum_and_never_shrinks(before, added, maxi
     assert growth.requested == before + added
     cut = growth.requested if maximum is None else min(growth.requested, maximum)
     assert growth.after == max(before, cut)
-
-
-@pytest.mark.parametrize(
-    ("before", "batch", "line"),
-    [
-        (16, ClampedBatch(40, 24, 24), "batch_size 16 -> 24 (asked for 40, cut to the bound 24)"),
-        (16, ClampedBatch(24, 24, 24), "batch_size 16 -> 24"),
-        (16, ClampedBatch(16, 16, None), "batch_size 16 unchanged"),
-        (
-            24,
-            ClampedBatch(40, 24, 8),
-            "batch_size 24 unchanged (asked for 40, already above the bound 8)",
-        ),
-        (24, ClampedBatch(24, 24, 8), "batch_size 24 unchanged"),
-    ],
-)
-def test_a_change_is_described_in_one_line(before, batch, line):
-    assert batch.describe(before) == line
 
 
 @pytest.mark.parametrize(
@@ -162,15 +141,6 @@ def test_geometric_multiplies_to_the_nearest_row_and_always_grows(factor, every,
 
 
 # Increments are checked before the maximum batch size is known.
-
-
-def test_ready_made_increments_have_a_repr_and_can_be_pickled():
-    for increment, text in [
-        (at_epochs({"4": 16, 2: 8}), "at_epochs({2: 8, 4: 16})"),
-        (geometric(2, every=3), "geometric(factor=2.0, every=3)"),
-    ]:
-        assert repr(increment) == text
-        assert pickle.loads(pickle.dumps(increment)) == increment
 
 
 @pytest.mark.parametrize("answer", [-1, 4.0, None, True, 10**12], ids=repr)
@@ -327,16 +297,3 @@ def test_the_error_names_the_key(key, function, call):
 def test_a_factor_beyond_all_rows_is_refused_at_the_call():
     with pytest.raises(GrowthFunctionError, match=r"geometric\(factor=1e\+300, every=1\)"):
         next_batch_size(geometric(1e300), epoch=1, batch_size=4, maximum=None)
-
-
-@pytest.mark.parametrize(
-    "arguments", [(1e-3, 8, 2, "cubic"), (1e-3, 0, 2, "linear"), (1e-3, 8, 0, "sqrt")]
-)
-def test_a_rate_is_scaled_by_a_known_rule_between_positive_batches(arguments):
-    with pytest.raises(ValueError, match=r"give one of|must be above 0"):
-        scale_learning_rate(*arguments)
-
-
-def test_a_seesaw_needs_a_schedule_of_the_rate():
-    with pytest.raises(AssertionError):
-        seesaw()(Progress())

@@ -160,25 +160,3 @@ def test_a_clock_is_one_unit_or_two():
     assert Clock.from_config("tokens") == Clock("tokens", "tokens")
     assert Clock.from_config({"warmup": "steps", "decay": "tokens"}) == Clock("steps", "tokens")
     assert str(Clock("steps", "tokens")) == "warm-up in steps, decay in tokens"
-
-
-def test_a_short_last_step_does_not_slow_the_clock():
-    reference, plan = (
-        EpochPlan.from_rows(112, global_rows=rows, drop_last=False) for rows in (16, 32)
-    )
-    clocks = [
-        schedule_clock(Progress(epoch_rows=rows), plan=plan, reference=reference)
-        for rows in (0, 32, 64, 96)
-    ]
-    assert clocks == [0, 2, 4, 6]
-
-
-def test_the_clock_ends_with_the_epoch_if_other_rows_are_dropped():
-    reference, plan = (
-        EpochPlan.from_rows(100, global_rows=rows, drop_last=True) for rows in (16, 32)
-    )
-    assert (
-        schedule_clock(Progress(epoch_rows=96), plan=plan, reference=reference)
-        == reference.steps
-        == 6
-    )

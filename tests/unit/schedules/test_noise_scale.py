@@ -101,12 +101,6 @@ def test_the_value_needs_enough_samples_and_a_positive_gradient_estimate():
     assert scale.value > 6
 
 
-def test_negative_noise_is_a_scale_of_zero():
-    scale = NoiseScale(min_samples=1)
-    scale.update(sample(1.0, -6.0))
-    assert scale.value == 0
-
-
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_step_with_a_nonfinite_norm_is_skipped(norm):
     scale = NoiseScale(min_samples=1)
