@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from support.allocator_on_stack import segments_of
@@ -76,23 +75,6 @@ def test_numbers_of_allocations_continue_across_logs():
         50 * MIB,
     )
     assert device.peak_allocated_bytes == 37 * MIB
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("expandable", [False, True])
-def test_a_hundred_thousand_events_take_seconds_at_most(expandable):
-    layer = [n * 512 for n in (8192, 8192, 3, 65536, 24576, 24576, 8192, 1, 40000)]
-    log, step = [], 0
-    for step in range(5):
-        first = step * len(layer) * 1100
-        forward = [nbytes + 512 * step for _ in range(1100) for nbytes in layer]
-        log += forward + [~(first + at) for at in reversed(range(len(forward)))]
-    device = allocator(expandable_segments=expandable)
-    start = time.process_time()
-    device.replay(log)
-    assert len(log) == 99000
-    assert device.allocated_bytes == 0
-    assert time.process_time() - start < 10  # 0.3 s on a quiet machine
 
 
 def test_the_environment_is_read(monkeypatch):

@@ -10,8 +10,6 @@ import gc
 
 import pytest
 import torch
-from support.model_families import Combination
-from support.stack_runs import StackRun, StackRuns
 from support.step_logs import estimated, on_cuda, on_ranks, peak_bytes, read
 
 from adaptive_batch import distributed
@@ -142,6 +140,10 @@ CASES = {
     "LoRA, dropout": (4, 1024, 1, (*SMALL_LORA, PLAIN, "model.lora_dropout=0.1")),
     "biased": (4, 700, 1, (*QWEN, PLAIN)),
     "soft caps": (2, 512, 1, (*GEMMA, PLAIN)),
+    "packed": (16, [128, 300, 40, 700], 1, (*QWEN, PLAIN, *PACKED)),
+    "packed, many short rows, recomputed": (512, 16, 1, (*LLAMA, *PACKED, RECOMPUTED)),
+    "half of the activations": (8, 1024, 1, ("activation_memory_budget=0.5", *LLAMA, PLAIN)),
+    "least activations": (8, 1024, 1, ("activation_memory_budget=0.0", *LLAMA, PLAIN)),
 }
 
 
@@ -174,20 +176,6 @@ def test_a_compiled_step_needs_at_most_the_estimate(case):
     check(log, peak_of_run(compiled, rows, tokens, micro_batches), case)
 
 
-# Rows, tokens of each, settings.
-PACKS = {
-    "packed": (16, [128, 300, 40, 700], (*QWEN, PLAIN, *PACKED)),
-    "packed, many short rows, recomputed": (512, 16, (*LLAMA, *PACKED, RECOMPUTED)),
-}
-
-
-@pytest.mark.parametrize("case", PACKS)
-def test_a_compiled_step_of_packed_rows_needs_at_most_the_estimate(case):
-    rows, tokens, overrides = PACKS[case]
-    compiled = read("llama3_2_1B", "compile=True", *overrides)
-    check(estimated(compiled, rows, tokens), peak_of_run(compiled, rows, tokens), case)
-
-
 # Rows of a rank, tokens of each, settings.
 DIVIDED = {
     "chunked, recomputed": (8, 1024, (*LLAMA, RECOMPUTED)),
@@ -203,27 +191,3 @@ def test_a_compiled_step_of_one_of_two_ranks_needs_at_most_the_estimate(case):
         log = estimated(read("llama3_2_1B", *overrides), rows, tokens)
     _, peak = on_ranks("llama3_2_1B", rows, tokens, *overrides, ranks=2)
     check(log, peak, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "loss", "rows", "tokens"),
-    [("DPO", "plain", 8, 512), ("distillation", "chunked", 16, 256)],
-)
-def test_a_compiled_step_with_a_second_model_needs_at_most_the_estimate(task, loss, rows, tokens):
-    two_models = Combination(
-        "llama3_2", tokens, "AdamW", loss, dtype="bf16", device="cuda", compiled=True, task=task
-    )
-    log = estimated(two_models.config(), rows, tokens)
-    runs = StackRuns()
-    # The first run fills Inductor's cache and tunes kernels.
-    for _ in range(2):
-        outcome = runs(StackRun.fixed(two_models, rows), "h100")
-    runs.close()
-    check(log, outcome.requested)
-
-
-@pytest.mark.parametrize("budget", [0.5, pytest.param(0.15, marks=pytest.mark.slow), 0.0])
-def test_a_step_with_a_budget_of_activations_needs_at_most_the_estimate(budget):
-    cfg = read("llama3_2_1B", "compile=True", f"activation_memory_budget={budget}", *LLAMA, PLAIN)
-    check(estimated(cfg, 8, 1024), peak_of_run(cfg, 8, 1024))

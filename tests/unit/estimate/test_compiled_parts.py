@@ -80,41 +80,6 @@ def test_a_part_with_a_graph_break_is_estimated_eagerly(device):
     )
 
 
-@torch.library.custom_op("adaptive_batch_tests::double", mutates_args={"result"})
-def double(operand: torch.Tensor, result: torch.Tensor) -> None:
-    result.copy_(operand * 2)
-
-
-class Doubled(torch.autograd.Function):
-    """Mutates a tensor in forward, in backward or in neither."""
-
-    @staticmethod
-    def forward(ctx, operand, where):
-        ctx.where = where
-        return doubled(operand, writes=where == "forward")
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return doubled(gradient, writes=ctx.where == "backward"), None
-
-
-def doubled(operand, *, writes):
-    if not writes:
-        return operand * 2
-    result = torch.empty_like(operand)
-    double(operand, result)
-    return result
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_part_with_a_mutating_operator_is_estimated_eagerly(device, where):
-    sizes, (sentence,) = allocated(
-        device, lambda x, y, z: Doubled.apply(x * y, where) + z, backward=True
-    )
-    assert sizes.count(SIZE) >= 3
-    assert "NotImplementedError: the memory of auto_functionalized_v2 of" in sentence
-
-
 @pytest.mark.parametrize(("capability", "is_compiled"), [((9, 0), True), ((7, 5), False)])
 def test_attention_of_packed_rows_is_compiled_if_one_kernel_supports_them(capability, is_compiled):
     device = FakeDevice(CudaKernels(capability))
@@ -132,14 +97,6 @@ def test_attention_of_packed_rows_is_compiled_if_one_kernel_supports_them(capabi
         " (NotImplementedError: the attention of packed rows runs once for each row)"
     )
     assert parts.left_out == ([] if is_compiled else [reason])
-
-
-def test_an_error_of_the_function_is_raised(device):
-    def fails(x, y, z):
-        return x @ y[:3]
-
-    with pytest.raises(RuntimeError, match="same reduction dim"):
-        allocated(device, fails)
 
 
 ROWS = 64
@@ -192,21 +149,6 @@ def test_tensor_parallelism_is_estimated_eagerly():
     (sentence,) = [said for said in compiled.left_out if "the eager program" in said]
     assert "tensor parallelism" in sentence
     assert compiled.lengths[0].curve == eager.lengths[0].curve
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_compiled_reference_model_is_estimated(ranks):
-    keys = {"devices": ["80GiB"], "changes": False, "world_size": ranks}
-    peaks = []
-    for is_compiled in (True, False):
-        pairs = Combination(
-            "llama3_2", 64, dtype="bf16", device="cuda", compiled=is_compiled, task="DPO"
-        )
-        found = estimate_devices(pairs.to_estimate(**keys), show=lambda text: None)
-        assert not any("the eager program" in sentence for sentence in found.left_out)
-        peaks.append(found.lengths[0].curve.peak_bytes(ROWS))
-    assert peaks[0] < peaks[1]
 
 
 def test_cuda_graphs_are_refused(monkeypatch):
@@ -352,28 +294,6 @@ def test_cuda_graphs_of_a_script_are_refused(way):
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def test_cuda_graphs_are_ignored_on_a_cpu(monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "cudagraphs")
-    cfg = Combination("llama3_2", 64, compiled=True).to_estimate(devices=["80GiB"], changes=False)
-    sentences = estimate_devices(cfg, show=lambda text: None).left_out
-    assert any("as the memory of a CPU always is" in sentence for sentence in sentences)
-
-
-def test_an_estimate_does_not_use_up_the_recompilation_limit():
-    model = scripts_model(compiles={"backend": "inductor", "dynamic": False})
-    estimate_of(model, maximum=4096)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    for layer in list(model)[1:3]:
-        layer.compile(backend=backend, dynamic=False)
-    model(torch.zeros(2, 32, dtype=torch.int64))
-    assert graphs
-
-
 def test_a_shared_compiled_module_is_replaced_once():
     model = scripts_model()
     activation = nn.GELU()
@@ -383,9 +303,3 @@ def test_a_shared_compiled_module_is_replaced_once():
     before = what_runs(model)
     assert not about_compile(estimate_of(model))
     assert what_runs(model) == before
-
-
-def test_another_backend_is_estimated_eagerly(monkeypatch):
-    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    (sentence,) = (one for one in estimate().left_out if "the eager program" in one)
-    assert sentence.endswith("TORCH_COMPILE_BACKEND=aot_eager is not inductor")

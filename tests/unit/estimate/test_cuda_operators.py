@@ -75,12 +75,6 @@ def test_multi_head_attention_uses_the_replacement():
     assert functional.scaled_dot_product_attention is real
 
 
-def test_real_tensors_are_not_affected():
-    rows = torch.ones(2, 16, 64)
-    with CudaKernels().in_place():
-        assert torch.equal(functional.rms_norm(rows, (64,)), rows)
-
-
 def test_dropout_saves_a_boolean_mask():
     with FakeTensorMode(), CudaKernels().in_place():
         tensor = torch.empty(4, 8, requires_grad=True)

@@ -14,15 +14,9 @@ from adaptive_batch.torchtune.settings import EstimateSettings
 # Devices by their torch.cuda.get_device_name().
 NAMES_OF_TORCH = {
     "Tesla T4": "T4",
-    "Tesla V100-SXM2-16GB": "V100-16GB",
     "NVIDIA A100-SXM4-40GB": "A100-40GB",
-    "NVIDIA A100 80GB PCIe": "A100-80GB",
-    "NVIDIA A10G": "A10G",
     "NVIDIA GeForce RTX 4090": "RTX4090",
-    "NVIDIA RTX A6000": "RTX-A6000",
-    "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
     "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA H100 PCIe": "H100-PCIe",
     "NVIDIA GH200 480GB": "GH200",
     "AMD Instinct MI300X": "MI300X",
 }

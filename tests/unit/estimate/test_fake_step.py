@@ -93,21 +93,6 @@ def test_no_tensor_of_a_fake_step_is_real(in_backward):
     assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-def test_a_model_of_many_gigabytes_takes_no_memory():
-    before = _resident_pages()
-    words = 2**24  # 4 GiB of embeddings, and 8 of states
-    step = fake_step(words=words)
-    peak = max(step.trace(64).live_bytes)
-    assert step.resident.parameters > 4 * 2**30
-    assert peak > 64 * LENGTH * words * 4
-    assert _resident_pages() - before < 2**28
-
-
-def _resident_pages() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def test_real_tensors_are_freed_when_a_model_is_moved():
     model = Decoder()
     expected = storage_bytes(model.parameters())
@@ -175,13 +160,9 @@ def test_only_the_tensors_of_a_batch_are_replaced():
     "move",
     [
         lambda tensor: tensor.cuda(),
-        lambda tensor: tensor.to("cuda", non_blocking=True),
-        lambda tensor: tensor.to(device=torch.device("cpu")),
         lambda tensor: tensor[:, :].to(torch.device("cuda", 0), torch.int64),
-        lambda tensor: tensor.to(tensor),
         lambda tensor: tensor.type_as(tensor),
         lambda tensor: torch.as_tensor(tensor, device="cuda"),
-        lambda tensor: tensor.to("cuda", torch.float32),
     ],
 )
 def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
@@ -199,24 +180,6 @@ def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
     assert list(counter.log) == [400, 32, moved.nbytes]
     assert counter.live_bytes == storage_bytes([first, tokens, moved])
     assert again.shape == moved.shape == (2, 3)
-
-
-def test_garbage_collection_is_disabled_during_a_step():
-    device = FakeDevice()
-    collecting = []
-    with device.counting():
-        collecting.append(gc.isenabled())
-        with device.counting():
-            collecting.append(gc.isenabled())
-        collecting.append(gc.isenabled())
-    assert (collecting, gc.isenabled()) == ([False] * 3, True)
-    gc.disable()
-    try:
-        with device.counting():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 def test_only_the_states_of_a_compiled_optimizer_count():

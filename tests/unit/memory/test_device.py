@@ -21,7 +21,6 @@ from adaptive_batch.memory import (
     Room,
     budget_bytes,
     device_memory,
-    host_available_bytes,
     is_out_of_memory,
     optimizer_state_tensors,
     parse_size,
@@ -288,20 +287,6 @@ def test_an_allocation_above_the_budget_raises():
         assert is_out_of_memory(error)
         assert training.phase == phase
         assert "over the budget of 0.500 GiB" in str(error)
-
-
-def test_a_compiled_region_is_counted_as_the_eager_program():
-    function = torch.compile(lambda x: ((x + 1) * 2).sum())
-    x = torch.zeros(MIB, dtype=torch.uint8)
-    assert counted(lambda: function(x), x).peak_bytes >= 3 * MIB
-
-
-def test_resident_tensors_are_available_to_a_trial():
-    memory = device_memory(CPU)
-    held = torch.zeros(64 * MIB, dtype=torch.uint8)
-    assert 0 < host_available_bytes() <= memory.total_bytes()
-    assert memory.available_bytes([held]) <= memory.total_bytes()
-    assert memory.describe().startswith("cpu (")
 
 
 # An accelerator with a fake allocator.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 
 import numpy as np
 import torch
@@ -60,13 +59,6 @@ def test_the_numpy_tuple_of_earlier_checkpoints_is_read():
     expected = [draw() for _ in range(3)]
     RandomState(CPU).load_state_dict({**state, "numpy": (name, words.tolist(), *rest)})
     assert [draw() for _ in range(3)] == expected
-
-
-def test_numpy_has_no_state_if_it_is_not_loaded(monkeypatch):
-    monkeypatch.delitem(sys.modules, "numpy.random")
-    state = RandomState(CPU)
-    assert "numpy" not in state.state_dict()
-    state.restore()
 
 
 def test_another_bit_generator_of_numpy_is_restored(tmp_path):
