@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adaptive_batch._util import installed_version
-from adaptive_batch.doctor import Finding, check, check_devices, check_torchtune, check_versions
+from adaptive_batch.doctor import Finding, check_torchtune, check_versions
 
 PROJECT = Path(__file__).parents[2]
 GOOD = {
@@ -46,10 +46,7 @@ def test_the_tested_versions_pass():
     ("name", "version", "fix"),
     [
         ("torchao", "0.12.0", "pip install 'torchao<0.16,>=0.13'"),
-        ("torchao", "0.16.0", "pip install 'torchao<0.16,>=0.13'"),
         ("torchao", "0.16.0.dev20261001+cpu", "pip install 'torchao<0.16,>=0.13'"),
-        ("torchao", None, "pip install 'torchao<0.16,>=0.13'"),
-        ("torchtune", "0.6.0", "pip install 'torchtune==0.6.1'"),
         ("torchtune", None, "pip install 'torchtune==0.6.1'"),
         ("torch", "2.8.0+cu128", "pip install 'torch>=2.11'"),
         ("datasets", None, "pip install 'datasets>=3.0'"),
@@ -57,19 +54,6 @@ def test_the_tested_versions_pass():
 )
 def test_an_unsupported_version_is_the_only_problem(name, version, fix):
     assert wrong(check_versions(versions(**{name: version}))) == {name: fix}
-
-
-@pytest.mark.slow
-def test_findings_are_one_aligned_line_each():
-    lines = []
-    assert check(lines.append)
-    assert len({re.match(r".*?\S +ok     (?=\S)", line).end() for line in lines}) == 1
-    subjects = {line.split("  ")[0] for line in lines}
-    assert subjects >= {"python", "torch", "torchtune", "import torchtune", "tune"}
-    assert (
-        str(Finding("longer", "2", "pip install 'x==3'"))
-        == "WRONG  2; fix it with: pip install 'x==3'"
-    )
 
 
 def test_installed_versions_are_found():
@@ -80,13 +64,6 @@ def test_installed_versions_are_found():
     assert torch.__version__.startswith(installed_version("torch"))
     assert installed_version("torchtune") == "0.6.1"
     assert installed_version("no-such-distribution") is None
-
-
-def test_accelerators_are_counted():
-    (accelerators,) = check_devices()
-    assert accelerators.text.startswith(
-        f"{torch.accelerator.device_count()} seen by torch {torch.__version__}"
-    )
 
 
 def test_both_tune_commands_are_named(tmp_path, monkeypatch):
@@ -108,20 +85,6 @@ def test_both_tune_commands_are_named(tmp_path, monkeypatch):
             "import torchtune",
             "fails: ImportError: cannot import name 'no_such_name' from 'torch'",
             f"{AGAIN} 'torchao=={installed_version('torchao')}'",
-        ),
-        (
-            "torchao",
-            "raise OSError('torchao.so: undefined symbol')",
-            "import torchtune",
-            "fails: OSError: torchao.so: undefined symbol",
-            f"{AGAIN} 'torchao=={installed_version('torchao')}'",
-        ),
-        (
-            "torchtune",
-            "raise ImportError('no disk')",
-            "import torchtune",
-            "fails: ImportError: no disk",
-            f"{AGAIN} 'torchtune==0.6.1'",
         ),
         (
             "torch",

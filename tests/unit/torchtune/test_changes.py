@@ -37,11 +37,6 @@ def test_a_base_of_four_bits_is_asked_of_the_builder():
     assert "model=torchtune.models.llama3_2.qlora_llama3_2_1b" in llama
 
 
-def test_more_than_8_devices_are_candidates():
-    numbers = [one.split()[1] for one in typed("llama3_2_1B") if one.startswith("--nproc")]
-    assert numbers == ["16", "32", "64", "128"]
-
-
 def test_budgets_of_activations_below_the_configured_one_are_tried_under_compile():
     compiled = ("device=cuda", "compile=True")
     assert budgets(*compiled) == [0.5, 0.3, 0.15]

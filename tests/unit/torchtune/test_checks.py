@@ -11,7 +11,6 @@ import torchtune
 from omegaconf import OmegaConf
 from support.model_families import Combination
 from torchtune import config
-from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, SettingError
@@ -28,7 +27,7 @@ from adaptive_batch.torchtune.checks import (
     check_parallel,
     complete,
 )
-from adaptive_batch.torchtune.configuration import plainly, refusing
+from adaptive_batch.torchtune.configuration import plainly
 from adaptive_batch.torchtune.job import check_keys_of_others
 from adaptive_batch.torchtune.resume import check_fewer_ranks
 from adaptive_batch.training import differences, raise_if_answers_differ
@@ -186,14 +185,6 @@ def test_activations_are_offloaded_only_where_torchtune_chooses_cuda(monkeypatch
         Settings.from_config(cfg)
 
 
-def test_a_package_that_is_missing_is_named_with_its_installation():
-    with (
-        pytest.raises(SettingError, match=r"; pip install no_such_package$"),
-        refusing("metric_logger", "mine.Logger"),
-    ):
-        import no_such_package  # noqa: F401
-
-
 @pytest.mark.parametrize("given", [None, "", 3, ["a"]])
 def test_an_output_dir_that_is_no_folder_is_refused(given):
     with pytest.raises(SettingError, match=r"^output_dir=.*: give a folder of yours"):
@@ -220,32 +211,6 @@ def test_a_file_that_is_not_a_block_of_named_keys_is_refused(tmp_path, text):
     with pytest.raises(SettingError) as refused:
         use_shipped_config(["recipe", "--config", str(path)])
     assert (refused.value.key, refused.value.value) == ("--config", str(path))
-
-
-class LooksAtValues(torch.nn.Linear):
-    """A model that cannot be built without memory."""
-
-    def __init__(self, **ignored):
-        super().__init__(2, 2)
-        self.scale = float(self.weight.abs().max())
-        self.adapter = LoRALinear(2, 2, rank=1, alpha=1.0)
-
-
-def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_there():
-    cfg = SMALL.config()
-    cfg.model = {"_component_": f"{__name__}.LooksAtValues"}
-    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
-    job.check_model()
-    with pytest.raises(
-        SettingError,
-        match=r"^model='[\w.]*test_checks\.LooksAtValues': it has adapters; train them",
-    ):
-        job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
-
-
-class NoWeights:
-    def load_weights(self):
-        return {}
 
 
 # --- errors of libraries
@@ -316,11 +281,3 @@ def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
         check_fewer_ranks(job)
     monkeypatch.setattr(distributed, "data_parallel_size", lambda: 4)
     check_fewer_ranks(job)
-
-
-@pytest.mark.parametrize("optimizer", [None, "torch.optim.AdamW"])
-def test_an_optimizer_that_is_no_block_is_left_to_its_own_check(optimizer):
-    assert (
-        check_parallel(OmegaConf.create({"optimizer": optimizer, "device": "cpu"}), world_size=1)
-        == 1
-    )

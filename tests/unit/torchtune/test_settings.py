@@ -159,20 +159,6 @@ def test_a_value_that_cannot_be_used_is_refused_by_its_key(key, keys):
     assert refused.value.key == key
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"micro_batch_size": 2},
-        {"micro_batch_size": "auto"},
-        {"grow_beyond_maximum": True},
-        {"micro_batch_size": 2, "micro_batch_layout": "packed"},
-        {"micro_batch_size": 2, "uniform_micro_batches": "rows"},
-    ],
-)
-def test_a_noise_scale_that_may_be_measured_is_taken(keys):
-    assert without_effect(settings(BY_NOISE, keys), PLAIN | BY_NOISE | keys) == {}
-
-
 # --- what follows from the keys
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,17 +44,6 @@ from adaptive_batch.torchtune import (
 )
 from adaptive_batch.torchtune.changes import candidates
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.training import (
-    REFERENCE,
-    BoundSearch,
-    ConfiguredSize,
-    Evaluation,
-    Evaluator,
-    LongestRows,
-    MicroBatchSizer,
-    ProbeOptions,
-    SearchScope,
-)
 
 
 @pytest.mark.parametrize("layout", ["padded", "grouped", "packed"])
@@ -108,19 +96,6 @@ LONGEST_ROW = max(rows_of(9), key=lambda row: len(row["tokens"]))
 def test_the_bound_is_that_of_brute_force(job_on, row, layout, sizes, kind):
     wired = job_on(kind, [row], layout=layout, limit=MicroBatchLimit(1))
     check_bounds(wired, row, sizes)
-
-
-def test_packed_pairs_have_the_metrics_of_each_pair_alone():
-    """Without padding, torchtune's recipes have the means of packed pairs."""
-    rows = pairs(5)
-    alike = [pair((length, length), torch.Generator().manual_seed(length)) for length in (9, 17)]
-    for some_rows in (alike, rows):
-        packed = job_on_pairs("LoRA", rows, layout="packed", limit=MicroBatchLimit(len(rows)))
-        alone = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1))
-        metrics = packed.run(some_rows).metrics
-        for name, value in alone.run(some_rows).metrics.items():
-            if some_rows is alike or not name.startswith("logits/"):
-                assert metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
 def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
@@ -203,24 +178,6 @@ def test_a_reference_apart_changes_no_number_of_a_step(kind, layout):
         assert result.metrics == pytest.approx(expected.metrics, rel=EXACT, abs=EXACT)
 
 
-def test_a_validation_runs_the_reference_within_its_own_micro_batches():
-    rows = pairs(6)
-    within = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6))
-    apart = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6), reference_limit=MicroBatchLimit(2))
-    calls = reference_calls(apart)
-    losses = [
-        Evaluator(
-            wired.trainer.engine,
-            wired.trainer.engine.loss,
-            MicroBatchSizer(ConfiguredSize(micro_batch_size=6)),
-        ).run(rows)
-        for wired in (within, apart)
-    ]
-    assert losses[0] == losses[1]
-    # More than a micro-batch of the reference's own holds.
-    assert [num_pairs for num_pairs, _ in calls] == [6]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
     rows = pairs(8)
@@ -253,36 +210,6 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bound_of_the_reference_is_that_of_brute_force(kind):
-    (row,) = [pair((24, 30), torch.Generator())]
-    wired = job_on_pairs(kind, [row], limit=MicroBatchLimit(1), reference_limit=MicroBatchLimit(1))
-    runner = wired.trainer.engine
-    optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
-    worst = LongestRows(lambda size: [row] * size, 60, "one row")
-
-    def search(maximum: int, device_memory: int | None = None) -> Any:
-        tried = replace(wired.trainer.tried(), optimizer=optimizer)
-        options = ProbeOptions(device_memory, headroom=0.0, maximum=maximum)
-        evaluation = Evaluation(
-            runner.reference.try_rows, worst, kind=REFERENCE, in_training_mode=True
-        )
-        return BoundSearch(tried, SearchScope(worst, evaluation=evaluation), options).run()
-
-    peaks = [search(size).peak_bytes() for size in range(1, 14)]
-    assert peaks == sorted(set(peaks))
-    # A step of one row is tried first, and has to fit.
-    tried = replace(wired.trainer.tried(), optimizer=optimizer)
-    of_step = BoundSearch(tried, SearchScope(worst), ProbeOptions(maximum=1)).run()
-    trial = of_step.trials[-1]
-    least = max(trial.peak_bytes or 0, trial.optimizer_peak_bytes or 0)
-    budgets = {size: (peaks[size - 1] + peaks[size]) // 2 for size in (2, 5, 9, 12)}
-    searched = [size for size, budget in budgets.items() if budget > least]
-    assert len(searched) > 1
-    for size in searched:
-        assert search(40, budgets[size]).max_batch_size == size
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
     rows = [pair((24, 30), torch.Generator())] * 8
     wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(4))
@@ -305,15 +232,6 @@ def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
     of_step = peak(lambda: runner.run(rows, report_of(rows)))
     # What is kept of each pair are two numbers, and a few of the whole step.
     assert of_step <= max(of_training, search_reference) + 1024
-    within = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))
-    within.model.zero_grad(set_to_none=True)
-    with memory.measure(
-        iter(list(within.trainer.models.parameters())), budget_bytes=2**40
-    ) as usage:
-        for _ in range(2):
-            within.trainer.engine.try_rows(rows[:2])
-    # The reference's logits are not there beside what the policy keeps for its backward.
-    assert of_training < usage.peak_bytes
 
 
 # --- what is taken and what is refused
