@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import lightning
@@ -26,17 +27,21 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.distributed import Replicas
-from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import check_segments, expand_segments_in_script, is_out_of_memory
-from adaptive_batch.training import AdaptiveStep, Part
+from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
+from adaptive_batch.memory import check_segments, expand_segments_in_script
+from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .part_logs import over_parts, save_objects
+from .part_logs import is_number, leaves, over_parts, save_objects
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
 log = logging.getLogger("adaptive_batch")
 
+_FIX = "lower batch_size of the DataLoader"
+# Name of an output that is not a mapping.
+_ONLY = "the output"
+_EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # Private methods of Lightning's loop. The first creates the closure of a batch; it is replaced
 # during training.
 _MAKES_CLOSURE = "_make_closure"
@@ -61,6 +66,9 @@ class AdaptiveCallback(Callback):
     and failed attempts count in neither. Outputs other than the loss are concatenated if they have
     one entry per row of the micro-batch; otherwise the last micro-batch's output is returned.
 
+    A batch of ``validation_step``, ``test_step`` or ``predict_step`` that runs out of memory is
+    repeated in micro-batches, on that rank only.
+
     Args:
         adaptive: arguments; None for the defaults of :class:`AdaptiveArguments`.
 
@@ -78,9 +86,14 @@ class AdaptiveCallback(Callback):
         # Lightning moves the model to its device later.
         expand_segments_in_script()
         self.step: AdaptiveStep | None = None
+        # By the step method and the number of the loader.
+        self._evaluations: dict[Any, EvaluationParts] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_segments(trainer.strategy.root_device)
+        for name in _EVALUATIONS:
+            evaluate = getattr(trainer.strategy, name)
+            vars(trainer.strategy)[name] = partial(self._evaluate, trainer, name, evaluate)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
@@ -140,7 +153,12 @@ class AdaptiveCallback(Callback):
         )
         self._find_bound(trainer, self.step)
         results = self.step(kwargs["batch"])
-        _log_results(trainer.lightning_module, results)
+        with replaced(trainer.lightning_module, _current_fx_name="training_step"):
+            _log_batch(
+                trainer.lightning_module,
+                [result.logged for result in results],
+                [result.weight for result in results],
+            )
         losses = [result.loss for result in results if result.loss is not None]
         loss = torch.stack(losses).sum() if losses else None
         return ClosureResult(loss, _joined(results))
@@ -177,22 +195,93 @@ class AdaptiveCallback(Callback):
             with replicas.micro_batch(evaluates=True):
                 pass
 
+    def _evaluate(
+        self,
+        trainer: Trainer,
+        name: str,
+        evaluate: Callable[..., Any],
+        batch: Any,
+        *numbers: int,
+    ) -> Any:
+        """Run a step method of an evaluation, in micro-batches if memory runs out.
+
+        Args:
+            trainer: trainer that evaluates.
+            name: name of the method.
+            evaluate: method of Lightning's strategy that calls it.
+            batch: batch on the device.
+            numbers: number of the batch, and number of the loader if there are several.
+        """
+        module = trainer.lightning_module
+        # Of each micro-batch; failed attempts are removed.
+        outputs: list[Mapping[str, Any]] = []
+        logged: list[_Calls] = []
+        # Names of the means of each attempt.
+        names: list[list[Any]] = []
+
+        def forward(part: Any) -> tuple[torch.Tensor | None, dict[str, Any]]:
+            logged.append({})
+            with _logs_into(logged[-1], module):
+                output = evaluate(part, *numbers)
+            outputs.append(output if isinstance(output, Mapping) else {_ONLY: output})
+            means = _means(outputs[-1], logged[-1])
+            names.append([*means])
+            if names[-1] != names[0]:
+                raise _cannot_split(name, "it logs or returns other names for other rows")
+            others = {key: value for key, value in outputs[-1].items() if key not in means}
+            if not means:
+                return None, others
+            as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=module.device)
+            return torch.stack([as_tensor(mean).reshape(()) for mean in means.values()]), others
+
+        def snapshot() -> Callable[[], None]:
+            num_done = len(outputs)
+            restore_metrics = _save_metrics(module)
+
+            def restore() -> None:
+                del outputs[num_done:], logged[num_done:]
+                restore_metrics()
+
+            return restore
+
+        key = (name, *numbers[1:])
+        if key not in self._evaluations:
+            self._evaluations[key] = EvaluationParts(
+                trainer.strategy.model,
+                split=self.adaptive.split,
+                num_labels=self.adaptive.num_labels,
+                is_sum=self.adaptive.loss_reduction == "sum",
+                is_exact="mixed" not in str(trainer.precision),
+                join=partial(_join_rows, name),
+                state=partial(_state, module),
+                fix=_FIX,
+                options=self.adaptive.options,
+            )
+        reduced, others, weights = self._evaluations[key].run(batch, forward, snapshot=snapshot)
+        output, *more = outputs
+        if not more:
+            _log_batch(module, logged, weights)
+            return output.get(_ONLY, output)
+        means = {key: reduced[place] for place, key in enumerate(names[0])}
+        _log_batch(module, logged, weights, means=means)
+        joined = others | {key: mean for key, mean in means.items() if key in output}
+        return joined.get(_ONLY, joined)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
+        for name in _EVALUATIONS:
+            vars(trainer.strategy).pop(name, None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         # Lightning does not call teardown after an error.
         self.teardown(trainer, pl_module, "fit")
-        if is_out_of_memory(exception) and not trainer.training:
-            log.error(
-                "a batch of an evaluation ran out of memory; evaluations run whole batches: lower"
-                " batch_size of the DataLoader"
-            )
 
 
-_Logged = tuple[Any, Metric | None, dict[str, Any]]
+# Value, metric and keyword arguments of each `log` call, by name and number of calls before it with
+# this name.
+_Calls = dict[tuple[str, int], tuple[Any, Metric | None, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -204,14 +293,14 @@ class _Result:
         weight: weight of its logged values.
         loss: loss, weighted by its share of the labels.
         outputs: other outputs.
-        logged: value, metric and keyword arguments of each ``log`` call, by name.
+        logged: its ``log`` calls.
     """
 
     num_rows: int
     weight: float
     loss: torch.Tensor | None
     outputs: dict[str, Any]
-    logged: dict[str, _Logged]
+    logged: _Calls
 
 
 def _run_part(
@@ -231,7 +320,7 @@ def _run_part(
     elif part.is_first:
         # An earlier attempt may have updated the metrics.
         restore_metrics()
-    logged: dict[str, _Logged] = {}
+    logged: _Calls = {}
     with _logs_into(logged, module):
         result = loop._training_step({**kwargs, "batch": part.batch})
         loss: torch.Tensor | None = result.closure_loss
@@ -263,8 +352,57 @@ def _save_metrics(module: LightningModule) -> Callable[[], None]:
     return save_objects(each for each in module.modules() if isinstance(each, Metric))
 
 
+def _cannot_split(name: str, problem: str) -> DoesNotFitError:
+    return DoesNotFitError(f"{name} ran out of memory, and cannot run in parts: {problem}; {_FIX}")
+
+
+def _means(output: Mapping[str, Any], calls: _Calls) -> dict[Any, Any]:
+    """Return the means over rows or labels that a step method returned or logged."""
+    returned = {
+        name: value
+        for name, value in output.items()
+        if is_number(value) and not getattr(value, "ndim", 0)
+    }
+    logged = {
+        key: value
+        for key, (value, metric, keywords) in calls.items()
+        if metric is None and _reduction(metric, keywords) == "mean"
+    }
+    return {**returned, **logged}
+
+
+def _join_rows(name: str, outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the outputs of a step method, tensors with one entry per row."""
+    joined = {}
+    for key, value in outputs[0].items():
+        if isinstance(value, torch.Tensor):
+            joined[key] = torch.cat([output[key] for output in outputs])
+        elif value is not None:
+            problem = f"it returns {type(value).__name__}, and only tensors can be joined"
+            raise _cannot_split(name, problem)
+    return joined
+
+
+def _state(module: LightningModule) -> list[torch.Tensor]:
+    """Return the state that a step method may change: states of torchmetrics, tensors, and the
+    values and lengths of other attributes.
+    """
+    states = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            for state in metric.metric_state.values():
+                tensors = [each for each in leaves(state) if isinstance(each, torch.Tensor)]
+                if tensors:
+                    states.append(torch.cat([each.reshape(-1).float() for each in tensors]))
+    attributes = [
+        hash(value) if isinstance(value, int | float) else len([*leaves(value)])
+        for value in vars(module).values()
+    ]
+    return [*states, torch.tensor(attributes)]
+
+
 @contextmanager
-def _logs_into(logged: dict[str, _Logged], module: LightningModule) -> Iterator[None]:
+def _logs_into(logged: _Calls, module: LightningModule) -> Iterator[None]:
     """Collect the ``log`` calls of a module in `logged` instead of logging them."""
 
     def log(name: str, value: Any, *arguments: Any, **given: Any) -> None:
@@ -275,36 +413,54 @@ def _logs_into(logged: dict[str, _Logged], module: LightningModule) -> Iterator[
             value = metric._forward_cache
         if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
             value = value.detach()
-        logged[name] = value, metric, keywords
+        number = sum(name == other for other, _ in logged)
+        logged[name, number] = value, metric, keywords
 
     with replaced(module, log=log):
         yield
 
 
-def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
-    """Reduce the values that the micro-batches logged, and log them once for the batch."""
-    with replaced(module, _current_fx_name="training_step"):
-        for name in dict.fromkeys(name for result in results for name in result.logged):
-            of_parts = [result for result in results if name in result.logged]
-            values, metrics, given = zip(*(each.logged[name] for each in of_parts), strict=True)
-            *_, metric = metrics
-            *_, keywords = given
-            reduction = keywords.get("reduce_fx", "mean")
-            if metric is not None:
-                reduction = _OF_METRICS.get(type(metric), "mean")
-            value = over_parts(
-                values,
-                [result.weight for result in of_parts],
-                getattr(reduction, "__name__", reduction),
-            )
-            if metric is not None:
-                # Lightning logs this value for the step and computes the epoch's from the state.
-                metric._forward_cache = value
-                value = metric
-            if keywords.get("batch_size") is not None:
-                num_rows = sum(each["batch_size"] for each in given)
-                keywords = keywords | {"batch_size": num_rows}
-            module.log(name, value, **keywords)
+def _reduction(metric: Metric | None, keywords: Mapping[str, Any]) -> str:
+    """Return how the values of micro-batches are reduced to the value of the batch."""
+    if metric is not None:
+        return _OF_METRICS.get(type(metric), "mean")
+    reduction = keywords.get("reduce_fx", "mean")
+    return str(getattr(reduction, "__name__", reduction))
+
+
+def _log_batch(
+    module: LightningModule,
+    logged: Sequence[_Calls],
+    weights: Sequence[float],
+    *,
+    means: Mapping[Any, torch.Tensor] = MappingProxyType({}),
+) -> None:
+    """Reduce the values that the micro-batches logged, and log them once for the batch.
+
+    Args:
+        module: module that logs them.
+        logged: calls of each micro-batch.
+        weights: weight of each micro-batch.
+        means: values that are already reduced.
+    """
+    for key in dict.fromkeys(key for calls in logged for key in calls):
+        of_parts = [
+            (calls[key], weight)
+            for calls, weight in zip(logged, weights, strict=True)
+            if key in calls
+        ]
+        values, metrics, given = zip(*(call for call, _ in of_parts), strict=True)
+        *_, metric = metrics
+        *_, keywords = given
+        reduction = _reduction(metric, keywords)
+        value = over_parts(values, [weight for _, weight in of_parts], reduction)
+        if metric is not None:
+            # Lightning logs this value for the step and computes the epoch's from the state.
+            metric._forward_cache = value
+            value = metric
+        if keywords.get("batch_size") is not None:
+            keywords = keywords | {"batch_size": sum(each["batch_size"] for each in given)}
+        module.log(key[0], means.get(key, value), **keywords)
 
 
 def _joined(results: Sequence[_Result]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def over_parts(values: Sequence[Any], weights: Sequence[float], reduction: str) 
         weights: weight of each micro-batch.
         reduction: ``sum``, ``min`` or ``max``; the weighted mean otherwise.
     """
-    if len(values) == 1 or not all(map(_is_number, values)):
+    if len(values) == 1 or not all(map(is_number, values)):
         return values[-1]
     kept = [number for number, value in enumerate(values) if value == value] or [0]
     if reduction in _REDUCTIONS:
@@ -43,7 +43,7 @@ def over_parts(values: Sequence[Any], weights: Sequence[float], reduction: str) 
     return weighted / sum(weights[number] for number in kept)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
@@ -67,7 +67,7 @@ def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str 
             merge_lists(item, (before or {}).get(key), weights, name=str(key))
     elif isinstance(lists, list):
         new = lists[len(before or ()) :]
-        if 1 < len(new) <= len(weights) and all(map(_is_number, new)):
+        if 1 < len(new) <= len(weights) and all(map(is_number, new)):
             # If only some micro-batches appended a number, their weights are unknown.
             own_weights = weights if len(new) == len(weights) else [1.0] * len(new)
             lists[-len(new) :] = [_reduce_by_name(name, new, own_weights)]
@@ -99,7 +99,7 @@ class PartLogs:
         calls, weights = [*self._calls], [*self.weights]
         holders = (self._trainer, self._trainer.state)
         saved = [_copy(_metrics_of(holder)) for holder in holders]
-        restore_objects = save_objects(filter(_is_object, _leaves(saved)))
+        restore_objects = save_objects(filter(_is_object, leaves(saved)))
 
         def restore() -> None:
             self._calls, self.weights = [*calls], [*weights]
@@ -190,7 +190,7 @@ def _metrics_of(holder: Any) -> dict[str, Any]:
         name: value
         for name, value in vars(holder).items()
         if name != "log_history"
-        and all(isinstance(leaf, _VALUES) or _is_object(leaf) for leaf in _leaves(value))
+        and all(isinstance(leaf, _VALUES) or _is_object(leaf) for leaf in leaves(value))
     }
 
 
@@ -200,15 +200,15 @@ def _is_object(value: Any) -> bool:
 
 def _copy(value: Any) -> Any:
     """Copy nested mappings and lists, but not the values in them."""
-    return copy.deepcopy(value, {id(leaf): leaf for leaf in _leaves(value)})
+    return copy.deepcopy(value, {id(leaf): leaf for leaf in leaves(value)})
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
     """Yield the values in nested mappings and lists."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | deque):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     else:
         yield value

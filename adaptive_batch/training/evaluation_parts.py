@@ -52,6 +52,8 @@ class EvaluationParts:
         is_sum: whether the loss is known to be a sum.
         is_exact: whether the model runs without autocast.
         join: function that joins the outputs of parts.
+        state: function that returns the state that batches change, such as that of metrics: the
+            same after a batch and after its parts.
         fix: fix of a batch that cannot run in parts, in the imperative.
         options: options of the step.
 
@@ -69,11 +71,13 @@ class EvaluationParts:
         is_sum: bool = False,
         is_exact: bool,
         join: Callable[[Sequence[Any]], Any],
+        state: Callable[[], Sequence[torch.Tensor]] = tuple,
         fix: str,
         options: StepOptions,
     ) -> None:
         self.model = model
         self._join = join
+        self._state = state
         self._fix = fix
         self._is_exact = is_exact
         self._has_others = distributed.world_size() > 1
@@ -117,8 +121,9 @@ class EvaluationParts:
 
         Args:
             batch: batch on the device.
-            forward: function that returns the loss of a batch or part, None without one, and its
-                outputs: nested tensors with an entry for each row.
+            forward: function that returns the loss of a batch or part, or a vector of numbers that
+                are weighted like it, or None, and its outputs: nested tensors with an entry for
+                each row.
             snapshot: function that returns a function that restores the caller's state.
 
         Raises:
@@ -219,8 +224,10 @@ class EvaluationParts:
         random_state = RandomState(self._parameter.device)
         middle = len(part) // 2
         (loss,), (whole,), _ = self._run_each(rows, [part], forward)
+        state = self._state()
         undo()
         losses, outputs, counts = self._run_each(rows, [part[:middle], part[middle:]], forward)
+        state_of_halves = self._state()
         undo()
         if random_state.changed():
             random_state.restore()
@@ -231,23 +238,25 @@ class EvaluationParts:
         tolerance = _TOLERANCE_FLOAT32 if is_float32 else _TOLERANCE_16_BITS
         for ours, halves in zip(arrays_in(whole), arrays_in(self._join(outputs)), strict=True):
             # Generated tokens may differ by rounding.
-            if ours.is_floating_point() and (
-                ours.shape != halves.shape or (ours - halves).norm() > tolerance * ours.norm()
-            ):
+            if ours.is_floating_point() and _differ(ours, halves, tolerance):
                 raise self._cannot_split(f"outputs {tuple(ours.shape)} depend on other rows")
+        for ours, halves in zip(state, state_of_halves, strict=True):
+            if _differ(ours, halves, tolerance):
+                raise self._cannot_split("it counts batches, not rows, in a metric or attribute")
         if loss is None:
             del self._possible_weightings[1:]
-        elif not loss.isnan():
-            # NaN if a weight counts a half without labels. Losses of both signs may cancel out.
-            totals = [
-                float(_add_up(weight, losses, counts) - loss)
-                for weight in self._possible_weightings
-            ]
-            differences = torch.tensor(totals).abs().nan_to_num(math.inf)
-            scale = max(abs(float(each)) for each in (loss, *losses))
-            if differences.min() > tolerance * scale:
-                raise self._cannot_split("the loss is not a mean or a sum over rows or labels")
-            fits = differences <= 10 * differences.min() + _ROUNDING * scale
+        elif not loss.isnan().any():
+            # Losses of both signs may cancel out.
+            scale = torch.stack([loss, *losses]).abs().amax(dim=0) + torch.finfo(loss.dtype).tiny
+            totals = [_add_up(weight, losses, counts) for weight in self._possible_weightings]
+            # NaN if a weight counts a half without labels.
+            errors = (torch.stack(totals) - loss).abs().div(scale).nan_to_num(math.inf)
+            differences = errors.reshape(len(totals), -1).amax(dim=1)
+            if differences.min() > tolerance:
+                raise self._cannot_split(
+                    "a loss or logged number is not a mean or a sum over rows or labels"
+                )
+            fits = differences <= 10 * differences.min() + _ROUNDING
             self._possible_weightings = [
                 self._possible_weightings[number] for number in fits.nonzero()
             ]
@@ -268,6 +277,14 @@ class EvaluationParts:
             f"a batch of the evaluation ran out of memory, and cannot run in parts: {problem};"
             f" {self._fix}"
         )
+
+
+def _differ(ours: torch.Tensor, halves: torch.Tensor, tolerance: float) -> bool:
+    if ours.shape != halves.shape:
+        return True
+    if not ours.is_floating_point():
+        return not torch.equal(ours, halves)
+    return bool((ours - halves).norm() > tolerance * ours.norm())
 
 
 def _factors(weight: int, counts: Sequence[_Counts]) -> list[float]:

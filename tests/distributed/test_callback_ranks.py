@@ -140,26 +140,32 @@ def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumu
 
 
 class Validates(Module):
-    """Normalizes by statistics that differ between ranks as a step ends."""
+    """Normalizes by statistics that differ between ranks as a step ends, and runs out of memory on
+    rank 1 in a validation.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails: bool) -> None:
         super().__init__(None, is_sharded=False)
         self.layers.insert(1, nn.BatchNorm1d(64))
+        self.fails = fails
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, targets = batch
+        if self.fails and distributed.rank() == 1 and len(inputs) > 2:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
         self.log("val_loss", cross_entropy(self.layers(inputs), targets), sync_dist=True)
 
 
 def validated() -> list[Any]:
     metrics = [
-        fitted(Validates(), "ddp", each, 1).logged_metrics for each in (None, AdaptiveCallback())
+        fitted(Validates(fails=callback is not None), "ddp", callback, 1).logged_metrics
+        for callback in (None, AdaptiveCallback())
     ]
     return [each["val_loss"].item() for each in metrics]
 
 
 @pytest.mark.slow
-def test_a_validation_begins_with_the_buffers_of_rank_zero():
+def test_a_validation_begins_with_the_buffers_of_rank_zero_and_runs_in_parts_on_one_rank():
     for loss, own_loss in run_on_ranks(validated, 2):
         assert own_loss == pytest.approx(loss, rel=1e-6)
 

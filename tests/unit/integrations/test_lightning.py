@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from adaptive_batch import SettingError
+from adaptive_batch import DoesNotFitError, SettingError
 from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
 
@@ -170,7 +170,11 @@ class LogsMetrics(Module):
             name = getattr(function, "__name__", function)
             value = getattr(inputs[:, 2], name)()
             self.log(name, value, on_step=True, on_epoch=True, reduce_fx=function)
-        return cross_entropy(logits, targets)
+        loss = cross_entropy(logits, targets)
+        # Lightning counts both values.
+        self.log("twice", loss, on_step=True, on_epoch=True)
+        self.log("twice", 2 * loss, on_step=True, on_epoch=True)
+        return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         logged = {**self.trainer.logged_metrics, **self.trainer.progress_bar_metrics}
@@ -318,27 +322,69 @@ def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_
     assert (own_weights - weights).abs().max() < 2e-3
 
 
-class EvaluatesTooMuch(Module):
-    """Runs out of memory in an evaluation."""
+class Evaluates(LogsMetrics):
+    """Logs the same in an evaluation, and returns outputs."""
+
+    kind = ""
 
     def validation_step(self, batch, batch_idx):
-        torch.empty(TOO_MUCH, dtype=torch.uint8)
+        loss = self.training_step(batch, batch_idx)
+        if self.kind == "metric":
+            self.updated.update(loss)
+        elif self.kind == "list":
+            self.logged.append(loss)
+        elif self.kind == "square":
+            self.log("square", loss.square())
+        elif self.kind == "names" and batch[1][0] == 0:
+            self.log("first class", 1.0)
+        return {"loss": loss, "text": ["row"] if self.kind == "text" else None}
 
-    test_step = predict_step = validation_step
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        if self.limit and len(batch[0]) > self.limit:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return self.layers(batch[0])
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
 
 
-def test_an_evaluation_that_runs_out_of_memory_names_the_fix(tmp_path, caplog):
-    loader = DataLoader(rows(), batch_size=8)
-    for kind in ("validate", "test", "predict"):
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_progress_bar=False,
-            default_root_dir=tmp_path,
-            callbacks=[AdaptiveCallback()],
-        )
-        with pytest.raises(RuntimeError, match="allocate"):
-            getattr(trainer, kind)(EvaluatesTooMuch(), loader)
-        assert caplog.text.count("lower batch_size of the DataLoader") == 1
-        caplog.clear()
+def evaluated(module, folder, run):
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=folder,
+        callbacks=[AdaptiveCallback()],
+    )
+    return getattr(trainer, run)(module, DataLoader(rows(), batch_size=8))
+
+
+def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(tmp_path):
+    for run in ("validate", "test"):
+        plain, ours = Evaluates(), Evaluates(limit=3)
+        (expected,) = evaluated(plain, tmp_path, run)
+        (found,) = evaluated(ours, tmp_path, run)
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    expected = torch.cat(evaluated(Evaluates(), tmp_path, "predict"))
+    torch.testing.assert_close(torch.cat(evaluated(ours, tmp_path, "predict")), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("metric", "it counts batches, not rows, in a metric or attribute"),
+        ("list", "it counts batches, not rows, in a metric or attribute"),
+        ("square", "a loss or logged number is not a mean or a sum over rows or labels"),
+        ("names", "it logs or returns other names for other rows"),
+        ("text", "it returns list, and only tensors can be joined"),
+    ],
+)
+def test_evaluations_whose_parts_have_other_results_are_refused(tmp_path, kind, message):
+    module = Evaluates(limit=4)
+    module.kind = kind
+    with pytest.raises(DoesNotFitError, match=f"{message}; lower batch_size of the DataLoader"):
+        evaluated(module, tmp_path, "validate")

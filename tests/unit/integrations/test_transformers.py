@@ -985,7 +985,7 @@ def test_nested_outputs_are_joined(tmp_path):
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        (Linear("pairs of rows"), "the loss is not a mean or a sum over rows or labels"),
+        (Linear("pairs of rows"), "not a mean or a sum over rows or labels"),
         (Linear(extra=lambda logits: logits.mean()), "an output has no entry per row"),
         (Linear(extra=lambda logits: logits.mean(0)), "an output has no entry per row"),
         (Linear(extra=lambda logits: logits @ logits.T), r"\(4, 4\) depend on other rows"),
