@@ -13,19 +13,14 @@ from support.padded_rows import collate
 from torch import nn
 from torchmetrics import SumMetric
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
+    PreTrainedConfig,
     Trainer,
     TrainingArguments,
-    Wav2Vec2Config,
-    Wav2Vec2ForCTC,
     default_data_collator,
     get_linear_schedule_with_warmup,
 )
@@ -128,11 +123,10 @@ def fails_above(num_rows, dropout=0.0):
     "arguments",
     [
         {"gradient_accumulation_steps": 2},
-        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"gradient_checkpointing": True, "bf16": True}, marks=pytest.mark.slow),
         pytest.param({"max_grad_norm": 0.1, "dataloader_num_workers": 1}, marks=pytest.mark.slow),
     ],
-    ids=["accumulation", "plain", "checkpointing, bf16", "clipping, a worker"],
+    ids=["accumulation", "checkpointing, bf16", "clipping, a worker"],
 )
 def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
     _, plain, weights = trained(Trainer, tmp_path, llama(dropout=0.1), **arguments)
@@ -267,50 +261,17 @@ def test_a_batch_without_a_label_changes_nothing(tmp_path):
     assert torch.equal(weights, before)
 
 
-def speech():
-    """Return a model that has Transformers' default loss, a sum over rows."""
-    torch.manual_seed(0)
-    convolutions = {"conv_dim": (8,), "conv_stride": (4,), "conv_kernel": (4,)}
-    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    dropouts = ("hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout")
-    no_noise = dict.fromkeys((*dropouts, "layerdrop", "mask_time_prob"), 0.0)
-    config = Wav2Vec2Config(
-        vocab_size=12, num_hidden_layers=1, **convolutions, **positions, **sizes, **no_noise
-    )
-    assert config.ctc_loss_reduction == "sum"
-    return Wav2Vec2ForCTC(config)
-
-
-def transcribed(num_rows=NUM_ROWS):
-    """Rows of sound, each third of which has no transcript."""
-    generator = torch.Generator().manual_seed(0)
-    for number in range(num_rows):
-        labels = torch.randint(1, 12, (5,), generator=generator)
-        labels[number % 6 :] = -100
-        if number % 3 == 0:
-            labels[:] = -100
-        yield {"input_values": torch.randn(160, generator=generator), "labels": labels}
-
-
-def test_a_ctc_model_adds_its_rows_up_as_its_configuration_says(tmp_path):
-    given = {"data": list(transcribed()), "collator": default_data_collator}
-    _, plain, weights = trained(Trainer, tmp_path, speech(), **given)
-    for size in (2, 1):
-        adaptive = AdaptiveArguments(micro_batch_size=size)
-        trainer, ours, own = trained(
-            AdaptiveTrainer, tmp_path, speech(), adaptive=adaptive, **given
-        )
-        assert trainer.adaptive_step.num_micro_batches == 6 // size
-        assert ours == pytest.approx(plain, rel=1e-5)
-        assert (own - weights).abs().max() < 1e-4
-
-
 class SumOfRows(MeanOfRows):
     """A model whose loss is a sum over rows."""
 
     def forward(self, x, y):
         return {"loss": (self.linear(x).squeeze(1) - y).square().sum()}
+
+
+class SumForCTC(SumOfRows):
+    """A model named as Transformers' CTC models, whose configuration names a sum."""
+
+    config = PreTrainedConfig(ctc_loss_reduction="sum")
 
 
 def regression_rows():
@@ -320,7 +281,8 @@ def regression_rows():
 
 @pytest.mark.parametrize("accumulates", [1, 2])
 @pytest.mark.parametrize(
-    ("model", "reduction"), [(SumOfRows, "sum"), (MeanOfRows, "mean"), (MeanOfRows, "auto")]
+    ("model", "reduction"),
+    [(SumOfRows, "sum"), (MeanOfRows, "mean"), (MeanOfRows, "auto"), (SumForCTC, "auto")],
 )
 def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduction, accumulates):
     given = {
@@ -336,7 +298,7 @@ def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduct
     assert trainer.adaptive_step.num_micro_batches > 1
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
-    other = {"sum": "auto", "mean": "sum", "auto": "sum"}[reduction]
+    other = {SumOfRows: "auto", MeanOfRows: "sum", SumForCTC: "mean"}[model]
     adaptive = AdaptiveArguments(micro_batch_size=2, loss_reduction=other)
     with pytest.raises(SettingError, match=r"'AdaptiveTrainer\.compute_loss'"):
         trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
@@ -358,16 +320,7 @@ class Reached(AdaptiveTrainer, StepsAlone):
     pass
 
 
-class CallsSuper(Trainer):
-    def training_step(self, *arguments):
-        return super().training_step(*arguments)
-
-
-class AlsoReached(CallsSuper, AdaptiveTrainer):
-    pass
-
-
-@pytest.mark.parametrize(("kind", "warnings"), [(Bypassed, 1), (Reached, 0), (AlsoReached, 0)])
+@pytest.mark.parametrize(("kind", "warnings"), [(Bypassed, 1), (Reached, 0)])
 def test_a_training_step_that_leaves_ours_out_is_warned_of_once(tmp_path, caplog, kind, warnings):
     trainer, *_ = trained(kind, tmp_path)
     trainer.train()
@@ -779,27 +732,11 @@ def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_pa
         trained(kind, tmp_path, adaptive=AdaptiveArguments(**GROWS))
 
 
-def test_a_sampler_of_the_object_is_refused_before_the_first_step(tmp_path):
-    trainer = AdaptiveTrainer(
-        llama(),
-        TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
-        train_dataset=rows(),
-        data_collator=collate,
-        adaptive=AdaptiveArguments(**GROWS),
-    )
-    trainer._get_train_sampler = lambda dataset=None: None
-    with pytest.raises(SettingError, match=r"'the trainer\._get_train_sampler'"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
 def test_a_sampler_of_the_trainers_own_draws_the_rows_of_batches_that_do_not_grow(tmp_path):
     _, plain, weights = trained(Trainer, tmp_path, train_sampling_strategy="group_by_length")
     _, ours, own = trained(AdaptiveTrainer, tmp_path, train_sampling_strategy="group_by_length")
     assert ours == plain
     assert torch.equal(own, weights)
-    trainer, *_ = trained(Reversed, tmp_path, adaptive=AdaptiveArguments(micro_batch_size=4))
-    assert trainer.adaptive_step.num_micro_batches == 2
 
 
 @pytest.mark.parametrize("arguments", [{"max_steps": 10}, {"num_train_epochs": 1.5}])
@@ -862,7 +799,6 @@ def limited(model, num_rows):
 
 def trainer_of(kind, model, folder, data=None, collator=collate, **arguments):
     keywords = {name: arguments.pop(name) for name in ("adaptive",) if name in arguments}
-    kind_of_arguments = Seq2SeqTrainingArguments if issubclass(kind, Seq2SeqTrainer) else None
     defaults = {
         "per_device_eval_batch_size": 8,
         "per_device_train_batch_size": 6,
@@ -873,7 +809,7 @@ def trainer_of(kind, model, folder, data=None, collator=collate, **arguments):
     }
     return kind(
         model,
-        (kind_of_arguments or TrainingArguments)(str(folder), **defaults | arguments),
+        TrainingArguments(str(folder), **defaults | arguments),
         train_dataset=data or rows(),
         eval_dataset=data or rows(),
         data_collator=collator,
@@ -973,15 +909,6 @@ def test_the_loss_of_parts_is_weighted_as_the_batch_shows(tmp_path, reduction):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
 
 
-def test_nested_outputs_are_joined(tmp_path):
-    arguments = {"data": linear_rows(), "collator": default_data_collator}
-    plain = trainer_of(Trainer, Linear(), tmp_path, **arguments).predict(linear_rows())
-    trainer = trainer_of(AdaptiveTrainer, limited(Linear(), 3), tmp_path, **arguments)
-    results = trainer.predict(linear_rows())
-    for ours, whole in zip(results.predictions["of"], plain.predictions["of"], strict=True):
-        np.testing.assert_allclose(ours, whole, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
@@ -1010,83 +937,9 @@ def test_a_row_that_does_not_fit_and_an_error_that_is_let_through_end_the_evalua
     assert not isinstance(caught.value, DoesNotFitError)
 
 
-class CountsBatches(AdaptiveTrainer):
-    """Counts the batches that may run in parts."""
-
-    num_batches = 0
-
-    def _predict_parts(self, *arguments, **keywords):
-        self.num_batches += 1
-        return super()._predict_parts(*arguments, **keywords)
-
-
-def test_metrics_may_predict_within_an_evaluation(tmp_path):
-    trainer = trainer_of(CountsBatches, limited(llama_whose_rows_differ(), 3), tmp_path)
-    plain = trainer_of(Trainer, llama_whose_rows_differ(), tmp_path).predict(rows())
-
-    def compute_metrics(_):
-        trainer.compute_metrics = None
-        assert_same(trainer.predict(rows()), plain)
-        return {"has_predicted": 1}
-
-    trainer.compute_metrics = compute_metrics
-    assert trainer.evaluate()["eval_has_predicted"] == 1
-    assert trainer.num_batches == 6
-
-
-class MakesRows(Trainer):
-    """Makes its rows in each step, from random numbers, as trainers that generate."""
-
-    def _prepare_inputs(self, inputs):
-        inputs = super()._prepare_inputs(inputs)
-        noise = torch.randn(len(inputs["x"]), 1)
-        # Of the whole batch.
-        return inputs | {"x": inputs["x"] + noise - noise.mean()}
-
-
-def test_rows_that_a_trainer_makes_are_those_of_the_batch(tmp_path):
-    losses = []
-    for kind, limit in ((MakesRows, None), (in_parts(MakesRows), 3)):
-        arguments = {"data": linear_rows(), "collator": default_data_collator}
-        trainer = trainer_of(kind, limited(Linear(), limit), tmp_path, **arguments)
-        torch.manual_seed(5)
-        losses.append(trainer.evaluate()["eval_loss"])
-        losses.append(torch.rand(()).item())
-    plain, plain_next, ours, own_next = losses
-    assert ours == pytest.approx(plain, rel=1e-6)
-    assert own_next == plain_next
-
-
 def test_a_loss_that_draws_random_numbers_runs_in_parts_with_a_warning(tmp_path, caplog):
     arguments = {"data": linear_rows(), "collator": default_data_collator}
     plain = trainer_of(Trainer, Linear("noise"), tmp_path, **arguments).evaluate()
     trainer = trainer_of(AdaptiveTrainer, limited(Linear("noise"), 4), tmp_path, **arguments)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain["eval_loss"], rel=0.2)
     assert caplog.text.count("as it draws random numbers") == 1
-
-
-def test_generation_runs_in_parts(tmp_path):
-    torch.manual_seed(0)
-    shape = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
-    config = BartConfig(
-        vocab_size=64,
-        d_model=16,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        init_std=1.0,
-        **shape,
-    )
-    weights = BartForConditionalGeneration(config).state_dict()
-    results = []
-    for kind, limit in ((Seq2SeqTrainer, None), (in_parts(Seq2SeqTrainer), 3)):
-        model = BartForConditionalGeneration(config)
-        model.load_state_dict(weights)
-        model.generation_config.max_length = 20
-        model = limited(model, limit)
-        trainer = trainer_of(kind, model, tmp_path, predict_with_generate=True)
-        results.append(trainer.predict(rows()))
-    assert_same(results[1], results[0])
-    assert results[0].predictions.shape == (NUM_ROWS, 20)
-    assert len(np.unique(results[0].predictions)) > 5
