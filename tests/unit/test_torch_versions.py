@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.paths import ROOT
-from support.torch_versions import PAIRS
 from torch.torch_version import TorchVersion
 
 from adaptive_batch import _torch
@@ -20,12 +18,6 @@ TESTED = (
     f"; adaptive_batch was tested with torch {_torch.OLDEST} to {_torch.NEWEST}:"
     f" pip install 'torch>={_torch.OLDEST},<={_torch.NEWEST}'"
 )
-
-
-def newest_first(versions: set[str]) -> list[str]:
-    return sorted(
-        versions, key=lambda version: [int(part) for part in version.split(".")], reverse=True
-    )
 
 
 def import_with(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
@@ -78,13 +70,3 @@ def test_the_names_of_an_object_or_a_module_are_checked():
         private(module, "FakeShop")
     with pytest.raises(TorchVersionError, match=re.escape(f"{prefix}torch._gone, so FSDP2")):
         private("torch._gone", "name")
-
-
-def test_the_declared_versions_are_the_tested_ones():
-    torches = newest_first({torch for torch, _ in PAIRS})
-    pythons = newest_first({python for _, python in PAIRS})
-    assert (torches[0], torches[-1]) == (_torch.NEWEST, _torch.OLDEST)
-    declared = (ROOT / "pyproject.toml").read_text()
-    assert f'dependencies = ["torch>={torches[-1].removesuffix(".0")}"]' in declared
-    assert f'requires-python = ">={pythons[-1]}"' in declared
-    assert newest_first(set(re.findall(r"Python :: (3\.\d+)", declared))) == pythons

@@ -32,13 +32,6 @@ def test_an_unknown_device_is_refused(text, architecture, message):
         emulated_device(text, architecture)
 
 
-def test_the_list_has_the_devices_with_cuda(capsys):
-    assert main(["emulate", "--list"]) == 0
-    said = capsys.readouterr().out
-    assert "H100           sm_90" in said
-    assert "MI300X" not in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -86,12 +79,6 @@ def ran_out(asked, reserved, lines):
     return report(out_of_memory=last | {"reserved": reserved}, times_out_of_memory=2, living=living)
 
 
-def test_each_device_of_a_process_has_a_row():
-    lines = list(report_lines(report()))
-    assert lines[3].split("  ")[0] == "process"
-    assert " ".join(lines[4].split()) == "train.py 0 3 2.000 GiB 3.000 GiB 76.000 GiB 1"
-
-
 def test_the_remedy_depends_on_the_holder_of_memory():
     cases = {
         "expandable_segments": ran_out(2 * GIB, 70 * GIB, []),
@@ -102,11 +89,3 @@ def test_the_remedy_depends_on_the_holder_of_memory():
         lines = "\n".join(report_lines(case))
         assert "Out of memory 2 times, the last at a.py:1: 2.000 GiB requested" in lines
         assert word in lines
-
-
-def test_inexact_parts_are_named():
-    made_up = [["shape", "topk", "a.py:3", 7], ["value", "addmm", "a.py:9", 1]]
-    lines = "\n".join(report_lines(report(made_up=made_up, not_counted=["cudnnX"])))
-    assert "their peak is a guess: a.py:3 (topk)." in lines
-    assert "they were not computed: a.py:9 (addmm)." in lines
-    assert "cudnnX" in lines

@@ -311,34 +311,6 @@ def test_a_lowered_limit_explains_another_loss_but_no_other_row_or_rate():
     assert with_(places[1], loss=9.5).holds  # in the repetition
 
 
-def test_an_epoch_that_restarts_on_changed_data_passes():
-    old, new = Run(batches=(4, 4), save_every=3), Run(rows=24, batches=(4, 4), save_every=100)
-    saves = []
-    records = []
-    for record in old.process(saves):
-        records.append(record)
-        if record.get("step") == 9 and record["kind"] == "resume_point":
-            break
-    within = saves[-1]
-    assert (within.epoch, within.epoch_steps) == (1, 4)
-    restarted = list(new.process([within.at_epoch_start()]))
-    for progress in (within, within.at_epoch_start()):  # the saved progress, or that of the restart
-        start = {**restarted[0], "progress": progress.state_dict()}
-        found = audit_records(
-            [*records, start, {"kind": "epoch_restarted", "epoch": 1}, *restarted[1:]]
-        )
-        assert found.problems == ()
-        assert any("epoch 1 restarted after step 5" in line for line in found.lines)
-        assert [line for line in found.lines if line.startswith("epoch ")] == [
-            "epoch 0  steps 1 to 5: 20 of 20 rows used",
-            "epoch 1  steps 6 to 11: 24 of 24 rows used",
-        ]
-        assert not audit_records([*records, start, *restarted[1:]]).holds
-        restart = [start, {"kind": "epoch_restarted", "epoch": 1}]
-        again = [*records, *restart, *restarted[1:4], *restart, *restarted[1:]]
-        assert audit_records(again).problems == ()
-
-
 def test_a_run_may_resume_by_name_after_another_run_in_the_folder():
     saves = []
     records = []

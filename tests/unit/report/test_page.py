@@ -15,10 +15,9 @@ from PIL import Image
 from support.run_records import NASTY, PROBE, Records, full_records
 
 from adaptive_batch.__main__ import main
-from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records, write_report
 from adaptive_batch.report.page import run_facts
-from adaptive_batch.report.picture import RunData, probe_panels, run_panels
+from adaptive_batch.report.picture import RunData, run_panels
 from adaptive_batch.report.run_log import last_run
 
 
@@ -95,17 +94,6 @@ def test_the_page_begins_with_the_facts_of_the_run():
     # Without the ten hours between the stop and the restart.
     assert found["time"] == "0:05:36"
     assert facts(Records(), {**PROBE, "maximum": 24})["bound"] == "24+"
-
-
-def test_trials_are_drawn_with_the_budget():
-    (panel,) = probe_panels(PROBE)
-    assert panel.title == "Trials of the search: 24 rows fit"
-    axes = Figure().subplots()
-    panel.draw(axes)
-    shown = {each.get_label(): each.get_offsets().tolist() for each in axes.collections}
-    # An OOM has no peak and is drawn at the budget.
-    assert shown == {"fits": [[1, 2], [24, 13], [16, 9]], "does not fit": [[32, 14]]}
-    assert lines_of(panel)[0]["14.00 GiB allowed"][0][1] == 14
 
 
 def test_the_page_has_the_last_settings_and_the_audit(tmp_path):
@@ -205,33 +193,6 @@ def test_a_log_cut_at_any_byte_is_drawn(tmp_path):
         assert ("Loss" in panels) == bool(num_steps)
 
 
-def test_invalid_records_are_skipped(tmp_path):
-    records = short(39)
-    records.lines[20] = records.lines[20][:30]
-    strange = [
-        "5",
-        "null",
-        "[]",
-        '{"kind": 3}',
-        '{"kind": "step"}',
-        '{"kind": "x", "time": "soon"}',
-    ]
-    records.lines[22:22] = [*strange, "\0\0"]
-    assert "<td>x</td>" in write_report(records.write(tmp_path))[0].read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "value", ["nan", "-inf", 1e300, "text", 10**400, -1e300, 0, 1e-300, True, []]
-)
-def test_any_value_of_a_metric_is_drawn(tmp_path, value):
-    metrics = ("loss", "lr", "padding_fraction", "gradient_noise_scale", "batch_size")
-    records = short(3, **dict.fromkeys(metrics, value))
-    probe = {**PROBE, "budget_bytes": value, "max_batch_size": value}
-    _, picture = write_report(records.write(tmp_path, probe=probe))
-    assert Image.open(picture).size[0] > 500
-
-
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"trials": [3, {"batch_size": "x"}]}', '{"trials": 3}']
 )
@@ -252,13 +213,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert exit_.value.code == 2
     assert "OUTPUT_DIR" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("output", ["report.png", "nowhere/report.html", "."])
-def test_an_invalid_output_is_refused(tmp_path, output):
-    full_records(12).write(tmp_path)
-    with pytest.raises(SettingError, match="--output"):
-        write_report(tmp_path, output=tmp_path / output)
 
 
 def test_the_command_prints_the_paths(tmp_path, capsys):

@@ -19,7 +19,6 @@ from adaptive_batch.estimate import (
     LengthEstimate,
     MemoryEstimate,
     Target,
-    read_estimate,
 )
 from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.memory import GIB, Line, MemoryCurve
@@ -111,25 +110,6 @@ def full_plan():
     return plan_with(
         *lengths, world_size=2, left_out=("a <thing>",), changes=(better,), seconds=1.25
     )
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        "3",
-        "{}",
-        '{"devices": [], "lengths": []}',
-        '{"devices": [{"name": 1}]}',
-        '{"devices": 3}',
-    ],
-)
-def test_an_unreadable_estimate_is_none(tmp_path, content):
-    (tmp_path / "estimate.json").write_text(content)
-    assert read_estimate(tmp_path / "estimate.json") is None
-    assert read_estimate(tmp_path / "nowhere.json") is None
 
 
 @pytest.mark.parametrize("num_lengths", [1, 3])

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import torchtune
 from omegaconf import OmegaConf
 from torchtune import config
@@ -109,41 +108,28 @@ def test_a_stock_configuration_of_another_task_is_refused_by_its_key(recipe, pat
 
 
 NAMES = [name for name, _ in shipped_configs()]
-# Parameters as the publishers count them (model cards and safetensors' indices), and torchtune's
-# config of the same model.
+# torchtune's config of the same model.
 MODELS = {
-    "gemma2_2B": (2_614_341_888, "gemma2/2B_full"),
-    "llama3_1_70B_8gpu": (70_553_706_496, "llama3_1/70B_full"),
-    "llama3_1_8B": (8_030_261_248, "llama3_1/8B_full_single_device"),
-    "llama3_1_8B_8gpu": (8_030_261_248, "llama3_1/8B_full"),
-    "llama3_2_1B": (1_235_814_400, "llama3_2/1B_full_single_device"),
-    "llama3_2_3B": (3_212_749_824, "llama3_2/3B_full_single_device"),
-    "phi4_14B": (14_659_507_200, "phi4/14B_full_low_memory"),
-    "qwen2_5_0_5B": (494_032_768, "qwen2_5/0.5B_full_single_device"),
-    "qwen2_5_1_5B": (1_543_714_304, "qwen2_5/1.5B_full_single_device"),
-    "qwen2_5_7B": (7_615_616_512, "qwen2_5/7B_full_single_device"),
+    "gemma2_2B": "gemma2/2B_full",
+    "llama3_1_70B_8gpu": "llama3_1/70B_full",
+    "llama3_1_8B": "llama3_1/8B_full_single_device",
+    "llama3_1_8B_8gpu": "llama3_1/8B_full",
+    "llama3_2_1B": "llama3_2/1B_full_single_device",
+    "llama3_2_3B": "llama3_2/3B_full_single_device",
+    "phi4_14B": "phi4/14B_full_low_memory",
+    "qwen2_5_0_5B": "qwen2_5/0.5B_full_single_device",
+    "qwen2_5_1_5B": "qwen2_5/1.5B_full_single_device",
+    "qwen2_5_7B": "qwen2_5/7B_full_single_device",
+    "llama3_1_8B_lora": "llama3_1/8B_lora_single_device",
+    "llama3_1_8B_qlora": "llama3_1/8B_qlora_single_device",
+    "llama3_2_1B_lora": "llama3_2/1B_lora_single_device",
+    "qwen2_5_7B_lora": "qwen2_5/7B_lora_single_device",
+    "llama3_1_8B_dpo_8gpu": "llama3_1/8B_full_dpo",
+    "llama3_1_8B_lora_dpo": "llama3_1/8B_lora_dpo_single_device",
+    "llama3_2_3B_lora_dpo": "llama3_2/3B_lora_single_device",
+    "qwen2_5_7B_lora_dpo": "qwen2_5/7B_lora_single_device",
+    "llama3_2_1B_lora_distill": "llama3_2/8B_to_1B_KD_lora_single_device",
 }
-ADAPTERS = {  # numbers of parameters with those of the adapters
-    "llama3_1_8B_lora": (8_049_922_048, "llama3_1/8B_lora_single_device"),
-    "llama3_1_8B_qlora": (8_049_922_048, "llama3_1/8B_qlora_single_device"),
-    "llama3_2_1B_lora": (1_278_281_728, "llama3_2/1B_lora_single_device"),
-    "qwen2_5_7B_lora": (7_634_884_096, "qwen2_5/7B_lora_single_device"),
-}
-PREFERENCES = {
-    "llama3_1_8B_dpo_8gpu": (8_030_261_248, "llama3_1/8B_full_dpo"),
-    "llama3_1_8B_lora_dpo": (8_049_922_048, "llama3_1/8B_lora_dpo_single_device"),
-    "llama3_2_3B_lora_dpo": (3_302_665_216, "llama3_2/3B_lora_single_device"),
-    "qwen2_5_7B_lora_dpo": (7_634_884_096, "qwen2_5/7B_lora_single_device"),
-}
-DISTILLATION = {
-    "llama3_2_1B_lora_distill": (1_278_281_728, "llama3_2/8B_to_1B_KD_lora_single_device")
-}
-MODELS |= ADAPTERS | PREFERENCES | DISTILLATION
-# torchtune's config of the task, where its config of the model is of another.
-TASKS = dict.fromkeys(
-    ("llama3_2_3B_lora_dpo", "qwen2_5_7B_lora_dpo"), "llama3_1/8B_lora_dpo_single_device"
-)
-NUM_PARAMETERS = {name: count for name, (count, _) in MODELS.items()} | {"demo_cpu": 853_632}
 
 
 def shipped(name):
@@ -151,16 +137,15 @@ def shipped(name):
 
 
 def test_every_shipped_config_is_looked_at_here():
-    assert set(NAMES) == set(NUM_PARAMETERS)
+    assert set(NAMES) == {*MODELS, "demo_cpu"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_config_is_well_formed_and_shows_our_keys_with_their_defaults(name):
     cfg = shipped(name)
     config.validate(cfg)
-    with torch.device("meta"):
-        model = config.instantiate(cfg.model)
-    assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[name]
+    if name in MODELS:
+        assert cfg.model == OmegaConf.load(STOCK / f"{MODELS[name]}.yaml").model
     own = {"model_dir", "teacher_dir", "demo_dir"}
     assert set(cfg) - set(TORCHTUNE_KEYS) - set(OURS) - own == set()
     assert cfg.use_maximum_batch_size is False
@@ -175,35 +160,3 @@ def test_a_shipped_config_is_well_formed_and_shows_our_keys_with_their_defaults(
     assert block(ProbeSettings)("probe", dict(cfg.probe)) == ProbeSettings()
     of_many = {"trial_timeout"} if cfg.get("sync_gradients_every_micro_batch") is None else set()
     assert set(shown) == set(keys_of(ProbeSettings)) - {"sequence_lengths"} - of_many
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_model_tokenizer_checkpoint_and_rate_are_those_of_torchtunes_own_config(name):
-    ours = shipped(name)
-    stock = OmegaConf.load(STOCK / f"{MODELS[name][1]}.yaml")
-    assert ours.model == stock.model
-    if name in TASKS:
-        task = OmegaConf.load(STOCK / f"{TASKS[name]}.yaml")
-        for key in ("loss", "dataset", "batch_size", "optimizer"):
-            stock[key] = task[key]
-        stock.tokenizer.max_seq_len = task.tokenizer.max_seq_len
-    for key in (
-        "loss",
-        "dataset",
-        "batch_size",
-        "gradient_accumulation_steps",
-        "epochs",
-        "dtype",
-        "device",
-    ):
-        assert ours[key] == stock[key], key
-    assert ours.optimizer.lr == stock.optimizer.lr
-    assert ours.enable_activation_checkpointing == stock.enable_activation_checkpointing
-    for key in ("_component_", "checkpoint_files", "model_type"):
-        assert ours.checkpointer[key] == stock.checkpointer[key], key
-    stock_dir = stock.checkpointer.checkpoint_dir.rstrip("/")
-    expected = {
-        key: value.replace(stock_dir, ours.model_dir) if isinstance(value, str) else value
-        for key, value in stock.tokenizer.items()
-    }
-    assert {"max_seq_len": None} | expected == OmegaConf.to_container(ours.tokenizer, resolve=True)
