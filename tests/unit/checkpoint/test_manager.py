@@ -8,8 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections import OrderedDict
 from contextlib import closing
 from types import SimpleNamespace
@@ -555,18 +553,3 @@ def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call)
             "close": points.close,
         }[call]()
     points.wait()  # reported once
-
-
-@pytest.mark.slow
-def test_the_process_ends_when_the_save_is_whole(tmp_path):
-    program = (
-        "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import"
-        " CheckpointManager;CheckpointManager(Path(sys.argv[1]), asynchronous=True).save(1, {'w':"
-        " torch.ones(3_000_000)}, None)"
-    )
-    subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)],
-        check=True,
-        timeout=120,
-    )
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1

@@ -172,25 +172,6 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
     assert plan.steps <= 1 or again.slots == plan.slots
 
 
-@pytest.mark.parametrize(
-    "growth",
-    [
-        {"batch_size_schedule": linear_ramp(start=2, end=9, over="2ep")},
-        {"batch_increase_function": at_epochs({1: 3, 2: 5})},
-    ],
-    ids=["schedule", "growth"],
-)
-def test_the_pace_of_an_epoch_ahead_is_the_pace_that_it_is_trained_at(growth):
-    batches = batches_of([1] * 30, batch_size=2, **growth)
-    batches.begin_epoch()
-    ahead = batches.dry_run(counts_tokens=True).remaining(3, paces=True)
-    paces = {step.progress.epoch: step.progress.pace for step in ahead}
-    for epoch in range(3):
-        batches.begin_epoch()
-        assert batches.pace == paces[epoch]
-        taken(batches)
-
-
 def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
     for rows, ends, expected in (
         (10, {"drop_last": False}, [2]),

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from support.loops import training
-from support.sharded_model import make_rows
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from adaptive_batch.data import DatasetAdapter, check_loss
 from adaptive_batch.errors import SettingError
@@ -47,34 +41,6 @@ def test_a_mean_loss_is_one_number_of_32_bits_or_more() -> None:
     assert check_loss(single) is single
     with torch.no_grad():  # as the loss of a validation
         assert check_loss(WEIGHTS.mean()) == 1
-
-
-def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() -> None:
-    rows = make_rows([2 + 3 * (number % 4) for number in range(12)])
-
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        tokens = nn.utils.rnn.pad_sequence([torch.tensor(row["tokens"]) for row in rows], True, 0)
-        return {"tokens": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
-
-    def gradient(micro_batch_size: int, **options: Any) -> torch.Tensor:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Embedding(53, 8), nn.Linear(8, 53)).double()
-
-        def mean_loss(batch: Any) -> torch.Tensor:
-            return cross_entropy(net(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
-
-        options |= {"mean_loss": mean_loss, "collate": collate, "batch_size": 12}
-        one = training(model=net, rows=rows, micro_batch_size=micro_batch_size, **options)
-        one.loop.run(next(iter(one.loop)))
-        return net[1].weight.grad
-
-    whole = gradient(12)
-    split = gradient(2, num_labels=lambda batch: (batch["labels"] != -100).sum())
-    assert torch.allclose(split, whole, rtol=1e-6, atol=1e-9)
-    # The check of the first split shows it too.
-    assert torch.allclose(gradient(2), whole, rtol=1e-6, atol=1e-9)
-    with pytest.raises(SettingError, match="so a split would train something else"):
-        gradient(2, num_labels=lambda batch: (batch["labels"][:, 1:] != -100).sum())
 
 
 def test_rows_are_measured_by_tokens_and_by_the_bytes_of_all_but_text() -> None:

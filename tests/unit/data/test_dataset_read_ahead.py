@@ -5,8 +5,6 @@ it.
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -201,23 +199,3 @@ def test_a_fork_in_the_middle_of_a_row_can_read():
     assert len(epoch.take(WATCHED)) == WATCHED
     assert not dataset.overlapped
     wait_until(lambda: not threads())
-
-
-@pytest.mark.slow
-def test_a_process_ends_while_rows_are_read():
-    code = """
-import time
-from adaptive_batch.data import ReadAhead
-class Slow:
-    def __len__(self): return 1000
-    def __getitem__(self, number):
-        time.sleep(0.05 * (number >= 32))
-        return number
-rows = ReadAhead(Slow())
-[rows[number] for number in range(32)]
-rows.expect(list(range(32, 1000)))
-time.sleep(0.1)
-print("ends")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")

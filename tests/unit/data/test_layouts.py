@@ -2,7 +2,7 @@
 wait little for each other.
 """
 
-from itertools import combinations, count, pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -248,11 +248,6 @@ def most_pieces(lengths, dealt, capacity, shapes=None):
     return max(map(len, pieces_of_ranks(lengths, dealt, capacity, shapes)))
 
 
-def largest_total(lengths, dealt, capacity, shapes=None):
-    pieces = pieces_of_ranks(lengths, dealt, capacity, shapes)
-    return max(sum(piece.run_tokens for piece in of_rank) for of_rank in pieces)
-
-
 @given(st.integers(0, 60), RANKS)
 def test_in_turn_rows_are_those_of_torchs_distributed_sampler(num_rows, ranks):
     whole = num_rows - num_rows % ranks
@@ -316,19 +311,6 @@ def test_few_rows_are_dealt_as_by_hand():
     assert dealt == [[1, 2, 5, 6, 9, 11], [0, 3, 4, 7, 8, 10]]
     pieces = pieces_of_ranks(lengths, dealt, capacity)
     assert list(map(shapes_of, pieces)) == [[(2, 41), (4, 3)], [(2, 39), (4, 2)]]
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), RANKS)
-def test_groups_that_may_have_any_number_of_rows_are_as_small_as_neighbours_can_be(lengths, ranks):
-    def groups_of(max_tokens):
-        left, groups = sorted(lengths, reverse=True), 0
-        while left:
-            left, groups = left[max_tokens // left[0] :], groups + 1
-        return groups
-
-    least = next(tokens for tokens in count(max(lengths)) if groups_of(tokens) <= ranks)
-    capacity = MicroBatchLimit(len(lengths))
-    assert largest_total(lengths, balance_by_tokens(lengths, ranks, capacity), capacity) == least
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -1,6 +1,5 @@
 import itertools
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -12,15 +11,9 @@ from support.examples import examples
 from adaptive_batch.data import ORDERS, row_order
 from adaptive_batch.data.planned_epoch import fill_steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.schedules import Progress, linear_ramp, steps
+from adaptive_batch.schedules import Progress, steps
 
 NOT_FITTING = "shortest rows have"
-
-
-def lognormal(num_rows):
-    """Lengths of mean 385 tokens, 8 to 2048, of which 16 random rows waste 72.3% as padding."""
-    normal = torch.randn(num_rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (5.53 + 0.97 * normal).exp().clamp(8, 2048).round().to(torch.int64)
 
 
 def fill(lengths, max_tokens, *, order=None, **arguments):
@@ -136,9 +129,6 @@ def test_rows_that_do_not_fit_are_refused_with_the_key_and_its_value(arguments, 
 
 
 # Time, memory and padding.
-
-
-SECONDS = 60.0  # for what takes a few seconds alone; a quadratic plan takes many minutes
 
 
 @st.composite
@@ -284,22 +274,6 @@ def test_of_several_ranks_the_rule_is_asked_for_one():
     )
     assert budgets == [10, 15, 10]
     assert [len(batch) for batch in plan] == [4, 6, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("long_rows", ["error", "drop", "alone"])
-def test_a_budget_for_each_step_of_many_rows_is_planned_in_reasonable_time(long_rows):
-    rows = 10**5
-    lengths = lognormal(rows)
-    start = 2048 if long_rows == "error" else 256
-    rule = linear_ramp(start, 2 * int(lengths.sum()) // 1000, f"{int(lengths.sum())}tok")
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
-    began = time.monotonic()
-    arguments = {"min_rows": 1, "max_rows": None, "long_rows": long_rows, "divisible": False}
-    batches, budgets, _ = by_rule(lengths, rule, order, **arguments)
-    assert time.monotonic() - began < SECONDS
-    assert sorted(row for batch in batches for row in batch) == list(range(rows))
-    assert len(set(budgets)) > 1000
 
 
 @examples(50)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.model_families import MODELS, Combination
+from support.model_families import Combination
 from torch import nn
 from torch._functorch import config as partitioner
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 
 from adaptive_batch.errors import SettingError
@@ -136,21 +135,6 @@ def test_a_compiled_step_of_a_sharded_model_is_estimated():
     assert peaks[0] < peaks[1]
 
 
-def test_tensor_parallelism_is_estimated_eagerly():
-    by_tensors = {
-        "model": MODELS["llama3"],
-        "optimizer": {"fused": False},
-        "tensor_parallel_dim": 2,
-        "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
-        "estimate": {"world_size": 2},
-    }
-    compiled = estimate(**by_tensors)
-    eager = estimate(compile=False, **by_tensors)
-    (sentence,) = [said for said in compiled.left_out if "the eager program" in said]
-    assert "tensor parallelism" in sentence
-    assert compiled.lengths[0].curve == eager.lengths[0].curve
-
-
 def test_cuda_graphs_are_refused(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "cudagraphs")
     with pytest.raises(SettingError, match=r"compile=True: .* CUDA graphs"):
@@ -251,24 +235,6 @@ def test_equal_layers_share_a_graph_for_each_size(graphs):
     assert len(arguments) == len(set(arguments)) >= 6
 
 
-def test_a_checkpoint_wrapper_of_a_compiled_layer_is_estimated():
-    model = scripts_model(wraps={})
-    for number in (1, 2):
-        model[number] = checkpoint_wrapper(model[number])
-    checkpointed = scripts_model(compiles={})
-    for number in (1, 2):
-        checkpointed[number] = checkpoint_wrapper(checkpointed[number])
-    assert peak_of(estimate_of(model)) == peak_of(estimate_of(checkpointed))
-
-
-def test_a_disabled_compiler_is_estimated_eagerly(eager_peak):
-    model = scripts_model(compiles={"disable": True})
-    model[2] = torch.compiler.disable(scripts_model()[2])
-    estimate = estimate_of(model)
-    assert not about_compile(estimate)
-    assert peak_of(estimate) == eager_peak
-
-
 def test_a_compiled_forward_method_is_estimated_eagerly():
     model = scripts_model()
     model[1].forward = torch.compile(model[1].forward)
@@ -292,14 +258,3 @@ def test_cuda_graphs_of_a_script_are_refused(way):
         estimate_of(model)
     assert what_runs(model) == before
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-
-
-def test_a_shared_compiled_module_is_replaced_once():
-    model = scripts_model()
-    activation = nn.GELU()
-    activation.compile()
-    model.insert(2, activation)
-    model.append(activation)
-    before = what_runs(model)
-    assert not about_compile(estimate_of(model))
-    assert what_runs(model) == before

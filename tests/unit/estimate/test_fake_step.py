@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 
 import pytest
 import torch
 import torchao.optim
-from support.fake_steps import LENGTH, OPTIMIZERS, Decoder, fake_step, made, run, stepped
+from support.fake_steps import OPTIMIZERS, Decoder, fake_step, made, run, stepped
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from adaptive_batch.estimate import (
     CudaKernels,
@@ -93,17 +91,6 @@ def test_no_tensor_of_a_fake_step_is_real(in_backward):
     assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-def test_real_tensors_are_freed_when_a_model_is_moved():
-    model = Decoder()
-    expected = storage_bytes(model.parameters())
-    references = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
-    assert not any(reference.expired() for reference in references)
-    FakeDevice().move(model)
-    gc.collect()
-    assert all(reference.expired() for reference in references)
-    assert storage_bytes(model.parameters()) == expected
-
-
 def test_rows_of_another_length_are_traced():
     with torch.device("meta"):
         model = Decoder()
@@ -117,24 +104,6 @@ def test_rows_of_another_length_are_traced():
         assert plain == trial(3).peak_bytes
         trial._forward_backward = partial(run, trial._model, lambda batch: None, length=40)
         assert other == trial(3).peak_bytes
-
-
-def test_a_single_row_is_traced_separately():
-    with torch.device("meta"):
-        model = Decoder()
-    device = FakeDevice()
-    step = fake_step(model=model, device=device)
-
-    def in_chunks(rows):
-        batch = {"tokens": torch.ones(rows, LENGTH, dtype=torch.int64), "rows": rows}
-        device.batch(batch)
-        for tokens in batch["tokens"].chunk(2, dim=1):
-            # A view of one row, and a copy of several.
-            model.embed(tokens.reshape(-1)).sum().backward()
-
-    copied = (LENGTH // 2) * torch.int64.itemsize
-    assert 2 * copied in step.log(2, forward_backward=in_chunks, num_steps=1)
-    assert copied not in step.log(1, forward_backward=in_chunks, num_steps=1)
 
 
 def test_only_the_tensors_of_a_batch_are_replaced():

@@ -11,7 +11,6 @@ from adaptive_batch.memory import (
     allocator_settings,
     check_segments,
     expand_segments,
-    expand_segments_in_script,
     segments_expand,
 )
 
@@ -59,21 +58,3 @@ def test_the_driver_is_checked_only_for_cuda(monkeypatch):
     check_segments(torch.device("cpu"))
     assert told == []
     assert segments_expand()
-
-
-def test_a_script_without_cuda_is_not_changed(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    caplog.set_level("INFO", "adaptive_batch")
-    expand_segments_in_script()
-    assert not segments_expand()
-    assert caplog.messages == []
-
-
-def test_a_script_keeps_the_settings_of_its_environment(monkeypatch, caplog):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    caplog.set_level("INFO", "adaptive_batch")
-    before = dict(os.environ)
-    expand_segments_in_script()
-    assert dict(os.environ) == before
-    assert caplog.messages == []

@@ -61,21 +61,6 @@ def test_the_numpy_tuple_of_earlier_checkpoints_is_read():
     assert [draw() for _ in range(3)] == expected
 
 
-def test_another_bit_generator_of_numpy_is_restored(tmp_path):
-    generator = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(1))
-    try:
-        state = RandomState(CPU)
-        torch.save(state.state_dict(), tmp_path / "state.pt")
-        expected = np.random.rand()
-        state.restore()
-        assert np.random.rand() == expected
-        RandomState(CPU).load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-        assert np.random.rand() == expected
-    finally:
-        np.random.set_bit_generator(generator)
-
-
 def test_a_new_paged_state_is_reset_in_place():
     """bitsandbytes never frees a paged buffer; it starts with zeros, step 0 and constant maps."""
     parameter = torch.nn.Parameter(torch.ones(2))

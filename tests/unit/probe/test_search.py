@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from math import ceil, log2
 
@@ -324,36 +323,3 @@ def test_a_wrong_curve_costs_trials_but_no_rows(
     trials = run(search, ideal(peak) if block == 1 else in_blocks(peak), at_most=30)
     assert search.best >= min(true_maximum - 1, 0.95 * true_maximum)
     assert all(peak(trial.batch_size) <= BUDGET for trial in trials if trial.fits)
-
-
-@pytest.mark.parametrize("fragments", [0.06, 0.1, 0.2])
-@pytest.mark.parametrize("true_maximum", [1, 2, 9, 44, 300])
-def test_a_curve_without_fragmentation_is_lowered_slightly(
-    true_maximum: int, fragments: float
-) -> None:
-    peak = power(true_maximum, 0.05, 1)
-    without = power(ceil(true_maximum * (1 + fragments)), 0.05, 1)
-
-    def answer(rows: int) -> Trial:
-        return replace(in_blocks(peak)(rows), retried=peak(rows) > BUDGET >= without(rows))
-
-    curve = expected(without, int(0.05 * BUDGET), 0.0)
-    options = {"resident_bytes": int(0.05 * BUDGET), "granularity_bytes": BLOCK, "expected": curve}
-    search = Predictive(budget_bytes=BUDGET, maximum=4096, **options)
-    trials = run(search, answer)
-    assert search.best >= true_maximum - max(1, 0.012 * true_maximum)
-    assert len(trials) <= 6
-    assert sum(not (trial.fits or trial.retried) for trial in trials) <= 1
-
-
-def test_a_device_without_peaks_starts_from_the_curve() -> None:
-    peak = power(64, 0.1, 1)
-    search = Predictive(
-        budget_bytes=BUDGET,
-        maximum=4096,
-        granularity_bytes=BLOCK,
-        expected=expected(peak, int(0.1 * BUDGET), 0.0),
-    )
-    trials = run(search, lambda rows: Trial(rows, peak(rows) <= BUDGET))
-    assert 55 <= trials[0].batch_size <= 64
-    assert search.best in (63, 64)

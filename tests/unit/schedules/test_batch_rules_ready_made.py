@@ -340,18 +340,6 @@ def test_a_bound_caps_like_a_maximum_unless_growth_beyond_it_is_enabled():
     assert steps_of(free, free_optimizer) == trained(half_cosine())
 
 
-def test_two_epochs_share_one_decay():
-    """Only the step at the end of the first epoch is short."""
-    loop, optimizer = loop_of(half_cosine(), rows=Rows(ROWS // 2))
-    steps = steps_of(loop, optimizer, epochs=2)
-    assert sum(rows for _, rows, _ in steps) == ROWS
-    assert len(steps) == pytest.approx(TOTAL / 2, abs=0.01 * TOTAL)
-    for clock, rows, rate in steps:
-        assert rate == pytest.approx(
-            0.1 * half_cosine()(clock) * math.sqrt(rows / BATCH), rel=1e-12
-        )
-
-
 def test_a_clock_in_tokens_measures_the_fraction_of_tokens():
     rows = Rows(512, tokens=lambda row: 1 + row % 7)
     total, steps, done = sum(1 + row % 7 for row in range(512)), 512 // BATCH, 0
@@ -368,25 +356,6 @@ def test_a_clock_in_tokens_measures_the_fraction_of_tokens():
         optimizer.step()
         optimizer.zero_grad()
     assert done == total
-
-
-def test_a_batch_in_tokens_grows_like_one_in_rows():
-    schedule = lambda step: 1 - step / 128  # noqa: E731
-    loop, optimizer = loop_of(
-        schedule,
-        rows=Rows(512, tokens=lambda row: 4),
-        sampling=Sampling(batch_tokens=16),
-        micro_batch_tokens=64,
-    )
-    for some in loop:
-        clock = loop.progress.samples / 4
-        loop.run(some)
-        assert len(some) == math.floor(16 / schedule(clock) + 0.5) // 4 or loop.progress.epoch
-        assert loop.learning_rate == pytest.approx(
-            0.1 * schedule(clock) * math.sqrt(len(some) / 4), rel=1e-12
-        )
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.data())

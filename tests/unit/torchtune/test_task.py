@@ -35,14 +35,12 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.torchtune import (
-    Data,
     Distillation,
     Job,
     PreferencePairs,
     Settings,
     builder_of,
 )
-from adaptive_batch.torchtune.changes import candidates
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 
 
@@ -278,17 +276,6 @@ def test_a_loss_that_is_not_one_of_pairs_is_refused(loss, says):
         PreferencePairs(config_of_pairs("LoRA"), loss).check(None)
 
 
-def test_both_answers_are_padded_to_a_multiple():
-    cfg = config_of_pairs("LoRA", dtype="fp64")
-    cfg.pad_to_multiple_of = 8
-    job = Job(cfg, Settings.from_config(cfg), builder_of(cfg), needs=TO_PLAN)
-    rows = [pair((9, 5), torch.Generator().manual_seed(0))]
-    data = Data(job, rows, packed=False)
-    length = data.configured_layout.padded(job.task.length(rows[0]))
-    batch = data.collator.collate(job.task.lengthened(rows, length, pad_id=0))
-    assert batch["tokens"].shape == (2, 16)
-
-
 # --- distillation
 
 
@@ -418,15 +405,3 @@ def test_rows_are_as_long_as_both_models_take():
     cfg.teacher_model.max_seq_len = 48
     job = check(cfg)
     assert job.max_seq_len == job.max_row_length == 48
-
-
-def test_both_losses_are_tried_in_as_many_chunks():
-    cfg = config_of_distillation("LoRA", **CHUNKED, device="cpu")
-    with torch.device("meta"):
-        model = torch.nn.Linear(1, 1)
-    typed = [change.overrides for change in candidates(cfg, model, tokens=64, world_size=1)]
-    in_chunks = ("loss.num_output_chunks=32", "kd_loss.num_output_chunks=32")
-    assert [overrides for overrides in typed if "chunks" in str(overrides)] == [in_chunks]
-    cfg = config_of_distillation("LoRA", device="cpu")
-    typed = [change.overrides for change in candidates(cfg, model, tokens=64, world_size=1)]
-    assert not [overrides for overrides in typed if "loss" in str(overrides)]
