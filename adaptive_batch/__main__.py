@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive_batch import __version__
+from adaptive_batch._util import nearest
 from adaptive_batch.config_files import copy_config, shipped_configs
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.integrations.command_line import add_options, given_options, run_program
@@ -110,7 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = commands.choices[options.command]
+        names = sorted(set(re.findall(r"--\w[\w-]*", command.format_help())))
+        command.error(f"unknown argument {unknown[0]}; {nearest(unknown[0], names)}")
     try:
         return _run(options)
     except SettingError as error:

@@ -92,6 +92,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_steps()
         if self.settings.preview:
             self.preview.show(self.limit_finder)
+            self.store.show_refusal(self.resumed.name)
             return
         self._setup_log()
         self._setup_model()

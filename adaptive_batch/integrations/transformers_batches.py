@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -68,7 +68,7 @@ class Growth(TrainerCallback):
         self.batches = AdaptiveBatches(
             loader.dataset,
             arguments.train_batch_size,
-            batch_increase_function=adaptive.batch_increase_function,
+            batch_increase_function=cast(Any, adaptive.batch_increase_function),
             sampling=Sampling(seed=seed),
         )
         self.loader: DataLoader[Any] = DataLoader(

@@ -193,14 +193,22 @@ class RunFolder:
     # --- one folder, one run
 
     def begin(self, run: str, *, overwrites: bool) -> str:
-        """Record the run for restarts by torchrun; refuse a run that may not start in this folder.
+        """Record the run for restarts by torchrun; arguments and errors as in :meth:`check`.
+
+        Returns:
+            Description of the saves to replace; empty if there are none.
+        """
+        others = self.check(run, overwrites=overwrites)
+        if self._launch is not None:
+            atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
+        return _described(others) if overwrites else ""
+
+    def check(self, run: str, *, overwrites: bool) -> Mapping[str | None, list[Path]]:
+        """Return the saves of other runs; refuse a run that may not start in this folder.
 
         Args:
             run: name of the run that starts or resumes.
             overwrites: whether the run may replace saves of other runs.
-
-        Returns:
-            Description of the saves to replace; empty if there are none.
 
         Raises:
             SettingError: the folder has saves of another run, or the run would remove its own base
@@ -218,9 +226,7 @@ class RunFolder:
             raise SettingError("output_dir", str(self.path), remedy)
         if overwrites:
             self._refuse_removing_base(others)
-        if self._launch is not None:
-            atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
-        return _described(others) if overwrites else ""
+        return others
 
     def _refuse_removing_base(self, others: Mapping[str | None, list[Path]]) -> None:
         folders = [path.resolve() for paths in others.values() for path in paths]
@@ -276,7 +282,7 @@ class RunStore(Weights):
 
     def __init__(self, job: Job) -> None:
         self._keeps_base = job.builder.keeps_base
-        self._allows_model = "model" in job.settings.saving.resume_allow_changes
+        self._saving = job.settings.saving
         self.folder = RunFolder(job.cfg)
         self._group = distributed.host_group()
         self.found = distributed.from_rank_zero(self.folder.find)
@@ -286,6 +292,14 @@ class RunStore(Weights):
             files = distributed.on_rank_zero(lambda: ModelFiles(job.cfg.checkpointer))
             # None on other ranks, which do not use it.
             self.files = cast(ModelFiles, files)
+
+    def show_refusal(self, run: str) -> None:
+        """Print the error of a run that may not start in the output folder."""
+        if distributed.is_rank_zero():
+            try:
+                self.folder.check(run, overwrites=self._saving.overwrite_output_dir)
+            except SettingError as error:
+                print(f"without preview, this is refused: {error}")
 
     def load_weights(self) -> Mapping[str, Any]:
         """Load the state dict of the base model on rank 0, with torchtune's names.
@@ -306,7 +320,7 @@ class RunStore(Weights):
         try:
             self.found.point.load_into({"model": dict(state)}, process_group=self._group)
         except CheckpointError as error:
-            if not self._allows_model:
+            if "model" not in self._saving.resume_allow_changes:
                 raise
             remedy = "resume_allow_changes=[model] allows only changes that keep all shapes"
             raise CheckpointError(f"{error}; {remedy}: resume with the saved model") from error

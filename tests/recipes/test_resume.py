@@ -199,16 +199,18 @@ def test_one_of_two_runs_in_a_folder_is_resumed_by_its_path_only(small, whole):
 
 
 @pytest.mark.parametrize(("steps", "removed"), [(9, "epoch_*"), (16, "step_*")])
-def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps, removed):
+def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps, removed, capsys):
     """Finished or not, with its resume points or its exports."""
     folder = stopped_after(whole, small, steps)
     for path in folder.glob(removed):
         shutil.rmtree(path)
     before = saves_in(folder)
     other = ("seed=8", "epochs=1", *DROPOUT, f"output_dir={folder}")
-    refusal = rf"^output_dir='.*': it holds the saves of run \w+ \(.*{before[-1]}.*\);"
-    with pytest.raises(SettingError, match=refusal):
+    refusal = rf"output_dir='.*': it holds the saves of run \w+ \(.*{before[-1]}.*\);"
+    with pytest.raises(SettingError, match=f"^{refusal}"):
         small.run_in_process(OURS, *other)
+    small.run_in_process(OURS, *other, "preview=True")
+    assert re.search(f"without preview, this is refused: {refusal}", capsys.readouterr().out)
     assert saves_in(folder) == before
     assert len(records(folder, "start")) == 1
     small.run_in_process(OURS, *other, "overwrite_output_dir=True")
