@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import logging
 import random
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.fakes import FakeBackend
 from support.loops import seed_all
-from support.losses import CASES, Batch, Page, taken_gradients, whole_gradients_of
+from support.losses import CASES, Page, taken_gradients, whole_gradients_of
 from support.sharded_model import Decoder, bits, collate, make_rows, relative_error, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.memory.device import AcceleratorMemory
 from adaptive_batch.training import (
     AdaptiveStep,
     Part,
     RowsOfBatch,
     SplitBatch,
     StepOptions,
-    find_max_batch_size,
 )
 
 LENGTHS = (9, 7, 12, 6, 4, 11, 5, 8, 3, 10, 12, 6)
@@ -291,7 +287,6 @@ def translation_batch(source, target, *, columns=(12, 12), left=False, holes=Fal
 
 SHORT, LONG = [5, 3, 2, 4], [12, 5, 4, 9]
 TRANSLATIONS = {
-    "both of one width by chance": (translation_batch(LONG, [5, 4, 2, 12]), 12),
     "both padded to a maximum": (translation_batch(SHORT, [4, 2, 9, 3], columns=(16, 16)), 9),
     "padding of both in front": (translation_batch(SHORT, LONG, left=True), 12),
     "target shorter than source": (translation_batch(LONG, SHORT), 9),
@@ -370,48 +365,6 @@ def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
 
 
 # --- packed rows
-
-
-def num_tokens(batch):
-    return batch.get("tokens", batch.get("input_ids")).numel()
-
-
-def words(model, most=99):
-    """A loss over tokens, whatever their shape, with memory for so many."""
-
-    def forward_backward(part):
-        tokens = part.batch.get("tokens", part.batch.get("input_ids"))
-        if tokens.numel() > most:
-            run_out_of_memory()
-        (model(tokens).square().mean() * part.share).backward()
-
-    return forward_backward
-
-
-def test_a_search_of_packed_rows_counts_documents():
-    model = nn.Embedding(53, 4)
-    optimizer = torch.optim.SGD(model.parameters())
-
-    def sample(num_rows):
-        positions = torch.arange(5).repeat(num_rows)[None]
-        return {"tokens": positions + 1, "labels": positions + 1, "position_ids": positions}
-
-    def forward_backward(batch):
-        model(batch["tokens"]).square().mean().backward()
-
-    found = find_max_batch_size(
-        model, optimizer, forward_backward, sample, device_memory="1MiB", maximum=8
-    )
-    assert found.max_batch_size == 8
-    step = AdaptiveStep(model, words(model), micro_batch_size="auto", num_labels=num_tokens)
-    step.find_bound(optimizer, sample, device_memory="1MiB", maximum=2)
-    # Two documents of five tokens fit: a budget of ten.
-    positions = torch.cat([torch.arange(length) for length in (7, 2, 5, 3)])[None]
-    step({"tokens": positions + 1, "position_ids": positions})
-    assert [len(part.rows) for part in step.micro_batches] == [2, 2]
-    most_six = AdaptiveStep(model, words(model, most=6), num_labels=num_tokens)
-    with pytest.raises(DoesNotFitError, match=r"^one document of 7 tokens ran out of memory"):
-        most_six({"tokens": positions + 1, "position_ids": positions})
 
 
 def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
@@ -621,31 +574,7 @@ def test_gradients_are_compared_however_they_come_and_one_warning_says_that_none
     assert not step.is_trial
 
 
-@pytest.mark.parametrize(("most_rows", "sizes"), [(3, [4, 2, 1, 1]), (1, [4, 2])])
-def test_a_check_that_runs_out_of_memory_compares_two_rows_if_they_fit(most_rows, sizes, caplog):
-    model = Classifier()
-    batch = classified_rows()
-    script = Script(
-        model,
-        loss=lambda model, batch: cross_entropy(model(batch["x"]), batch["labels"]),
-        most_rows=most_rows,
-    )
-    expected, _ = plain_gradients(model, batch, script.loss)
-    AdaptiveStep(model, script, micro_batch_size=4)(batch)
-    assert [part.num_rows for part in script.trials][: len(sizes)] == sizes
-    assert ("two rows do not fit" in caplog.text) == (most_rows == 1)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
-
-
 # --- out of memory
-
-
-def test_one_row_that_does_not_fit_is_refused_with_its_size():
-    model = decoder()
-    step = AdaptiveStep(model, Script(model, most_rows=0))
-    with pytest.raises(DoesNotFitError, match=r"one row of .* ran out of memory on cpu"):
-        step(make_batch())
-    assert gradients_of(model) == {}
 
 
 def test_an_error_of_memory_is_let_through_where_asked():
@@ -697,7 +626,7 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
 # --- state
 
 
-def test_a_lowered_limit_and_what_was_found_are_resumed():
+def test_a_lowered_limit_is_resumed():
     model = decoder()
     script, resumed_script = (Script(model, most_rows=4) for _ in range(2))
     step, resumed = AdaptiveStep(model, script), AdaptiveStep(model, resumed_script)
@@ -709,15 +638,6 @@ def test_a_lowered_limit_and_what_was_found_are_resumed():
     resumed(make_batch())
     assert resumed_script.rows == [3, 3, 3, 3]
     assert resumed.state_dict()["sizer"]["num_out_of_memory"] == 2
-
-    script = Script(model)
-    searched, other = (AdaptiveStep(model, script, micro_batch_size="auto") for _ in range(2))
-    optimizer = torch.optim.SGD(model.parameters())
-    bound = searched.find_bound(optimizer, repeated, device_memory="192KiB").max_batch_size
-    other.load_state_dict(searched.state_dict())
-    script.trained.clear()
-    other(make_batch())
-    assert other.max_batch_size == max(script.rows) == bound
 
 
 # --- arguments
@@ -743,57 +663,6 @@ def test_arguments_that_cannot_be_used_are_refused(key):
         arguments = value if isinstance(value, dict) else {key: value}
         with pytest.raises(SettingError, match=f"^{key}="):
             AdaptiveStep(**{"model": nn.Linear(2, 2), "forward_backward": print, **arguments})
-
-
-@pytest.mark.parametrize(("expand", "releases"), [("False", [1, 1, 2, 2]), ("True", [0, 0, 0, 0])])
-def test_the_cache_is_given_back_before_larger_steps_where_segments_cannot_expand(
-    monkeypatch, expand, releases
-):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:{expand}")
-    backend = FakeBackend(total=2**40)
-    emptied: list[int] = []
-    backend.empty_cache = lambda: emptied.append(1)
-    options = StepOptions(memory=AcceleratorMemory(torch.device("cpu"), backend=backend))
-    model = decoder()
-    step = AdaptiveStep(model, Script(model), micro_batch_tokens=16, options=options)
-    counted = []
-    for lengths in ([3, 3], [2, 3], [8, 3, 5], [4, 4]):
-        step(collate(make_rows(lengths)))
-        counted.append(len(emptied))
-    assert counted == releases
-
-
-def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(monkeypatch):
-    model = nn.Linear(4, 1)
-    made: list[weakref.ref[torch.Tensor]] = []
-    trained, alive = [], []
-
-    def remember(part, tensor):
-        made.extend([] if part.is_trial else [weakref.ref(tensor)])
-        return tensor
-
-    def forward_backward(part):
-        trained.extend([] if part.is_trial else [part.num_rows])
-        if len(trained) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        loss = model(part.batch["x"]).square().mean() * part.share
-        loss.backward()
-        return remember(part, loss.detach().clone())
-
-    def statistics(part):
-        return {"rows": remember(part, torch.ones(()) * part.num_rows)}
-
-    step = AdaptiveStep(model, forward_backward, micro_batch_size=4, statistics=statistics)
-    shrink = step.runner._shrink
-
-    def note_alive():
-        alive.append([reference() is not None for reference in made])
-        shrink()
-
-    monkeypatch.setattr(step.runner, "_shrink", note_alive)
-    step({"x": torch.randn(8, 4)})
-    assert trained == [4, 4, 2, 2, 2, 2]
-    assert alive == [[False] * 3]
 
 
 # --- the usual losses
@@ -832,17 +701,6 @@ def test_any_split_has_the_gradient_of_the_whole_batch(page, name, seed):
     )
     losses = step(batch)
     assert sum(losses).item() == pytest.approx(whole_loss, rel=EXACT)
-    assert relative_error(taken_gradients(page.model), expected) <= EXACT
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_batch_that_runs_out_of_memory_has_the_gradient_of_the_whole_batch(page, name):
-    case = CASES[name]
-    batch = case.batch(page, ROW_LENGTHS)
-    expected, _ = whole_gradients_of(page, case.whole, batch)
-    function = in_room_for(3, case.forward_backward(page))
-    step = AdaptiveStep(page.model, function, **case.step_arguments(page))
-    assert len(step(batch)) == 3
     assert relative_error(taken_gradients(page.model), expected) <= EXACT
 
 
@@ -924,35 +782,6 @@ def test_statistics_count_rows_without_a_label_and_see_a_batch_that_they_may_cha
     assert seen == [{"rows": 7, "tokens": batch["tokens"].sum()}] * 3
 
 
-@pytest.mark.parametrize("estimates", [False, True])
-def test_a_search_and_an_estimate_run_both_passes(page, estimates):
-    rows: dict[str, list[int]] = {"statistics": [], "loss": []}
-
-    def sums(part: Part) -> dict[str, torch.Tensor]:
-        rows["statistics"].append(part.num_rows)
-        return {"loss": page.token_losses(part.batch).sum()}
-
-    def loss(part: Part) -> None:
-        assert part.is_trial
-        rows["loss"].append(part.num_rows)
-        (page.token_losses(part.batch).sum() / part.statistics["loss"].abs()).backward()
-
-    row = page.batch([9])
-
-    def sample(number: int) -> Batch:
-        return {key: tensor.repeat_interleave(number, dim=0) for key, tensor in row.items()}
-
-    step = AdaptiveStep(page.model, loss, statistics=sums)
-    optimizer = torch.optim.AdamW(page.model.parameters())
-    if estimates:
-        found = step.estimate(optimizer, sample, "1GiB", maximum=4, context=0).devices[0].lengths[0]
-    else:
-        found = step.find_bound(optimizer, sample, device_memory="1GiB", maximum=4)
-    assert found.max_batch_size == 4
-    assert rows["statistics"] == rows["loss"]
-    assert 4 in rows["loss"]
-
-
 def means(page: Page, part: Part) -> dict[str, torch.Tensor]:
     """Which add up to another ratio than that of the whole batch."""
     cross_entropy, divergence = page.distillation_losses(part.batch)
@@ -975,6 +804,3 @@ def test_statistics_that_do_not_add_up_are_refused(page, loss, statistics, messa
     with pytest.raises(SettingError, match=message):
         step(page.batch([5, 9, 4]))
     assert taken_gradients(page.model) == {}
-
-
-# --- what threads of other projects report: their formula is another step if it is split
