@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adaptive_batch import OOMPolicy
-from adaptive_batch.data import ReadAhead
 from adaptive_batch.errors import GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.report import RunLog, audit, read_records, write_report
 from adaptive_batch.schedules import at_epochs, geometric
@@ -133,15 +130,6 @@ def test_a_step_that_stops_can_be_run_again():
 # --- going on
 
 
-def test_a_saved_bound_below_what_is_configured_now_is_found_anew_and_not_refused():
-    """As on a device that holds more: find_bound comes after load_state_dict."""
-    small = training(batch_size=4)
-    small.loop.find_bound(device_memory="1GiB", maximum=2)
-    large = training(batch_size=4, micro_batch_size=3)
-    large.loop.load_state_dict(small.loop.state_dict())
-    assert large.loop.find_bound(device_memory="1GiB", maximum=8).max_batch_size > 2
-
-
 @pytest.mark.parametrize(
     ("before", "after", "amount"),
     [(None, None, 5), (None, 10, 5), (None, 8, 8), (10, None, 5), (8, None, 8)],
@@ -237,33 +225,6 @@ def test_options_that_exclude_each_other_are_refused_by_name():
             one.loop.run(next(iter(one.loop)))
 
 
-def test_lengths_and_numbers_of_labels_that_rows_do_not_show_are_asked_for():
-    model = Decoder()
-
-    def collate_pairs(rows: Any) -> Any:
-        return tuple(collate([{"tokens": one, "labels": two} for one, two in rows]).values())
-
-    def mean_loss(batch: Any) -> torch.Tensor:
-        return token_losses(model, {"tokens": batch[0], "labels": batch[1]}, "mean")
-
-    given = {
-        "model": model,
-        "rows": [(row["tokens"], row["labels"]) for row in ROWS],
-        "mean_loss": mean_loss,
-        "micro_batch_size": 2,
-        "collate": collate_pairs,
-    }
-    with pytest.raises(SettingError, match="row_length=None: a row is a tuple without `tokens`"):
-        training(**given).loop.find_bound()
-    given["row_length"] = lambda row: len(row[0])
-    # Rows are counted, and this is no mean over them.
-    one = training(**given)
-    with pytest.raises(SettingError, match=r"would fit; give num_labels="):
-        one.loop.run(next(iter(one.loop)))
-    one = training(**given, num_labels=lambda batch: (batch[1][:, 1:] != -100).sum())
-    assert one.loop.run(next(iter(one.loop))).micro_batches == 2
-
-
 def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nonsense():
     one = training(micro_batch_size=12)
     with pytest.raises(SettingError, match="micro_batch_size=12: 7 rows fit; give 7 or less"):
@@ -346,31 +307,6 @@ def test_a_step_that_failed_can_be_run_again_with_the_same_draws_and_none_is_ski
     assert one.loop.progress.epoch == 1
 
 
-def ends(*_: object) -> Any:
-    return next(iter(()))
-
-
-def test_an_iterator_that_ends_in_a_scripts_function_ends_no_step() -> None:
-    one = training(row_length=ends)
-    with pytest.raises(StopIteration):
-        one.loop.run(next(iter(one.loop)))
-    dataset = type("Rows", (), {"__len__": lambda _: len(ROWS), "__getitem__": ends})()
-    with pytest.raises(RuntimeError, match=r"row \d+ of the dataset raised StopIteration"):
-        next(iter(training(rows=dataset).loop))
-
-
-def test_a_thread_reads_the_rows_of_the_next_step_where_the_dataset_is_wrapped() -> None:
-    expected = []
-
-    class Noted(ReadAhead):
-        def expect(self, numbers: Iterable[int]) -> None:
-            expected.append([*numbers])
-
-    one = training(rows=Noted(ROWS), batch_size=4)
-    steps = [step.rows for step in train(one)]
-    assert expected == [*steps[1:], []]
-
-
 def test_a_collate_function_may_take_from_its_rows() -> None:
     def takes(rows: list[Any]) -> Any:
         return collate([{"row": row.pop("row"), **row} for row in rows])
@@ -448,31 +384,3 @@ def test_a_run_that_goes_on_from_a_state_is_proved_across_its_restart(tmp_path, 
     proof = audit(tmp_path)
     assert proof.holds, proof.lines
     assert f"starts   at step 0, {steps}, {steps}" in proof.lines
-
-
-def test_an_epoch_that_was_skipped_on_resuming_is_named(tmp_path):
-    state = copy.deepcopy(logged(tmp_path, epochs=1).state_dict())
-    state["batches"]["progress"]["epoch"] += 1
-    logged(tmp_path, state=state, epochs=3)
-    proof = audit(tmp_path)
-    assert not proof.holds
-    assert any("resumed at step 10: epoch 2 instead of 1" in each for each in proof.problems)
-    assert any("belongs to epoch 2, expected 1" in each for each in proof.problems)
-
-
-def test_the_log_has_each_limit_that_an_oom_lowered(tmp_path):
-    model = Decoder()
-
-    def fails_above_two_rows(batch):
-        if len(batch["tokens"]) > 2:
-            torch.empty(2**50, dtype=torch.uint8)
-        return token_losses(model, batch, "mean")
-
-    policy = OOMPolicy(grow_after=100)
-    logged(tmp_path, model=model, mean_loss=fails_above_two_rows, oom_policy=policy)
-    records = read_records(tmp_path / "adaptive_batch" / "run.jsonl")
-    limits = [record for record in records if record["kind"] == "limit"]
-    assert [(limit["before"], limit["after"]) for limit in limits] == [(4, 2)]
-    assert limits[0]["out_of_memory"]
-    assert [record["oom_count"] for record in records if record["kind"] == "step"][:2] == [1, 1]
-    assert audit(tmp_path).holds
