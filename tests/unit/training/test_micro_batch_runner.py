@@ -5,14 +5,11 @@ Every operation: benchmarks/faults.py.
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from support.fault_injection import (
     PHASES,
     Decoder,
-    RunsOutAt,
     Way,
     collate,
     differences,
@@ -21,14 +18,10 @@ from support.fault_injection import (
     sweep,
     train,
 )
-from support.runners import HeldSizer, build_runner
-from support.training_cases import CPU
+from support.runners import build_runner
 
-from adaptive_batch.data import MicroBatch, MicroBatchLimit
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
-from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.training.micro_batch_runner import MicroBatchRunner
 
 # what a replay leaves
 
@@ -95,38 +88,6 @@ class Step:
         return [parameter.grad for parameter in self.model.parameters()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointing):
-    """Neither by the error's frames nor by what a failed backward leaves in autograd's engine."""
-    alive, still_alive, failed_in = [], [], set()
-    step = Step(
-        checkpointing=checkpointing,
-        on_change=lambda change: still_alive.append(
-            sum(reference() is not None for reference in alive)
-        ),
-    )
-
-    def see(module, args, output):
-        alive.append(weakref.ref(output.untyped_storage()))
-
-    for module in step.model.modules():
-        module.register_forward_hook(see)
-    for operation in range(1, 2000, 11):
-        fault = RunsOutAt(operation)
-        step.engine.sizer.current = FOUR
-        with fault:
-            step.engine.run(step_rows(0))
-        step.model.zero_grad()
-        alive.clear()
-        if not fault.failed_in:
-            break
-        failed_in.update(fault.failed_in)
-    assert len(still_alive) > 40
-    assert failed_in >= {"backward", "around them"}
-    assert set(still_alive) == {0}
-
-
 # what capacity becomes
 
 
@@ -168,19 +129,3 @@ def test_another_error_or_any_without_retries_is_raised_as_it_is(retries, error)
         step.engine.run(step_rows(0))
     assert caught.value is error
     assert (len(step.shapes_run), step.changes, step.engine.sizer.limit()) == (2, [], FOUR)
-
-
-def test_a_failed_attempt_is_undone_before_the_change_is_reported():
-    told = []
-    sizer = HeldSizer(MicroBatchLimit(4), on_change=lambda change: told.append("changed"))
-    runner = MicroBatchRunner(
-        sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity())
-    )
-
-    for attempt in runner.attempts(undo=lambda: told.append("undone"), doing="in a test"):
-        with attempt:
-            runner.set_suspects([MicroBatch([0, 1, 2, 3], 8)])
-            told.append(f"attempted {sizer.limit()}")
-            if sizer.limit().amount > 2:
-                raise MemoryError
-    assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]

@@ -7,11 +7,9 @@ import weakref
 
 import pytest
 import torch
-from support.sharded_model import Decoder, collate, make_rows, runner_of, token_losses
+from support.sharded_model import Decoder, collate, make_rows, token_losses
 
 from adaptive_batch import AdaptiveStep
-from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.training import MicroBatchSizer
 from adaptive_batch.training.model_checks import Compilations
 
 
@@ -61,13 +59,6 @@ def test_compilations_inside_are_counted_with_their_seconds():
 ROWS = make_rows([5, 5, 7, 7, 9, 9, 5, 5])
 
 
-def decoder_step(model):
-    def forward_backward(part):
-        (token_losses(model, part.batch, "mean") * part.share).backward()
-
-    return AdaptiveStep(model, forward_backward)
-
-
 class Left:
     def __init__(self):
         self.itself = self
@@ -104,36 +95,3 @@ def test_cycles_that_compiling_leaves_are_freed_before_backward():
         step(collate(ROWS[place : place + 2]))
     # The last is of the first one's length.
     assert is_freed == [True, True, True, False]
-
-
-@pytest.mark.usefixtures("_no_automatic_collection")
-def test_cycles_that_compiling_leaves_are_freed_in_trials_and_not_outside_of_steps():
-    runner = decoder_step(compiled_decoder())
-    left = left_behind()
-    run(compiled(dynamic=False), 3)
-    assert left() is not None
-    with runner.trial():
-        run(compiled(dynamic=False), 4)
-        assert left() is None
-        torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_no_automatic_collection")
-def test_cycles_that_compiling_leaves_are_freed_in_passes_without_gradients():
-    runner = runner_of(compiled_decoder(), MicroBatchLimit(4))
-    is_freed = []
-
-    def forward(rows, length):
-        left = left_behind()
-        compiled(dynamic=False)(torch.ones(length))
-        is_freed.append(left() is None)
-
-    runner.evaluate_rows(
-        make_rows([3]),
-        forward,
-        runner=runner.runner.with_sizer(MicroBatchSizer()),
-        loss=runner.loss,
-        kind="padded",
-        doing="in a test",
-    )
-    assert is_freed == [True]

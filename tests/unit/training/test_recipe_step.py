@@ -132,18 +132,6 @@ def test_a_micro_batch_without_labels_is_skipped_and_a_step_of_them_has_no_gradi
     assert (result.loss, result.micro_batches, found) == (0.0, 0, [None] * len(found))
 
 
-def test_padding_is_counted_per_micro_batch():
-    batch = [row(2), row(8)]
-    assert gradients(batch, MicroBatchLimit(2))[0].padding_fraction == 1 - 10 / 16
-    assert gradients(batch, MicroBatchLimit(1))[0].padding_fraction == 0
-    for rows, layout, padding in (
-        (1, MicroBatchLayout("lengths"), 1 - 10 / 16),
-        (2, MicroBatchLayout(pad_to_multiple_of=5), 0.5),
-    ):
-        result, _ = gradients(batch, MicroBatchLimit(rows), layout=layout)
-        assert result.padding_fraction == padding
-
-
 def test_rows_are_padded_with_the_token_given_and_have_no_labels_there():
     net, shapes, batches = model(), MicroBatchLayout(pad_to_multiple_of=4), []
     run = runner(net, MicroBatchLimit(2), layout=shapes, pad_id=7)
@@ -246,30 +234,6 @@ def test_norms_of_16_bit_gradients_are_as_precise_as_of_others(limit):
     exact = squared_norm(parameter.grad for parameter in other.parameters())
     assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-6)
     assert sample.small_squared_norm.dtype == sample.big_squared_norm.dtype == torch.float32
-
-
-def test_the_sample_of_a_retried_step_is_of_the_attempt_that_went_well():
-    class Limited(Causal):
-        """Runs out of memory at the second micro-batch, unless that is of one row."""
-
-        def forward(self, tokens):
-            runs.append(len(tokens))
-            if len(runs) == 2 and len(tokens) > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().forward(tokens)
-
-    runs = []
-    torch.manual_seed(0)
-    net = Limited().double().eval()
-    replayed = runner(net, MicroBatchLimit(2), measures_noise=True).run(UNEQUAL)
-    assert runs == [2, 2, 1, 1, 1, 1]
-    undisturbed, _ = gradients(UNEQUAL, MicroBatchLimit(1), measures_noise=True)
-    assert numbers(replayed.noise) == numbers(undisturbed.noise)
-
-
-def test_with_the_optimizer_in_backward_no_gradient_is_left_to_measure():
-    with pytest.raises(AssertionError, match="no gradients to measure"):
-        runner(model(), MicroBatchLimit(1), scale_gradients=False, measures_noise=True)
 
 
 # --- evaluation

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,6 @@ from support.sharded_model import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adaptive_batch.data import move_to_device
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs
@@ -229,16 +227,6 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
 # --- rows and batches of any kind
 
 
-def test_batches_go_to_the_device_as_they_are_nested():
-    Pair = namedtuple("Pair", "first second")
-    batch = {"a": [torch.ones(2), "text"], "b": Pair(torch.ones(1), (torch.ones(3), None))}
-    on_device = move_to_device(batch, torch.device("meta"))
-    assert on_device["a"][0].is_meta
-    assert on_device["a"][1] == "text"
-    assert type(on_device["b"]) is Pair
-    assert on_device["b"].second[0].is_meta
-
-
 # --- layouts
 
 
@@ -332,31 +320,6 @@ def test_the_fastest_micro_batches_are_saved_unless_others_are_configured() -> N
     smaller.loop.load_state_dict(state)
     assert smaller.loop._step.sizer.throughput == found.throughput is not None
     assert smaller.loop.max_batch_size == 1
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_is(dynamic, caplog):
-    torch.compiler.reset()
-    one = llama(micro_batch_tokens="auto")
-    for layer in one.model.model.layers:
-        layer.mlp.compile(backend="aot_eager", dynamic=dynamic)
-    before = training_state(one.model, one.optimizer)
-    with caplog.at_level("INFO", logger="adaptive_batch"):
-        found = one.loop.find_bound(device_memory="1GiB", maximum=8)
-    assert training_state(one.model, one.optimizer) == before
-    fastest = found.throughput
-    lengths = [len(row["tokens"]) for row in ROWS]
-    if dynamic:
-        assert 0 < fastest.compile_seconds < fastest.seconds
-        assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
-        assert f"compilation: {fastest.compile_seconds:.0f} s, excluded" in found.table()
-        # Compiling takes hundreds of times as long as a micro-batch here.
-        assert sum(lengths) / fastest.tokens_per_second < fastest.compile_seconds
-    else:
-        reason = "micro-batches are excluded"
-        assert all(f"{layout} {reason}" in caplog.text for layout in ("grouped", "packed"))
-        assert fastest is None
-        assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(lengths)
 
 
 def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():

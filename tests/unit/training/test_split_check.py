@@ -306,14 +306,6 @@ def test_a_function_that_changes_the_gradients_of_earlier_parts_is_refused():
             step(rows())
 
 
-def test_a_column_of_labels_is_one_label_for_each_row():
-    batch = rows()
-    batch["labels"] = batch["y"][:, None]
-    model = Net()
-    new_step(model, mean)(batch)
-    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-
-
 def masked_tokens(number):
     """Rows of which some have their first label, as for masked language models."""
     generator = torch.Generator().manual_seed(number)
@@ -353,26 +345,6 @@ def test_the_first_batch_whose_parts_leave_padding_out_is_checked(caplog):
     assert caplog.text == ""
     step(texts())
     assert "parts of a batch keep all columns" in caplog.text
-
-
-def test_parts_keep_all_columns_if_memory_runs_out_after_the_check_has_found_it(monkeypatch):
-    model = Pooled(masks=False)
-    step = new_step(model, lambda model, batch: cross_entropy(model(batch), batch["y"]))
-    check = step.check.check
-
-    def runs_out(*arguments, **options):
-        check(*arguments, **options)
-        if not step.sizer.num_out_of_memory:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(step.check, "check", runs_out)
-    cross_entropy(model(texts()), texts()["y"]).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    step(texts())
-    assert step.sizer.num_out_of_memory == 1
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_a_small_term_without_share_is_refused_if_many_parts_would_add_it():

@@ -13,7 +13,6 @@ from support.packed_batches import (
     Attends,
     flat,
     nested,
-    numbers_of,
     row_of,
 )
 
@@ -121,16 +120,6 @@ def test_tokens_after_the_last_document_are_in_no_part():
         documents_of(batch).part([1])
 
 
-def test_documents_of_one_token_are_told_by_their_numbers():
-    lengths = [1, 5, 1, 1, 6]
-    batch = row_of(lengths, seq_idx=numbers_of(lengths)[None])
-    batch["position_ids"] = flat(lengths)[2][None]
-    assert list(documents_of(batch).lengths) == lengths
-    expected, _ = gradients(Attends(), batch)
-    found, _ = gradients(Attends(), batch, micro_batch_size=1)
-    assert (found - expected).abs().max() < 1e-12
-
-
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 SAME = NUMBERS[:, None, :, None] == NUMBERS[:, None, None]
@@ -170,14 +159,6 @@ def test_several_rows_are_divided_between_documents_only_if_all_values_are_known
     batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), **values}
     documents = documents_of({key: value for key, value in batch.items() if value is not None})
     assert (documents and documents.num_rows) == num_documents
-
-
-def test_a_numbered_mask_of_as_many_rows_as_columns_is_divided_by_tokens():
-    numbers = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 1]])
-    tokens = torch.randint(VOCABULARY, (3, 3))
-    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), "seq_idx": numbers}
-    part = documents_of({**batch, "attention_mask": numbers}).part([1, 2, 3])
-    assert part["attention_mask"].tolist() == [[1, 2, 3, 3]]
 
 
 def test_rows_that_are_not_packed_have_no_documents():

@@ -53,16 +53,6 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     assert (steps.count(), steps.count(), dropped.count) == (4, 0, 0)
 
 
-def test_the_line_names_the_last_finite_step():
-    steps, events, _ = steps_of("warn")
-    for step, (loss, lr) in enumerate([(1.25, 0.2), (NAN, 0.3)]):
-        steps.drop_if_nonfinite(result(loss), Progress(steps=step), lr=lr)
-    assert (
-        events[0].message == "step 2: the loss is nan, lr 0.3; step 1 had loss 1.25 and lr 0.2;"
-        " on_nonfinite_loss=skip or stop would not take it"
-    )
-
-
 def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     steps, events, dropped = steps_of("skip")
     for norm, drops in ((None, False), (3.0, False), (NAN, True), (INF, True)):
