@@ -166,6 +166,8 @@ class Sharding:
 
     def reset(self) -> None:
         """Reset FSDP's modules to their state between two steps, and drop unsharded gradients."""
+        if not self._modules:
+            return
         for root in self._roots():
             groups = _param_groups(root._state_ctx.all_states)
             sharded = [
@@ -212,7 +214,9 @@ class Sharding:
         return list({id(state): state for state in together if state._is_root}.values())
 
     def _fsdp_parameters(self) -> Iterator[Any]:
-        return chain.from_iterable(group.fsdp_params for group in _param_groups(self._states))
+        for state in self._states:
+            for group in state._fsdp_param_groups:
+                yield from group.fsdp_params
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,6 @@ from .bound_search import (
     find_limit,
     length_in_sample,
 )
-from .micro_batch_runner import OutOfMemoryElsewhereError
 from .model_checks import (
     check_parameters,
     check_ranks,
@@ -64,7 +63,7 @@ from .parts import BatchSource, LabelCounter, Part, SplitBatch, copy_containers
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .split_check import SplitCheck
 from .splitters import CustomSplit, RowSplitter
-from .step import MicroBatchPlan, RankReport, Step, Weighting
+from .step import MicroBatchPlan, OutOfMemoryElsewhereError, RankReport, Step, Weighting
 from .step_result import norm_to_clip
 
 private = PrivateNames("memory estimates")

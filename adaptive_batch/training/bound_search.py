@@ -70,7 +70,7 @@ from adaptive_batch.probe import (
     try_again,
 )
 
-from .gradients import ExternalLeaves, SavedGradients
+from .gradients import SavedGradients
 from .model_checks import (
     Compilations,
     check_parameters,
@@ -521,13 +521,12 @@ class BoundSearch:
             100 * self.headroom,
         )
         # Trials also add to gradients outside of the model: set these aside, and put them back.
-        external_leaves = ExternalLeaves(engine.own_leaves, in_trials=True)
-        gradients = SavedGradients({}, lambda: None)
+        gradients = SavedGradients({}, lambda: None, engine.own_leaves)
         try:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
                 stack.callback(gradients.put_back)
-                stack.enter_context(external_leaves.watch_backward(gradients.set_aside))
+                stack.enter_context(gradients.watch_backward())
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)

@@ -18,11 +18,11 @@ from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import RandomState, device_memory
 
-from .micro_batch_runner import MicroBatchRunner
 from .options import StepOptions
 from .parts import BatchSource, LabelCounter, SplitBatch, arrays_in, copy_containers
 from .sizing import MicroBatchSizer
 from .splitters import CustomSplit, RowSplitter
+from .step import MicroBatchRunner
 
 log = logging.getLogger("adaptive_batch")
 

@@ -22,7 +22,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .model_checks import is_batch_norm
-from .parts import BatchSource, LabelCounter, Part
+from .parts import BatchSource, LabelCounter, Part, shares_of
 
 if TYPE_CHECKING:
     from .adaptive_step import PartStep
@@ -476,12 +476,6 @@ def _row_seeds(rows: Sequence[int], *, enabled: bool) -> Iterator[list[int | Non
 
     with RowDraws(rows or [0]) as draws:
         yield draws.sizes
-
-
-def shares_of(counts: Sequence[float]) -> tuple[float, ...]:
-    """Return the share of each part in the labels; zeros without labels."""
-    total = sum(counts) or 1
-    return tuple(count / total for count in counts)
 
 
 def _products(gradients: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,8 @@ they were.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from adaptive_batch._util import replaced
 from adaptive_batch.distributed import whole_tensor
-from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import is_out_of_memory
 
 from .model_checks import check_hooks
 
@@ -31,27 +27,73 @@ class SavedGradients:
     on, both gradients are in memory.
 
     Args:
-        earlier: current gradients by parameter.
+        earlier: current gradients of the model's parameters.
         drop: function that clears the model's gradients.
+        own_leaves: function that returns the leaves that the model has.
+
+    Attributes:
+        is_split: whether the batch runs in several parts, so that no hook may step an optimizer.
     """
 
     def __init__(
-        self, earlier: Mapping[nn.Parameter, torch.Tensor], drop: Callable[[], object]
+        self,
+        earlier: Mapping[nn.Parameter, torch.Tensor],
+        drop: Callable[[], object],
+        own_leaves: Callable[[], Iterable[torch.Tensor | None]],
     ) -> None:
         self._earlier = earlier
         self._drop = drop
-        self._external: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
+        self._own_leaves = own_leaves
+        self.is_split = False
+        # Leaves outside of the model with their earlier gradients, by id; if a reference is dead,
+        # another leaf may have its id.
+        self._external: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
         for parameter in earlier:
             parameter.grad = None
 
-    def set_aside(self, leaf: torch.Tensor) -> None:
-        """Set aside the gradient of an external leaf, which the model does not have."""
-        self._external.append((weakref.ref(leaf), leaf.grad))
-        leaf.grad = None
+    @contextmanager
+    def watch_backward(self) -> Iterator[None]:
+        """Context manager: before a backward adds to the gradient of a leaf that the model does not
+        have, set this gradient aside.
+
+        Raises:
+            SettingError: the batch is split, and a leaf has a hook that may step an optimizer.
+        """
+        # Replace the private function: `from torch.autograd import backward` keeps the old public
+        # one.
+        name = "_engine_run_backward"
+        if not hasattr(torch.autograd, name):
+            name = "backward"
+        run_backward = getattr(torch.autograd, name)
+
+        def run(roots: Any, *arguments: Any, **options: Any) -> Any:
+            # torch.autograd.grad accumulates nothing.
+            if options.get("accumulate_grad", True):
+                self._set_aside_external(roots)
+            return run_backward(roots, *arguments, **options)
+
+        setattr(torch.autograd, name, run)
+        try:
+            yield
+        finally:
+            setattr(torch.autograd, name, run_backward)
+
+    def _set_aside_external(self, roots: Any) -> None:
+        own = set(map(id, self._own_leaves()))
+        for leaf in _leaves_of(roots):
+            if id(leaf) in own:
+                continue
+            reference, _ = self._external.get(id(leaf), (None, None))
+            if reference is not None and reference() is leaf:
+                continue
+            if self.is_split:
+                check_hooks([leaf])
+            self._external[id(leaf)] = (weakref.ref(leaf), leaf.grad)
+            leaf.grad = None
 
     def external(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield the external leaves with their gradients before the batch."""
-        for reference, earlier in self._external:
+        """Yield the leaves outside of the model with their gradients before the batch."""
+        for reference, earlier in self._external.values():
             leaf = reference()
             if leaf is not None:
                 yield leaf, earlier
@@ -85,134 +127,27 @@ class SavedGradients:
                 leaf.grad = earlier + new
             else:
                 leaf.grad = earlier.add_(new)
+        self._earlier = {}
+        self._external = {}
 
 
-class ExternalLeaves:
-    """Finds the leaves that backward reaches and a model does not have.
-
-    Searching a graph takes time. A step of one micro-batch skips it if the graph has the size of an
-    earlier one.
-
-    Args:
-        own_leaves: function that returns the leaves that the model has.
-        in_trials: whether trials run, so that every graph is searched.
-    """
-
-    def __init__(
-        self, own_leaves: Callable[[], Iterable[torch.Tensor | None]], *, in_trials: bool = False
-    ) -> None:
-        self._own_leaves = own_leaves
-        self._in_trials = in_trials
-        self._is_split = False
-        # By id; if a reference is dead, another leaf may have its id.
-        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._sizes: set[int] = set()
-        # Each thread numbers its own nodes, and reentrant checkpoints on a GPU run in another one.
-        self._latest_nodes: dict[int, int] = {}
-
-    def begin_step(self, *, is_split: bool) -> None:
-        """Begin a step.
-
-        Args:
-            is_split: whether the step has several micro-batches.
-
-        Raises:
-            SettingError: the step has several micro-batches, and a leaf has a hook that may step an
-                optimizer.
-        """
-        self._is_split = is_split
-        if self._is_split:
-            check_hooks(self._own_leaves())
-            check_hooks(reference() for reference in self._known.values())
-
-    @contextmanager
-    def watch_backward(self, on_leaf: Callable[[torch.Tensor], object]) -> Iterator[None]:
-        """Call a function with each external leaf once, before a backward accumulates in it.
-
-        Raises:
-            SettingError: memory ran out in a backward whose graph was not searched and has unknown
-                leaves; or a leaf has a hook, see :meth:`begin_step`.
-        """
-        for key, reference in list(self._known.items()):
-            leaf = reference()
-            if leaf is None:
-                del self._known[key]
-            else:
-                on_leaf(leaf)
-        # Replace the private function: `from torch.autograd import backward` keeps the old public
-        # one.
-        name = "_engine_run_backward"
-        if not hasattr(torch.autograd, name):
-            name = "backward"
-        run_backward = getattr(torch.autograd, name)
-
-        def run(roots: Any, *arguments: Any, **options: Any) -> Any:
-            # torch.autograd.grad accumulates nothing.
-            if not options.get("accumulate_grad", True):
-                return run_backward(roots, *arguments, **options)
-            nodes = [
-                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-                for root in ([roots] if isinstance(roots, torch.Tensor) else roots)
-                if isinstance(root, GradientEdge) or root.requires_grad
-            ]
-            is_searched = self._has_new_size(nodes) or self._is_split or self._in_trials
-            new_leaves = self._new_leaves(nodes) if is_searched else []
-            if self._is_split:
-                check_hooks(new_leaves)
-            for leaf in new_leaves:
-                on_leaf(leaf)
-            try:
-                return run_backward(roots, *arguments, **options)
-            except Exception as error:
-                if is_searched or not is_out_of_memory(error):
-                    raise
-                if any(leaf.grad is not None for leaf in self._new_leaves(nodes)):
-                    remedy = (
-                        "memory ran out in a backward that reached a leaf which the module does not"
-                        " have and no earlier batch has used, so its gradient cannot be restored;"
-                        " pass one module that has all trained parameters"
-                    )
-                    # With the OOM as its cause, this error would be retried.
-                    raise SettingError("model", "without a trained leaf", remedy) from None
-                raise
-
-        with replaced(torch.autograd, **{name: run}):
-            yield
-
-    def _has_new_size(self, nodes: Iterable[Any]) -> bool:
-        """Return whether no earlier graph had the number of nodes of this one."""
-        numbers = [node._sequence_nr() for node in nodes if hasattr(node, "_sequence_nr")]
-        if not numbers:
-            return True
-        latest_node = max(numbers)
-        thread = threading.get_ident()
-        # Numbers are consecutive, so the difference counts the nodes since the last backward.
-        size = latest_node - self._latest_nodes.get(thread, 0)
-        self._latest_nodes[thread] = latest_node
-        is_new = size not in self._sizes
-        self._sizes.add(size)
-        return is_new
-
-    def _new_leaves(self, nodes: Collection[Any]) -> list[torch.Tensor]:
-        """Return the external leaves of a graph that are not known yet, and remember them."""
-        own = set(map(id, self._own_leaves()))
-        new = []
-        visited = set(nodes)
-        unvisited = list(nodes)
-        while unvisited:
-            node = unvisited.pop()
-            following = node.next_functions
-            if not following and node.name() == "torch::autograd::AccumulateGrad":
-                leaf = node.variable
-                known = self._known.get(id(leaf))
-                if id(leaf) not in own and (known is None or known() is not leaf):
-                    self._known[id(leaf)] = weakref.ref(leaf)
-                    new.append(leaf)
-            for next_node, _ in following:
-                if next_node is not None and next_node not in visited:
-                    visited.add(next_node)
-                    unvisited.append(next_node)
-        return new
+def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:
+    """Yield the leaves in whose gradients a backward from these roots accumulates."""
+    unvisited: list[Any] = [
+        root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+        for root in ([roots] if isinstance(roots, torch.Tensor) else roots)
+        if isinstance(root, GradientEdge) or root.requires_grad
+    ]
+    visited = set(unvisited)
+    while unvisited:
+        node = unvisited.pop()
+        following = node.next_functions
+        if not following and node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        for next_node, _ in following:
+            if next_node is not None and next_node not in visited:
+                visited.add(next_node)
+                unvisited.append(next_node)
 
 
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor | None:

@@ -189,6 +189,12 @@ class RowsOfBatch(BatchSource):
             remedy = f"nothing in it shows the number of rows ({self.treatment}); {SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
         self.num_rows = num_rows
+        # Values of the shape `[rows, columns]` by name.
+        self._tables: dict[str, torch.Tensor] = {}
+        if isinstance(batch, _MAPPING):
+            for name, value in batch.items():
+                if is_table(value) and value.shape[0] == num_rows:
+                    self._tables[name] = value
         for name, value in _values(batch, known=self.is_divided, num_rows=num_rows):
             # Do not decide for None or an empty list: the next batch may have a value for each row.
             if length := _length(value):
@@ -198,14 +204,9 @@ class RowsOfBatch(BatchSource):
     def width(self) -> int:
         """Padded length of the rows; 0 if unknown."""
         for name in ("attention_mask", "tokens", "input_ids"):
-            table = self._get(name)
-            if self._is_table(table):
-                return table.shape[1]
+            if name in self._tables:
+                return self._tables[name].shape[1]
         return 0
-
-    def _get(self, name: str) -> Any:
-        """Return the value of a key; None in a batch without keys."""
-        return self._batch.get(name) if isinstance(self._batch, _MAPPING) else None
 
     @cached_property
     def lengths(self) -> list[int] | None:
@@ -226,43 +227,46 @@ class RowsOfBatch(BatchSource):
             return torch.ones_like(shown_by, dtype=torch.bool)
         used = torch.zeros_like(shown_by, dtype=torch.bool)
         for name, padding in _KNOWN_PADDING.items():
-            table = self._get(name)
-            if self._is_table(table) and table.shape == shown_by.shape:
+            table = self._tables.get(name)
+            if table is not None and table.shape == shown_by.shape:
                 used |= (table != padding).to(used.device)
-        if self._get("attention_mask") is None:
+        tokens = self._tokens
+        if tokens is not None and "attention_mask" not in self._tables:
             # After the last label of a row, its padding repeats one token.
-            used |= self._tokens != self._tokens[:, -1:]
+            used |= tokens != tokens[:, -1:]
         return used
 
     @property
-    def _tokens(self) -> Any:
-        return self._batch.get("tokens", self._batch.get("input_ids"))
+    def _tokens(self) -> torch.Tensor | None:
+        return self._tables.get("tokens", self._tables.get("input_ids"))
 
     def _table_that_shows_padding(self) -> torch.Tensor | None:
         """Return the attention mask, or without one the labels beside tokens; None if unknown."""
-        mask = self._get("attention_mask")
-        if mask is not None:
-            return mask if self._is_table(mask) else None
-        labels = self._get("labels")
-        if not (self._is_table(labels) and self._is_table(self._tokens)):
+        if isinstance(self._batch, _MAPPING) and self._batch.get("attention_mask") is not None:
+            return self._tables.get("attention_mask")
+        labels, tokens = self._tables.get("labels"), self._tokens
+        if labels is None or tokens is None or labels.is_floating_point():
             return None
-        is_like_tokens = labels.shape == self._tokens.shape and not labels.is_floating_point()
-        return labels if is_like_tokens else None
+        return labels if labels.shape == tokens.shape else None
 
     def _must_keep_columns(self, shown_by: torch.Tensor) -> bool:
         """Return whether the padding of some tensor is unknown."""
-        tokens_differ = self._is_table(self._tokens) and self._tokens.shape != shown_by.shape
+        tokens = self._tokens
+        tokens_differ = tokens is not None and tokens.shape != shown_by.shape
         if tokens_differ or self._has_other_tensor_as_wide():
             return True
         # An additive mask is 0 for a token and a large negative number for padding.
-        return self._get("attention_mask") is not None and bool((shown_by < 0).any())
+        return "attention_mask" in self._tables and bool((shown_by < 0).any())
 
     def _has_other_tensor_as_wide(self) -> bool:
         """Return whether another tensor has the width of the rows, with unknown padding."""
         if self._row_lengths is not None:
             return False
-        named = [self._get(name) for name in (*_KNOWN_PADDING, *_OTHER_PADDED)]
-        padded = {id(table) for table in named if self._is_table(table)}
+        padded = {
+            id(table)
+            for name, table in self._tables.items()
+            if name in _KNOWN_PADDING or name in _OTHER_PADDED
+        }
         return any(
             isinstance(tensor, PackedSequence)
             or getattr(tensor, "is_nested", False)
@@ -270,10 +274,6 @@ class RowsOfBatch(BatchSource):
             for tensor in arrays_in(self._batch)
             if id(tensor) not in padded
         )
-
-    def _is_table(self, value: Any) -> TypeGuard[torch.Tensor]:
-        """Return whether a value is a tensor `[rows, columns]` with the rows of the batch."""
-        return is_table(value) and value.shape[0] == self.num_rows
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some rows; the script's own tensors if these are all rows.
@@ -303,8 +303,7 @@ class RowsOfBatch(BatchSource):
                 )
                 raise SettingError("batch", type(self._batch).__name__, remedy)
             some_rows = _select(value, rows)
-            is_cut = used_width is not None and self._is_table(value)
-            if is_cut and value.shape[1] == self.width:
+            if used_width is not None and is_table(value) and value.shape[1] == self.width:
                 # Models call view() on their labels, which needs contiguous rows.
                 return some_rows[:, :used_width].contiguous()
             return some_rows
@@ -314,8 +313,8 @@ class RowsOfBatch(BatchSource):
     def dummy(self) -> Any:
         """Return the row with the most labels: the mean loss of no label is NaN."""
         row = 0
-        labels = self._get("labels")
-        if self._is_table(labels):
+        labels = self._tables.get("labels")
+        if labels is not None:
             row = int((labels[:, 1:] != IGNORE_INDEX).sum(dim=1).argmax())
         return self.part([row])
 
@@ -335,7 +334,7 @@ class RowsOfBatch(BatchSource):
         for name, value in _values(self._batch, known=self.is_divided):
             treatment = "kept whole"
             if self.is_divided.get(name):
-                is_cut = self.cuts and self._is_table(value) and value.shape[1] == self.width
+                is_cut = self.cuts and is_table(value) and value.shape[1] == self.width
                 treatment = "divided and cut" if is_cut else "divided"
             names.setdefault(treatment, []).append(name or "the batch")
         return "; ".join(f"{', '.join(keys)} {treatment}" for treatment, keys in names.items())
@@ -565,6 +564,12 @@ class LabelCounter:
         if labels.dim() == 2 and labels.shape[1] > 1 and not counts_first:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).count_nonzero())
+
+
+def shares_of(counts: Sequence[float]) -> tuple[float, ...]:
+    """Return the share of each part in the labels; zeros without labels."""
+    total = sum(counts) or 1
+    return tuple(count / total for count in counts)
 
 
 def has_shifted_labels(batch: Any) -> bool:

@@ -19,11 +19,17 @@ from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, m
 from adaptive_batch.distributed import local_part
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
-from .micro_batch_runner import MicroBatchRunner, OutOfMemoryElsewhereError
 from .model_checks import evaluation_mode
 from .packing import isolated_rows
 from .sizing import MicroBatchSizer
-from .step import MicroBatchPlan, RankReport, Step, Weighting
+from .step import (
+    MicroBatchPlan,
+    MicroBatchRunner,
+    OutOfMemoryElsewhereError,
+    RankReport,
+    Step,
+    Weighting,
+)
 from .step_result import StepResult
 
 Row = Any

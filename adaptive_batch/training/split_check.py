@@ -18,9 +18,9 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
-from .gradient_passes import Comparison, GradientPasses, Parts, Sample, shares_of
+from .gradient_passes import Comparison, GradientPasses, Parts, Sample
 from .model_checks import gradient_hooks, has_batch_norm, some_names
-from .parts import BatchSource, LabelCounter, arrays_in, has_shifted_labels
+from .parts import BatchSource, LabelCounter, arrays_in, has_shifted_labels, shares_of
 
 if TYPE_CHECKING:
     from .adaptive_step import PartStep
@@ -125,7 +125,6 @@ class SplitCheck:
             )
         if not self._begin_split(counts, rows):
             return
-        self._step.external_leaves.begin_step(is_split=True)
         self._num_parts = num_parts
         self._lacks_gradient = False
         with RandomState(self._step.memory.device):

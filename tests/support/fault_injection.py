@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import LimitChange
-from adaptive_batch.training.micro_batch_runner import MicroBatchRunner
+from adaptive_batch.training.step import MicroBatchRunner
 
 PHASES = ("forward", "backward", "around them")
 
