@@ -1,5 +1,5 @@
-"""The engine: ranks agree on the micro-batches of a step and run them; after an OOM all ranks repeat
-the step with a smaller limit.
+"""The engine: ranks agree on the micro-batches of a step and run them; after an OOM all ranks run
+the step again with a smaller limit.
 
 The failed attempt is undone first, so that the retry leaves the same bits as a step that had the
 smaller limit from the start. Either all ranks fail an attempt or none does: a rank that had enough

@@ -1,6 +1,6 @@
 """A small training that runs out of memory at a chosen operation, for facts about replays.
 
-Shared by test_micro_batch_runner.py (a short form) and benchmarks/faults.py (every
+Shared by test_step.py (a short form) and benchmarks/faults.py (every
 operation).
 """
 
