@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from array import array
 from fractions import Fraction
 
@@ -150,36 +149,6 @@ def test_the_state_of_a_wrapped_optimizer_counts(kind):
             optimizer.inner.state[parameter]["moment"] = torch.ones_like(parameter)
     assert states_of(optimizer, model) == expected
     assert all(state["moment"].sum() for state in optimizer.inner.state.values())
-
-
-class Averaging(torch.optim.SGD):
-    """An optimizer with an average of the weights, and attributes that cannot be copied."""
-
-    def __init__(self, model, *, locks):
-        super().__init__(model.parameters())
-        self.model = model
-        self.averages = [parameter.detach().clone() for parameter in model.parameters()]
-        self.decay = lambda average: average.mul_(0.9)
-        self.lock = threading.Lock()
-        self.locks = locks
-
-    def step(self, closure=None):
-        super().step()
-        for average, parameter in zip(self.averages, self.model.parameters(), strict=True):
-            self.decay(average).add_(parameter, alpha=0.1)
-        if self.locks:
-            self.lock.acquire()
-
-
-def test_other_tensors_of_an_optimizer_count_and_are_not_changed():
-    model = Tied()
-    optimizer = Averaging(model, locks=False)
-    before = [average.clone() for average in optimizer.averages]
-    num_bytes, _ = states_of(optimizer, model)
-    assert num_bytes == sum(4 * parameter.numel() for parameter in model.parameters())
-    assert all(map(torch.equal, before, optimizer.averages))
-    with pytest.raises(SettingError, match=r"^optimizer='Averaging': its step reads 'lock', which"):
-        states_of(Averaging(model, locks=True), model)
 
 
 def test_foreach_is_chosen_as_on_cuda():

@@ -6,7 +6,6 @@ benchmarks/traceless.py runs all combinations.
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 
 import pytest
@@ -172,43 +171,6 @@ def test_the_smallest_budget_is_the_peak_of_one_row(in_backward):
     refusal(training, needed - 1)
     with training.rehearsal(budget_bytes=needed) as trial:
         assert trial(1).fits
-
-
-@pytest.mark.parametrize(
-    "error",
-    [Mishap("index out of range"), RuntimeError("CUDA error: device-side assert triggered")],
-)
-def test_another_error_names_the_size(error):
-    training = Training(Case("AdamW"))
-
-    def fail(rows):
-        training.forward_backward(rows)
-        if rows == 8:
-            raise error
-
-    expected = re.escape(f"a trial of 8 rows failed, not because of memory: {error}")
-    with (
-        pytest.raises(RuntimeError, match=expected),
-        training.rehearsal(forward_backward=fail) as trial,
-    ):
-        trial(8)
-
-
-def test_an_interrupt_passes_through_and_leaves_no_trace():
-    training = Training(Case("AdamW", resumed=True))
-    before = training.everything()
-
-    def interrupted(rows):
-        training.forward_backward(rows)
-        if rows == 2:
-            raise KeyboardInterrupt
-
-    with (
-        pytest.raises(KeyboardInterrupt),
-        training.rehearsal(forward_backward=interrupted) as trial,
-    ):
-        trial(2)
-    assert differences(before, training.everything()) == []
 
 
 def test_a_retry_of_the_allocator_does_not_fit():

@@ -154,17 +154,6 @@ def test_rolled_back_steps_are_not_drawn_but_events_are_marked(tmp_path):
     assert "<dt>steps rolled back</dt><dd>5</dd>" in page
 
 
-def test_only_the_last_run_of_a_file_is_shown(tmp_path):
-    records = full_records(12)
-    records.start()
-    records.samples = {0: 0}
-    records.step(1)
-    found = facts(records)
-    assert (found["steps"], found["restarts"]) == ("1", "0")
-    page = write_report(records.write(tmp_path))[0].read_text()
-    assert "the last run is audited; other runs in the file: 1" in page
-
-
 def test_a_nonfinite_loss_is_noted_and_marked(tmp_path):
     records = Records()
     records.start()

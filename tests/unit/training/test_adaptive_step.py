@@ -100,16 +100,6 @@ def decoder(**options: Any) -> Decoder:
 # --- one part
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("sample", 8), ("batch_size", 0), ("batch_size", "8"), ("accumulates", 2)]
-)
-def test_an_argument_of_a_search_that_cannot_be_used_is_refused(key, value):
-    model = nn.Linear(2, 2)
-    arguments = {"sample": lambda num_rows: torch.ones(num_rows, 2), key: value}
-    with pytest.raises(SettingError, match=f"^{key}={value!r}: give "):
-        AdaptiveStep(model, print).find_bound(torch.optim.SGD(model.parameters()), **arguments)
-
-
 # --- splits
 
 
@@ -761,25 +751,6 @@ def test_one_part_has_the_bits_of_one_forward_in_which_the_ratio_is_taken():
         buffers = dict(page.model.named_buffers())
         ends.append(bits({**taken_gradients(page.model), **buffers}))
     assert ends[0] == ends[1]
-
-
-def test_statistics_count_rows_without_a_label_and_see_a_batch_that_they_may_change(page):
-    batch = page.batch(ROW_LENGTHS)
-    batch["completion_mask"][2:4] = False
-    seen = []
-
-    def count(part: Part) -> dict[str, Any]:
-        assert not torch.is_grad_enabled()
-        tokens = part.batch.pop("tokens")
-        return {"rows": len(tokens), "tokens": tokens.sum()}
-
-    def loss(part: Part) -> None:
-        seen.extend([] if part.is_trial else [part.statistics])
-        page.token_mean(part)
-
-    arguments = {"micro_batch_size": 2, "num_labels": page.completion_tokens}
-    AdaptiveStep(page.model, loss, statistics=count, **arguments)(batch)
-    assert seen == [{"rows": 7, "tokens": batch["tokens"].sum()}] * 3
 
 
 def means(page: Page, part: Part) -> dict[str, torch.Tensor]:

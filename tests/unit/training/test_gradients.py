@@ -21,13 +21,6 @@ from adaptive_batch.training import AdaptiveStep, find_max_batch_size
 NUM_ROWS = 12
 
 
-def backward_by_the_engine(tensors, *arguments, **options):
-    """Run backward of a scalar as a torch without the private function would."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        (tensors,), (torch.ones_like(tensors),), False, False, (), True, True
-    )
-
-
 class Task:
     """An encoder that is given to a step, and leaves of three kinds that are not.
 
@@ -112,14 +105,6 @@ def test_a_failed_attempt_leaves_no_gradient_of_any_leaf(earlier, place, number,
     for leaf, gradient in zip(task.leaves, held, strict=True):
         # Autograd too adds to a gradient in place.
         assert gradient is None or leaf.grad is gradient
-
-
-def test_private_names_of_torch_are_not_needed(monkeypatch):
-    monkeypatch.setattr(torch.autograd, "backward", backward_by_the_engine)
-    # It needs the private function of this torch.
-    monkeypatch.setattr(torch.autograd, "grad", lambda *_: None)
-    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
-    test_a_failed_attempt_leaves_no_gradient_of_any_leaf(True, "backward", 1, {})
 
 
 def test_an_error_of_the_script_leaves_the_earlier_gradients_of_all_leaves():

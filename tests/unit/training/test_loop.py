@@ -12,7 +12,6 @@ from support.sharded_model import Decoder, collate, token_losses, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adaptive_batch import OOMPolicy
 from adaptive_batch.errors import GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.report import RunLog, audit, read_records, write_report
 from adaptive_batch.schedules import at_epochs, geometric
@@ -128,28 +127,6 @@ def test_a_step_that_stops_can_be_run_again():
 
 
 # --- going on
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "amount"),
-    [(None, None, 5), (None, 10, 5), (None, 8, 8), (10, None, 5), (8, None, 8)],
-)
-def test_a_lowered_limit_goes_on_unless_another_bound_is_found(before, after, amount):
-    model = Decoder()
-    loss = RunsOut(model, most=5, after=10**6)
-    options = {"batch_size": 10, "oom_policy": OOMPolicy(grow_after=100)}
-    one, other = training(model=model, mean_loss=loss, **options), training(**options)
-    one.loop.find_bound(device_memory="1GiB", maximum=10)
-    loss.left = 0  # what fitted then
-    train(one)
-    assert one.loop.limit.amount == 5
-    if before:
-        other.loop.find_bound(device_memory="1GiB", maximum=before)
-    other.loop.load_state_dict(one.loop.state_dict())
-    if after:
-        other.loop.find_bound(device_memory="1GiB", maximum=after)
-    train(other, epochs=2)
-    assert other.loop.limit.amount == amount
 
 
 @pytest.mark.parametrize(

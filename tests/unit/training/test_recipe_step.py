@@ -224,18 +224,6 @@ def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, limit, 
     assert gradients(batch, MicroBatchLimit(limit), **settings)[0].noise is None
 
 
-@pytest.mark.parametrize("limit", [None, 1e-3])
-def test_norms_of_16_bit_gradients_are_as_precise_as_of_others(limit):
-    """Their own type would round each to a part in 256, and the noise is a difference."""
-    net, other = (model().bfloat16() for _ in range(2))
-    measures = runner(net, MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit)
-    sample = measures.run(UNEQUAL).noise
-    runner(other, MicroBatchLimit(2)).run(UNEQUAL)
-    exact = squared_norm(parameter.grad for parameter in other.parameters())
-    assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-6)
-    assert sample.small_squared_norm.dtype == sample.big_squared_norm.dtype == torch.float32
-
-
 # --- evaluation
 
 
