@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from adaptive_batch.__main__ import main
@@ -50,11 +48,6 @@ def test_an_unknown_name_is_refused_with_the_nearest_names(tmp_path, name, near)
         copy_config(name, tmp_path)
     assert (refused.value.key, refused.value.value) == ("NAME", name)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_copies_and_prints_the_path(tmp_path, capsys):
-    assert main(["configs", "demo_cpu", str(tmp_path)]) == 0
-    assert Path(capsys.readouterr().out.strip()) == tmp_path / "demo_cpu.yaml"
 
 
 @pytest.mark.parametrize(
