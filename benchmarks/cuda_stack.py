@@ -159,10 +159,10 @@ class Estimated:
         settings = Settings.from_config(self._cfg)
         estimator = Estimator(self._cfg, settings, [self.device], builder_of(self._cfg))
         with estimator._run(self._cfg, [self._length], 1, self.device) as run:
-            plan = run.job.settings.search_plan
-            needs_search = run.job.settings.configured_size.needs_search
+            settings = run.job.settings
+            is_auto = settings.micro_batch_limit == "auto"
             rows, _ = run.rows_of(self._length)
-            self._step = run.step(rows, accumulates=plan.has_several or needs_search)
+            self._step = run.step(rows, accumulates=settings.has_several or is_auto)
             self._run = run.forward_backward(rows)
             yield self
 

@@ -110,8 +110,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_steps(self) -> None:
         """Set up the batches, and check everything that needs no weights."""
-        self.sizers = self.data.sizers(self.log.limit_change)
-        self.batches = self.resumed.batches(self.data, self.sizers.training, event=self.log.event)
+        self.sizer = self.data.new_sizer(self.log.limit_change)
+        self.batches = self.resumed.batches(self.data, self.sizer, event=self.log.event)
         # Batches grow, so the loader returns lists of rows; each micro-batch is collated later.
         self.loader: DataLoader[Any] = DataLoader(
             self.data.dataset, batch_sampler=self.batches, collate_fn=list
@@ -121,7 +121,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
         if self.settings.searches:
             self.limit_finder.check()
-        self.preview = TrainingPreview(self.job, self.batches, self.sizers.training, self.resumed)
+        self.preview = TrainingPreview(self.job, self.batches, self.sizer, self.resumed)
         self.preview.check()
 
     def _setup_log(self) -> None:
@@ -138,16 +138,16 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.log.start(self.resumed, replaces=self.saver.replaces)
         if self.watch and self.limit_finder.lost:
             self.watch.on_end = partial(
-                self.limit_finder.lost.write_down, conditions=self.sizers.training.conditions
+                self.limit_finder.lost.write_down, conditions=self.sizer.conditions
             )
 
     def _setup_model(self) -> None:
         """Load weights and optimizer, and search for limits."""
-        self.trainer = Trainer.load(self.job, self.data, self.store, self.sizers)
+        self.trainer = Trainer.load(self.job, self.data, self.store, self.sizer)
         self.saver.check(self.trainer)
-        self.saver.register("limits", self.sizers.training)
-        if self.sizers.reference is not None:
-            self.saver.register("reference_limits", self.sizers.reference)
+        self.saver.register("limits", self.sizer)
+        if self.trainer.engine.reference is not None:
+            self.saver.register("reference_limits", self.trainer.engine.reference.sizer)
         if self.resumed.saved:
             self.store.load_optimizer(self.trainer)
             self.resumed.change_optimizer(self.trainer.optimizers)
@@ -265,7 +265,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             progress,
             rates=rates,
             numbers=step.numbers,
-            num_out_of_memory=self.sizers.training.num_out_of_memory,
+            num_out_of_memory=self.sizer.num_out_of_memory,
             full_batch_loss=self.monitor.add_loss(result),
         )
         if self.validation:

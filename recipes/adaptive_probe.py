@@ -66,7 +66,7 @@ def probe(
     limit_finder = LimitFinder(job, data, watch=watch)
     store = RunStore(job)
     limit_finder.check()
-    trainer = Trainer.load(job, data, store, data.sizers())
+    trainer = Trainer.load(job, data, store, data.new_sizer())
     trainer.check_layout()
     store.load_optimizer(trainer)
     results = []

@@ -44,8 +44,6 @@ class NoSizer:
         batch_tokens: tokens of a step on one device; None if it holds rows.
     """
 
-    waits_for_search = False
-
     def __init__(self, maximum: int | None, batch_tokens: int | None) -> None:
         self.max_batch_size = maximum
         self.layout = MicroBatchLayout()
@@ -176,7 +174,7 @@ class AdaptiveBatches(Batches):
         if self.batching.batch_size_schedule is not None:
             remedy = "batch_size_schedule decides what a step holds; set one of them"
             raise SettingError("batch_size", batch_size, remedy)
-        super().set_batch_size(check_whole("batch_size", batch_size))
+        self.batch_size = check_whole("batch_size", batch_size)
 
     def rows_on_largest_rank(self, batch_size: int) -> int:
         """Return the rows of a step on the rank with most; the number of ranks may differ from that

@@ -50,14 +50,10 @@ class Sizer(Protocol):
     """Limit and layout of a micro-batch.
 
     `max_batch_size` is the most rows that were tried and fit; None before a search.
-    `waits_for_search` is true while a search must find the limit before a step can run.
     """
 
     max_batch_size: int | None
     layout: MicroBatchLayout
-
-    @property
-    def waits_for_search(self) -> bool: ...
 
     def limit(self, batch_size: int) -> MicroBatchLimit: ...
 
@@ -103,7 +99,8 @@ class Batches(Sampler[list[int]]):
         num_rows: rows of an epoch.
         ranks: number of ranks that training began with; a step has `batch_size` rows for each.
         batch_size: current rows of a batch on one device, which run at once if they fit; a step
-            accumulates `gradient_accumulation_steps` of them.
+            accumulates `gradient_accumulation_steps` of them. It may be set between two epochs or
+            after :meth:`resume`.
         first_batch_size: batch size when training began; None before.
         saved_maximum: maximum batch size when the checkpoint was saved; a schedule keeps it on a
             smaller device.
@@ -248,10 +245,6 @@ class Batches(Sampler[list[int]]):
         if self.batching.batch_size_schedule:
             return max(max_batch_size, self.saved_maximum)
         return max_batch_size
-
-    def set_batch_size(self, batch_size: int) -> None:
-        """Set the batch size, between two epochs or after :meth:`resume`."""
-        self.batch_size = batch_size
 
     def begin_with(self, batch_size: int) -> None:
         """Set the initial batch size of training."""

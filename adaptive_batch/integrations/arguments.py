@@ -19,8 +19,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import RULES
 from adaptive_batch.training import (
     AdaptiveStep,
-    ConfiguredSize,
     LongestRows,
+    MicroBatchSizer,
     Part,
     ProbeOptions,
     SplitBatch,
@@ -104,7 +104,7 @@ class AdaptiveArguments(PlainArguments):
                 remedy = f"it cannot be imported: {error}; give a path such as my_module.grow"
                 raise SettingError("batch_increase_function", path, remedy) from error
             object.__setattr__(self, "batch_increase_function", function)
-        ConfiguredSize(
+        MicroBatchSizer(
             micro_batch_size=self.micro_batch_size, micro_batch_tokens=self.micro_batch_tokens
         )
         ProbeOptions(self.device_memory, self.headroom)

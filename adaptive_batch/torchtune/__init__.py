@@ -1,7 +1,7 @@
 """The parts of the recipes; the only package that imports torchtune or omegaconf."""
 
 from .checks import check_output_dir, without_effect
-from .data import Data, Sizers
+from .data import Data
 from .estimates import estimate_devices
 from .job import Job
 from .launch import (
@@ -37,7 +37,6 @@ __all__ = [
     "RunStore",
     "Saver",
     "Settings",
-    "Sizers",
     "StepMonitor",
     "Task",
     "Trainer",

@@ -209,6 +209,11 @@ _RULES: tuple[_Rule, ...] = (
         "there is nothing to validate on; set dataset_val to a dataset block",
     ),
     (
+        "micro_batch_tokens",
+        lambda s, c: s.micro_batch_size and s.micro_batch_tokens,
+        "micro_batch_size={s.micro_batch_size} is set too; remove one",
+    ),
+    (
         "batch_tokens",
         lambda s, c: s.batch_tokens and s.batch_changes,
         "use_maximum_batch_size and batch_increase_function set the rows of a step; remove them"
@@ -219,12 +224,12 @@ _RULES: tuple[_Rule, ...] = (
         lambda s, c: (
             s.uniform_micro_batches in ("rows", "both")
             and not (s.batch_changes or s.grows or s.batch_tokens)
-            and isinstance(s.configured_size.micro_batch_size, int)
-            and 1 < s.configured_size.micro_batch_size < s.step_rows
-            and all(s.step_rows % rows for rows in range(2, s.configured_size.micro_batch_size + 1))
+            and isinstance(s.micro_batch_size, int)
+            and 1 < s.micro_batch_size < s.step_rows
+            and all(s.step_rows % rows for rows in range(2, s.micro_batch_size + 1))
         ),
         "the {s.step_rows} rows of a step divide into equal micro-batches of up to"
-        " {s.configured_size.micro_batch_size} only one by one; change batch_size or"
+        " {s.micro_batch_size} only one by one; change batch_size or"
         " micro_batch_size so that one divides the other",
     ),
     (
@@ -293,15 +298,15 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
         "no gradient is left to measure; remove it",
     ),
     ("batch_tokens", lambda s, c: s.batch_tokens, _STEPPED),
-    ("micro_batch_tokens", lambda s, c: s.configured_size.micro_batch_tokens, _STEPPED),
+    ("micro_batch_tokens", lambda s, c: s.micro_batch_tokens, _STEPPED),
     ("uniform_micro_batches", lambda s, c: s.uniform_micro_batches, _STEPPED),
     ("grow_beyond_maximum", lambda s, c: s.grow_beyond_maximum, _STEPPED),
     ("micro_batch_layout", lambda s, c: s.layout_kind.sorts, _STEPPED),
     (
         "micro_batch_size",
         lambda s, c: (
-            isinstance(s.configured_size.micro_batch_size, int)
-            and (s.configured_size.micro_batch_size < s.batch_size or s.batch_changes or s.grows)
+            isinstance(s.micro_batch_size, int)
+            and (s.micro_batch_size < s.batch_size or s.batch_changes or s.grows)
         ),
         _STEPPED,
     ),
@@ -310,7 +315,7 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
 
 def _is_one_micro_batch(s: Settings) -> bool:
     """Return whether a step that the noise scale is measured in is one micro-batch."""
-    size = s.configured_size.micro_batch_size
+    size = s.micro_batch_size
     if size is None:
         return s.gradient_accumulation_steps == 1 and not s.grow_beyond_maximum
     rows = s.step_rows
@@ -333,7 +338,7 @@ _NOISE: tuple[_Rule, ...] = (
     ),
     (
         "",
-        lambda s, c: s.configured_size.micro_batch_tokens is not None,
+        lambda s, c: s.micro_batch_tokens is not None,
         "micro_batch_tokens cuts micro-batches by length; use micro_batch_size",
     ),
     (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import NoneType
@@ -33,7 +33,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import (
-    ConfiguredSize,
     LimitChange,
     LongestRows,
     MicroBatchSizer,
@@ -57,37 +56,6 @@ _MEASURING_KEYS = (
 
 # Rows that are collated before weights load, to see that they can be.
 _COLLATED_FIRST = 4
-
-
-@dataclass(frozen=True)
-class Sizers:
-    """Sizers of a run, which decide the size of a micro-batch.
-
-    Attributes:
-        training: sizer of training.
-        reference: sizer of the reference; None if it runs within training's micro-batches.
-    """
-
-    training: MicroBatchSizer
-    reference: MicroBatchSizer | None = None
-
-
-def counted_by(
-    training: MicroBatchSizer, on_change: Callable[..., object], *, kind: str
-) -> Callable[[LimitChange], None]:
-    """Return a callback for changes of a limit other than training's.
-
-    Args:
-        training: sizer of training, which counts all out-of-memory errors.
-        on_change: function that is called with each change and its kind.
-        kind: kind of the changes.
-    """
-
-    def changed(change: LimitChange) -> None:
-        training.count_out_of_memory(not change.grows)
-        on_change(change, kind=kind)
-
-    return changed
 
 
 class Collator:
@@ -344,34 +312,21 @@ class Data:
 
     # --- micro-batches
 
-    def sizers(self, on_change: Callable[..., object] = lambda change, **kind: None) -> Sizers:
-        """Return the sizers before a search.
+    def new_sizer(
+        self, on_change: Callable[[LimitChange], object] = lambda change: None
+    ) -> MicroBatchSizer:
+        """Return the sizer of training before a search.
 
         Args:
-            on_change: function that is called with each change of a limit; for the reference with
-                ``kind="reference_limit"``.
+            on_change: function that is called with each change of a limit.
         """
-        job = self._job
-        layout = self.configured_layout
-        training = MicroBatchSizer(
-            job.settings.configured_size, layout=layout, memory=job.memory, on_change=on_change
+        return MicroBatchSizer(
+            micro_batch_size=self._settings.micro_batch_size,
+            micro_batch_tokens=self._settings.micro_batch_tokens,
+            layout=self.configured_layout,
+            memory=self._job.memory,
+            on_change=on_change,
         )
-        rows = job.settings.reference_micro_batch_size
-        if rows is None:
-            return Sizers(training)
-        size = ConfiguredSize(micro_batch_size=rows)
-        if size.needs_search:
-            size = ConfiguredSize(micro_batch_tokens="auto")
-        if layout.uniform is None:
-            # The reference's values of a row do not depend on the other rows.
-            layout = layout.of_kind("grouped", time=layout.time)
-        reference = MicroBatchSizer(
-            size,
-            layout=layout,
-            memory=job.memory,
-            on_change=counted_by(training, on_change, kind="reference_limit"),
-        )
-        return Sizers(training, reference)
 
     def _without_padding(self, row: Mapping[str, Any]) -> int:
         real = (row["tokens"] != self._pack_padding).nonzero()
@@ -406,7 +361,7 @@ class Data:
         # A row that the model does not take is refused now, not when training needs its length.
         if settings.uniform_micro_batches or settings.rate.lr_clock.counts_tokens:
             _ = self.dataset.lengths
-        tokens = settings.configured_size.micro_batch_tokens
+        tokens = settings.micro_batch_tokens
         if isinstance(tokens, int):
             needed = self.configured_layout.padded(int(self.dataset.lengths.max()))
             if tokens < needed:

@@ -146,7 +146,7 @@ class Estimator:
     def left_out(self, run: FakeRun) -> list[str]:
         """Return a sentence for each thing that is not counted."""
         not_counted = list(run.left_out)
-        if self._settings.configured_size.needs_search:
+        if self._settings.micro_batch_limit == "auto":
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
@@ -192,9 +192,7 @@ class Estimator:
                 settings = run.job.settings
                 # All lengths are checked before the first is estimated.
                 rows = [run.rows_of(length) for length in wanted]
-                accumulates = (
-                    settings.search_plan.has_several or settings.configured_size.needs_search
-                )
+                accumulates = settings.has_several or settings.micro_batch_limit == "auto"
                 step = run.step(rows[0][0], accumulates=accumulates)
                 estimates = [
                     estimate_length(

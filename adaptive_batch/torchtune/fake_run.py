@@ -204,7 +204,7 @@ class FakeRun:
                 self.job,
                 self.data,
                 model,
-                self.data.sizers(),
+                self.data.new_sizer(),
                 second=second,
                 to_device=self.device.batch,
                 new_optimizer=self._new_optimizer,

@@ -89,7 +89,7 @@ class Job:
             torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Micro-batches of many shapes need dynamic shapes from the first graph on.
-        varies = settings.search_plan.chooses_fastest or not settings.layout_kind.is_usual
+        varies = settings.chooses_fastest or not settings.layout_kind.is_usual
         torch.compiler.config.assume_static_by_default = not varies
 
     def check_model(self) -> None:

@@ -108,7 +108,10 @@ class ProbeCache:
         if scope.layouts:
             # What is fastest depends on the lengths of all rows.
             lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
-            size = asdict(job.settings.configured_size)
+            size = {
+                "micro_batch_size": job.settings.micro_batch_size,
+                "micro_batch_tokens": job.settings.micro_batch_tokens,
+            }
             timed = [scope.layouts, scope.timed_rows, size, lengths]
         # Reading a row of some datasets draws random numbers, which training must not miss.
         with RandomState(job.device):
@@ -228,6 +231,10 @@ class LimitFinder:
         self._job = job
         self._data = data
         self._settings = job.settings
+        # Whether training begins with a power of two.
+        self._rounds = (
+            job.settings.probe.round_to_power_of_two and job.settings.use_maximum_batch_size
+        )
         self.lost = None
         if resumed is not None and not job.settings.preview:
             self.lost = LostRun(
@@ -249,7 +256,7 @@ class LimitFinder:
         """
         settings = self._settings
         grows = settings.batch_increase_function and not settings.use_maximum_batch_size
-        if grows and not settings.configured_size.is_given and settings.batch_size > self.most_rows:
+        if grows and not settings.micro_batch_limit and settings.batch_size > self.most_rows:
             remedy = (
                 f"{self.most_rows} rows are tried at most, as probe.maximum and the rows of an"
                 f" epoch allow; give {self.most_rows} or less"
@@ -269,7 +276,7 @@ class LimitFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        whole_step_rows = settings.search_plan.whole_step_rows
+        whole_step_rows = settings.whole_step_rows
         usable_rows = epoch_rows
         if whole_step_rows is not None:
             usable_rows = min(epoch_rows, whole_step_rows)
@@ -308,10 +315,9 @@ class LimitFinder:
         self._log_notes(trainer)
         trainer.check_layout()
         results = []
-        plan = settings.search_plan
-        if plan.chooses_fastest and saved:
+        if settings.chooses_fastest and saved:
             sizer.load_throughput(saved, kinds=trainer.layout_kinds)
-        if plan.is_needed:
+        if settings.searches_training:
             results = self.search_training(
                 trainer,
                 length=settings.probe.sequence_length,
@@ -320,7 +326,7 @@ class LimitFinder:
             )
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
-            self._take_batch(batches, results[-1], keeps_batch=resumed.keeps_batch)
+            self._take_batch(batches, results[-1], resumed)
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(result.num_out_of_memory for result in results))
@@ -373,22 +379,21 @@ class LimitFinder:
             DoesNotFitError: one row does not fit.
         """
         settings = self._settings
-        plan = settings.search_plan
         whole_step_rows = None
         if not settings.optimizer_in_bwd:
-            whole_step_rows = kept_step_rows or plan.whole_step_rows
+            whole_step_rows = kept_step_rows or settings.whole_step_rows
         layouts: tuple[str, ...] = ()
         timed_rows = 0
-        if plan.chooses_fastest and trainer.engine.sizer.throughput is None:
+        if settings.chooses_fastest and trainer.engine.sizer.throughput is None:
             # A step that changes its size may have as many rows as fit.
-            timed_rows = plan.whole_step_rows or 0
+            timed_rows = settings.whole_step_rows or 0
             if settings.batch_tokens and not settings.grows:
                 timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
             layouts = trainer.layout_kinds
         scope = SearchScope(
             self._data.trial_rows(length),
             # Fewer ranks than began the run have more rows of a step each.
-            accumulates=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
+            accumulates=settings.has_several or self._job.ranks > distributed.data_parallel_size(),
             whole_step_rows=whole_step_rows,
             layouts=layouts,
             timed_rows=timed_rows,
@@ -399,7 +404,7 @@ class LimitFinder:
             maximum=self.most_rows,
             sizer=sizer,
             report=lambda result: self.log_search("bound", "the largest batch", result),
-            rounds=plan.rounds,
+            rounds=self._rounds,
             path=self.path,
         )
 
@@ -461,22 +466,14 @@ class LimitFinder:
             search=result.record(),
         )
 
-    def _take_batch(self, batches: Batches, result: ProbeResult, *, keeps_batch: bool) -> None:
+    def _take_batch(self, batches: Batches, result: ProbeResult, resumed: ResumedRun) -> None:
         """Set the batch size to the result if asked; raise if the configured one does not fit."""
         settings = self._settings
         batch_size = batches.batch_size
         max_batch_size = result.max_batch_size
-        can_divide = settings.configured_size.is_given or settings.batch_size_schedule is not None
-        if keeps_batch:
-            if batch_size > max_batch_size:
-                message = (
-                    f"batch_size {batch_size} is kept; {rows_fit(max_batch_size)} here, so it runs"
-                    " as more micro-batches"
-                )
-                self._event("limit", message, before=batch_size, after=max_batch_size, unit="rows")
-            return
-        if settings.search_plan.sets_batch:
-            batches.set_batch_size(result.batch_size)
+        can_divide = settings.micro_batch_limit is not None or settings.batch_size_schedule
+        if resumed.takes_found_batch:
+            batches.batch_size = result.batch_size
             change = f"batch_size {batch_size} -> {result.batch_size}"
             self._event(
                 "batch_size",
@@ -485,6 +482,12 @@ class LimitFinder:
                 after=result.batch_size,
                 bound=max_batch_size,
             )
+        elif resumed.keeps_batch and batch_size > max_batch_size:
+            message = (
+                f"batch_size {batch_size} is kept; {rows_fit(max_batch_size)} here, so it runs as"
+                " more micro-batches"
+            )
+            self._event("limit", message, before=batch_size, after=max_batch_size, unit="rows")
         elif batch_size > max_batch_size and not can_divide:
             remedy = (
                 f"{rows_fit(max_batch_size)}; set batch_size={max_batch_size} or less"
@@ -544,7 +547,7 @@ class LimitFinder:
     ) -> None:
         """Find how many rows fit in a reference that runs before the step."""
         is_auto = self._settings.reference_micro_batch_size == "auto"
-        if is_auto or self._settings.search_plan.is_needed:
+        if is_auto or self._settings.searches_training:
             result = self.search_reference(trainer, step_rows=batches.step_rows, sizer=sizer)
             trainer.engine.sizer.count_out_of_memory(result.num_out_of_memory)
         saved = resumed.state_of("reference_limits")
@@ -666,6 +669,6 @@ class LimitFinder:
             rows = result.max_batch_size
         rows = min(rows, self.most_rows)
         batch_size = rows
-        if self._settings.search_plan.rounds:
+        if self._rounds:
             batch_size = 1 << rows.bit_length() - 1
         return ProbeResult(rows, batch_size, (), (), sequence_length=length)

@@ -114,9 +114,9 @@ class TrainingLog:
         """Record an event with its facts, and log its message unless `prints` is False."""
         self._record.event(kind, message, prints=prints, **facts)
 
-    def limit_change(self, change: LimitChange, *, kind: str = "limit") -> None:
+    def limit_change(self, change: LimitChange) -> None:
         """Log a changed limit of micro-batches."""
-        self.event(kind, change.describe(), **change.facts())
+        self.event(change.kind, change.describe(), **change.facts())
 
     def progress_bar(self, steps: Iterable[Item], batches: Batches) -> Iterator[Item]:
         """Yield the remaining steps of an epoch under a tqdm bar. Log lines appear above the bar.

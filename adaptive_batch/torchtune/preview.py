@@ -159,7 +159,7 @@ class TrainingPreview:
         settings = self._settings
         batches = self._batches
         rule = settings.batch_size_schedule
-        cuts = plans and not batches.sizer.waits_for_search
+        cuts = plans and not self._sizer.waits_for_search
         stages: list[Stage] = []
         last_key: object = None
         answers = {}
@@ -250,8 +250,7 @@ class TrainingPreview:
         settings = self._settings
         resumed = self._resumed
         lines = [message for _, message, _ in resumed.changes]
-        plan = settings.search_plan
-        if plan.is_needed:
+        if settings.searches_training:
             result = limit_finder.known()
             if result is None:
                 lines.append(
@@ -259,9 +258,9 @@ class TrainingPreview:
                 )
             else:
                 lines.append(f"bound: {result.max_batch_size}")
-                self._sizer.set_bound(result, checks=False)
-            if result is not None and plan.sets_batch and not resumed.keeps_batch:
-                self._batches.set_batch_size(result.batch_size)
+                self._sizer.set_bound(result)
+                if resumed.takes_found_batch:
+                    self._batches.batch_size = result.batch_size
         self._batches.begin_epoch()
         text, _ = self.table(self.plan_remaining())
         if distributed.is_rank_zero():

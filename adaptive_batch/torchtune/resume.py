@@ -90,6 +90,7 @@ class ResumedRun:
         begins_epoch_again: whether the epoch restarts because its remaining rows are unknown.
         keeps_batch: whether the run keeps the batch size of the checkpoint: always with a schedule;
             also if the size was found or grown, unless this run searches for it for the first time.
+        takes_found_batch: whether the run begins with the batch size that a search finds.
 
     Raises:
         SettingError: the configuration belongs to another run.
@@ -113,6 +114,11 @@ class ResumedRun:
         self.begins_epoch_again = self.keeps_batch = False
         if self.saved:
             self._resume(self.saved)
+        self.takes_found_batch = (
+            job.settings.use_maximum_batch_size
+            and job.settings.batch_size_schedule is None
+            and not self.keeps_batch
+        )
         for key, message in without_effect(job.settings, job.cfg).items():
             self.changes.append(("no_effect", message, {"key": key}))
         self.seed: int = self.conditions["seed"]
@@ -129,19 +135,22 @@ class ResumedRun:
         settings = self._settings
         # torchtune's sampler has its own seed.
         seed = 0 if settings.sample_order == "dataloader" else self.seed
+        batch_size = settings.batch_size
+        if self.keeps_batch:
+            # The rate of a schedule belongs to the batch that was configured when training began.
+            batch_size = self.saved["conditions"]["batch_size"]
         batches = Batches(
             data.dataset,
             replace(
                 settings,
                 seed=seed,
                 max_steps_per_epoch=self.max_steps_per_epoch,
-                batch_size=self.conditions["batch_size"],
+                batch_size=batch_size,
             ),
             sizer,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
             event=event,
         )
-        # The batch that the conditions name is the first epoch's; the current one may have grown.
         batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
         check_rate(self._job)
         couple_seesaw(self._job, batches)

@@ -32,7 +32,7 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, ConfiguredSize, ProbeOptions
+from adaptive_batch.training import ON_NONFINITE_LOSS, ProbeOptions
 
 from .checks import check_together
 from .configuration import (
@@ -271,29 +271,6 @@ class SavingSettings:
     )
 
 
-@dataclass(frozen=True)
-class SearchPlan:
-    """Searches before training, derived from all keys.
-
-    Attributes:
-        is_needed: whether training needs the maximum batch size.
-        chooses_fastest: whether the fastest micro-batches are chosen, not the largest.
-        whole_step_rows: rows of each step on one device if all steps have the configured rows; None
-            otherwise.
-        has_several: whether a step has several micro-batches even if it fits at once.
-        rounds: whether the power of two at or below the maximum is tried, too.
-        sets_batch: whether training begins with the maximum batch size, unless a checkpoint's is
-            kept.
-    """
-
-    is_needed: bool
-    chooses_fastest: bool
-    whole_step_rows: int | None
-    has_several: bool
-    rounds: bool
-    sets_batch: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings(Batching):
     """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning.
@@ -308,6 +285,12 @@ class Settings(Batching):
         batch_size_schedule: function `rule(progress) -> int` that returns the rows of a step on one
             device, or its real tokens with `batch_tokens`. See [below](#schedules-of-the-batch).
         preview: whether to print the plan of the training and stop before weights load.
+        micro_batch_size: maximum number of rows of a micro-batch. `auto`: found by a search (see
+            `probe.objective`). None: `batch_size`.
+        micro_batch_tokens: maximum number of tokens of a micro-batch, including padding. It must be
+            at least the length of the longest row. `auto`: found by a search. None: no limit in
+            tokens. With a limit, the rows of a step are grouped by length. Not supported for rows
+            with images.
         reference_micro_batch_size: number of pairs in a micro-batch of the DPO reference, which
             then runs before the step. `auto`: as many tokens as fit. None: the reference runs
             within each micro-batch of training. See [preference
@@ -356,7 +339,8 @@ class Settings(Batching):
         None, function(check_schedule), resume="refuse", fills_steps=True
     )
     preview: bool = option(False)
-    configured_size: ConfiguredSize = group(ConfiguredSize)
+    micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
+    micro_batch_tokens: int | str | None = option(None, auto_or_whole, resume="report")
     reference_micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
     micro_batch_layout: str | None = option(None, one_of(*LAYOUT_KINDS), resume="report")
     uniform_micro_batches: str | None = option(
@@ -401,35 +385,55 @@ class Settings(Batching):
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
 
     @property
-    def search_plan(self) -> SearchPlan:
-        """Searches before training."""
-        size = self.configured_size
-        grows_beyond = self.grows and self.grow_beyond_maximum
-        grows_within = self.grows and not (grows_beyond and size.is_number)
-        # With the optimizer in backward a step is one micro-batch.
-        chooses_fastest = (
-            size.needs_search and needs_times(self.probe.objective) and not self.optimizer_in_bwd
-        )
-        step_varies = self.batch_changes or self.grows or self.batch_tokens is not None
-        stays = size.needs_search and not step_varies
-        divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
-        repeats = self.gradient_accumulation_steps > 1 and not stays
-        return SearchPlan(
-            is_needed=self.use_maximum_batch_size or size.needs_search or grows_within,
-            chooses_fastest=chooses_fastest,
-            whole_step_rows=self.step_rows if stays else None,
-            has_several=divides or chooses_fastest or grows_beyond or repeats,
-            rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
-            sets_batch=self.use_maximum_batch_size and self.batch_size_schedule is None,
-        )
+    def micro_batch_limit(self) -> int | str | None:
+        """Configured size of a micro-batch, in rows or in tokens: a number, ``auto`` or None."""
+        return self.micro_batch_size or self.micro_batch_tokens
+
+    # --- searches before training
+
+    @property
+    def searches_training(self) -> bool:
+        """Return whether training needs the maximum batch size."""
+        has_number = isinstance(self.micro_batch_limit, int)
+        grows_within = self.grows and not (self.grow_beyond_maximum and has_number)
+        return self.use_maximum_batch_size or self.micro_batch_limit == "auto" or grows_within
 
     @property
     def searches(self) -> bool:
         """Return whether training, validation or a reference needs a search for what fits."""
         return (
-            self.search_plan.is_needed
+            self.searches_training
             or self.validation.fits_itself
             or self.reference_micro_batch_size == "auto"
+        )
+
+    @property
+    def chooses_fastest(self) -> bool:
+        """Return whether a search chooses the fastest micro-batches, not the largest."""
+        # With the optimizer in backward a step is one micro-batch.
+        is_timed = needs_times(self.probe.objective) and not self.optimizer_in_bwd
+        return self.micro_batch_limit == "auto" and is_timed
+
+    @property
+    def whole_step_rows(self) -> int | None:
+        """Rows of each step on one device, which ``auto`` need not exceed; None if steps differ, or
+        without ``auto``.
+        """
+        step_varies = self.batch_changes or self.grows or self.batch_tokens is not None
+        if step_varies or self.micro_batch_limit != "auto":
+            return None
+        return self.step_rows
+
+    @property
+    def has_several(self) -> bool:
+        """Return whether a step has several micro-batches even if it fits at once."""
+        return (
+            isinstance(self.micro_batch_limit, int)
+            or self.batch_tokens is not None
+            or self.layout_kind.sorts
+            or self.chooses_fastest
+            or (self.grows and self.grow_beyond_maximum)
+            or (self.gradient_accumulation_steps > 1 and self.whole_step_rows is None)
         )
 
     @property
@@ -440,7 +444,7 @@ class Settings(Batching):
             or self.grows
             or self.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
-            or self.configured_size.is_given
+            or self.micro_batch_limit is not None
             or self.batch_tokens is not None
             or self.uniform_micro_batches is not None
             or not self.layout_kind.is_usual
@@ -454,9 +458,9 @@ class Settings(Batching):
         values = read_keys(cls, config)
         # As in torchtune's recipes, null is False.
         values.setdefault("shuffle", False)
-        if values.get("batch_tokens") and not values["configured_size"].is_given:
+        if values.get("batch_tokens") and "micro_batch_size" not in values:
             # The tokens of a step do not imply the size of a micro-batch.
-            values["configured_size"] = ConfiguredSize(micro_batch_tokens="auto")
+            values.setdefault("micro_batch_tokens", "auto")
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
         rate = values["rate"]

@@ -18,7 +18,6 @@ from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
 from adaptive_batch.training import (
-    ConfiguredSize,
     Evaluation,
     Evaluator,
     MicroBatchSizer,
@@ -37,7 +36,7 @@ from adaptive_batch.training import (
 
 from .changes import memory_remedies
 from .configuration import one_line
-from .data import Data, Sizers, counted_by
+from .data import Data
 from .job import Job
 from .model import FrozenModel, Weights
 
@@ -54,7 +53,7 @@ class Trainer:
     Args:
         job, data: job and rows of the run.
         model: loaded model on its device, sharded if needed.
-        sizers: limits of micro-batches.
+        sizer: limits a micro-batch of training.
         to_device: function that moves a batch in place; None for the job's device.
         new_optimizer: function that builds an optimizer of parameters; None for the configured one.
         second: frozen reference model of the task; None if the task has no separate one.
@@ -69,7 +68,7 @@ class Trainer:
         job: Job,
         data: Data,
         model: torch.nn.Module,
-        sizers: Sizers,
+        sizer: MicroBatchSizer,
         *,
         to_device: Callable[[dict[str, Any]], None] | None = None,
         new_optimizer: (
@@ -109,14 +108,21 @@ class Trainer:
             after_forward=data.dataset.read_ahead,
         )
         reference = None
-        if sizers.reference is not None:
+        reference_rows = settings.reference_micro_batch_size
+        if reference_rows is not None:
+            layout = sizer.layout
+            if layout.uniform is None:
+                # The reference's values of a row do not depend on the other rows.
+                layout = layout.of_kind("grouped", time=layout.time)
             reference = RowReference(
-                partial(task.reference_values, self), task.num_reference_values, sizers.reference
+                partial(task.reference_values, self),
+                task.num_reference_values,
+                sizer.for_other_pass("reference_limit", reference_rows, layout),
             )
         self.engine = RecipeStep(
             model,
             loss,
-            sizers.training,
+            sizer,
             memory=job.memory,
             retries=settings.on_out_of_memory == "shrink",
             remedies=memory_remedies(job.cfg, model, world_size=distributed.world_size()),
@@ -147,7 +153,7 @@ class Trainer:
             self.optimizers = [self.optimizer]
 
     @classmethod
-    def load(cls, job: Job, data: Data, weights: Weights, sizers: Sizers) -> Trainer:
+    def load(cls, job: Job, data: Data, weights: Weights, sizer: MicroBatchSizer) -> Trainer:
         """Build the model, load its weights and build its optimizer.
 
         Raises:
@@ -171,7 +177,7 @@ class Trainer:
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
                 " several devices (tune run --nproc_per_node N)"
             ) from error
-        trainer = cls(job, data, model, sizers, second=second)
+        trainer = cls(job, data, model, sizer, second=second)
         if job.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=job.device))
         return trainer
@@ -372,15 +378,8 @@ class Validation:
         self._num_rows = validation.rows_of(
             len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
         )
-        size = ConfiguredSize(micro_batch_size=validation.rows_at_once(settings.batch_size))
-        if validation.fits_itself:
-            size = ConfiguredSize(micro_batch_tokens="auto")
-        self._sizer = MicroBatchSizer(
-            size,
-            layout=data.layout_val,
-            memory=job.memory,
-            on_change=counted_by(self._engine.sizer, log.limit_change, kind="validation_limit"),
-        )
+        rows = validation.batch_size_val or settings.batch_size
+        self._sizer = self._engine.sizer.for_other_pass("validation_limit", rows, data.layout_val)
         self._loss = data.loss_val(self._engine.loss)
         loss = replace(self._loss, dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._engine, loss, self._sizer)

@@ -28,7 +28,7 @@ from .recipe_step import (
     RowReference,
     count_shifted_labels,
 )
-from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
+from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step import RankReport, differences, raise_if_answers_differ
 from .step_result import (
     ON_NONFINITE_LOSS,
@@ -48,7 +48,6 @@ __all__ = [
     "AdaptiveRate",
     "AdaptiveStep",
     "BoundSearch",
-    "ConfiguredSize",
     "Evaluation",
     "EvaluationParts",
     "Evaluator",

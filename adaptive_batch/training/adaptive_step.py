@@ -60,7 +60,7 @@ from .model_checks import (
 )
 from .options import StepOptions, Terms
 from .parts import BatchSource, LabelCounter, Part, SplitBatch, copy_containers
-from .sizing import ConfiguredSize, MicroBatchSizer
+from .sizing import MicroBatchSizer
 from .split_check import SplitCheck
 from .splitters import CustomSplit, RowSplitter
 from .step import MicroBatchPlan, OutOfMemoryElsewhereError, RankReport, Step, Weighting
@@ -119,14 +119,12 @@ class PartStep(Step):
         options: StepOptions,
         name: str,
     ) -> None:
-        size = ConfiguredSize(
-            micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens
-        )
         device = next(model.parameters()).device
         expand_segments_in_script(device)
         memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())
         sizer = MicroBatchSizer(
-            size,
+            micro_batch_size=micro_batch_size,
+            micro_batch_tokens=micro_batch_tokens,
             layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
             memory=memory,
             policy=options.oom_policy,

@@ -878,6 +878,7 @@ def find_limit(
         else:
             break
     if sizer is not None:
+        sizer.check(result)
         sizer.set_bound(result)
     return results
 

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 from adaptive_batch import distributed
 from adaptive_batch._util import (
     auto_or_whole,
-    check_options,
     count,
     from_json,
-    option,
     rows_fit,
 )
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
@@ -58,6 +56,7 @@ class LimitChange:
         ranks: ranks that ran out of memory; empty if there is only one rank.
         good_steps: steps without an OOM before the limit is raised; 0 if it is lowered.
         noun: name of a row in messages.
+        kind: kind of the event in logs.
     """
 
     before: MicroBatchLimit
@@ -68,6 +67,7 @@ class LimitChange:
     ranks: tuple[int, ...] = ()
     good_steps: int = 0
     noun: str = "row"
+    kind: str = "limit"
 
     @property
     def grows(self) -> bool:
@@ -118,70 +118,20 @@ class OOMPolicy:
             raise SettingError("grow_after", self.grow_after, "give 1 or more")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfiguredSize:
-    """Configured size of a micro-batch: in rows or in tokens, or neither.
-
-    Attributes:
-        micro_batch_size: maximum number of rows of a micro-batch. `auto`: found by a search (see
-            `probe.objective`). None: `batch_size`.
-        micro_batch_tokens: maximum number of tokens of a micro-batch, including padding. It must be
-            at least the length of the longest row. `auto`: found by a search. None: no limit in
-            tokens. With a limit, the rows of a step are grouped by length. Not supported for rows
-            with images.
-    """
-
-    micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
-    micro_batch_tokens: int | str | None = option(None, auto_or_whole, resume="report")
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if None not in (self.micro_batch_size, self.micro_batch_tokens):
-            remedy = f"micro_batch_size={self.micro_batch_size} is set too; remove one"
-            raise SettingError("micro_batch_tokens", self.micro_batch_tokens, remedy)
-
-    @property
-    def is_given(self) -> bool:
-        """True if a size is configured, so that larger steps run as several micro-batches."""
-        return self.micro_batch_size is not None or self.micro_batch_tokens is not None
-
-    @property
-    def needs_search(self) -> bool:
-        """True if a search finds the size."""
-        return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
-
-    @property
-    def is_number(self) -> bool:
-        """True if the size is a number."""
-        return self.is_given and not self.needs_search
-
-    def check(self, result: ProbeResult, layout: MicroBatchLayout) -> None:
-        """Raise if the size is above the bound in a layout."""
-        rows = self.micro_batch_size
-        tokens = self.micro_batch_tokens
-        max_batch_size = result.max_batch_size
-        length = result.sequence_length
-        fitting_tokens = layout.amount(max_batch_size, length, unit="tokens")
-        if isinstance(rows, int) and rows > max_batch_size:
-            remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
-            raise SettingError("micro_batch_size", rows, remedy)
-        if isinstance(tokens, int) and tokens > fitting_tokens:
-            fit = f"{count(max_batch_size, 'row')} of {length} tokens fit"
-            remedy = f"{fit}; give {fitting_tokens} or less, or auto"
-            raise SettingError("micro_batch_tokens", tokens, remedy)
-
-
 class MicroBatchSizer:
     """Limits a micro-batch, and holds the layout of its rows.
 
     Args:
-        configured_size: configured size of a micro-batch.
+        micro_batch_size: most rows of a micro-batch; ``auto`` for the result of a search.
+        micro_batch_tokens: most padded tokens of a micro-batch; ``auto`` for the result of a
+            search. Give only one of both. Without them, a whole step runs at once if it fits.
         layout: layout of micro-batches.
         memory: memory of the device; None if nothing runs.
         policy: when the limit before an OOM is retried; None for the default policy.
         on_change: function that is called with each change of the limit.
 
     Attributes:
+        micro_batch_size, micro_batch_tokens: as given.
         layout: layout of micro-batches.
         max_batch_size: the most rows that were tried and fit; None before a search.
         tried_length: tokens of the longest row that was tried; 1 if unknown, 0 before a search.
@@ -190,18 +140,30 @@ class MicroBatchSizer:
         is_packed: whether the batch of this step is packed. A limit from a search then counts
             tokens.
         noun: name of a row of this step's batch in messages.
+
+    Raises:
+        SettingError: a size cannot be used.
     """
 
     def __init__(
         self,
-        configured_size: ConfiguredSize = ConfiguredSize(),
         *,
+        micro_batch_size: int | str | None = None,
+        micro_batch_tokens: int | str | None = None,
         layout: MicroBatchLayout | None = None,
         memory: DeviceMemory | None = None,
         policy: OOMPolicy | None = None,
         on_change: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        self._configured_size = configured_size
+        sizes = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
+        for key, value in sizes.items():
+            if value is not None:
+                auto_or_whole(key, value)
+        if None not in sizes.values():
+            remedy = f"micro_batch_size={micro_batch_size} is set too; remove one"
+            raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
+        self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
         self.layout = layout or MicroBatchLayout()
         self._on_change = on_change
         self.max_batch_size: int | None = None
@@ -214,6 +176,29 @@ class MicroBatchSizer:
         self._grow_after = (policy or OOMPolicy()).grow_after
         # Sets the attributes of lowered limits.
         self._reset_lowered_limit()
+
+    def for_other_pass(
+        self, kind: str, rows: int | str, layout: MicroBatchLayout
+    ) -> MicroBatchSizer:
+        """Return the sizer of a pass without gradients, whose OOMs this sizer counts, too.
+
+        Args:
+            kind: kind of its changes in logs.
+            rows: most rows at once; ``auto`` for as many tokens as a search finds.
+            layout: layout of its micro-batches.
+        """
+
+        def changed(change: LimitChange) -> None:
+            self.count_out_of_memory(not change.grows)
+            self._on_change(replace(change, kind=kind))
+
+        return MicroBatchSizer(
+            micro_batch_size=None if rows == "auto" else rows,
+            micro_batch_tokens="auto" if rows == "auto" else None,
+            layout=layout,
+            memory=self._memory,
+            on_change=changed,
+        )
 
     def _reset_lowered_limit(self) -> None:
         # Limit for rows that are longer than those of the search; never exceeded.
@@ -230,46 +215,48 @@ class MicroBatchSizer:
 
     # --- what may run at once ---------------------------------------------------------------------
 
-    def limit(self, batch_size: int = NO_LIMIT) -> MicroBatchLimit:
+    def limit(self, batch_size: int = NO_LIMIT, *, is_lowered: bool = True) -> MicroBatchLimit:
         """Return the current limit of a micro-batch.
 
         Args:
             batch_size: most rows at once if no size is configured.
+            is_lowered: whether an OOM lowers it.
         """
-        return _smaller(self.full_limit(batch_size), self._lowered)
-
-    def full_limit(self, batch_size: int = NO_LIMIT) -> MicroBatchLimit:
-        """Return the configured or found limit, which an OOM does not lower."""
-        # `auto`, by the default objective.
-        if self.throughput is not None:
-            return _smaller(self.throughput.limit, self._limit_for_longer_rows)
-        rows = self._configured_size.micro_batch_size
-        tokens = self._configured_size.micro_batch_tokens
-        most_rows = self.max_batch_size
-        is_from_search = tokens is None and not isinstance(rows, int) and most_rows is not None
+        rows = self.micro_batch_size
+        tokens = self.micro_batch_tokens
+        max_rows = self.max_batch_size
+        is_from_search = tokens is None and not isinstance(rows, int) and max_rows is not None
         if is_from_search and self.is_packed:
             # A search tries packed rows, not documents, so the limit counts tokens.
             tokens = "auto"
-        if tokens == "auto":
-            tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
-            tokens = tokens or NO_LIMIT
-        if tokens is not None:
-            return _smaller(MicroBatchLimit(int(tokens), "tokens"), self._limit_for_longer_rows)
-        if rows == "auto":
-            rows = most_rows or NO_LIMIT
-        if rows is None:
-            rows = min(batch_size, most_rows or batch_size)
-        return _smaller(MicroBatchLimit(int(rows)), self._limit_for_longer_rows)
+        if self.throughput is not None:
+            # `auto`, by the default objective.
+            limit = self.throughput.limit
+        elif tokens == "auto":
+            amount = self.layout.amount(max_rows or 0, self.tried_length, unit="tokens")
+            limit = MicroBatchLimit(amount or NO_LIMIT, "tokens")
+        elif tokens is not None:
+            limit = MicroBatchLimit(int(tokens), "tokens")
+        elif rows == "auto":
+            limit = MicroBatchLimit(max_rows or NO_LIMIT)
+        elif rows is not None:
+            limit = MicroBatchLimit(int(rows))
+        else:
+            limit = MicroBatchLimit(min(batch_size, max_rows or batch_size))
+        limit = _smaller(limit, self._limit_for_longer_rows)
+        return _smaller(limit, self._lowered) if is_lowered else limit
 
     @property
     def may_split(self) -> bool:
         """True if a step that fits at once may run as several micro-batches."""
-        return self._configured_size.is_given or self.layout.sorts
+        is_given = self.micro_batch_size is not None or self.micro_batch_tokens is not None
+        return is_given or self.layout.sorts
 
     @property
     def waits_for_search(self) -> bool:
         """True if a search has to find the limit first."""
-        return self._configured_size.needs_search and not self.tried_length
+        is_auto = "auto" in (self.micro_batch_size, self.micro_batch_tokens)
+        return is_auto and not self.tried_length
 
     @contextmanager
     def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
@@ -283,18 +270,23 @@ class MicroBatchSizer:
 
     # --- searches ---------------------------------------------------------------------------------
 
-    def set_bound(self, result: ProbeResult, *, checks: bool = True) -> None:
-        """Use the result of a search; drop a limit that was lowered from another maximum.
+    def check(self, result: ProbeResult) -> None:
+        """Raise SettingError if the configured size is above the result of a search."""
+        rows = self.micro_batch_size
+        tokens = self.micro_batch_tokens
+        max_batch_size = result.max_batch_size
+        length = result.sequence_length
+        fitting_tokens = self.layout.amount(max_batch_size, length, unit="tokens")
+        if isinstance(rows, int) and rows > max_batch_size:
+            remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
+            raise SettingError("micro_batch_size", rows, remedy)
+        if isinstance(tokens, int) and tokens > fitting_tokens:
+            fit = f"{count(max_batch_size, 'row')} of {length} tokens fit"
+            remedy = f"{fit}; give {fitting_tokens} or less, or auto"
+            raise SettingError("micro_batch_tokens", tokens, remedy)
 
-        Args:
-            result: result of the search.
-            checks: whether to raise for a configured size above the bound. False if nothing runs.
-
-        Raises:
-            SettingError: a configured size is above what fits.
-        """
-        if checks:
-            self._configured_size.check(result, self.layout)
+    def set_bound(self, result: ProbeResult) -> None:
+        """Use the result of a search; drop a limit that was lowered from another maximum."""
         if result.max_batch_size != self.max_batch_size:
             self._reset_lowered_limit()
         self.max_batch_size = result.max_batch_size
@@ -321,13 +313,13 @@ class MicroBatchSizer:
         """
         length = result.sequence_length
         max_rows = result.max_batch_size
-        limit = self.full_limit(batch_size)
+        limit = self.limit(batch_size, is_lowered=False)
         if not can_split:
             self.max_batch_size = min(self.max_batch_size or max_rows, max_rows)
         elif max_rows < tried_rows:
             amount = self.layout.amount(max_rows, length, unit=limit.unit)
             self._limit_for_longer_rows = _smaller(limit, replace(limit, amount=amount))
-        elif self._configured_size.micro_batch_tokens == "auto":
+        elif self.micro_batch_tokens == "auto":
             # Keep the limit: with the new length, the maximum batch size would allow more tokens.
             self._limit_for_longer_rows = limit
         self.tried_length = length
@@ -379,7 +371,7 @@ class MicroBatchSizer:
         """True if this rank may retry the former limit, see :class:`OOMPolicy`."""
         if self._lowered is None or self._good_steps < self._grow_after:
             return False
-        if self.limit().amount == self.full_limit().amount:
+        if self.limit().amount == self.limit(is_lowered=False).amount:
             return False
         has_waited = self._good_steps >= self._grow_after << self._failed_tries
         return has_waited or self._available_bytes > _FREED * self._total_bytes > 0
@@ -435,7 +427,11 @@ class MicroBatchSizer:
 
     def conditions(self) -> dict[str, Any]:
         """Return the settings that a lowered limit depends on; if they change, it is dropped."""
-        return {"bound": self.max_batch_size, **asdict(self._configured_size)}
+        return {
+            "bound": self.max_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "micro_batch_tokens": self.micro_batch_tokens,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""

@@ -6,7 +6,7 @@ from support.ranks import run_on_ranks
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.training import ConfiguredSize, MicroBatchSizer, OOMPolicy
+from adaptive_batch.training import MicroBatchSizer, OOMPolicy
 from adaptive_batch.training.sizing import ShrinkRequest
 
 NUM_STEPS = 6
@@ -17,9 +17,7 @@ def limits_of_steps() -> list[int]:
     first step and waits twice as long before it tries again.
     """
     rank = distributed.rank()
-    sizer = MicroBatchSizer(
-        ConfiguredSize(micro_batch_size=32), policy=OOMPolicy(grow_after=2 + 2 * rank)
-    )
+    sizer = MicroBatchSizer(micro_batch_size=32, policy=OOMPolicy(grow_after=2 + 2 * rank))
     sizer.lower({1: ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory")})
     limits = []
     for _ in range(NUM_STEPS):

@@ -46,14 +46,20 @@ class HeldSizer(MicroBatchSizer):
     ) -> None:
         super().__init__(layout=layout, memory=memory, on_change=on_change)
         self._full_limit = current
+        # That of the sizers of other passes; None if they are as configured.
+        self.limit_of_others: MicroBatchLimit | None = None
 
-    def limit(self, batch_size: int = 0) -> MicroBatchLimit:
-        """Return the limit of now."""
-        return super().limit(batch_size)
+    def limit(self, batch_size: int = 0, *, is_lowered: bool = True) -> MicroBatchLimit:
+        """Return the limit of now, or the one that was given last."""
+        return (self._lowered if is_lowered else None) or self._full_limit
 
-    def full_limit(self, batch_size: int = 0) -> MicroBatchLimit:
-        """Return the limit that was given last."""
-        return self._full_limit
+    def for_other_pass(
+        self, kind: str, rows: int | str, layout: MicroBatchLayout
+    ) -> MicroBatchSizer:
+        """Return a sizer of the limit for others, if there is one."""
+        if self.limit_of_others is None:
+            return super().for_other_pass(kind, rows, layout)
+        return HeldSizer(self.limit_of_others, layout=layout, memory=self._memory)
 
     @property
     def current(self) -> MicroBatchLimit:

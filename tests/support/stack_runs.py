@@ -30,7 +30,7 @@ from torchtune import training
 from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
-from adaptive_batch.torchtune import Data, Job, Settings, Sizers, Trainer, builder_of
+from adaptive_batch.torchtune import Data, Job, Settings, Trainer, builder_of
 from adaptive_batch.torchtune.model import Weights
 from adaptive_batch.torchtune.rows import RowMeasures
 
@@ -124,7 +124,7 @@ def train(run: StackRun) -> Outcome:
     done, error = 0, None
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
-        trainer = Trainer.load(job, data, NoWeights(run.combination), Sizers(sizer))
+        trainer = Trainer.load(job, data, NoWeights(run.combination), sizer)
         trainer.model.train()
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()

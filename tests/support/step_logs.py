@@ -27,7 +27,7 @@ from support.stack_runs import NoWeights
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.allocator import STREAM
-from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Sizers, Trainer, builder_of
+from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer, builder_of
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.fake_run import FakeRun
 
@@ -114,7 +114,7 @@ def on_cuda(
     data = Data(job, made_up_rows(job, 1, 8), packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
     sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
-    trainer = Trainer(job, data, model, Sizers(sizer))
+    trainer = Trainer(job, data, model, sizer)
     for step in range(_STEPS):
         step_rows = made_up_rows(job, rows, tokens) * micro_batches
         trainer.engine.run(step_rows, report_of(step_rows))

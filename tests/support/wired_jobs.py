@@ -19,7 +19,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import DryRun, Predictive, run_search
-from adaptive_batch.torchtune import Data, FullModel, Job, Settings, Sizers, Trainer
+from adaptive_batch.torchtune import Data, FullModel, Job, Settings, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN
 from adaptive_batch.training import StepResult
 
@@ -46,6 +46,8 @@ class Wired:
         memory: DeviceMemory | None = None,
         reference_limit: MicroBatchLimit | None = None,
     ) -> None:
+        if reference_limit is not None:
+            cfg.reference_micro_batch_size = 1
         job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
         if memory is not None:
             job.memory = memory
@@ -60,14 +62,8 @@ class Wired:
             for part in filter(None, (model, second)):
                 fully_shard(part)
         sizer = HeldSizer(limit, layout=self.data.configured_layout, memory=job.memory)
-        reference_sizer = None
-        if reference_limit is not None:
-            layout = self.data.configured_layout.of_kind(
-                "grouped", time=self.data.configured_layout.time
-            )
-            reference_sizer = HeldSizer(reference_limit, layout=layout, memory=job.memory)
-        sizers = Sizers(sizer, reference_sizer)
-        self.trainer = Trainer(job, self.data, model, sizers, second=second)
+        sizer.limit_of_others = reference_limit
+        self.trainer = Trainer(job, self.data, model, sizer, second=second)
         self.model = model
 
     @staticmethod

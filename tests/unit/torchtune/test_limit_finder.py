@@ -46,7 +46,7 @@ def searched(
     data = Data.read(job)
     bounds = LimitFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(job, data, RunStore(job), data.sizers())
+    trainer = Trainer.load(job, data, RunStore(job), data.new_sizer())
     return bounds.search_training(trainer, length="longest")[-1]
 
 

@@ -14,7 +14,6 @@ from adaptive_batch.torchtune.configuration import (
     load_function,
 )
 from adaptive_batch.torchtune.settings import OURS, EstimateSettings, ProbeSettings
-from adaptive_batch.training import ConfiguredSize
 
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -167,10 +166,12 @@ def test_dependent_defaults_follow_the_keys_that_they_depend_on():
     compiled = {"activation_memory_budget": 0.5, "compile": True}
     assert settings(compiled).activation_memory_budget == 0.5
     by_tokens = {"batch_tokens": 1000}
-    assert settings(by_tokens).configured_size.needs_search
+    assert settings(by_tokens).micro_batch_tokens == "auto"
     for size in ({"micro_batch_tokens": 500}, {"micro_batch_size": 2}):
-        assert settings(by_tokens, size).configured_size == ConfiguredSize(**size)
-    assert not settings(by_tokens, {"micro_batch_size": 2}).search_plan.is_needed
+        read = settings(by_tokens, size)
+        sizes = {"micro_batch_size": None, "micro_batch_tokens": None} | size
+        assert {key: getattr(read, key) for key in sizes} == sizes
+        assert not read.searches_training
 
 
 AUTO = {"micro_batch_tokens": "auto"}
@@ -199,8 +200,8 @@ TWICE = {"gradient_accumulation_steps": 2}
 def test_keys_decide_which_sizes_a_search_tries(
     config, chooses_fastest, whole_step_rows, has_several
 ):
-    plan = settings(config).search_plan
-    assert (plan.chooses_fastest, plan.whole_step_rows, plan.has_several) == (
+    read = settings(config)
+    assert (read.chooses_fastest, read.whole_step_rows, read.has_several) == (
         chooses_fastest,
         whole_step_rows,
         has_several,
@@ -208,7 +209,7 @@ def test_keys_decide_which_sizes_a_search_tries(
 
 
 @pytest.mark.parametrize(
-    ("config", "adaptive", "is_needed", "needs_search"),
+    ("config", "adaptive", "searches", "is_auto"),
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (GROWING, True, True, False),
@@ -228,11 +229,11 @@ def test_keys_decide_which_sizes_a_search_tries(
     ids=str,
 )
 def test_keys_decide_whether_training_is_adaptive_and_needs_a_search(
-    config, adaptive, is_needed, needs_search
+    config, adaptive, searches, is_auto
 ):
     read = settings(config)
-    found = (read.adaptive, read.search_plan.is_needed, read.configured_size.needs_search)
-    assert found == (adaptive, is_needed, needs_search)
+    found = (read.adaptive, read.searches_training, read.micro_batch_limit == "auto")
+    assert found == (adaptive, searches, is_auto)
     assert read.drop_last is not adaptive
 
 

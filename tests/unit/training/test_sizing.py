@@ -18,7 +18,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB, Room
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
-from adaptive_batch.training import ConfiguredSize, MicroBatchSizer, OOMPolicy, RecipeStep
+from adaptive_batch.training import MicroBatchSizer, OOMPolicy, RecipeStep
 from adaptive_batch.training.sizing import ShrinkRequest
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
@@ -49,7 +49,7 @@ class Run:
         self.memory, self.changes = Squeezed(says=says), []
         self.model = model = nn.Embedding(8, 1)
         self.sizer = MicroBatchSizer(
-            ConfiguredSize(micro_batch_size="auto" if bound else rows),
+            micro_batch_size="auto" if bound else rows,
             memory=self.memory,
             on_change=self.changes.append,
         )
@@ -196,7 +196,7 @@ SHAPES = st.builds(
 def smaller_limit(limit, failed, *, memory=None, error=""):
     """Return the limit that is asked for after a micro-batch ran out of memory."""
     size = {f"micro_batch_{'size' if limit.unit == 'rows' else 'tokens'}": limit.amount}
-    sizer = MicroBatchSizer(ConfiguredSize(**size), memory=memory)
+    sizer = MicroBatchSizer(**size, memory=memory)
     return sizer.after_out_of_memory(failed, error, failures=1).limit
 
 
