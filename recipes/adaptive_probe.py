@@ -73,8 +73,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            # A step that must be split is searched again with gradients in memory; the last counts.
-            result = limit_finder.search_training(trainer, length=length)[-1]
+            result = limit_finder.search_training(trainer, length=length)
         except DoesNotFitError as error:
             # Only one rank may have failed, and the others wait for it.
             if distributed.world_size() > 1:
@@ -89,7 +88,7 @@ def probe(
     if len(results) > 1:
         say(summary(results))
     if trainer.engine.reference is not None:
-        step_rows = replace(settings, batch_size=results[-1].batch_size).step_rows
+        step_rows = replace(settings, batch_size=results[-1].batch_size).configured_step_rows
         search_reference = limit_finder.search_reference(trainer, step_rows=step_rows)
         say(f"\nreference model, without gradients:\n{search_reference.table()}")
     return results

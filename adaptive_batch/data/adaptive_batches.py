@@ -23,6 +23,8 @@ from adaptive_batch.schedules import (
     Progress,
     Schedule,
     Seesaw,
+    check_increment,
+    check_schedule,
     needs_noise_scale,
     reads_tokens,
 )
@@ -107,14 +109,16 @@ class AdaptiveBatches(Batches):
         sampling: Sampling | None = None,
     ) -> None:
         sampling = instance_of(Sampling, "sampling", sampling)
-        check_whole("batch_size", batch_size)
         batching = Batching(
             batch_size=batch_size,
             batch_increase_function=batch_increase_function,
             batch_size_schedule=batch_size_schedule,
             **asdict(sampling),
         )
-        batching.check_rules()
+        if batch_increase_function is not None:
+            check_increment(batch_increase_function)
+        if batch_size_schedule is not None:
+            check_schedule(batch_size_schedule)
         if needs_noise_scale(batch_size_schedule):
             remedy = (
                 "nothing is measured here that it could follow; give steps, linear_ramp or"

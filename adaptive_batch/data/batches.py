@@ -439,7 +439,7 @@ class Batches(Sampler[list[int]]):
                 measure=self._lengths_of_reference,
             )
             self._reference = constant.divide(
-                lambda progress: batching.step_rows, counts_tokens=self._plans_tokens
+                lambda progress: batching.configured_step_rows, counts_tokens=self._plans_tokens
             )
         return self._reference
 

@@ -14,8 +14,6 @@ from adaptive_batch.schedules import (
     ReferenceBatch,
     Schedule,
     Seesaw,
-    check_increment,
-    check_schedule,
 )
 
 from .order import ORDERS
@@ -104,12 +102,12 @@ class Batching(Sampling):
         epochs: number of epochs; None for no limit.
     """
 
-    batch_size: int
+    batch_size: int = option(read=check_whole)
     gradient_accumulation_steps: int = 1
     batch_increase_function: Callable[[int, int], int] | None = None
     batch_size_schedule: Schedule | None = None
     drop_last: bool = False
-    max_steps_per_epoch: int | None = None
+    max_steps_per_epoch: int | None = option(None, check_whole)
     epochs: int | None = None
 
     def check_together(self) -> None:
@@ -120,13 +118,6 @@ class Batching(Sampling):
                 "batch_increase_function is set too, and both set how the batch grows; remove one"
             )
             raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
-
-    def check_rules(self) -> None:
-        """Raise SettingError for a growth function or a schedule that cannot be called."""
-        if self.batch_increase_function is not None:
-            check_increment(self.batch_increase_function)
-        if self.batch_size_schedule is not None:
-            check_schedule(self.batch_size_schedule)
 
     def coupled(self, decay: Callable[[Progress], float], clock: Clock) -> Batching:
         """Return the same with its schedule coupled to the rate, whose decay is a function of
@@ -151,8 +142,8 @@ class Batching(Sampling):
         return replace(self, batch_size_schedule=coupled)
 
     @property
-    def step_rows(self) -> int:
-        """Rows of a step on one device, as configured."""
+    def configured_step_rows(self) -> int:
+        """Rows of a step on one device before a search or a rule changes `batch_size`."""
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
@@ -174,4 +165,4 @@ class Batching(Sampling):
         """Return the configured batch of a number of ranks, which the rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return ReferenceBatch(self.batch_tokens * ranks, "tokens")
-        return ReferenceBatch(self.step_rows * ranks, "rows")
+        return ReferenceBatch(self.configured_step_rows * ranks, "rows")

@@ -314,11 +314,10 @@ class LimitFinder:
         saved = resumed.state_of("limits")
         self._log_notes(trainer)
         trainer.check_layout()
-        results = []
         if settings.chooses_fastest and saved:
             sizer.load_throughput(saved, kinds=trainer.layout_kinds)
         if settings.searches_training:
-            results = self.search_training(
+            result = self.search_training(
                 trainer,
                 length=settings.probe.sequence_length,
                 kept_step_rows=batches.step_rows if resumed.keeps_batch else None,
@@ -326,10 +325,11 @@ class LimitFinder:
             )
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
-            self._take_batch(batches, results[-1], resumed)
+            self._take_batch(batches, result, resumed)
         if saved is not None:
+            num_of_trials = sizer.num_out_of_memory
             sizer.load_state_dict(saved)
-        sizer.count_out_of_memory(sum(result.num_out_of_memory for result in results))
+            sizer.count_out_of_memory(num_of_trials)
         lost_limit = self.lost.limit(sizer.conditions()) if self.lost else None
         if lost_limit is not None:
             sizer.start_below(lost_limit)
@@ -350,7 +350,11 @@ class LimitFinder:
                 " with optimizer_in_bwd=False",
             )
         if trainer.engine.reference is not None:
-            self._begin_reference(trainer, trainer.engine.reference.sizer, batches, resumed)
+            if settings.searches_training or settings.reference_micro_batch_size == "auto":
+                self.search_reference(trainer, step_rows=batches.step_rows)
+            saved = resumed.state_of("reference_limits")
+            if saved is not None:
+                trainer.engine.reference.sizer.load_state_dict(saved)
 
     def search_training(
         self,
@@ -359,21 +363,18 @@ class LimitFinder:
         length: int | str,
         kept_step_rows: int | None = None,
         sizer: MicroBatchSizer | None = None,
-    ) -> list[ProbeResult]:
+    ) -> ProbeResult:
         """Find the most rows whose forward and backward fit, and the fastest micro-batches if
         asked.
 
-        Trials have the same tensors in memory as training.
+        Trials have the same tensors in memory as training. A step that must be split is searched
+        again with gradients in memory.
 
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             kept_step_rows: rows of a step on one device that a checkpoint keeps, or None.
             sizer: sizer that takes the results; None only reports them.
-
-        Returns:
-            The searches; the last one counts. A step that must be split is searched again with
-            gradients in memory.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -518,8 +519,7 @@ class LimitFinder:
             lambda size: [row] * size, length, f"one row of {count(length, 'token')}"
         )
         scope = SearchScope(longest, accumulates=can_split)
-        (result,) = self.find(trainer, scope, maximum=tried_rows)
-        sizer.count_out_of_memory(result.num_out_of_memory)
+        result = self.find(trainer, scope, maximum=tried_rows)
         sizer.set_bound_for_longer_rows(
             result, batch_size, tried_rows=tried_rows, can_split=can_split
         )
@@ -538,32 +538,13 @@ class LimitFinder:
 
     # --- the reference ----------------------------------------------------------------------------
 
-    def _begin_reference(
-        self,
-        trainer: Trainer,
-        sizer: MicroBatchSizer,
-        batches: Batches,
-        resumed: ResumedRun,
-    ) -> None:
-        """Find how many rows fit in a reference that runs before the step."""
-        is_auto = self._settings.reference_micro_batch_size == "auto"
-        if is_auto or self._settings.searches_training:
-            result = self.search_reference(trainer, step_rows=batches.step_rows, sizer=sizer)
-            trainer.engine.sizer.count_out_of_memory(result.num_out_of_memory)
-        saved = resumed.state_of("reference_limits")
-        if saved is not None:
-            sizer.load_state_dict(saved)
-
-    def search_reference(
-        self, trainer: Trainer, *, step_rows: int, sizer: MicroBatchSizer | None = None
-    ) -> ProbeResult:
+    def search_reference(self, trainer: Trainer, *, step_rows: int) -> ProbeResult:
         """Find the most rows that the frozen reference model runs at once, in its pass before the
         step.
 
         Args:
             trainer: trainer of the run.
             step_rows: rows of a step on one device, the most to try unless steps grow.
-            sizer: sizer that takes the result; None only reports it.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -597,15 +578,14 @@ class LimitFinder:
                 remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
                 raise SettingError("reference_micro_batch_size", size, remedy)
 
-        *_, result = self.find(
+        return self.find(
             trainer,
             SearchScope(longest, evaluation=evaluation),
             maximum=self.rows_to_try(usable_rows, evaluation.lost_key),
-            sizer=sizer,
+            sizer=reference.sizer,
             report=log_and_check,
             path=self.path.with_name("probe_reference.json"),
         )
-        return result
 
     # --- any search -------------------------------------------------------------------------------
 
@@ -619,8 +599,8 @@ class LimitFinder:
         report: Callable[[ProbeResult], object] = lambda result: None,
         rounds: bool = False,
         path: Path | None = None,
-    ) -> list[ProbeResult]:
-        """Search with the options, cache and time limit of the run.
+    ) -> ProbeResult:
+        """Search with the options, cache and time limit of the run; see :func:`find_limit`.
 
         Args:
             trainer: trainer of the run.
@@ -630,9 +610,6 @@ class LimitFinder:
             report: function that is called with the result of each search.
             rounds: whether the power of two at or below the maximum is tried, too.
             path: file that keeps the result, or None.
-
-        Returns:
-            The result of each search; the last one counts, see :func:`find_limit`.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -646,7 +623,7 @@ class LimitFinder:
                 return nullcontext()
             return self._watch.time_limit(probe.trial_timeout, doing)
 
-        return find_limit(
+        results = find_limit(
             trainer.tried(),
             scope,
             options,
@@ -655,6 +632,8 @@ class LimitFinder:
             cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
             time_limit=time_limit,
         )
+        trainer.engine.sizer.count_out_of_memory(sum(each.num_out_of_memory for each in results))
+        return results[-1]
 
     def known(self) -> ProbeResult | None:
         """Return the result that is assumed, or that an earlier search found; None without one."""

@@ -322,11 +322,9 @@ class Settings(Batching):
     """
 
     use_maximum_batch_size: bool = option(False, resume="report")
-    batch_size: int = option(read=check_whole)
     gradient_accumulation_steps: int = option(read=check_whole)
     # Limited, as each is previewed.
     epochs: int = option(read=partial(check_whole, most=10**6))
-    max_steps_per_epoch: int | None = option(None, check_whole)
     log_every_n_steps: int | None = option(None, check_whole)
     optimizer_in_bwd: bool = option(False)
     clip_grad_norm: float | None = option(None, _norm)
@@ -422,7 +420,7 @@ class Settings(Batching):
         step_varies = self.batch_changes or self.grows or self.batch_tokens is not None
         if step_varies or self.micro_batch_limit != "auto":
             return None
-        return self.step_rows
+        return self.configured_step_rows
 
     @property
     def has_several(self) -> bool:

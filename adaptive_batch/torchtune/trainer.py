@@ -400,13 +400,12 @@ class Validation:
             partial(self._engine.try_evaluation, loss=self._loss, length=length),
             data.trial_rows(self._job.settings.probe.sequence_length),
         )
-        *_, result = limit_finder.find(
+        result = limit_finder.find(
             trainer,
             SearchScope(rows, evaluation=evaluation),
             maximum=limit_finder.rows_to_try(len(data.dataset_val), evaluation.lost_key),
             sizer=self._sizer,
         )
-        self._engine.sizer.count_out_of_memory(result.num_out_of_memory)
         limit_finder.log_search("validation_bound", "rows of validation at once", result)
 
     def run_where_due(self, step: int) -> None:

@@ -47,7 +47,7 @@ def searched(
     bounds = LimitFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, RunStore(job), data.new_sizer())
-    return bounds.search_training(trainer, length="longest")[-1]
+    return bounds.search_training(trainer, length="longest")
 
 
 def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: SmallSetup) -> None:
