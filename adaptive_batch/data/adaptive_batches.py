@@ -178,7 +178,7 @@ class AdaptiveBatches(Batches):
         if self.batching.batch_size_schedule is not None:
             remedy = "batch_size_schedule decides what a step holds; set one of them"
             raise SettingError("batch_size", batch_size, remedy)
-        self.batch_size = check_whole("batch_size", batch_size)
+        super().set_batch_size(check_whole("batch_size", batch_size))
 
     def rows_on_largest_rank(self, batch_size: int) -> int:
         """Return the rows of a step on the rank with most; the number of ranks may differ from that

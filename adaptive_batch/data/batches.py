@@ -99,8 +99,7 @@ class Batches(Sampler[list[int]]):
         num_rows: rows of an epoch.
         ranks: number of ranks that training began with; a step has `batch_size` rows for each.
         batch_size: current rows of a batch on one device, which run at once if they fit; a step
-            accumulates `gradient_accumulation_steps` of them. It may be set between two epochs or
-            after :meth:`resume`.
+            accumulates `gradient_accumulation_steps` of them.
         first_batch_size: batch size when training began; None before.
         saved_maximum: maximum batch size when the checkpoint was saved; a schedule keeps it on a
             smaller device.
@@ -245,6 +244,10 @@ class Batches(Sampler[list[int]]):
         if self.batching.batch_size_schedule:
             return max(max_batch_size, self.saved_maximum)
         return max_batch_size
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Set the batch size, between two epochs or after :meth:`resume`."""
+        self.batch_size = batch_size
 
     def begin_with(self, batch_size: int) -> None:
         """Set the initial batch size of training."""

@@ -474,7 +474,7 @@ class LimitFinder:
         max_batch_size = result.max_batch_size
         can_divide = settings.micro_batch_limit is not None or settings.batch_size_schedule
         if resumed.takes_found_batch:
-            batches.batch_size = result.batch_size
+            batches.set_batch_size(result.batch_size)
             change = f"batch_size {batch_size} -> {result.batch_size}"
             self._event(
                 "batch_size",

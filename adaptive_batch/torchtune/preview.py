@@ -260,7 +260,7 @@ class TrainingPreview:
                 lines.append(f"bound: {result.max_batch_size}")
                 self._sizer.set_bound(result)
                 if resumed.takes_found_batch:
-                    self._batches.batch_size = result.batch_size
+                    self._batches.set_batch_size(result.batch_size)
         self._batches.begin_epoch()
         text, _ = self.table(self.plan_remaining())
         if distributed.is_rank_zero():
