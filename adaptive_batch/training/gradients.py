@@ -83,13 +83,12 @@ class SavedGradients:
         for leaf in _leaves_of(roots):
             if id(leaf) in own:
                 continue
-            reference, _ = self._external.get(id(leaf), (None, None))
-            if reference is not None and reference() is leaf:
-                continue
             if self.is_split:
                 check_hooks([leaf])
-            self._external[id(leaf)] = (weakref.ref(leaf), leaf.grad)
-            leaf.grad = None
+            reference, _ = self._external.get(id(leaf), (None, None))
+            if reference is None or reference() is not leaf:
+                self._external[id(leaf)] = (weakref.ref(leaf), leaf.grad)
+                leaf.grad = None
 
     def external(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yield the leaves outside of the model with their gradients before the batch."""
