@@ -92,8 +92,8 @@ def cells_of_resume(record: Record) -> list[list[str]]:
                 str(result["rows_lost"]),
                 str(result["rows_repeated"]),
                 "same" if result["same_order"] else "different",
-                "same bits" if result["same_bits"] else "different",
-                "same bits" if result["same_bits_without_dropout"] else "different",
+                "identical" if result["same_bits"] else "different",
+                "identical" if result["same_bits_without_dropout"] else "different",
             ]
         )
     return lines
