@@ -80,22 +80,6 @@ def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, i
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_how_a_step_is_computed_is_not_taken_from_what_was_saved():
-    """Several ranks have no fused SGD, which one has."""
-    of_saved, of_new = ([nn.Parameter(torch.zeros(2))] for _ in range(2))
-    saved = torch.optim.SGD(of_saved, lr=0.1, momentum=0.9, fused=True)
-    new = torch.optim.SGD(of_new, lr=0.3, momentum=0.5, foreach=True)
-    state = named_optimizer_state([saved], {of_saved[0]: "weight"})
-    load_named_optimizer_state(state, [new], {of_new[0]: "weight"})
-    (group,) = new.param_groups
-    assert (group["lr"], group["momentum"], group["fused"], group["foreach"]) == (
-        0.1,
-        0.9,
-        None,
-        True,
-    )
-
-
 def test_the_values_of_every_group_are_kept():
     _, optimizers, names = trained(groups=2)
     for number, group in enumerate(optimizers[0].param_groups):

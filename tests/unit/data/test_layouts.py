@@ -112,44 +112,6 @@ def test_by_tokens_no_grouping_is_better_although_a_row_above_limit_is_alone(
     assert tokens < max(padded) or sizes == sorted(sizes, reverse=True)
 
 
-def test_few_rows_by_tokens_are_laid_out_as_by_hand():
-    def by_tokens(lengths, tokens, **layout):
-        limit = MicroBatchLimit(tokens, "tokens")
-        pieces = micro_batches(lengths, limit, MicroBatchLayout(**layout))
-        return [(piece.rows, piece.length) for piece in pieces]
-
-    # No row is left alone by rows that fill the limit.
-    assert by_tokens([1, 3, 4, 4], 12) == [([2, 3], 4), ([0, 1], 3)]
-    assert [rows for rows, _ in by_tokens([4] * 4, 12, kind="packed")] == [[0, 2], [1, 3]]
-    # Rows are padded beside rows of their length.
-    assert by_tokens([9, 2, 8, 3], 18, uniform="rows") == [([0, 2], 9), ([1, 3], 3)]
-    # A row without tokens is padded to one.
-    assert sorted(rows for rows, _ in by_tokens([0, 5, 0], 10)) == [[0, 2], [1]]
-    for limit in (MicroBatchLimit(1), MicroBatchLimit(1, "tokens")):
-        assert [piece.length for piece in micro_batches([0, 0], limit)] == [1, 1]
-    assert micro_batches([], MicroBatchLimit(4)) == by_tokens([], 4, uniform="both") == []
-    assert str(MicroBatchLimit(4)) == "4 rows"
-    assert str(MicroBatchLimit(512, "tokens")) == "512 padded tokens"
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 100))
-def test_packed_by_tokens_there_are_as_few_as_first_fit_decreasing_finds_within_the_limit(
-    lengths, tokens
-):
-    first_fit: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        places = [n for n, size in enumerate(first_fit) if size + length <= tokens]
-        if places:
-            first_fit[places[0]] += length
-        else:
-            first_fit.append(length)
-    pieces = micro_batches(
-        lengths, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind="packed")
-    )
-    assert len(pieces) == len(first_fit)
-    assert pieces[0].run_tokens <= max(tokens, *lengths)
-
-
 @given(LENGTHS, CAPACITIES, st.sampled_from(["rows", "lengths", "both"]))
 def test_uniform_micro_batches_are_as_few_as_there_can_be(lengths, capacity, uniform):
     """Each holds the longest row or is as large as the one that does, so so many of it must fit."""

@@ -202,23 +202,6 @@ def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, da
         progress = replace(progress.after_step(rows=len(batch), tokens=tokens), batch=budget)
 
 
-@given(epochs(min_rows=1, divisible=False), st.data())
-def test_one_device_fills_each_step_in_order_up_to_the_first_row_that_does_not_fit(case, data):
-    lengths, order, arguments, most = case
-    rule = hashed(most, 9 * most)
-    batches, budgets, _ = by_rule(lengths, rule, order, **arguments)
-    progress, expected, asked, left = started(order), [], [], order.tolist()
-    while left:
-        budget, batch = rule(progress), []
-        while left and sum(lengths[row] for row in [*batch, left[0]]) <= budget:
-            if len(batch) == arguments["max_rows"]:
-                break
-            batch.append(left.pop(0))
-        progress = progress.after_step(rows=len(batch), tokens=sum(lengths[row] for row in batch))
-        expected, asked = [*expected, batch], [*asked, budget]
-    assert (batches, budgets) == (expected, asked)
-
-
 # Rows that are longer than a budget.
 
 RISING = steps([10, 20, 40], ["1ba", "2ba"])

@@ -10,7 +10,7 @@ from support.paths import TESTS, subprocess_environment
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import allocator as module
-from adaptive_batch.estimate.allocator import STREAM, AllocatorSettings, CachingAllocator
+from adaptive_batch.estimate.allocator import AllocatorSettings, CachingAllocator
 
 MIB = 2**20
 
@@ -28,16 +28,6 @@ def sizes(allocator):
         )
         for segment in reversed(segments_of(allocator))
     ]
-
-
-@pytest.mark.parametrize("expandable_segments", [False, True])
-def test_streams_share_no_blocks(expandable_segments):
-    device = allocator(expandable_segments=expandable_segments)
-    device.replay([STREAM + 40 * MIB, ~0, STREAM + 40 * MIB, ~1])
-    assert device.reserved_bytes == 40 * MIB
-    device.replay([40 * MIB])
-    assert device.reserved_bytes == 80 * MIB
-    assert [segment["stream"] for segment in segments_of(device)] == [0, 1]
 
 
 @pytest.mark.parametrize(("oldest_first", "taken"), [(True, 0), (False, 2)])
@@ -63,18 +53,6 @@ def test_an_expandable_segment_grows_by_granules():
         [(-25, -30, 5), (-512 / MIB, 2 - 512 / MIB)],
         62 * MIB,
     )
-
-
-def test_numbers_of_allocations_continue_across_logs():
-    device = allocator()
-    device.replay([5 * MIB, 30 * MIB, ~0])
-    device.replay([7 * MIB, ~1, ~2])
-    assert (device.allocated_bytes, device.requested_bytes, device.reserved_bytes) == (
-        0,
-        0,
-        50 * MIB,
-    )
-    assert device.peak_allocated_bytes == 37 * MIB
 
 
 def test_the_environment_is_read(monkeypatch):

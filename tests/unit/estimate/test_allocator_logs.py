@@ -88,15 +88,3 @@ def test_kinds_add_up_to_the_peak(checkpointing, accumulates):
         # Backward of the loss.
         assert composition["gradients"] == 0
         assert composition["backward temporaries"] >= LOGITS
-
-
-def test_kinds_are_those_of_the_first_peak():
-    log = array("q", [40, 30, ~1, 50, 20, ~3, 20])
-    phase = Phase(
-        log,
-        before=(("model", 0, 0),),
-        after={("gradient", 0, 0): 3},
-        once=((1, 8),),
-        activations=frozenset({1, 2}),
-    )
-    assert phase.held_at_peak() == {"activations": 30, "gradients": 50, "backward temporaries": 28}

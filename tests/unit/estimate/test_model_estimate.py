@@ -342,14 +342,6 @@ def bounds(each=32 * MIB, **settings):
     return length, made
 
 
-def test_reserved_memory_limits_the_rows():
-    length, made = bounds()
-    fit = made.fit(1000 * MIB)
-    assert 0 < fit.max_batch_size < length.max_rows(1000 * MIB)
-    assert fit.allocated_bytes < fit.reserved_bytes <= 1000 * MIB
-    assert made.peaks(fit.max_batch_size + 1)[1] > 1000 * MIB
-
-
 @given(mib=st.integers(0, 2000), each=st.integers(1, 300))
 def test_the_result_is_the_largest_that_fits(mib, each):
     length, made = bounds(each * MIB)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import lightning
 import pytest
@@ -228,20 +227,6 @@ def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_
     monkeypatch.delattr(_AutomaticOptimization, "_make_backward_fn")
     with pytest.raises(AdaptiveBatchError, match=r"lightning 2\..* has no _make_backward_fn in"):
         trained(Module(), tmp_path, [AdaptiveCallback()])
-
-
-class Fails(Module):
-    def training_step(self, batch, batch_idx):
-        raise ValueError("of the script")
-
-
-def test_after_an_error_lightning_is_as_it_was(tmp_path):
-    callback = pickle.loads(pickle.dumps(AdaptiveCallback()))
-    module = Fails()
-    with pytest.raises(ValueError, match="of the script"):
-        trained(module, tmp_path, [callback])
-    assert "_make_closure" not in vars(module.trainer.fit_loop.epoch_loop.automatic_optimization)
-    assert "log" not in vars(module)
 
 
 class Scaler(torch.amp.GradScaler):

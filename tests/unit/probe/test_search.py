@@ -222,33 +222,6 @@ def test_two_traces_determine_the_maximum(program, room):
     assert [trial.batch_size for trial in trials if not trial.fits] in ([], [2])
 
 
-def test_traces_of_different_operations_are_not_combined():
-    search = Predictive(budget_bytes=1000, maximum=100)
-    search.record(Trial(1, True, 100, trace=Trace(1, [100])))
-    rows = search.candidate
-    search.record(Trial(rows, True, 90 + 10 * rows, trace=Trace(2, [90 + 10 * rows, 5])))
-    assert rows < search.candidate < 100
-
-
-def test_a_contradicted_prediction_is_dropped():
-    search = Predictive(budget_bytes=1000, maximum=100)
-    search.record(Trial(1, True, 100, trace=Trace(1, [100])))
-    rows = search.candidate
-    search.record(Trial(rows, True, 90 + 10 * rows, trace=Trace(1, [90 + 10 * rows])))
-    assert search.candidate == 91
-    search.record(Trial(91, False))
-    while (candidate := search.candidate) is not None:
-        search.record(
-            Trial(
-                candidate,
-                candidate <= 50,
-                90 + 10 * candidate,
-                trace=Trace(1, [90 + 10 * candidate]),
-            )
-        )
-    assert search.best in (49, 50)
-
-
 def on_smaller_device(rows: int, room: int, *, shows_held: bool = True) -> Trial:
     """A trial of forty operations of 250 bytes per row, on a device with `room` bytes."""
     alive = [1000 + 250 * rows * number for number in range(1, 41)]

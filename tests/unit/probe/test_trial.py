@@ -272,26 +272,6 @@ def test_modules_keep_their_mode_of_training_and_evaluation():
 # The optimizer in backward.
 
 
-def test_a_trial_of_steps_runs_whole_steps_of_varying_sizes():
-    training, said = Training(Case("AdamW")), []
-
-    def steps(rows):
-        for size in (rows, 1, rows):
-            said.append(size)
-            yield [lambda size=size: training.forward_backward(size)] * 2
-            said.append(
-                f"stepped {len(training.optimizer.state) > 0}, {training.model.embed.weight.grad}"
-            )
-
-    before = training.everything()
-    rehearsal = training.rehearsal()
-    rehearsal._varying_steps = steps
-    with rehearsal as trial:
-        assert trial(3).fits
-    assert said == [3, "stepped True, None", 1, "stepped True, None", 3, "stepped True, None"]
-    assert differences(before, training.everything()) == []
-
-
 def test_the_memory_of_trial_states_is_kept_until_the_first_step():
     training = Training(Case("AdamW"))
     rehearsal = training.rehearsal()

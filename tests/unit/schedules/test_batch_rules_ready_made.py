@@ -224,10 +224,6 @@ def half_cosine(warmup=0):
     return factor
 
 
-def quarter_cosine(step):
-    return math.cos(math.pi / 2 * step / TOTAL)
-
-
 def two_cycles(step):
     return 0.5 * (1 + math.cos(math.pi * 4 * step / TOTAL)) * 0.9 + 0.1
 
@@ -245,39 +241,34 @@ class Rows:
         return {"tokens": [1] * self._tokens(row)}
 
 
-def loop_of(schedule, *, factor=None, maximum=None, rows=None, model=None, **settings):
+def loop_of(schedule, *, factor=None, maximum=None, rows=None, **settings):
     """A loop and its optimizer around a model of one weight."""
-    model = model or torch.nn.Linear(1, 1)
+    model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if (scheduler := settings.get("lr_scheduler")) is not None:
-        optimizer = scheduler.optimizer
-    settings.setdefault("lr_scheduler", LambdaLR(optimizer, schedule))
-    settings.setdefault("batch_size_schedule", seesaw(factor, maximum))
-    return (
-        AdaptiveLoop(
-            model,
-            optimizer,
-            rows or Rows(),
-            collate=lambda some: torch.ones(len(some), 1),
-            mean_loss=lambda batch: model(batch).mean(),
-            num_labels=len,
-            batch_size=BATCH,
-            **settings,
-        ),
+    settings = {"lr_scheduler": LambdaLR(optimizer, schedule), **settings}
+    loop = AdaptiveLoop(
+        model,
         optimizer,
+        rows or Rows(),
+        collate=lambda some: torch.ones(len(some), 1),
+        mean_loss=lambda batch: model(batch).mean(),
+        num_labels=len,
+        batch_size=BATCH,
+        batch_size_schedule=seesaw(factor, maximum),
+        **settings,
     )
+    return loop, optimizer
 
 
-def steps_of(loop, optimizer, epochs=1):
+def steps_of(loop, optimizer):
     """(clock in constant steps, rows, rate) of each step."""
     found = []
-    for _ in range(epochs):
-        for rows in loop:
-            done = loop.progress.samples
-            loop.run(rows)
-            found.append((done / BATCH, len(rows), loop.learning_rate))
-            optimizer.step()
-            optimizer.zero_grad()
+    for rows in loop:
+        done = loop.progress.samples
+        loop.run(rows)
+        found.append((done / BATCH, len(rows), loop.learning_rate))
+        optimizer.step()
+        optimizer.zero_grad()
     return found
 
 
@@ -286,37 +277,13 @@ def trained(schedule, **settings):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "share"),
-    [
-        (half_cosine(), 1 / 2),
-        (quarter_cosine, 2 / math.pi),
-        (lambda step: 1 - step / TOTAL, 1 / 2),
-        (half_cosine(warmup=TOTAL // 8), 1 / 8 + 7 / 8 / 2),
-        (lambda step: 1.0, 1.0),
-        (two_cycles, 0.55),
-    ],
-    ids=["half a cosine", "a quarter", "a line", "after a warm-up", "constant", "two cycles"],
-)
-def test_the_number_of_steps_is_multiplied_by_the_mean_of_the_schedule(schedule, share):
-    steps = trained(schedule)
-    assert sum(rows for _, rows, _ in steps) == ROWS
-    by_hand, done, peak = [], 0, 0.0
-    while done < ROWS:
-        now = schedule(done / BATCH)
-        peak = max(peak, now)
-        by_hand.append(min(ROWS - done, math.floor(BATCH * peak / now + 0.5) if peak else BATCH))
-        done += by_hand[-1]
-    assert [rows for _, rows, _ in steps] == by_hand
-    # Whole rows, and a batch chosen before its step, change the number of steps a little.
-    assert len(steps) == pytest.approx(TOTAL * share, abs=0.01 * TOTAL)
-
-
-@pytest.mark.parametrize(
     "settings", [{}, {"factor": 2}, {"factor": 1.1}, {"maximum": 32}, {"factor": 2, "maximum": 48}]
 )
-@pytest.mark.parametrize("warmup", [0, 100])
-def test_the_batch_follows_the_decay_and_the_rate_over_its_root_is_the_schedules(settings, warmup):
-    schedule, peak = half_cosine(warmup), 0.0
+@pytest.mark.parametrize("schedule", [half_cosine(), half_cosine(100), two_cycles])
+def test_the_batch_follows_the_decay_and_the_rate_over_its_root_is_the_schedules(
+    settings, schedule
+):
+    peak = 0.0
     factor, maximum = settings.get("factor"), settings.get("maximum", math.inf)
     *steps, last = trained(schedule, **settings)
     for clock, rows, rate in [*steps, last]:

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batch.config_files import config_files
 from adaptive_batch.torchtune import FullModel
-from adaptive_batch.torchtune.changes import candidates, memory_remedies
+from adaptive_batch.torchtune.changes import candidates
 
 
 def budgets(*changed, world_size=1):
@@ -46,19 +46,3 @@ def test_budgets_of_activations_below_the_configured_one_are_tried_under_compile
     assert budgets("device=cpu", "compile=True") == []
     assert budgets(*compiled, world_size=2) == [0.5, 0.3, 0.15]
     assert budgets(*compiled, "tensor_parallel_dim=2", world_size=2) == []
-
-
-def test_an_error_about_memory_suggests_only_what_is_not_configured():
-    cfg = OmegaConf.load(config_files()["demo_cpu"])
-    model = FullModel().skeleton(cfg, dtype=torch.float32)
-    recomputes = "enable_activation_checkpointing=True"
-    eight_bits = "optimizer=torchao.optim.AdamW8bit"
-    both = memory_remedies(cfg, model, world_size=1)
-    assert recomputes in both
-    assert eight_bits in both
-    cfg.enable_activation_checkpointing = True
-    cfg.optimizer = {"_component_": "torchao.optim.AdamW8bit"}
-    neither = memory_remedies(cfg, model, world_size=1)
-    assert "tokenizer.max_seq_len" in neither
-    assert recomputes not in neither
-    assert eight_bits not in neither

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,14 +25,12 @@ from support.exact_tasks import (
     rows_of,
 )
 from support.fault_injection import RunsOutAt
-from support.runners import report_of
 from support.wired_jobs import Wired, check_bounds, check_that_halves_are_run, largest_difference
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.torchtune import (
     Distillation,
     Job,
@@ -205,31 +202,6 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
         adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
         assert not any(part.disabled for part in adapters)
     assert failures > 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
-    rows = [pair((24, 30), torch.Generator())] * 8
-    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(4))
-    runner = wired.trainer.engine
-    runner.memory = memory = CountedMemory(torch.device("cpu"))
-    resident = list(wired.trainer.models.parameters())
-
-    def peak(run: Callable[[], object]) -> int:
-        wired.model.zero_grad(set_to_none=True)
-        with memory.measure(iter(resident), budget_bytes=2**40) as usage:
-            run()
-        return usage.peak_bytes
-
-    def two_micro_batches() -> None:
-        for _ in range(2):
-            runner.try_rows(rows[:2])
-
-    of_training = peak(two_micro_batches)
-    search_reference = peak(lambda: runner.reference.try_rows(rows[:4]))
-    of_step = peak(lambda: runner.run(rows, report_of(rows)))
-    # What is kept of each pair are two numbers, and a few of the whole step.
-    assert of_step <= max(of_training, search_reference) + 1024
 
 
 # --- what is taken and what is refused

@@ -21,11 +21,9 @@ from support.loops import (
 from support.packed_models import loss_of, padded, transformers_model
 from support.sharded_model import (
     Decoder,
-    by_hand,
     collate,
     relative_error,
     training_state,
-    whole_gradients,
     whole_parameters,
 )
 from torch import nn
@@ -36,28 +34,6 @@ from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training.split_check import SplitCheck
 
 # --- the bound
-
-
-def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro_batches():
-    reference = training()
-    train(reference, until=1)
-    budget = {"device_memory": peak_by_hand(reference, 10), "headroom": 0.0}
-    one, beyond, splits = (
-        training(batch_size=size, grow_beyond_maximum=beyond)
-        for size, beyond in ((4, False), (4, True), (40, False))
-    )
-    fits, *fewer = (each.loop.find_bound(**budget).max_batch_size for each in (one, beyond, splits))
-    assert fits == 10
-    assert fewer[0] == fewer[1] < 10
-    (step,) = train(splits)
-    assert (step.result.rows, step.result.micro_batches) == (40, -(-40 // fewer[1]))
-    assert splits.loop.limit.amount == fewer[1]
-    # Rows grouped by length run as several micro-batches where that takes less time.
-    grouped, plain = (
-        training(batch_size=10, micro_batch_layout=kind) for kind in ("grouped", "padded")
-    )
-    assert plain.loop.find_bound(**budget).max_batch_size == 10
-    assert 0 < grouped.loop.find_bound(**budget).max_batch_size < 10
 
 
 @pytest.mark.parametrize("begun_by", ["a larger batch", "a bound that is loaded", "ranks"])
@@ -168,19 +144,6 @@ def test_any_rows_fit_in_one_micro_batch_although_the_longest_rows_are_not_the_l
 # --- a step
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
-def test_gradients_are_those_of_the_mean_over_the_label_tokens_of_a_step(micro_batch_size):
-    one = training(batch_size=7, micro_batch_size=micro_batch_size)
-    rows = next(iter(one.loop))
-    result = one.loop.run(rows)
-    found = whole_gradients(one.model)
-    expected, loss, label_tokens = by_hand(one.model, rows)
-    assert relative_error(found, expected) < 1e-7  # one count divides them, a float32
-    assert result.loss == pytest.approx(loss, rel=1e-6)
-    assert int(result.num_labels) == label_tokens
-    assert result.micro_batches == {None: 1, 1: 7, 3: 3}[micro_batch_size]
-
-
 # --- rows and batches of any kind
 
 
@@ -277,6 +240,31 @@ def test_the_fastest_micro_batches_are_saved_unless_others_are_configured() -> N
     smaller.loop.load_state_dict(state)
     assert smaller.loop._step.sizer.throughput == found.throughput is not None
     assert smaller.loop.max_batch_size == 1
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_is(dynamic, caplog):
+    torch.compiler.reset()
+    one = llama(micro_batch_tokens="auto")
+    for layer in one.model.model.layers:
+        layer.mlp.compile(backend="aot_eager", dynamic=dynamic)
+    before = training_state(one.model, one.optimizer)
+    with caplog.at_level("INFO", logger="adaptive_batch"):
+        found = one.loop.find_bound(device_memory="1GiB", maximum=8)
+    assert training_state(one.model, one.optimizer) == before
+    fastest = found.throughput
+    lengths = [len(row["tokens"]) for row in ROWS]
+    if dynamic:
+        assert 0 < fastest.compile_seconds < fastest.seconds
+        assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
+        assert f"compilation: {fastest.compile_seconds:.0f} s, excluded" in found.table()
+        # Compiling takes hundreds of times as long as a micro-batch here.
+        assert sum(lengths) / fastest.tokens_per_second < fastest.compile_seconds
+    else:
+        reason = "micro-batches are excluded"
+        assert all(f"{layout} {reason}" in caplog.text for layout in ("grouped", "packed"))
+        assert fastest is None
+        assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(lengths)
 
 
 def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():

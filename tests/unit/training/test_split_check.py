@@ -355,3 +355,14 @@ def test_a_small_term_without_share_is_refused_if_many_parts_would_add_it():
     model = Net()
     with pytest.raises(SettingError, match="so a split would train something else"):
         AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows(256))
+
+
+def test_a_part_that_fails_is_one_sentence_with_the_treatment_of_each_key():
+    def fails(model, batch):
+        if len(batch["x"]) != len(batch["more"]):
+            raise ValueError("rows differ")
+        return mean(model, batch)
+
+    batch = {**rows(), "more": torch.zeros(15)}
+    with pytest.raises(SettingError, match=r"x, y divided; more kept whole.*rows differ.*split="):
+        new_step(Net(), fails)(batch)
