@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ NAMES = {
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "OpOverload": "torch._ops.OpOverload",
-    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "allocator_snapshot": "torch.cuda.memory._snapshot",
     "compilation_callbacks": "torch._dynamo.callback.callback_handler",
     "current_graph_task_id": "torch._C._current_graph_task_id",
@@ -72,17 +71,6 @@ class PrivateNames:
             if not hasattr(owner, name):
                 raise _unsupported(f"has no {path}.{name}, so {self._part} cannot be used")
         return owner
-
-
-if TYPE_CHECKING:
-    # Bound when a module that defines a subclass is imported.
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-else:
-
-    def __getattr__(name: str) -> Any:
-        if name != "TorchDispatchMode":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return PrivateNames("searches on a CPU and memory estimates").TorchDispatchMode
 
 
 def _unsupported(problem: str) -> TorchVersionError:

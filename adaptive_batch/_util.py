@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
@@ -428,37 +428,35 @@ def described_with_files(value: object) -> object:
     return value
 
 
-def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
-    """Build a value of an annotated type from JSON.
+def from_json(kind: Any, value: Any) -> Any:
+    """Build a value of an annotated type from JSON. Missing fields of dataclasses get their
+    defaults.
 
     Args:
         kind: A dataclass, a tuple, a dict, ``X | None``, a number or a text.
         value: The result of ``asdict``, possibly after a round trip through JSON.
-        optional: Fields of dataclasses that may be missing.
 
     Raises:
         TypeError, ValueError: The value does not match the type.
     """
-    build = partial(from_json, optional=optional)
     if is_dataclass(kind):
         given = {**value}
         hints = get_type_hints(kind)
-        missing = hints.keys() - given.keys() - set(optional)
-        if missing:
-            raise TypeError(f"{min(missing)} is missing")
-        arguments = {name: build(hints[name], given[name]) for name in hints if name in given}
+        arguments = {
+            name: from_json(hint, given[name]) for name, hint in hints.items() if name in given
+        }
         return kind(**arguments)  # type: ignore[operator]
     origin = get_origin(kind)
     if origin is UnionType:
-        return None if value is None else build(get_args(kind)[0], value)
+        return None if value is None else from_json(get_args(kind)[0], value)
     if origin is dict:
         _, hint = get_args(kind)
-        return {name: build(hint, item) for name, item in {**value}.items()}
+        return {name: from_json(hint, item) for name, item in {**value}.items()}
     if origin is tuple:
         kinds = get_args(kind)
         if kinds[-1] is Ellipsis:
             kinds = kinds[:1] * len(value)
-        return tuple(build(*pair) for pair in zip(kinds, value, strict=True))
+        return tuple(from_json(*pair) for pair in zip(kinds, value, strict=True))
     if kind is float:
         return float(value)
     if not isinstance(value, kind):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import RankLostError
 
@@ -184,7 +185,6 @@ def refuse_collectives(error: Exception) -> contextlib.AbstractContextManager[ob
     """Create a context manager that raises `error` if torch starts a collective within
     :func:`alone`.
     """
-    from adaptive_batch._torch import TorchDispatchMode
 
     class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(

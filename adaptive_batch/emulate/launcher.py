@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from adaptive_batch.injection import environment_with
+from adaptive_batch.inject.sitecustomize import environment_with
 
 from .process import EmulationError, cache_folder, cuda_build_folder, preloaded_library
 

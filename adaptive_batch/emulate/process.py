@@ -3,9 +3,10 @@
 `import torch` loads these libraries first. The environment is not changed: the loader resolves
 torch's libraries by the sonames of the loaded stubs, so nothing is copied and no driver is opened.
 
-libcudastub.so has every function that PyTorch imports from CUDA's libraries. A function that csrc/
-does not define returns 0 and counts its calls. Each CUDA library is an empty one linked to
-libcudastub.so. They are compiled from csrc/ and cached for each torch.
+libcudastub.so has every function that PyTorch and other packages import from CUDA's libraries. A
+function that csrc/ does not define returns 0 and counts its calls. Each CUDA library is an empty
+one linked to libcudastub.so. They are compiled from csrc/ and cached for each torch and set of
+installed packages.
 """
 
 from __future__ import annotations
@@ -131,12 +132,8 @@ def load_stubs(package: Path) -> Path:
     stubs = stub_folder(package)
     sonames = [STUB, DRIVER, MANAGEMENT]
     sonames += [path.name for path in sorted(stubs.glob("lib*.so.*")) if path.name not in sonames]
-    libraries = [stubs / name for name in sonames]
-    extensions = extension_library(stubs)
-    if extensions is not None:
-        libraries.append(extensions)
-    for library in libraries:
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    for name in sonames:
+        ctypes.CDLL(str(stubs / name), mode=ctypes.RTLD_GLOBAL)
     os.environ["TRITON_LIBCUDA_PATH"] = str(stubs)
     return stubs
 
@@ -170,7 +167,8 @@ def torch_version(package: Path) -> tuple[str, str | None]:
 
 
 def stub_folder(package: Path) -> Path:
-    """Return the folder of the emulated libraries for a CUDA build of torch; build them if needed.
+    """Return the folder of the emulated libraries for a CUDA build of torch; build them if needed,
+    and again if other packages were installed, which may import further functions.
 
     Args:
         package: folder of the torch that a process is about to import.
@@ -189,11 +187,16 @@ def stub_folder(package: Path) -> Path:
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    folder = cache_folder() / f"torch-{version}-{digest.hexdigest()[:16]}"
-    with _built_once(folder) as new:
+    packages = [
+        Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))
+    ]
+    for folder in packages:
+        digest.update("".join(sorted(os.listdir(folder))).encode())
+    stubs = cache_folder() / f"torch-{version}-{digest.hexdigest()[:16]}"
+    with _built_once(stubs) as new:
         if new is not None:
-            _build(package, cuda, new)
-    return folder
+            _build(package, cuda, _extensions(packages), new)
+    return stubs
 
 
 def preloaded_library() -> Path:
@@ -209,25 +212,6 @@ def preloaded_library() -> Path:
             warnings = ("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
             _gcc("-shared", *warnings, "-o", new / "scratch.so", SOURCES / PRELOADED, "-ldl")
     return folder / "scratch.so"
-
-
-def extension_library(stubs: Path) -> Path | None:
-    """Return a library of CUDA functions that other packages (bitsandbytes) import, or None."""
-    folders = [Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    listing = "".join(name for folder in folders for name in sorted(os.listdir(folder)))
-    folder = stubs / f"extensions-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
-    with _built_once(folder) as new:
-        if new is not None:
-            imported = set[str]()
-            for library in _extensions(folders):
-                imported |= _imported_functions(library)
-            missing = imported - set(_defined_functions(stubs / STUB))
-            if missing:
-                lines = [f"long {name}(void) {{ return 0; }}" for name in sorted(missing)]
-                (new / "extensions.c").write_text("\n".join(lines))
-                _gcc("-shared", "-w", "-o", new / "libcudastub-extensions.so", new / "extensions.c")
-    library = folder / "libcudastub-extensions.so"
-    return library if library.exists() else None
 
 
 @contextmanager
@@ -249,8 +233,10 @@ def _built_once(folder: Path) -> Iterator[Path | None]:
             new.rename(folder)
 
 
-def _build(package: Path, cuda: str, folder: Path) -> None:
+def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -> None:
     imported, sonames = set[str](), set[str]()
+    for library in extensions:
+        imported |= _imported_functions(library)
     for library in sorted((package / "lib").glob("*.so")):
         if library.name != STUB:
             imported |= _imported_functions(library)
@@ -318,7 +304,9 @@ def _required_version(library: str) -> int:
 
 
 def _extensions(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the shared libraries of other packages that need CUDA's runtime or math libraries."""
+    """Yield the shared libraries of other packages (bitsandbytes) that need CUDA's runtime or math
+    libraries.
+    """
     for folder in folders:
         for package in sorted(folder.iterdir()):
             if package.name not in ("torch", "nvidia", "triton") and package.is_dir():
@@ -333,9 +321,8 @@ def _imported_functions(library: Path) -> set[str]:
     return set(filter(_FUNCTION.fullmatch, (line.split()[-1].split("@")[0] for line in lines)))
 
 
-def _defined_functions(library: Path) -> list[str]:
-    dynamic = ["-D"] if library.suffix == ".so" else []
-    return _run("nm", *dynamic, "--defined-only", "--format=just-symbols", library).split()
+def _defined_functions(compiled: Path) -> list[str]:
+    return _run("nm", "--defined-only", "--format=just-symbols", compiled).split()
 
 
 def _gcc(*words: str | Path) -> None:

@@ -48,7 +48,15 @@ _OVERWRITING = {"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", 
 # Flags that are false unless something is wrong.
 _ALARMS = {"any", "isnan", "isinf", "isposinf", "isneginf", "signbit", "eq"}
 _COMPARISONS = {"lt", "le", "gt", "ge"}
-_UNIQUE = {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+# Operators whose results have sizes that depend on values.
+_VALUE_SIZED = {
+    "nonzero",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+}
 # Operators that only allocate or create views, or that have their own function below.
 _LEFT_ALONE = {
     "set_",
@@ -70,12 +78,11 @@ def install() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     special: dict[str, Callable[..., Any]] = {
-        **dict.fromkeys(_UNIQUE, _unique),
+        **dict.fromkeys(_VALUE_SIZED, _on_host_only),
         **dict.fromkeys(("empty", "empty_strided"), _empty),
         "_amp_foreach_non_finite_check_and_unscale_": _unscale,
         "copy_": _copy,
         "_local_scalar_dense": _read_number,
-        "nonzero": _nonzero,
         "nonzero.out": _Operator,
         "pow.Scalar": _pow_of_number,
         "resize_": _resize,
@@ -456,26 +463,6 @@ def _read_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     return read_number
 
 
-def _nonzero(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    """CUDA's kernel counts on the device: it gets the count from the host and allocates by it."""
-
-    def nonzero(keyset: Any, tensor: torch.Tensor) -> torch.Tensor:
-        _note("shape", _why_made_up([tensor]))
-        one = torch.ones((), device="cpu")
-        flags = on_host(tensor) if has_values(tensor) else one.expand(tensor.shape)
-        positions = flags.nonzero()
-        answer = ctypes.CDLL("libcudastub.so").cudastub_answer
-        answer(ctypes.c_longlong(len(positions)), 1)
-        result: torch.Tensor = cuda_kernel.call_boxed(keyset, tensor)
-        answer(ctypes.c_longlong(0), 0)
-        if has_values(result):
-            on_host(result).copy_(positions)
-        _set_origin(result, _why_made_up([tensor]))
-        return result
-
-    return nonzero
-
-
 def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     """Keep values as a storage grows: CUDA's kernel moves them by a copy that computes nothing."""
 
@@ -504,29 +491,28 @@ def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     return pow_of_number
 
 
-def _unique(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    """The results' sizes are read within CUDA's library: all is computed on the host. The
-    temporaries of CUDA's kernel are missing from the peak.
+def _on_host_only(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    """CUDA's kernel reads the size of its result on the device. The temporaries of that kernel are
+    missing from the peak.
     """
 
-    def unique(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def on_host_only(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         origin = _why_made_up([tensor])
         _note("shape", origin)
         if has_values(tensor):
             host = on_host(tensor)
-        else:  # as many as there can be
-            host = torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
-        results: list[torch.Tensor] = []
+        else:  # the largest result that there can be
+            numbers = torch.arange(1, tensor.numel() + 1, device="cpu")
+            host = numbers.view(tensor.shape).to(tensor.dtype)
+        results = []
         for values in _tensors(operator(host, *args, **kwargs)):
-            # The first result has the tensor's dtype; the others are indices and counts.
-            dtype = tensor.dtype if not results else values.dtype
-            results.append(torch.empty(values.shape, dtype=dtype, device=tensor.device))
+            results.append(torch.empty_like(values, device=tensor.device))
             if has_values(results[-1]):
                 on_host(results[-1]).copy_(values)
             _set_origin(results[-1], origin)
-        return tuple(results)
+        return results[0] if len(results) == 1 else tuple(results)
 
-    return unique
+    return on_host_only
 
 
 def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:

@@ -335,7 +335,7 @@ def read_estimate(path: Path) -> MemoryEstimate | None:
     """Read an estimate from a file; return None if it is missing or invalid."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        estimate: MemoryEstimate = from_json(MemoryEstimate, saved, optional=["lengths"])
+        estimate: MemoryEstimate = from_json(MemoryEstimate, saved)
     except (OSError, ValueError, TypeError, OverflowError):
         return None
     if not estimate.devices or not all(device.lengths for device in estimate.devices):

@@ -1,5 +1,8 @@
-"""Python runs this file at the start of each process of a program that ``adaptive-batch emulate``
-or ``adaptive-batch run`` has started: the launcher puts its folder first on PYTHONPATH.
+"""Hooks in the processes of a program that ``adaptive-batch emulate`` or ``adaptive-batch run``
+starts.
+
+The launcher puts the folder of this file first on PYTHONPATH, so Python runs it at the start of
+each process.
 """
 
 import importlib
@@ -8,12 +11,30 @@ import os
 import sys
 from pathlib import Path
 
+_HOOKS = "ADAPTIVE_BATCH_HOOKS"
+
+
+def environment_with(hook: Path) -> dict[str, str]:
+    """Return this process's environment with a hook first, which within another such program is
+    there once.
+
+    Args:
+        hook: Python file with a function ``install``.
+    """
+    hooks = [str(hook), *os.environ.get(_HOOKS, "").split(os.pathsep)]
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        **os.environ,
+        _HOOKS: os.pathsep.join(filter(None, dict.fromkeys(hooks))),
+        "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(paths))),
+    }
+
 
 def load_hooks() -> None:
     """Import the hooks from their files, as the program's environment may lack this package, and
     install them in this process. A hook that is gone, as after an upgrade, is left out.
     """
-    files = map(Path, os.environ.get("ADAPTIVE_BATCH_HOOKS", "").split(os.pathsep))
+    files = map(Path, os.environ.get(_HOOKS, "").split(os.pathsep))
     for file in filter(Path.is_file, files):
         name = f"_adaptive_batch_{file.parent.name}"
         spec = importlib.util.spec_from_file_location(
@@ -42,5 +63,6 @@ def run_other_sitecustomize() -> None:
         sys.path.insert(0, here)  # torch.compile's workers get sys.path as their PYTHONPATH
 
 
-load_hooks()
-run_other_sitecustomize()
+if __name__ == "sitecustomize":
+    load_hooks()
+    run_other_sitecustomize()

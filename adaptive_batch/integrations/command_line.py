@@ -17,7 +17,7 @@ from typing import Any
 
 from adaptive_batch._util import Option, one_of
 from adaptive_batch.errors import AdaptiveBatchError
-from adaptive_batch.injection import environment_with
+from adaptive_batch.inject.sitecustomize import environment_with
 
 
 def _plain(default: Any, metavar: str, meaning: str, **checked: Option) -> Any:

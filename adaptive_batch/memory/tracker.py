@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive_batch._torch import PrivateNames, TorchDispatchMode
+from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import format_bytes
 
 from .curve import Trace

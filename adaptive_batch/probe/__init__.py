@@ -3,7 +3,6 @@
 from .finder import ProbeResult, Store, read_result, run_search, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
 from .throughput import (
-    NEWER_FIELDS,
     OBJECTIVES,
     FastestSearch,
     Pieces,
@@ -13,7 +12,6 @@ from .throughput import (
 from .trial import DryRun, TrialStep
 
 __all__ = [
-    "NEWER_FIELDS",
     "OBJECTIVES",
     "BinarySearch",
     "DryRun",

@@ -21,7 +21,7 @@ from adaptive_batch._util import (
 )
 
 from .search import Search, Trial
-from .throughput import NEWER_FIELDS, Throughput
+from .throughput import Throughput
 
 log = logging.getLogger("adaptive_batch")
 
@@ -293,7 +293,7 @@ def read_result(store: Store, value: str, *, name: str = "fingerprint") -> Probe
     if record is None:
         return None
     try:
-        result: ProbeResult = from_json(ProbeResult, record, optional=NEWER_FIELDS)
+        result: ProbeResult = from_json(ProbeResult, record)
         # Only tried sizes may be trained with, even if the file was edited.
         fitting = {trial.batch_size for trial in result.trials if trial.fits}
         if not fitting >= {result.max_batch_size, result.batch_size}:

@@ -62,10 +62,6 @@ class TimedTrial:
     peak_bytes: int | None = None
 
 
-# Fields that results of 0.1.0 lack.
-NEWER_FIELDS = ("compile_seconds", "counts_eager")
-
-
 @dataclass(frozen=True)
 class Throughput:
     """The fastest layout and limit, with all timings.

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from adaptive_batch._torch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from adaptive_batch._util import (
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, wanted_bytes
-from adaptive_batch.probe import NEWER_FIELDS, ProbeResult, Throughput
+from adaptive_batch.probe import ProbeResult, Throughput
 
 # If the device has more than this multiple of its bytes at the OOM, another program has freed
 # memory.
@@ -462,7 +462,7 @@ class MicroBatchSizer:
         """
         saved = state["throughput"]
         if saved and saved["kind"] in kinds:
-            self._choose(from_json(Throughput, saved, optional=NEWER_FIELDS))
+            self._choose(from_json(Throughput, saved))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a search or without one.
