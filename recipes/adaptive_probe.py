@@ -9,8 +9,6 @@ Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo`
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from omegaconf import DictConfig
 from torchtune import training
 
@@ -88,8 +86,8 @@ def probe(
     if len(results) > 1:
         say(summary(results))
     if trainer.engine.reference is not None:
-        step_rows = replace(settings, batch_size=results[-1].batch_size).configured_step_rows
-        search_reference = limit_finder.search_reference(trainer, step_rows=step_rows)
+        batch_size = results[-1].batch_size
+        search_reference = limit_finder.search_reference(trainer, batch_size=batch_size)
         say(f"\nreference model, without gradients:\n{search_reference.table()}")
     return results
 

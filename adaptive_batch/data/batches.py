@@ -226,11 +226,6 @@ class Batches(Sampler[list[int]]):
     # --- the requested batch
 
     @property
-    def step_rows(self) -> int:
-        """Rows of a step on one device, unless it is filled with tokens."""
-        return self.batch_size * self.batching.gradient_accumulation_steps
-
-    @property
     def limit(self) -> MicroBatchLimit:
         """Current limit of a micro-batch."""
         return self.sizer.limit(self.batch_size)
@@ -271,11 +266,11 @@ class Batches(Sampler[list[int]]):
         self._change(batch, "epoch", epoch)
 
     def _request(self, progress: Progress) -> int:
-        """Set the batch size that a schedule answers for the step at a progress, and return the
-        step's rows on one device.
+        """Return the rows of the step at a progress on one device, unless it is filled with tokens.
+        If a schedule decides them, ask it and set the batch size.
         """
         if not self.batching.schedules_rows:
-            return self.step_rows
+            return self.batch_size * self.batching.gradient_accumulation_steps
 
         def ask() -> ClampedBatch:
             return self._ask_schedule(progress)
@@ -287,7 +282,7 @@ class Batches(Sampler[list[int]]):
             if prints:
                 self._logged = batch.after
             self._change(batch, "step", progress.steps, prints=prints)
-        return self.step_rows
+        return batch.after
 
     def _ask_schedule(self, progress: Progress) -> ClampedBatch:
         schedule = self.batching.batch_size_schedule
@@ -295,10 +290,10 @@ class Batches(Sampler[list[int]]):
         return request_batch(schedule, progress, maximum=self.maximum())
 
     def _rows_at(self, progress: Progress) -> int:
-        """Return the rows of the step at a progress on one device, as the rules answer now."""
-        if not self.batching.schedules_rows:
-            return self.step_rows
-        return self._ask_schedule(progress).after
+        """Return the rows of the step at a progress as the rules answer now; set no batch size."""
+        if self.batching.schedules_rows:
+            return self._ask_schedule(progress).after
+        return self._request(progress)
 
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
         previous = self.batch_size
@@ -442,7 +437,7 @@ class Batches(Sampler[list[int]]):
                 measure=self._lengths_of_reference,
             )
             self._reference = constant.divide(
-                lambda progress: batching.configured_step_rows, counts_tokens=self._plans_tokens
+                lambda progress: batching.step_rows, counts_tokens=self._plans_tokens
             )
         return self._reference
 
@@ -542,8 +537,9 @@ class Batches(Sampler[list[int]]):
         while dry_run._progress.epoch < epochs:
             if not dry_run._is_begun:
                 dry_run._enter_epoch()
-            global_rows = dry_run.step_rows * dry_run.ranks
-            num_steps += dry_run._epoch.num_steps_left(dry_run._progress, global_rows=global_rows)
+            progress = dry_run._progress
+            global_rows = dry_run._request(progress) * dry_run.ranks
+            num_steps += dry_run._epoch.num_steps_left(progress, global_rows=global_rows)
             dry_run.end_epoch()
         return num_steps
 

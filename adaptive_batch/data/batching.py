@@ -142,7 +142,7 @@ class Batching(Sampling):
         return replace(self, batch_size_schedule=coupled)
 
     @property
-    def configured_step_rows(self) -> int:
+    def step_rows(self) -> int:
         """Rows of a step on one device before a search or a rule changes `batch_size`."""
         return self.batch_size * self.gradient_accumulation_steps
 
@@ -165,4 +165,4 @@ class Batching(Sampling):
         """Return the configured batch of a number of ranks, which the rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return ReferenceBatch(self.batch_tokens * ranks, "tokens")
-        return ReferenceBatch(self.configured_step_rows * ranks, "rows")
+        return ReferenceBatch(self.step_rows * ranks, "rows")

@@ -225,10 +225,10 @@ _RULES: tuple[_Rule, ...] = (
             s.uniform_micro_batches in ("rows", "both")
             and not (s.batch_changes or s.grows or s.batch_tokens)
             and isinstance(s.micro_batch_size, int)
-            and 1 < s.micro_batch_size < s.configured_step_rows
-            and all(s.configured_step_rows % rows for rows in range(2, s.micro_batch_size + 1))
+            and 1 < s.micro_batch_size < s.step_rows
+            and all(s.step_rows % rows for rows in range(2, s.micro_batch_size + 1))
         ),
-        "the {s.configured_step_rows} rows of a step divide into equal micro-batches of up to"
+        "the {s.step_rows} rows of a step divide into equal micro-batches of up to"
         " {s.micro_batch_size} only one by one; change batch_size or"
         " micro_batch_size so that one divides the other",
     ),
@@ -318,7 +318,7 @@ def _is_one_micro_batch(s: Settings) -> bool:
     size = s.micro_batch_size
     if size is None:
         return s.gradient_accumulation_steps == 1 and not s.grow_beyond_maximum
-    rows = s.configured_step_rows
+    rows = s.step_rows
     if needs_noise_scale(s.batch_size_schedule):
         # The schedule stays at its start until there is a measurement.
         rows = s.batch_size_schedule.start  # type: ignore[union-attr]

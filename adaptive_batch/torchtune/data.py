@@ -344,7 +344,7 @@ class Data:
                 no row has a label.
         """
         settings = self._settings
-        global_rows = settings.configured_step_rows * self._job.ranks
+        global_rows = settings.step_rows * self._job.ranks
         rows = len(self.dataset)
         if settings.drop_last and not settings.batch_tokens and rows < global_rows:
             remedy = (

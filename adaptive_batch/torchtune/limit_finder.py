@@ -320,7 +320,7 @@ class LimitFinder:
             result = self.search_training(
                 trainer,
                 length=settings.probe.sequence_length,
-                kept_step_rows=batches.step_rows if resumed.keeps_batch else None,
+                kept_batch_size=batches.batch_size if resumed.keeps_batch else None,
                 sizer=sizer,
             )
             if sizer.throughput is not None:
@@ -340,7 +340,7 @@ class LimitFinder:
             self._try_longest(trainer, batches)
         fitting_rows = sizer.max_batch_size
         # A schedule keeps the maximum of the checkpoint.
-        most_rows = max(batches.step_rows, batches.saved_maximum)
+        most_rows = max(batches.batch_size, batches.saved_maximum)
         if settings.optimizer_in_bwd and fitting_rows and most_rows > fitting_rows:
             raise SettingError(
                 "optimizer_in_bwd",
@@ -351,7 +351,7 @@ class LimitFinder:
             )
         if trainer.engine.reference is not None:
             if settings.searches_training or settings.reference_micro_batch_size == "auto":
-                self.search_reference(trainer, step_rows=batches.step_rows)
+                self.search_reference(trainer, batch_size=batches.batch_size)
             saved = resumed.state_of("reference_limits")
             if saved is not None:
                 trainer.engine.reference.sizer.load_state_dict(saved)
@@ -361,7 +361,7 @@ class LimitFinder:
         trainer: Trainer,
         *,
         length: int | str,
-        kept_step_rows: int | None = None,
+        kept_batch_size: int | None = None,
         sizer: MicroBatchSizer | None = None,
     ) -> ProbeResult:
         """Find the most rows whose forward and backward fit, and the fastest micro-batches if
@@ -373,7 +373,7 @@ class LimitFinder:
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            kept_step_rows: rows of a step on one device that a checkpoint keeps, or None.
+            kept_batch_size: batch size that the run keeps from a checkpoint, or None.
             sizer: sizer that takes the results; None only reports them.
 
         Raises:
@@ -382,7 +382,9 @@ class LimitFinder:
         settings = self._settings
         whole_step_rows = None
         if not settings.optimizer_in_bwd:
-            whole_step_rows = kept_step_rows or settings.whole_step_rows
+            whole_step_rows = settings.whole_step_rows
+            if kept_batch_size is not None:
+                whole_step_rows = kept_batch_size * settings.gradient_accumulation_steps
         layouts: tuple[str, ...] = ()
         timed_rows = 0
         if settings.chooses_fastest and trainer.engine.sizer.throughput is None:
@@ -538,13 +540,14 @@ class LimitFinder:
 
     # --- the reference ----------------------------------------------------------------------------
 
-    def search_reference(self, trainer: Trainer, *, step_rows: int) -> ProbeResult:
+    def search_reference(self, trainer: Trainer, *, batch_size: int) -> ProbeResult:
         """Find the most rows that the frozen reference model runs at once, in its pass before the
         step.
 
         Args:
             trainer: trainer of the run.
-            step_rows: rows of a step on one device, the most to try unless steps grow.
+            batch_size: batch size of training. More rows than those of a step are tried only if
+                steps grow.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -560,7 +563,7 @@ class LimitFinder:
         elif settings.grows or settings.batch_tokens:
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         else:
-            usable_rows = step_rows
+            usable_rows = batch_size * settings.gradient_accumulation_steps
         longest = self._data.trial_rows(settings.probe.sequence_length)
         evaluation = Evaluation(
             reference.try_rows,

@@ -420,7 +420,7 @@ class Settings(Batching):
         step_varies = self.batch_changes or self.grows or self.batch_tokens is not None
         if step_varies or self.micro_batch_limit != "auto":
             return None
-        return self.configured_step_rows
+        return self.step_rows
 
     @property
     def has_several(self) -> bool:
