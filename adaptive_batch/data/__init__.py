@@ -2,7 +2,6 @@
 
 from .adaptive_batches import AdaptiveBatches
 from .batches import Batches, PlannedRows
-from .batching import Batching, Sampling
 from .dataset import (
     IGNORE_INDEX,
     DatasetAdapter,
@@ -35,8 +34,8 @@ from .lengths import (
     mean_rows,
     measure_rows,
 )
-from .order import ORDERS, RowOrder, row_order
 from .planned_epoch import PlannedEpoch, RowLengths, StepAhead
+from .sampling import ORDERS, Batching, RowOrder, Sampling, row_order
 
 __all__ = [
     "IGNORE_INDEX",

@@ -30,10 +30,9 @@ from adaptive_batch.schedules import (
 )
 
 from .batches import Batches, Event, Sizer
-from .batching import Batching, Sampling
 from .dataset import DatasetAdapter, RowLength
 from .layouts import MicroBatchLayout, MicroBatchLimit
-from .order import YIELDS_BATCHES, SamplerOrder
+from .sampling import YIELDS_BATCHES, Batching, SamplerOrder, Sampling
 
 log = logging.getLogger("adaptive_batch")
 

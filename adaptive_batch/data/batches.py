@@ -30,7 +30,6 @@ from adaptive_batch.schedules import (
     schedule_factor,
 )
 
-from .batching import Batching
 from .layouts import (
     MicroBatchLayout,
     MicroBatchLimit,
@@ -38,8 +37,8 @@ from .layouts import (
     balance_by_tokens,
     micro_batches,
 )
-from .order import RowOrder, SamplerOrder
 from .planned_epoch import PlannedEpoch, RowLengths, Rows, StepAhead
+from .sampling import Batching, RowOrder, SamplerOrder
 
 # Called as event(kind, message, **facts).
 Event = Callable[..., object]

@@ -28,8 +28,7 @@ from adaptive_batch.schedules import (
     request_batch,
 )
 
-from .batching import Batching
-from .order import RowOrder, row_order
+from .sampling import Batching, RowOrder, row_order
 
 # Most rows that are Python numbers at one time: tensors take a quarter of the memory.
 _CHUNK = 65_536
