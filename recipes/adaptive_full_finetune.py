@@ -45,6 +45,7 @@ from adaptive_batch.torchtune import (
     run_recipe,
     run_training,
 )
+from adaptive_batch.training import RankReport
 
 log = logging.getLogger("adaptive_batch")
 
@@ -240,12 +241,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         rates = self.rate.apply(step.progress, batch=size)
 
         # Run forward and backward of all micro-batches, then scale and clip the gradients.
-        result = self.trainer.forward_backward(
-            rows,
-            step,
+        report = RankReport(
+            batch_size=step.batch_size,
+            num_rows=len(step.numbers),
+            requested=step.progress.batch,
             # All ranks learn of it in the step's first collective.
             stop_requested=self.saver.preemption.requested,
-            measures_noise=self.monitor.measures_noise(step),
+        )
+        result = self.trainer.engine.run(
+            rows, report, measures_noise=self.monitor.measures_noise(step)
         )
         # Count steps without a label, and measure the noise scale.
         self.monitor.update(step, result)

@@ -31,7 +31,6 @@ from adaptive_batch.training import (
     REFERENCE,
     Evaluation,
     LongestRows,
-    MicroBatchSizer,
     ProbeOptions,
     SearchScope,
     find_limit,
@@ -321,8 +320,9 @@ class LimitFinder:
                 trainer,
                 length=settings.probe.sequence_length,
                 kept_batch_size=batches.batch_size if resumed.keeps_batch else None,
-                sizer=sizer,
             )
+            sizer.check(result)
+            sizer.set_bound(result)
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
             self._take_batch(batches, result, resumed)
@@ -362,7 +362,6 @@ class LimitFinder:
         *,
         length: int | str,
         kept_batch_size: int | None = None,
-        sizer: MicroBatchSizer | None = None,
     ) -> ProbeResult:
         """Find the most rows whose forward and backward fit, and the fastest micro-batches if
         asked.
@@ -374,7 +373,6 @@ class LimitFinder:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             kept_batch_size: batch size that the run keeps from a checkpoint, or None.
-            sizer: sizer that takes the results; None only reports them.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -405,7 +403,6 @@ class LimitFinder:
             trainer,
             scope,
             maximum=self.most_rows,
-            sizer=sizer,
             report=lambda result: self.log_search("bound", "the largest batch", result),
             rounds=self._rounds,
             path=self.path,
@@ -581,14 +578,15 @@ class LimitFinder:
                 remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
                 raise SettingError("reference_micro_batch_size", size, remedy)
 
-        return self.find(
+        result = self.find(
             trainer,
             SearchScope(longest, evaluation=evaluation),
             maximum=self.rows_to_try(usable_rows, evaluation.lost_key),
-            sizer=reference.sizer,
             report=log_and_check,
             path=self.path.with_name("probe_reference.json"),
         )
+        reference.sizer.set_bound(result)
+        return result
 
     # --- any search -------------------------------------------------------------------------------
 
@@ -598,7 +596,6 @@ class LimitFinder:
         scope: SearchScope,
         *,
         maximum: int,
-        sizer: MicroBatchSizer | None = None,
         report: Callable[[ProbeResult], object] = lambda result: None,
         rounds: bool = False,
         path: Path | None = None,
@@ -609,7 +606,6 @@ class LimitFinder:
             trainer: trainer of the run.
             scope: rows and pass to search with.
             maximum: most rows to try, see :meth:`rows_to_try`.
-            sizer: sizer that takes the result, or None.
             report: function that is called with the result of each search.
             rounds: whether the power of two at or below the maximum is tried, too.
             path: file that keeps the result, or None.
@@ -630,7 +626,6 @@ class LimitFinder:
             trainer.tried(),
             scope,
             options,
-            sizer=sizer,
             report=report,
             cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
             time_limit=time_limit,

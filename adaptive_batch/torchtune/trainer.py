@@ -13,7 +13,6 @@ from torchtune import training, utils
 from torchtune.data import padded_collate_sft
 
 from adaptive_batch import distributed
-from adaptive_batch.data import PlannedRows
 from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
@@ -21,12 +20,10 @@ from adaptive_batch.training import (
     Evaluation,
     Evaluator,
     MicroBatchSizer,
-    RankReport,
     RecipeStep,
     RowLoss,
     RowReference,
     SearchScope,
-    StepResult,
     TriedStep,
     kinds_to_choose_from,
     norm_to_clip,
@@ -292,31 +289,6 @@ class Trainer:
         if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:
             self.engine.record_collectives_of_row()
 
-    def forward_backward(
-        self,
-        rows: Sequence[Any],
-        step: PlannedRows,
-        *,
-        stop_requested: bool,
-        measures_noise: bool,
-    ) -> StepResult:
-        """Run forward and backward of all micro-batches of a step, and clip the gradients; a
-        collective.
-
-        Args:
-            rows: rows of this rank.
-            step: plan of the step.
-            stop_requested: whether this process was requested to stop.
-            measures_noise: whether to sample the gradient noise.
-        """
-        report = RankReport(
-            batch_size=step.batch_size,
-            num_rows=len(step.numbers),
-            requested=step.progress.batch,
-            stop_requested=stop_requested,
-        )
-        return self.engine.run(rows, report, measures_noise=measures_noise)
-
     def step(self) -> None:
         """Run the optimizer step and clear the gradients.
 
@@ -404,8 +376,8 @@ class Validation:
             trainer,
             SearchScope(rows, evaluation=evaluation),
             maximum=limit_finder.rows_to_try(len(data.dataset_val), evaluation.lost_key),
-            sizer=self._sizer,
         )
+        self._sizer.set_bound(result)
         limit_finder.log_search("validation_bound", "rows of validation at once", result)
 
     def run_where_due(self, step: int) -> None:

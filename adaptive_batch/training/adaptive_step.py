@@ -191,10 +191,12 @@ class PartStep(Step):
 
     def search(self, tried: TriedStep, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
         """Find the most rows that fit, and limit micro-batches to them; see :func:`find_limit`."""
-        results = find_limit(tried, scope, options, sizer=self.sizer)
-        fits_whole = results[-1].max_batch_size >= (scope.whole_step_rows or 0)
+        result = find_limit(tried, scope, options)[-1]
+        self.sizer.check(result)
+        self.sizer.set_bound(result)
+        fits_whole = result.max_batch_size >= (scope.whole_step_rows or 0)
         self.bound_excludes_gradients = fits_whole and not scope.accumulates
-        return results[-1]
+        return result
 
     def record_collectives_of(self, rows: BatchSource) -> None:
         """Run one row as a trial to record its collectives before an OOM."""

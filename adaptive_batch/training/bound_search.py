@@ -837,12 +837,11 @@ def find_limit(
     scope: SearchScope,
     options: ProbeOptions,
     *,
-    sizer: MicroBatchSizer | None = None,
     report: Callable[[ProbeResult], object] = lambda result: None,
     cache_of: Callable[[SearchScope], SearchCache | None] = lambda scope: None,
     time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
 ) -> list[ProbeResult]:
-    """Find the most rows that fit, and limit a sizer to them. All searches use this function.
+    """Find the most rows that fit. All searches use this function.
 
     If a step does not fit as one micro-batch, the search is repeated with the gradients of an
     earlier micro-batch in memory. If another row has more tokens than the largest row, the search
@@ -852,7 +851,6 @@ def find_limit(
         tried: step that trials run.
         scope: target of the search.
         options: options of the search.
-        sizer: sizer to limit; None for no sizer.
         report: function that is called with the result of each search.
         cache_of: function that returns the cache of a search; None for no cache.
         time_limit: see :class:`BoundSearch`.
@@ -862,7 +860,6 @@ def find_limit(
 
     Raises:
         DoesNotFitError: one row does not fit.
-        SettingError: a configured size of a micro-batch is above what fits.
     """
     results: list[ProbeResult] = []
     while True:
@@ -876,11 +873,7 @@ def find_limit(
             scope = replace(scope, rows=scope.rows.padded_to_longest)
             options = replace(options, maximum=result.max_batch_size)
         else:
-            break
-    if sizer is not None:
-        sizer.check(result)
-        sizer.set_bound(result)
-    return results
+            return results
 
 
 def find_max_batch_size(
