@@ -159,7 +159,6 @@ class RowStep(PartStep):
         self._options = options
         self._to_device = options.to_device or partial(move_to_device, device=self.memory.device)
         self._warned_unlabelled = False
-        self._chooses_fastest = micro_batch_tokens == "auto"
         if not self.sizer.layout.pads:
             reason = self._why_not_packed()
             if reason:
@@ -346,7 +345,9 @@ class RowStep(PartStep):
         reshard(self.model)
         layouts: tuple[str, ...] = ()
         # Skip timing if a loaded state already has the fastest layout.
-        must_time_layouts = self._chooses_fastest and self.sizer.throughput is None
+        must_time_layouts = (
+            self.sizer.micro_batch_tokens == "auto" and self.sizer.throughput is None
+        )
         if must_time_layouts and needs_times(options.objective):
             layouts = self._compare_layouts()
         scope = SearchScope(
@@ -417,5 +418,5 @@ class RowStep(PartStep):
         if keeps_bound:
             return
         self.bound_excludes_gradients = not state["bound_accumulates"]
-        if state["sizer"]["throughput"] and self._chooses_fastest:
+        if state["sizer"]["throughput"] and self.sizer.micro_batch_tokens == "auto":
             self.sizer.load_throughput(state["sizer"], kinds=self._compare_layouts())
