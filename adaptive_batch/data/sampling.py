@@ -37,13 +37,13 @@ class Sampling:
             each epoch. `seqlen`: from the shortest row to the longest.
         sample_window: number of shuffled rows that `seqlen` sorts at a time; None: all rows of the
             dataset.
-        batch_tokens: number of real tokens (without padding) of a step on one device; replaces
-            `batch_size`. The default micro-batch size is then `micro_batch_tokens: auto`.
-        min_rows_per_batch: minimum number of rows of a step with `batch_tokens`, even if these rows
+        batch_tokens: number of real tokens (without padding) in a step on one device. Replaces
+            `batch_size`. By default, `micro_batch_tokens: auto` then limits the micro-batches.
+        min_rows_per_batch: minimum number of rows in a step with `batch_tokens`, even if these rows
             have more than `batch_tokens` tokens. The last step of an epoch may have fewer rows.
-        max_rows_per_batch: maximum number of rows of a step with `batch_tokens`.
+        max_rows_per_batch: maximum number of rows in a step with `batch_tokens`.
         long_rows: handling of a row with more than `batch_tokens` tokens. `error`: end the run.
-            `drop`: leave the row out and log it. `alone`: train the row in a step of its own.
+            `drop`: leave the row out and log it. `alone`: train the row in a separate step.
         grow_beyond_maximum: whether a growing batch may exceed the maximum batch size. `True`: a
             larger batch runs as several micro-batches. `False`: the batch is limited to the
             maximum, and a line is logged.

@@ -111,14 +111,16 @@ class ProbeSettings(ProbeOptions):
     """The `probe` block.
 
     Attributes:
-        sequence_length: length of the rows in trials. `longest`: the longest rows of the dataset.
-            `max_seq_len`: the limit of the tokenizer. Or a number of tokens.
-        sequence_lengths: list of lengths for `adaptive_probe`, which searches for each of them.
+        sequence_length: length of the rows in trials: a number of tokens, `longest` for the longest
+            rows of the dataset, or `max_seq_len` for the limit of the tokenizer.
+        sequence_lengths: list of lengths for `adaptive_probe`, which searches once for each length.
             Replaces `probe.sequence_length`.
         trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not
             tried.
-        trial_timeout: on several ranks, seconds after which a trial that hangs ends all ranks.
-        assumed_maximum: maximum batch size that `preview` assumes, as it runs no search.
+        trial_timeout: number of seconds after which a trial that hangs ends all ranks. Has no
+            effect on a single rank.
+        assumed_maximum: maximum batch size that `preview` assumes, because `preview` does not
+            search.
         cache: whether to reuse results in `{output_dir}/adaptive_batch/probe.json` from runs with
             the same settings and versions. A reused maximum is tried once.
     """
@@ -140,10 +142,10 @@ class EstimateSettings:
     Attributes:
         devices: devices to estimate for: a size such as `80GiB`, a name such as `H100`, or a list
             of these.
-        sequence_lengths: list of row lengths, in the form of `probe.sequence_length`. None: the
-            length of `probe.sequence_length`.
+        sequence_lengths: list of row lengths, each in the form of `probe.sequence_length`. None:
+            only the length in `probe.sequence_length`.
         world_size: number of ranks that shard the model.
-        changes: whether to also estimate single changes of the configuration.
+        changes: whether to also estimate the effect of single changes to the configuration.
         headroom: memory that stays free: a size such as `2GiB`, a number of bytes, or a fraction
             such as `0.05`. `auto`: as for `probe.headroom`.
         context: memory of the CUDA context and libraries outside of the allocator: a number of
@@ -163,16 +165,16 @@ class RateSettings:
     """Keys of the learning rate, and of what else of the optimizer follows the batch.
 
     Attributes:
-        lr_scaling: factor of the learning rate. `linear`: the global batch of the step /
-            `reference_batch_size`. `sqrt`: the square root of this ratio.
-        reference_batch_size: global batch for which `lr` was chosen: a number of rows, or of tokens
-            such as `8192tok`. Default: the configured `batch_size` x `gradient_accumulation_steps`
-            x ranks.
+        lr_scaling: factor by which the learning rate is multiplied. `linear`: the global batch of
+            the step / `reference_batch_size`. `sqrt`: the square root of this ratio.
+        reference_batch_size: global batch for which `lr` was chosen: a number of rows, or a number
+            of tokens such as `8192tok`. Default: the configured `batch_size` x
+            `gradient_accumulation_steps` x ranks.
         scale_with_batch: other optimizer settings that follow the batch: `{beta2: half_life}`,
             `{weight_decay: per_token}` or both. See [below](#what-follows-the-batch).
         lr_clock: unit in which `lr_scheduler` measures the progress of training: `samples`,
-            `tokens` or `steps`. Warm-up and decay may differ: `{warmup: steps, decay: tokens}`. See
-            [below](#the-learning-rates-clock).
+            `tokens` or `steps`. Warm-up and decay may have different units: `{warmup: steps, decay:
+            tokens}`. See [below](#the-learning-rates-clock).
     """
 
     lr_scaling: str = option("none", one_of(*RULES), resume="report")
@@ -198,11 +200,12 @@ class ValidationSettings:
     """Keys of validation during training, which needs `run_val_every_n_steps`.
 
     Attributes:
-        dataset_val: dataset block for validation, or a list of blocks.
-        run_val_every_n_steps: optimizer steps between two validations. Each logs `val_loss`.
-        batch_size_val: number of rows of a validation batch. `auto`: found by a separate search.
+        dataset_val: dataset block for validation, or a list of such blocks.
+        run_val_every_n_steps: number of optimizer steps between two validations. Each validation
+            logs `val_loss`.
+        batch_size_val: number of rows in a validation batch. `auto`: found by a separate search.
             Default: `batch_size`.
-        max_validation_batches: maximum number of batches of a validation. None or -1: all.
+        max_validation_batches: maximum number of batches in a validation. None or -1: all.
     """
 
     # check_together checks the blocks.
@@ -248,14 +251,14 @@ class SavingSettings:
     """Keys of checkpoints and of resuming.
 
     Attributes:
-        save_every_n_steps: optimizer steps between two resume points, which are checkpoints of the
-            whole training state.
-        keep_last_n_checkpoints: number of resume points to keep, including those after epochs.
-            None: all, or only the newest if `save_every_n_steps` is not set. Weights of epochs are
-            never deleted.
+        save_every_n_steps: number of optimizer steps between two resume points. A resume point is a
+            checkpoint of the whole training state.
+        keep_last_n_checkpoints: number of resume points to keep, including those that are saved
+            after epochs. None: all, or only the newest if `save_every_n_steps` is not set. The
+            weights of epochs are never deleted.
         enable_async_checkpointing: whether training continues while a resume point is written.
-        keep_final_state: whether to save a resume point after the last epoch, so that the run
-            continues if you raise `epochs`. `False`: save only weights, as torchtune does.
+        keep_final_state: whether to save a resume point after the last epoch, so that the run can
+            continue if you raise `epochs`. `False`: save only weights, as torchtune does.
         overwrite_output_dir: whether a new run may start in an `output_dir` with checkpoints of
             other runs. These checkpoints are deleted after the first save of the new run.
         resume_allow_changes: list of keys that may differ from the checkpoint, such as `[dataset]`.
@@ -279,41 +282,43 @@ class Settings(Batching):
         use_maximum_batch_size: whether to search for the largest batch that fits in memory, and
             train with it. The batch is limited to the number of rows in an epoch. See
             `probe.round_to_power_of_two`.
-        batch_increase_function: function `f(epoch, batch_size) -> int` that returns the rows to add
-            to `batch_size` at the start of each epoch: its dotted path, or a block with
-            `_component_` that builds it. See [below](#growth-functions).
-        batch_size_schedule: function `rule(progress) -> int` that returns the rows of a step on one
-            device, or its real tokens with `batch_tokens`. See [below](#schedules-of-the-batch).
+        batch_increase_function: function `f(epoch, batch_size) -> int` that returns the number of
+            rows to add to `batch_size` at the start of each epoch. Give the dotted path of the
+            function, or a block with `_component_` that builds it. See [below](#growth-functions).
+        batch_size_schedule: function `rule(progress) -> int` that returns the number of rows in a
+            step on one device. With `batch_tokens`, it returns the number of real tokens instead.
+            See [below](#schedules-of-the-batch).
         preview: whether to print the plan of the training and stop before weights load.
-        micro_batch_size: maximum number of rows of a micro-batch. `auto`: found by a search (see
+        micro_batch_size: maximum number of rows in a micro-batch. `auto`: found by a search (see
             `probe.objective`). None: `batch_size`.
-        micro_batch_tokens: maximum number of tokens of a micro-batch, including padding. It must be
-            at least the length of the longest row. `auto`: found by a search. None: no limit in
-            tokens. With a limit, the rows of a step are grouped by length. Not supported for rows
-            with images.
-        reference_micro_batch_size: number of pairs in a micro-batch of the DPO reference, which
-            then runs before the step. `auto`: as many tokens as fit. None: the reference runs
-            within each micro-batch of training. See [preference
+        micro_batch_tokens: maximum number of tokens in a micro-batch, including padding. This limit
+            must be at least the length of the longest row. `auto`: found by a search. None: no
+            limit in tokens. With a limit, the rows of a step are grouped by length. Not supported
+            for rows with images.
+        reference_micro_batch_size: number of pairs in a micro-batch of the DPO reference. With this
+            key, the reference runs before the step. `auto`: as many tokens as fit. None: the
+            reference runs within each micro-batch of training. See [preference
             pairs](torchtune.md#pairs-at-once-in-the-reference).
-        micro_batch_layout: `padded`, `grouped` or `packed`; see [below](#micro-batch-layouts).
-            None: `padded`, or the fastest layout with `auto`.
-        uniform_micro_batches: property that is equal in all micro-batches of a step: `rows`,
-            `lengths` or `both`. For pipelines and compiled graphs.
-        pad_to_multiple_of: padded lengths are rounded up to a multiple of this number, which
-            reduces the number of shapes to compile.
+        micro_batch_layout: `padded`, `grouped` or `packed`. None: `padded`, or the fastest layout
+            with `auto`. See [below](#micro-batch-layouts).
+        uniform_micro_batches: property that is the same in all micro-batches of a step: `rows`,
+            `lengths` or `both`. Useful for pipelines and compiled graphs.
+        pad_to_multiple_of: padded lengths are rounded up to a multiple of this number. This reduces
+            the number of shapes to compile.
         fused_rms_norm: whether to run torchtune's `RMSNorm` as one operation without float32
             copies. Results differ by rounding.
         activation_memory_budget: fraction of the activations, from 0 to 1, that compiled code keeps
             for backward. The rest is recomputed. Needs `compile: True`.
         on_out_of_memory: `shrink`: repeat the step with smaller micro-batches, and try the former
-            limit again later. `raise`: end the run; the default with the optimizer in backward.
+            limit again later. `raise`: end the run. With the optimizer in backward, the default is
+            `raise`.
         on_nonfinite_loss: handling of a step whose loss is NaN or infinite. `warn`: log it. `skip`:
             leave weights and optimizer unchanged. `stop`: end the run. See
             [below](#a-loss-that-is-not-finite).
         sync_gradients_every_micro_batch: whether several ranks reduce gradients after each
-            micro-batch. `False`: only after the last one, which sends less data and needs more
-            memory.
-        drop_last: whether to drop the last, short step of an epoch.
+            micro-batch. `False`: reduce gradients only after the last micro-batch, which sends less
+            data but needs more memory.
+        drop_last: whether to drop the short step at the end of an epoch.
         log_gradient_noise_scale: whether to measure and log the gradient noise scale. Needs
             `micro_batch_size`, a random order of rows and at least two micro-batches in a step.
         verbose: whether to print the resolved configuration and torchtune's log.

@@ -324,17 +324,17 @@ class ProbeOptions:
         search: search strategy. `predict`: predict sizes that should fit from the peaks of earlier
             trials. `binary`: bisect from 1 to `maximum`. `halve`: start at `maximum` and halve
             until a size fits.
-        objective: goal of `auto` within the maximum batch size. `throughput`: the micro-batches
-            with the most real tokens per second in timed trials. `largest`: the largest
+        objective: criterion by which `auto` chooses micro-batches within the maximum batch size.
+            `throughput`: the most real tokens per second in timed trials. `largest`: the largest
             micro-batches.
         device_memory: memory that training may use: a size such as `12GiB`, or a fraction of the
             device such as `0.9`. None: the free memory plus the memory of this process.
-        headroom: fraction of this memory that stays free, from 0 to below 1. `auto`: 0.01 on one
-            GPU with expandable segments if trials are whole steps, otherwise 0.05.
+        headroom: fraction of this memory that stays free: at least 0 and less than 1. `auto`: 0.01
+            on one GPU with expandable segments if trials are whole steps, otherwise 0.05.
         maximum: maximum number of rows to try.
-        round_to_power_of_two: whether to train with the largest power of two up to the maximum
-            batch size, which is tried too. The batch size then stays the same if the maximum
-            differs slightly between runs.
+        round_to_power_of_two: whether to train with the largest power of two that does not exceed
+            the maximum batch size. This size is tried too. The batch size then stays the same if
+            the maximum differs slightly between runs.
         trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not
             tried. None: no limit.
         memory_key: name of `device_memory` in errors.
