@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from itertools import pairwise
 from math import gcd
 
@@ -73,11 +73,12 @@ class MeanOfRows(nn.Module):
         return {"loss": (self.linear(x).squeeze(1) - y).square().mean()}
 
 
-def trained(kind, folder, model=None, data=None, collator=collate, resume=None, **arguments):
+def trainer_of(kind, folder, model=None, data=None, collator=collate, **arguments):
+    """Return a trainer on the CPU, which evaluates the rows that it trains on."""
     adaptive = arguments.pop("adaptive", None)
-    keywords = {} if adaptive is None else {"adaptive": adaptive}
     defaults = {
         "per_device_train_batch_size": 6,
+        "per_device_eval_batch_size": 8,
         "num_train_epochs": 2,
         "learning_rate": 1e-2,
         "logging_steps": 1,
@@ -87,17 +88,35 @@ def trained(kind, folder, model=None, data=None, collator=collate, resume=None, 
         "use_cpu": True,
         "seed": 3,
     }
-    trainer = kind(
+    return kind(
         model or llama(),
         TrainingArguments(str(folder), **defaults | arguments),
         train_dataset=data or rows(),
+        eval_dataset=data or rows(),
         data_collator=collator,
-        **keywords,
+        **({} if adaptive is None else {"adaptive": adaptive}),
     )
+
+
+Run = namedtuple("Run", "trainer losses weights")
+
+
+def trained(kind, folder, model=None, *, resume=None, **given):
+    trainer = trainer_of(kind, folder, model, **given)
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
-    return trainer, losses, weights
+    return Run(trainer, losses, weights)
+
+
+def assert_trains_alike(run, plain, rel=None):
+    """Assert that two runs have the same losses and weights, to the bit or to rounding."""
+    if rel is None:
+        assert run.losses == plain.losses
+        assert torch.equal(run.weights, plain.weights)
+    else:
+        assert run.losses == pytest.approx(plain.losses, rel=rel)
+        assert (run.weights - plain.weights).abs().max() < 20 * rel
 
 
 def in_parts(kind):
@@ -105,19 +124,25 @@ def in_parts(kind):
     return type(f"{kind.__name__}InParts", (kind, AdaptiveTrainer), {})
 
 
-def fails_above(num_rows, dropout=0.0):
-    """Return a model that runs out of memory for more rows than so many."""
-    model = llama(dropout)
+def limited(model, num_rows, *, in_training=False):
+    """Return a model that runs out of memory above so many rows, in training or in evaluation."""
     forward = model.forward
+    model.num_evaluations = 0
 
     @functools.wraps(forward)
-    def limited(*arguments, **keywords):
-        if len(keywords["input_ids"]) > num_rows:
+    def limited_forward(*arguments, **keywords):
+        model.num_evaluations += not model.training
+        batch_size = len(next(value for value in keywords.values() if torch.is_tensor(value)))
+        if num_rows and model.training == in_training and batch_size > num_rows:
             torch.empty(TOO_MUCH, dtype=torch.uint8)
         return forward(*arguments, **keywords)
 
-    model.forward = limited
+    model.forward = limited_forward
     return model
+
+
+def fails_above(num_rows):
+    return limited(llama(), num_rows, in_training=True)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +155,8 @@ def fails_above(num_rows, dropout=0.0):
     ids=["accumulation", "checkpointing, bf16", "clipping, a worker"],
 )
 def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
-    _, plain, weights = trained(Trainer, tmp_path, llama(dropout=0.1), **arguments)
-    _, ours, own = trained(AdaptiveTrainer, tmp_path, llama(dropout=0.1), **arguments)
-    assert ours == plain
-    assert torch.equal(own, weights)
+    plain = trained(Trainer, tmp_path, llama(dropout=0.1), **arguments)
+    assert_trains_alike(trained(AdaptiveTrainer, tmp_path, llama(dropout=0.1), **arguments), plain)
 
 
 class ScalesLoss(Trainer):
@@ -150,22 +173,16 @@ def test_a_trainer_that_is_built_is_adopted_once(tmp_path, kind):
         assert adopt(trainer, adaptive) is trainer
         assert adopt(trainer, AdaptiveArguments(micro_batch_size=1)) is trainer
         assert isinstance(trainer, kind)
-        assert (type(trainer).__name__, type(trainer).__module__) == (
-            (kind.__name__, kind.__module__)
-            if kind is not Trainer
-            else ("Trainer", "transformers.trainer")
-        )
+        assert type(trainer).__name__ == kind.__name__
+        assert type(trainer).__module__ == kind.__module__
         return trainer
 
-    _, plain, weights = trained(kind, tmp_path)
-    _, ours, own = trained(adopted, tmp_path)
-    assert ours == plain
-    assert torch.equal(own, weights)
+    plain = trained(kind, tmp_path)
+    assert_trains_alike(trained(adopted, tmp_path), plain)
     adaptive = AdaptiveArguments(micro_batch_size=2)
-    trainer, ours, own = trained(adopted, tmp_path, adaptive=adaptive)
-    assert trainer.adaptive_step.num_micro_batches == 3
-    assert ours == pytest.approx(plain, rel=2e-6)
-    assert (own - weights).abs().max() < 1e-5
+    run = trained(adopted, tmp_path, adaptive=adaptive)
+    assert run.trainer.adaptive_step.num_micro_batches == 3
+    assert_trains_alike(run, plain, rel=2e-6)
     with pytest.raises(SettingError, match=r"^trainer='Linear': give a transformers.Trainer"):
         adopt(nn.Linear(1, 1))
 
@@ -175,16 +192,13 @@ def test_rows_that_a_collator_flattens_are_split_between_them(tmp_path, keys):
     data = [{**row, "labels": row["input_ids"]} for row in rows()]
     collator = DataCollatorWithFlattening(**dict.fromkeys(keys, True))
     given = {"data": data, "collator": collator}
-    _, plain, weights = trained(Trainer, tmp_path, **given)
-    _, ours, own = trained(AdaptiveTrainer, tmp_path, **given)
-    assert ours == plain
-    assert torch.equal(own, weights)
+    plain = trained(Trainer, tmp_path, **given)
+    assert_trains_alike(trained(AdaptiveTrainer, tmp_path, **given), plain)
     for sizes in ({"micro_batch_size": 2}, {"micro_batch_tokens": 16}):
         adaptive = AdaptiveArguments(**sizes)
-        trainer, ours, own = trained(AdaptiveTrainer, tmp_path, adaptive=adaptive, **given)
-        assert trainer.adaptive_step.num_micro_batches > 1
-        assert ours == pytest.approx(plain, rel=5e-6)
-        assert (own - weights).abs().max() < 1e-4
+        run = trained(AdaptiveTrainer, tmp_path, adaptive=adaptive, **given)
+        assert run.trainer.adaptive_step.num_micro_batches > 1
+        assert_trains_alike(run, plain, rel=5e-6)
 
 
 class KeepsAnswers(Trainer):
@@ -208,20 +222,17 @@ def answers(features):
 
 def test_parts_are_cut_to_their_own_longest_answer(tmp_path):
     given = {"collator": answers}
-    _, plain, weights = trained(KeepsAnswers, tmp_path, **given)
-    _, ours, own = trained(in_parts(KeepsAnswers), tmp_path, **given)
-    assert ours == plain
-    assert torch.equal(own, weights)
+    plain = trained(KeepsAnswers, tmp_path, **given)
+    assert_trains_alike(trained(in_parts(KeepsAnswers), tmp_path, **given), plain)
     adaptive = AdaptiveArguments(micro_batch_size="auto", device_memory="1GiB")
     for given["adaptive"] in (AdaptiveArguments(micro_batch_size=2), adaptive):
-        trainer, ours, own = trained(in_parts(KeepsAnswers), tmp_path, **given)
-        assert ours == pytest.approx(plain, rel=2e-6)
-        assert (own - weights).abs().max() < 1e-5
-    assert trainer.adaptive_step.max_batch_size > 6
+        run = trained(in_parts(KeepsAnswers), tmp_path, **given)
+        assert_trains_alike(run, plain, rel=2e-6)
+    assert run.trainer.adaptive_step.max_batch_size > 6
     given["adaptive"] = AdaptiveArguments()
-    trainer, ours, _ = trained(in_parts(KeepsAnswers), tmp_path, fails_above(2), **given)
-    assert trainer.adaptive_step.num_micro_batches == 6
-    assert ours == pytest.approx(plain, rel=2e-6)
+    run = trained(in_parts(KeepsAnswers), tmp_path, fails_above(2), **given)
+    assert run.trainer.adaptive_step.num_micro_batches == 6
+    assert_trains_alike(run, plain, rel=2e-6)
 
 
 class ClassifiesRows(BertForSequenceClassification):
@@ -242,10 +253,12 @@ def collate_with_classes(features):
 def test_a_mean_that_takes_the_number_of_labels_is_weighted_by_rows(tmp_path):
     adaptive = AdaptiveArguments(micro_batch_size=2)
     given = {"collator": collate_with_classes}
-    _, plain, weights = trained(Trainer, tmp_path, ClassifiesRows(), **given)
-    _, ours, own = trained(AdaptiveTrainer, tmp_path, ClassifiesRows(), adaptive=adaptive, **given)
-    assert ours == pytest.approx(plain, rel=5e-6)
-    assert (own - weights).abs().max() < 1e-4
+    plain = trained(Trainer, tmp_path, ClassifiesRows(), **given)
+    assert_trains_alike(
+        trained(AdaptiveTrainer, tmp_path, ClassifiesRows(), adaptive=adaptive, **given),
+        plain,
+        rel=5e-6,
+    )
 
 
 def collate_without_labels(features):
@@ -293,12 +306,11 @@ def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduct
         "learning_rate": 1e-3,
         "gradient_accumulation_steps": accumulates,
     }
-    _, plain, weights = trained(Trainer, tmp_path, model(), **given)
+    plain = trained(Trainer, tmp_path, model(), **given)
     adaptive = AdaptiveArguments(micro_batch_size=2, loss_reduction=reduction)
-    trainer, ours, own = trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
-    assert trainer.adaptive_step.num_micro_batches > 1
-    assert ours == pytest.approx(plain, rel=2e-6)
-    assert (own - weights).abs().max() < 1e-5
+    run = trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
+    assert run.trainer.adaptive_step.num_micro_batches > 1
+    assert_trains_alike(run, plain, rel=2e-6)
     other = {SumOfRows: "auto", MeanOfRows: "sum", SumForCTC: "mean"}[model]
     adaptive = AdaptiveArguments(micro_batch_size=2, loss_reduction=other)
     with pytest.raises(SettingError, match=r"'AdaptiveTrainer\.compute_loss'"):
@@ -496,10 +508,10 @@ def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
         return {**batch, "targets": targets, "num_tokens": batch["attention_mask"].sum()}
 
     given = {"collator": counted, "remove_unused_columns": False}
-    _, plain, weights = trained(DividesBySteps, tmp_path, **given)
-    _, ours, own = trained(in_parts(DividesBySteps), tmp_path, fails_above(2), **given)
-    assert ours == pytest.approx(plain, rel=2e-6)
-    assert (own - weights).abs().max() < 1e-5
+    plain = trained(DividesBySteps, tmp_path, **given)
+    assert_trains_alike(
+        trained(in_parts(DividesBySteps), tmp_path, fails_above(2), **given), plain, rel=2e-6
+    )
 
 
 class DataCollatorForPreference:
@@ -567,11 +579,10 @@ def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, collator, ad
         "remove_unused_columns": False,
         "num_train_epochs": 1,
     }
-    _, plain, weights = trained(Prefers, tmp_path, **given)
-    trainer, ours, own = trained(in_parts(Prefers), tmp_path, adaptive=adaptive, **given)
-    assert trainer.adaptive_step.num_micro_batches == parts
-    assert ours == pytest.approx(plain, rel=2e-6)
-    assert (own - weights).abs().max() < 1e-5
+    plain = trained(Prefers, tmp_path, **given)
+    run = trained(in_parts(Prefers), tmp_path, adaptive=adaptive, **given)
+    assert run.trainer.adaptive_step.num_micro_batches == parts
+    assert_trains_alike(run, plain, rel=2e-6)
 
 
 def test_a_split_that_is_given_is_taken_before_pairs():
@@ -631,39 +642,34 @@ def scaled(kind, folder, model, **arguments):
             super().__init__(*given, **named)
             self.accelerator.scaler = scaler
 
-    trainer, losses, weights = trained(Scales, folder, model, max_grad_norm=0.0, **arguments)
-    return trainer, losses, weights, scaler.scales
+    return trained(Scales, folder, model, max_grad_norm=0.0, **arguments), scaler.scales
 
 
 @pytest.mark.parametrize("accumulates", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_path, accumulates):
     given = {"gradient_accumulation_steps": accumulates, "num_train_epochs": 4}
-    _, plain, weights, scales = scaled(Trainer, tmp_path, llama(), **given)
+    plain, scales = scaled(Trainer, tmp_path, llama(), **given)
     # It overflows, shrinks, and grows again.
     assert min(scales) < scales[0]
     assert any(later > earlier for earlier, later in pairwise(scales))
     adaptive = AdaptiveArguments(micro_batch_size="auto")
-    trainer, ours, own, own_scales = scaled(
-        AdaptiveTrainer, tmp_path, llama(), adaptive=adaptive, **given
-    )
-    assert trainer.adaptive_step.max_batch_size == NUM_ROWS
-    assert (ours, own_scales) == (plain, scales)
-    assert torch.equal(own, weights)
-    trainer, ours, own, own_scales = scaled(AdaptiveTrainer, tmp_path, fails_above(2), **given)
-    assert trainer.adaptive_step.num_micro_batches == 6
+    run, own_scales = scaled(AdaptiveTrainer, tmp_path, llama(), adaptive=adaptive, **given)
+    assert run.trainer.adaptive_step.max_batch_size == NUM_ROWS
     assert own_scales == scales
-    assert ours == pytest.approx(plain, rel=2e-6)
-    assert (own - weights).abs().max() < 1e-5
+    assert_trains_alike(run, plain)
+    run, own_scales = scaled(AdaptiveTrainer, tmp_path, fails_above(2), **given)
+    assert run.trainer.adaptive_step.num_micro_batches == 6
+    assert own_scales == scales
+    assert_trains_alike(run, plain, rel=2e-6)
 
 
 GROWS = {"batch_increase_function": geometric(2.0), "lr_scaling": "sqrt"}
 
 
-def grown(folder, dropout=0.0, model=None, adaptive=None, **arguments):
-    given = {"num_train_epochs": 3, "logging_steps": 1, "per_device_train_batch_size": 3}
-    adaptive = AdaptiveArguments(**GROWS, **(adaptive or {}))
-    model = model or llama(dropout)
-    return trained(AdaptiveTrainer, folder, model, adaptive=adaptive, **given | arguments)
+def grown(folder, **arguments):
+    given = {"num_train_epochs": 3, "per_device_train_batch_size": 3}
+    adaptive = AdaptiveArguments(**GROWS)
+    return trained(AdaptiveTrainer, folder, adaptive=adaptive, **given | arguments)
 
 
 def test_a_batch_that_grows_is_that_of_a_loop_with_adaptive_batches(tmp_path):
@@ -738,10 +744,10 @@ def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_pa
 
 
 def test_a_sampler_of_the_trainers_own_draws_the_rows_of_batches_that_do_not_grow(tmp_path):
-    _, plain, weights = trained(Trainer, tmp_path, train_sampling_strategy="group_by_length")
-    _, ours, own = trained(AdaptiveTrainer, tmp_path, train_sampling_strategy="group_by_length")
-    assert ours == plain
-    assert torch.equal(own, weights)
+    plain = trained(Trainer, tmp_path, train_sampling_strategy="group_by_length")
+    assert_trains_alike(
+        trained(AdaptiveTrainer, tmp_path, train_sampling_strategy="group_by_length"), plain
+    )
 
 
 @pytest.mark.parametrize("arguments", [{"max_steps": 10}, {"num_train_epochs": 1.5}])
@@ -788,43 +794,6 @@ def llama_whose_rows_differ():
     return model
 
 
-def limited(model, num_rows):
-    """Return a model that runs out of memory in evaluation for more rows than so many."""
-    forward = model.forward
-    model.num_forwards = 0
-
-    @functools.wraps(forward)
-    def limited_forward(*arguments, **keywords):
-        model.num_forwards += not model.training
-        batch_size = len(next(value for value in keywords.values() if torch.is_tensor(value)))
-        if num_rows and not model.training and batch_size > num_rows:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        return forward(*arguments, **keywords)
-
-    model.forward = limited_forward
-    return model
-
-
-def trainer_of(kind, model, folder, data=None, collator=collate, **arguments):
-    keywords = {name: arguments.pop(name) for name in ("adaptive",) if name in arguments}
-    defaults = {
-        "per_device_eval_batch_size": 8,
-        "per_device_train_batch_size": 6,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return kind(
-        model,
-        TrainingArguments(str(folder), **defaults | arguments),
-        train_dataset=data or rows(),
-        eval_dataset=data or rows(),
-        data_collator=collator,
-        **keywords,
-    )
-
-
 def assert_same(ours, plain):
     """Assert that predictions, labels and the loss are equal to rounding, in the same order."""
     assert ours.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-6)
@@ -834,8 +803,8 @@ def assert_same(ours, plain):
 
 @pytest.mark.parametrize("limit", [3, 1])
 def test_predictions_of_parts_are_those_of_the_batch(tmp_path, caplog, limit):
-    plain = trainer_of(Trainer, llama_whose_rows_differ(), tmp_path).predict(rows())
-    trainer = trainer_of(AdaptiveTrainer, limited(llama_whose_rows_differ(), limit), tmp_path)
+    plain = trainer_of(Trainer, tmp_path, llama_whose_rows_differ()).predict(rows())
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(llama_whose_rows_differ(), limit))
     assert_same(trainer.predict(rows()), plain)
     first, *_ = [text for text in caplog.messages if "out of memory" in text]
     assert first.startswith("evaluation: out of memory with 8 rows of 16 tokens at once")
@@ -843,12 +812,12 @@ def test_predictions_of_parts_are_those_of_the_batch(tmp_path, caplog, limit):
 
 
 def test_a_batch_that_fits_is_evaluated_as_by_trainer(tmp_path):
-    plain = trainer_of(Trainer, limited(llama_whose_rows_differ(), None), tmp_path)
-    ours = trainer_of(AdaptiveTrainer, limited(llama_whose_rows_differ(), None), tmp_path)
+    plain = trainer_of(Trainer, tmp_path, limited(llama_whose_rows_differ(), None))
+    ours = trainer_of(AdaptiveTrainer, tmp_path, limited(llama_whose_rows_differ(), None))
     expected, results = plain.predict(rows()), ours.predict(rows())
     assert results.metrics["test_loss"] == expected.metrics["test_loss"]
     assert np.array_equal(results.predictions, expected.predictions)
-    assert ours.model.num_forwards == plain.model.num_forwards == 3
+    assert ours.model.num_evaluations == plain.model.num_evaluations == 3
 
 
 def test_evaluation_during_training_has_a_limit_of_its_own_and_leaves_training_as_it_was(tmp_path):
@@ -856,7 +825,7 @@ def test_evaluation_during_training_has_a_limit_of_its_own_and_leaves_training_a
     for kind, limit in ((Trainer, None), (AdaptiveTrainer, 3)):
         model = limited(llama_whose_rows_differ(), limit)
         arguments = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1, "max_steps": 4}
-        trainer = trainer_of(kind, model, tmp_path, **arguments)
+        trainer = trainer_of(kind, tmp_path, model, **arguments)
         trainer.train()
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
         logged = trainer.state.log_history
@@ -912,8 +881,8 @@ class Linear(nn.Module):
 @pytest.mark.parametrize("reduction", ["labels", "later labels", "rows", "sum"])
 def test_the_loss_of_parts_is_weighted_as_the_batch_shows(tmp_path, reduction):
     arguments = {"data": linear_rows(), "collator": default_data_collator}
-    plain = trainer_of(Trainer, Linear(reduction), tmp_path, **arguments).evaluate()
-    trainer = trainer_of(AdaptiveTrainer, limited(Linear(reduction), 4), tmp_path, **arguments)
+    plain = trainer_of(Trainer, tmp_path, Linear(reduction), **arguments).evaluate()
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(Linear(reduction), 4), **arguments)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
 
 
@@ -930,13 +899,13 @@ def test_the_loss_of_parts_is_weighted_as_the_batch_shows(tmp_path, reduction):
 )
 def test_results_that_parts_do_not_have_are_refused_with_the_fix(tmp_path, model, problem):
     arguments = {"data": linear_rows(), "collator": default_data_collator}
-    trainer = trainer_of(AdaptiveTrainer, limited(model, 4), tmp_path, **arguments)
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(model, 4), **arguments)
     with pytest.raises(DoesNotFitError, match=f"{problem}.*lower per_device_eval_batch_size"):
         trainer.predict(linear_rows())
 
 
 def test_a_row_that_does_not_fit_and_an_error_that_is_let_through_end_the_evaluation(tmp_path):
-    trainer = trainer_of(AdaptiveTrainer, limited(llama_whose_rows_differ(), -1), tmp_path)
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(llama_whose_rows_differ(), -1))
     with pytest.raises(DoesNotFitError, match="one row of 16 tokens ran out of memory"):
         trainer.evaluate()
     trainer.adaptive = AdaptiveArguments(options=StepOptions(on_out_of_memory="raise"))
@@ -947,7 +916,7 @@ def test_a_row_that_does_not_fit_and_an_error_that_is_let_through_end_the_evalua
 
 def test_a_loss_that_draws_random_numbers_runs_in_parts_with_a_warning(tmp_path, caplog):
     arguments = {"data": linear_rows(), "collator": default_data_collator}
-    plain = trainer_of(Trainer, Linear("noise"), tmp_path, **arguments).evaluate()
-    trainer = trainer_of(AdaptiveTrainer, limited(Linear("noise"), 4), tmp_path, **arguments)
+    plain = trainer_of(Trainer, tmp_path, Linear("noise"), **arguments).evaluate()
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(Linear("noise"), 4), **arguments)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain["eval_loss"], rel=0.2)
     assert caplog.text.count("as it draws random numbers") == 1
