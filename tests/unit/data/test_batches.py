@@ -74,19 +74,6 @@ def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, s
     assert (batches.progress.epoch, batches.progress.epoch_rows) == (epoch + 1, 0)
 
 
-@given(rows=st.integers(2, 100), position=st.integers(1, 99), counts=sizes)
-@examples(50)
-def test_going_on_from_any_position_hands_out_the_rest(rows, position, counts):
-    position = min(position, rows - 1)
-    whole, rest = (of_sizes(rows, [position, *counts]) for _ in range(2))
-    whole.resume(Progress(epoch=2))
-    next(whole.steps())
-    whole.done(tokens=position)
-    begun = {"epoch_steps": 1, "epoch_rows": position}
-    rest.resume(Progress(epoch=2, steps=1, samples=position, **begun))
-    assert taken(rest) == taken(whole)
-
-
 def test_what_is_handed_out_and_not_done_comes_again():
     batches = of_sizes(20, [3, 4])
     steps = batches.steps()
@@ -170,18 +157,6 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
     assert [step.progress.steps for step in walked] == list(range(plan.steps))
     again = EpochPlan.from_sizes(sizes, max_steps=most)
     assert plan.steps <= 1 or again.slots == plan.slots
-
-
-def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
-    for rows, ends, expected in (
-        (10, {"drop_last": False}, [2]),
-        (10, {"drop_last": True}, []),
-        (8, {"drop_last": False}, []),
-        (100, {"drop_last": False, "max_steps_per_epoch": 2}, []),
-    ):
-        batches = batches_of([1] * rows, batch_size=4, **ends)
-        batches.resume(Progress(epoch_rows=8, epoch_steps=2))
-        assert [len(step) for step in taken(batches)] == expected
 
 
 # --- the lengths that an epoch is planned by

@@ -9,7 +9,6 @@ from support.allocator_on_stack import segments_of
 from support.paths import TESTS, subprocess_environment
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import allocator as module
 from adaptive_batch.estimate.allocator import AllocatorSettings, CachingAllocator
 
 MIB = 2**20
@@ -28,19 +27,6 @@ def sizes(allocator):
         )
         for segment in reversed(segments_of(allocator))
     ]
-
-
-@pytest.mark.parametrize(("oldest_first", "taken"), [(True, 0), (False, 2)])
-def test_ties_are_broken_by_age_or_address(monkeypatch, oldest_first, taken):
-    """Newer segments have lower addresses."""
-    monkeypatch.setattr(module, "_OLDEST_SEGMENT_FIRST", oldest_first)
-    device = allocator()
-    blocks = [device.malloc(40 * MIB) for _ in range(3)]
-    addresses = [block.address for block in blocks]
-    assert addresses == sorted(addresses, reverse=True)
-    for block in blocks:
-        device.free(block)
-    assert device.malloc(40 * MIB).address == addresses[taken]
 
 
 def test_an_expandable_segment_grows_by_granules():

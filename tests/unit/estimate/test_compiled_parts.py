@@ -223,18 +223,6 @@ def test_a_compiled_model_of_a_script_is_estimated_and_not_changed(eager_peak, h
     assert what_runs(model) == before
 
 
-def test_equal_layers_share_a_graph_for_each_size(graphs):
-    model = scripts_model(compiles={})
-    assert estimate_of(model).lengths[0].check is not None
-    arguments = [
-        tuple(
-            (node.name, node.meta["val"].shape) for node in graph.graph.find_nodes(op="placeholder")
-        )
-        for graph in graphs
-    ]
-    assert len(arguments) == len(set(arguments)) >= 6
-
-
 def test_a_compiled_forward_method_is_estimated_eagerly():
     model = scripts_model()
     model[1].forward = torch.compile(model[1].forward)

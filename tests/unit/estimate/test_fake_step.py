@@ -6,13 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-import torchao.optim
 from support.fake_steps import OPTIMIZERS, Decoder, fake_step, made, run, stepped
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from adaptive_batch.estimate import (
-    CudaKernels,
     DevicesAsHost,
     FakeDevice,
 )
@@ -106,25 +103,6 @@ def test_rows_of_another_length_are_traced():
         assert other == trial(3).peak_bytes
 
 
-def test_only_the_tensors_of_a_batch_are_replaced():
-    images = {"images": [[torch.ones(3, 4, 4)]], "sizes": (torch.ones(2),)}
-    batch = {
-        "tokens": torch.arange(6).reshape(2, 3),
-        "names": ["a", "b"],
-        "mask": None,
-        "encoder_input": images,
-    }
-    FakeDevice().batch(batch)
-    inner = batch["encoder_input"]
-    assert [type(tensor) for tensor in (inner["images"][0][0], inner["sizes"][0])] == [
-        FakeTensor,
-        FakeTensor,
-    ]
-    assert isinstance(batch["tokens"], FakeTensor)
-    assert (batch["tokens"].shape, batch["tokens"].dtype) == ((2, 3), torch.int64)
-    assert (batch["names"], batch["mask"]) == (["a", "b"], None)
-
-
 @pytest.mark.parametrize(
     "move",
     [
@@ -149,22 +127,3 @@ def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
     assert list(counter.log) == [400, 32, moved.nbytes]
     assert counter.live_bytes == storage_bytes([first, tokens, moved])
     assert again.shape == moved.shape == (2, 3)
-
-
-def test_only_the_states_of_a_compiled_optimizer_count():
-    model = nn.Linear(64, 128, bias=False, device="meta")
-    device = FakeDevice(CudaKernels((9, 0)))
-    device.move(model)
-    with device.mode:
-        optimizer = torchao.optim.AdamW8bit(model.parameters())
-        model.weight.grad = torch.zeros_like(model.weight)
-    (sentence,) = device.prepare_optimizer(optimizer)
-    assert "torchao" in sentence
-    with device.counting() as counter:
-        counter.add_named([("weight", model.weight)])
-        optimizer.step()
-        phase = counter.phase([])
-    # Two moments, each with a code, a scale for each block of 256 and the table of values.
-    assert sorted(entry for entry in phase.log if entry > 0)[-2:] == [8192, 8192]
-    states = list(optimizer_state_tensors([optimizer]))
-    assert sum(entry for entry in phase.log) == storage_bytes(states)

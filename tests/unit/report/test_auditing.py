@@ -311,18 +311,6 @@ def test_a_lowered_limit_explains_another_loss_but_no_other_row_or_rate():
     assert with_(places[1], loss=9.5).holds  # in the repetition
 
 
-def test_a_run_may_resume_by_name_after_another_run_in_the_folder():
-    saves = []
-    records = []
-    for record in Run(name="a").process(saves):
-        records.append(record)
-        if len(records) == 9:
-            break
-    other = list(Run(name="b", rows=9).process([]))[:4]
-    found = audit_records([*records, *other, *Run(name="a").process(saves)])
-    assert found.problems == ()
-
-
 def test_a_log_without_a_start_fails():
     records = Run().records()
     assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the log"

@@ -3,10 +3,8 @@
 import html
 import io
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from support.targets import counted
 
@@ -14,7 +12,6 @@ from adaptive_batch.estimate import Change, LengthEstimate, MemoryEstimate, Targ
 from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.memory import GIB, Line, MemoryCurve
 from adaptive_batch.report import write_estimate_picture, write_report
-from adaptive_batch.report.picture import estimate_panels
 
 
 def length_of(tokens):
@@ -40,19 +37,6 @@ def estimate_of(*tokens):
         left_out=("a <thing>",),
         changes=(Change(("enable=True",), "more <compute>", (None, 30)),),
     )
-
-
-def test_the_bars_add_up_to_the_peak():
-    estimate = estimate_of(512)
-    axes = Figure().subplots()
-    estimate_panels(estimate)[0].draw(axes)
-    for number, device in enumerate(estimate.devices):
-        bars = [kind[number] for kind in axes.containers]
-        edges = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in bars]
-        assert edges[0][0] == 0
-        assert all(low[1] == pytest.approx(high[0]) for low, high in pairwise(edges))
-        peak = device.lengths[0].max_batch_size
-        assert edges[-1][1] == pytest.approx(length_of(512).curve.peak_bytes(peak) / GIB, rel=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [(512,), (512, 1024, 2048)], ids=len)

@@ -734,25 +734,6 @@ def test_memory_that_runs_out_in_either_pass_leaves_the_step_of_a_run_at_that_sp
     assert ends[0] == ends[1]
 
 
-def test_one_part_has_the_bits_of_one_forward_in_which_the_ratio_is_taken():
-    ends = []
-    for is_plain in (True, False):
-        seed_all()
-        page = Page.of_decoder(draws=True)
-        batch = page.batch(ROW_LENGTHS)
-        seed_all()
-        if is_plain:
-            cross_entropy, divergence = page.distillation_losses(batch)
-            ratio = (cross_entropy / divergence).detach()
-            loss = (cross_entropy + ratio * divergence) / page.completion_tokens(batch)
-            loss.backward()
-        else:
-            AdaptiveStep(page.model, page.distill, statistics=page.sums)(batch)
-        buffers = dict(page.model.named_buffers())
-        ends.append(bits({**taken_gradients(page.model), **buffers}))
-    assert ends[0] == ends[1]
-
-
 def means(page: Page, part: Part) -> dict[str, torch.Tensor]:
     """Which add up to another ratio than that of the whole batch."""
     cross_entropy, divergence = page.distillation_losses(part.batch)

@@ -51,21 +51,3 @@ def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(pl
     torch.testing.assert_close(loss, expected.square().mean())
     assert weights == [0.25] * 4
     assert evaluation.sizer.limit() == MicroBatchLimit(2)
-
-
-def test_several_packed_rows_are_divided_by_rows():
-    torch.manual_seed(0)
-    model = nn.Embedding(9, 3)
-    tokens = torch.randint(9, (8, 6))
-    positions = torch.tensor([0, 1, 2, 0, 1, 2]).expand(8, 6)
-    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
-
-    def forward(batch):
-        if len(batch["input_ids"]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        outputs = model(batch["input_ids"]).detach()
-        return outputs.square().mean(), outputs
-
-    _, outputs, weights = evaluation_of(model).run(batch, forward, snapshot=lambda: lambda: None)
-    torch.testing.assert_close(outputs, model(tokens).detach())
-    assert weights == [0.25] * 4

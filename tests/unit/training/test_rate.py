@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, Se
 from adaptive_batch import StepOptions, distributed
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress, at_epochs, scale_learning_rate, steps
-from adaptive_batch.schedules.learning_rate import scale_beta2, scale_weight_decay
+from adaptive_batch.schedules.learning_rate import scale_beta2
 from adaptive_batch.training import AdaptiveRate
 
 # --- the rate
@@ -501,22 +501,6 @@ def test_beta2_is_kept_within_bounds_that_what_is_configured_widens():
     assert scale_beta2(0.99, 1e-6) == 0.9999
     assert scale_beta2(0.8, 4) == scale_beta2(0.8, 1) == 0.8
     assert scale_beta2(0.99999, 0.5) == scale_beta2(0.99999, 1) == 0.99999
-
-
-@pytest.mark.parametrize(("rule", "expected"), [("none", 4.0), ("sqrt", 2.0), ("linear", 1.0)])
-def test_weights_that_nothing_trains_decay_alike_over_the_same_rows_under_each_rule(rule, expected):
-    assert scale_weight_decay(0.1, 4.0, 4.0 / expected) == pytest.approx(0.1 * expected)
-    left = {}
-    for batch in (8, 32):
-        weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
-        optimizer = AdamW([weight], lr=1e-4, weight_decay=0.1)
-        rate = scaled(optimizer, rule)
-        for _ in range(1024 // batch):
-            weight.grad = torch.zeros_like(weight)
-            rate.set(rows=batch)
-            optimizer.step()
-        left[batch] = 1 - float(weight)
-    assert left[32] == pytest.approx(left[8], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])

@@ -183,20 +183,6 @@ def test_a_model_of_transformers_trains_alike_in_each_layout(
     assert relative_error(whole_parameters(found.model), whole_parameters(expected.model)) < 1e-4
 
 
-def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
-    one = llama(micro_batch_layout="packed", micro_batch_tokens=100)
-
-    def runs_out(module: nn.Module, positional: Any, named: dict[str, Any]) -> None:
-        if named["input_ids"].numel() > 30:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    one.model.register_forward_pre_hook(runs_out, with_kwargs=True)
-    seen, steps = train(one), train(llama(micro_batch_size=8))
-    assert [step.rows for step in seen] == [step.rows for step in steps]
-    assert [step.loss for step in seen] == pytest.approx([step.loss for step in steps], rel=1e-5)
-    assert one.loop._step.sizer.limit(8).amount <= 30
-
-
 @pytest.mark.parametrize("row", [{"input_ids": [1, 2, 3]}, torch.arange(5)], ids=type)
 def test_rows_that_cannot_be_packed_are_refused(row: Any) -> None:
     says = "^micro_batch_layout='packed': rows are not mappings"
