@@ -155,7 +155,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.saver.export_missing(self.trainer)
         self.limit_finder.find_limits(self.trainer, self.batches, self.resumed)
         self.validation = None
-        if self.settings.validation.is_on:
+        if self.settings.validates:
             self.validation = Validation(self.job, self.data, self.trainer, self.log)
             self.validation.search(self.trainer, self.limit_finder)
 
@@ -168,7 +168,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.trainer,
             self.log,
             self.saver,
-            remedy=self.saver.after_end,
             full_batch_rows=ahead.full_batch_rows,
         )
         rate = build_rate(

@@ -205,7 +205,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "run_val_every_n_steps",
-        lambda s, c: s.validation.is_on and s.validation.dataset_val is None,
+        lambda s, c: s.validates and s.dataset_val is None,
         "there is nothing to validate on; set dataset_val to a dataset block",
     ),
     (
@@ -257,7 +257,7 @@ _RULES: tuple[_Rule, ...] = (
         "lr_clock",
         lambda s, c: (
             c.get("lr_scheduler")
-            and s.rate.lr_clock.warmup != s.rate.lr_clock.decay
+            and s.lr_clock.warmup != s.lr_clock.decay
             and not values_at(c, "lr_scheduler.num_warmup_steps")
         ),
         "a warm-up in another unit needs a scheduler with num_warmup_steps, such as"
@@ -494,7 +494,7 @@ _REPLACED: tuple[_Rule, ...] = (
         lambda s, c: (
             s.batch_tokens
             and s.gradient_accumulation_steps > 1
-            and (s.rate.lr_scaling == "none" or s.rate.reference_batch_size)
+            and (s.lr_scaling == "none" or s.reference_batch_size)
         ),
         "batch_tokens sets what a step holds",
     ),

@@ -15,7 +15,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -231,49 +231,29 @@ REMOVED: dict[str, str] = {
 _CLOSE = 0.77
 
 
-def group(keys: type) -> Any:
-    """Return the field of keys that are one object of the settings, but top-level keys."""
-    return field(default=keys(), metadata={"group": keys})
-
-
 def fields_of(block: type) -> dict[str, Field[Any]]:
-    """Return the fields of the keys of a dataclass of settings, groups included, by name."""
-    named: dict[str, Field[Any]] = {}
-    for own_field in fields(block):
-        if "group" in own_field.metadata:
-            named |= fields_of(own_field.metadata["group"])
-        elif "option" in own_field.metadata:
-            named[own_field.name] = own_field
-    return named
+    """Return the fields of the keys of a dataclass of settings by name."""
+    return {each.name: each for each in fields(block) if "option" in each.metadata}
 
 
 def keys_of(block: type) -> dict[str, Option]:
-    """Return the keys of a dataclass of settings, groups included, by name."""
+    """Return the keys of a dataclass of settings by name."""
     return {name: key_field.metadata["option"] for name, key_field in fields_of(block).items()}
 
 
 def values_of(settings: Any) -> dict[str, Any]:
-    """Return the values of all keys of settings, groups included, by name."""
-    values: dict[str, Any] = {}
-    for own_field in fields(settings):
-        value = getattr(settings, own_field.name)
-        values |= values_of(value) if "group" in own_field.metadata else {own_field.name: value}
-    return values
+    """Return the values of all keys of settings by name."""
+    return {name: getattr(settings, name) for name in fields_of(type(settings))}
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """Read and check the keys of a dataclass that are given; null counts as absent."""
     values: dict[str, Any] = {}
-    for own_field in fields(block):
-        name = own_field.name
-        if "group" in own_field.metadata:
-            keys = own_field.metadata["group"]
-            values[name] = keys(**read_keys(keys, config))
-        elif "option" in own_field.metadata:
-            value = config.get(name)
-            if own_field.default is MISSING or value is not None:
-                read = own_field.metadata["option"].read(prefix + name, value)
-                values[name] = value if read is None else read
+    for name, key_field in fields_of(block).items():
+        value = config.get(name)
+        if key_field.default is MISSING or value is not None:
+            read = key_field.metadata["option"].read(prefix + name, value)
+            values[name] = value if read is None else read
     return values
 
 
@@ -339,8 +319,6 @@ def documented(block: type) -> dict[str, str]:
         _, _, attributes = docstring.partition("\nAttributes:\n")
         for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.M):
             texts[name] = " ".join(text.replace("None", "null").split())
-    for own_field in fields(block):
-        texts |= documented(own_field.metadata["group"]) if "group" in own_field.metadata else {}
     return texts
 
 

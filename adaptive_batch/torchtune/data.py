@@ -181,7 +181,7 @@ class Data:
         dataset, packed = _dataset(job, "dataset", tokenizer)
         dataset_val = None
         packed_val = False
-        if job.settings.validation.is_on:
+        if job.settings.validates:
             dataset_val, packed_val = _dataset(job, "dataset_val", tokenizer)
         rows = len(dataset)
         ranks = distributed.data_parallel_size()
@@ -359,7 +359,7 @@ class Data:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
         # A row that the model does not take is refused now, not when training needs its length.
-        if settings.uniform_micro_batches or settings.rate.lr_clock.counts_tokens:
+        if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
             _ = self.dataset.lengths
         tokens = settings.micro_batch_tokens
         if isinstance(tokens, int):
@@ -372,7 +372,7 @@ class Data:
                 raise SettingError("micro_batch_tokens", tokens, remedy)
         if settings.batch_tokens:
             self._check_batch_tokens()
-        if settings.validation.is_on:
+        if settings.validates:
             self._check_rows_val()
 
     def _check_batch_tokens(self) -> None:
@@ -387,9 +387,8 @@ class Data:
 
     def _check_rows_val(self) -> None:
         """Raise SettingError if no row of validation has a label."""
-        num_validated = self._settings.validation.rows_of(
-            len(self.dataset_val), batch_size=self._settings.batch_size, ranks=self._job.ranks
-        )
+        num_rows = len(self.dataset_val)
+        num_validated = self._settings.validated_rows(num_rows, ranks=self._job.ranks)
         if not self.dataset_val.has_label(num_validated):
             remedy = "no row that is validated on has a label; see its train_on_input and masks"
             raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)

@@ -263,7 +263,7 @@ class LimitFinder:
             raise SettingError("batch_size", settings.batch_size, remedy)
         for length in (settings.probe.sequence_length, *settings.probe.sequence_lengths):
             self._data.trial_rows(length)
-        if settings.validation.fits_itself:
+        if settings.searches_validation:
             # Reading the lengths raises for a row that the model does not take.
             _ = self._data.dataset_val.lengths
 

@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -187,7 +187,7 @@ class TrainingLog:
         settings = self._settings
         message = rate.describe()
         if message:
-            self.event("lr", message, reference=str(rate.reference), rule=settings.rate.lr_scaling)
+            self.event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
         if not ahead.stages:
             return
         text, stages = preview.table(ahead)
@@ -333,8 +333,7 @@ class StepMonitor:
         job: job of the run.
         trainer: trainer of the run.
         log: log that receives the counts of each epoch.
-        saver: saver that restores the counts from a checkpoint.
-        remedy: function that returns how to continue after the run stops.
+        saver: saver that restores the counts from a checkpoint, and knows how to resume.
         full_batch_rows: number of rows of a full batch, see :meth:`add_loss`.
     """
 
@@ -345,7 +344,6 @@ class StepMonitor:
         log: TrainingLog,
         saver: Saver,
         *,
-        remedy: Callable[[], str],
         full_batch_rows: int,
     ) -> None:
         self._job = job
@@ -356,7 +354,7 @@ class StepMonitor:
             trainer.engine.drop_gradients,
             event=log.event,
             is_taken=job.settings.optimizer_in_bwd,
-            remedy=remedy,
+            remedy=saver.after_end,
         )
         self._nonfinite = saver.restore("nonfinite", nonfinite)
         self._full_batch_loss = saver.restore("full_batch_loss", FullBatchLoss(full_batch_rows))

@@ -132,7 +132,7 @@ class TrainingPreview:
             stages = self._walk(plans=True)
         schedule_steps = settings.epochs * batches.constant_epoch.steps
         # With lr_clock decay=steps the rate counts real steps, fewer as the batch grows.
-        if settings.rate.lr_clock.decay == "steps" and progress.epoch < settings.epochs:
+        if settings.lr_clock.decay == "steps" and progress.epoch < settings.epochs:
             # An unchanged run that resumes keeps its number, so that its rate does not jump.
             if self._resumed.keeps_steps:
                 schedule_steps = self._resumed.saved["learning_rate"]["total_steps"]
@@ -195,7 +195,7 @@ class TrainingPreview:
         )
 
         # Such a clock keeps where the warm-up ended, which only all steps show.
-        has_two_units = settings.rate.lr_clock.warmup != settings.rate.lr_clock.decay
+        has_two_units = settings.lr_clock.warmup != settings.lr_clock.decay
 
         def rates(step: StepAhead) -> dict[str, float]:
             if has_two_units:
@@ -224,7 +224,7 @@ class TrainingPreview:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
             ends = [*ends[:SHOWN], *ends[-SHOWN:]]
-        if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
+        if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
         if batches.plan.is_estimate:
             notes.append(

@@ -44,7 +44,7 @@ def build_rate(
         saved: state of the rate in the checkpoint; None without one.
     """
     settings = job.settings
-    reference = settings.rate.reference_batch_size
+    reference = settings.reference_batch_size
     if reference is None and saved is not None and saved.get("reference"):
         # The batch may be another one now; the one that the rate was chosen for is the same.
         reference = ReferenceBatch(**saved["reference"])
@@ -60,11 +60,11 @@ def build_rate(
     rate = AdaptiveRate.for_recipe(
         optimizers,
         scheduler,
-        lr_scaling=settings.rate.lr_scaling,
+        lr_scaling=settings.lr_scaling,
         # Counted on the original number of ranks.
         reference_batch_size=reference or settings.global_batch(job.ranks),
-        lr_clock=settings.rate.lr_clock,
-        scale_with_batch=settings.rate.scale_with_batch,
+        lr_clock=settings.lr_clock,
+        scale_with_batch=settings.scale_with_batch,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
         total_steps=total_steps,
     )
@@ -96,7 +96,7 @@ def couple_seesaw(job: Job, batches: Batches) -> None:
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )
-        batches.couple(scheduler, lr_clock=job.settings.rate.lr_clock)
+        batches.couple(scheduler, lr_clock=job.settings.lr_clock)
 
 
 def check_rate(job: Job) -> None:
@@ -107,7 +107,7 @@ def check_rate(job: Job) -> None:
             built as in torchtune's recipes, or cannot follow `lr_clock`.
     """
     optimizer = job.optimizer_of_one_weight()
-    prepare_scaled(optimizer, job.settings.rate.scale_with_batch or {})
+    prepare_scaled(optimizer, job.settings.scale_with_batch or {})
     cfg = job.cfg
     block = cfg.get("lr_scheduler", None)
     if not block:

@@ -148,7 +148,7 @@ class ResumedRun:
                 batch_size=batch_size,
             ),
             sizer,
-            counts_tokens=settings.rate.lr_clock.counts_tokens,
+            counts_tokens=settings.lr_clock.counts_tokens,
             event=event,
         )
         batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
@@ -166,7 +166,7 @@ class ResumedRun:
         conditions = saved["conditions"]
         self.name = saved["run"]
         self.progress = Progress(**saved["progress"])
-        if settings.rate.reference_batch_size is None:
+        if settings.reference_batch_size is None:
             self.conditions["reference_batch_size"] = conditions["reference_batch_size"]
         if settings.batch_size_schedule is not None:
             self.keeps_batch = True
@@ -197,7 +197,7 @@ class ResumedRun:
         checkpoint keeps.
         """
         now = self.conditions
-        allowed = self._settings.saving.resume_allow_changes
+        allowed = self._settings.resume_allow_changes
         refused = {name for name, policy in RESUME.items() if policy == "refuse"}
         # Keys that decide which rows an epoch or a step has.
         row_keys = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
@@ -319,7 +319,7 @@ class ResumedRun:
         # torchtune's recipe seeds again.
         restores = (
             self._settings.adaptive
-            or self._settings.saving.save_every_n_steps is not None
+            or self._settings.save_every_n_steps is not None
             or self.saved.get("preempted")
             or progress.epoch_steps
         )
@@ -357,12 +357,12 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
             is_plain = policy == "refuse" or name not in values
             conditions[name] = plain.get(name) if is_plain else values[name]
     conditions |= {f"optimizer.{key}": value for key, value in plain["optimizer"].items()}
-    if settings.validation.is_on:
-        conditions["batch_size_val"] = settings.validation.rows_at_once(settings.batch_size)
+    if settings.validates:
+        conditions["batch_size_val"] = settings.validation_batch_size
     return conditions | {
-        "lr_clock": str(settings.rate.lr_clock),
+        "lr_clock": str(settings.lr_clock),
         "reference_batch_size": str(
-            settings.rate.reference_batch_size or settings.global_batch(job.ranks)
+            settings.reference_batch_size or settings.global_batch(job.ranks)
         ),
         "dataset": _fingerprint_rows(job, data),
         "optimizer_in_bwd": settings.optimizer_in_bwd,

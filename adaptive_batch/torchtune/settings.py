@@ -41,7 +41,6 @@ from .configuration import (
     block,
     check_names,
     function,
-    group,
     keys_of,
     read_keys,
     table,
@@ -160,120 +159,6 @@ class EstimateSettings:
     context: int | None = option(None, _context)
 
 
-@dataclass(frozen=True)
-class RateSettings:
-    """Keys of the learning rate, and of what else of the optimizer follows the batch.
-
-    Attributes:
-        lr_scaling: factor by which the learning rate is multiplied. `linear`: the global batch of
-            the step / `reference_batch_size`. `sqrt`: the square root of this ratio.
-        reference_batch_size: global batch for which `lr` was chosen: a number of rows, or a number
-            of tokens such as `8192tok`. Default: the configured `batch_size` x
-            `gradient_accumulation_steps` x ranks.
-        scale_with_batch: other optimizer settings that follow the batch: `{beta2: half_life}`,
-            `{weight_decay: per_token}` or both. See [below](#what-follows-the-batch).
-        lr_clock: unit in which `lr_scheduler` measures the progress of training: `samples`,
-            `tokens` or `steps`. Warm-up and decay may have different units: `{warmup: steps, decay:
-            tokens}`. See [below](#the-learning-rates-clock).
-    """
-
-    lr_scaling: str = option("none", one_of(*RULES), resume="report")
-    reference_batch_size: ReferenceBatch | None = option(
-        None,
-        parse_reference,
-        shown="configured",
-        resume="report",
-        needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
-    )
-    scale_with_batch: Mapping[str, str] | None = option(None, check_scaled, resume="report")
-    lr_clock: Clock = option(
-        Clock(),
-        lambda name, value: Clock.from_config(value),
-        shown="`samples`",
-        resume="refuse",
-        needs=("lr_scheduler",),
-    )
-
-
-@dataclass(frozen=True)
-class ValidationSettings:
-    """Keys of validation during training, which needs `run_val_every_n_steps`.
-
-    Attributes:
-        dataset_val: dataset block for validation, or a list of such blocks.
-        run_val_every_n_steps: number of optimizer steps between two validations. Each validation
-            logs `val_loss`.
-        batch_size_val: number of rows in a validation batch. `auto`: found by a separate search.
-            Default: `batch_size`.
-        max_validation_batches: maximum number of batches in a validation. None or -1: all.
-    """
-
-    # check_together checks the blocks.
-    dataset_val: Any = option(None, lambda name, value: None, needs=("run_val_every_n_steps",))
-    run_val_every_n_steps: int | None = option(None, check_whole)
-    batch_size_val: int | str | None = option(
-        None, auto_or_whole, shown="`batch_size`", needs=("run_val_every_n_steps",)
-    )
-    max_validation_batches: int | None = option(
-        None, _validation_batches, needs=("run_val_every_n_steps",)
-    )
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether training validates."""
-        return self.run_val_every_n_steps is not None
-
-    @property
-    def fits_itself(self) -> bool:
-        """Return whether validation searches for its own micro-batch limit."""
-        return self.is_on and self.batch_size_val == "auto"
-
-    def rows_at_once(self, of_training: int) -> int:
-        """Return the rows of a batch of validation, given the configured `batch_size`."""
-        size = self.batch_size_val
-        return size if isinstance(size, int) else of_training
-
-    def rows_of(self, rows: int, *, batch_size: int, ranks: int = 1) -> int:
-        """Return the number of rows of a dataset that are validated on: the first ones.
-
-        Args:
-            rows: rows of the dataset.
-            batch_size: configured batch size.
-            ranks: ranks that run a batch each at a time.
-        """
-        if self.max_validation_batches in (None, -1):
-            return rows
-        return min(rows, self.max_validation_batches * self.rows_at_once(batch_size) * ranks)
-
-
-@dataclass(frozen=True)
-class SavingSettings:
-    """Keys of checkpoints and of resuming.
-
-    Attributes:
-        save_every_n_steps: number of optimizer steps between two resume points. A resume point is a
-            checkpoint of the whole training state.
-        keep_last_n_checkpoints: number of resume points to keep, including those that are saved
-            after epochs. None: all, or only the newest if `save_every_n_steps` is not set. The
-            weights of epochs are never deleted.
-        enable_async_checkpointing: whether training continues while a resume point is written.
-        keep_final_state: whether to save a resume point after the last epoch, so that the run can
-            continue if you raise `epochs`. `False`: save only weights, as torchtune does.
-        overwrite_output_dir: whether a new run may start in an `output_dir` with checkpoints of
-            other runs. These checkpoints are deleted after the first save of the new run.
-        resume_allow_changes: list of keys that may differ from the checkpoint, such as `[dataset]`.
-    """
-
-    save_every_n_steps: int | None = option(None, check_whole)
-    keep_last_n_checkpoints: int | None = option(None, check_whole, needs=("save_every_n_steps",))
-    enable_async_checkpointing: bool = option(False, needs=("save_every_n_steps",))
-    keep_final_state: bool = option(True)
-    overwrite_output_dir: bool = option(False)
-    resume_allow_changes: tuple[str, ...] = option(
-        (), _names, shown="none", needs=("resume_from_checkpoint",)
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings(Batching):
     """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning.
@@ -318,9 +203,36 @@ class Settings(Batching):
         sync_gradients_every_micro_batch: whether several ranks reduce gradients after each
             micro-batch. `False`: reduce gradients only after the last micro-batch, which sends less
             data but needs more memory.
+        lr_scaling: factor by which the learning rate is multiplied. `linear`: the global batch of
+            the step / `reference_batch_size`. `sqrt`: the square root of this ratio.
+        reference_batch_size: global batch for which `lr` was chosen: a number of rows, or a number
+            of tokens such as `8192tok`. Default: the configured `batch_size` x
+            `gradient_accumulation_steps` x ranks.
+        scale_with_batch: other optimizer settings that follow the batch: `{beta2: half_life}`,
+            `{weight_decay: per_token}` or both. See [below](#what-follows-the-batch).
+        lr_clock: unit in which `lr_scheduler` measures the progress of training: `samples`,
+            `tokens` or `steps`. Warm-up and decay may have different units: `{warmup: steps, decay:
+            tokens}`. See [below](#the-learning-rates-clock).
+        dataset_val: dataset block for validation, or a list of such blocks.
+        run_val_every_n_steps: number of optimizer steps between two validations. Each validation
+            logs `val_loss`.
+        batch_size_val: number of rows in a validation batch. `auto`: found by a separate search.
+            Default: `batch_size`.
+        max_validation_batches: maximum number of batches in a validation. None or -1: all.
         drop_last: whether to drop the short step at the end of an epoch.
         log_gradient_noise_scale: whether to measure and log the gradient noise scale. Needs
             `micro_batch_size`, a random order of rows and at least two micro-batches in a step.
+        save_every_n_steps: number of optimizer steps between two resume points. A resume point is a
+            checkpoint of the whole training state.
+        keep_last_n_checkpoints: number of resume points to keep, including those that are saved
+            after epochs. None: all, or only the newest if `save_every_n_steps` is not set. The
+            weights of epochs are never deleted.
+        enable_async_checkpointing: whether training continues while a resume point is written.
+        keep_final_state: whether to save a resume point after the last epoch, so that the run can
+            continue if you raise `epochs`. `False`: save only weights, as torchtune does.
+        overwrite_output_dir: whether a new run may start in an `output_dir` with checkpoints of
+            other runs. These checkpoints are deleted after the first save of the new run.
+        resume_allow_changes: list of keys that may differ from the checkpoint, such as `[dataset]`.
         verbose: whether to print the resolved configuration and torchtune's log.
         probe: options of the search for the largest batch; see below.
         estimate: options of the estimate for other devices; see below.
@@ -355,11 +267,41 @@ class Settings(Batching):
     on_out_of_memory: str = option("shrink", one_of("shrink", "raise"))
     on_nonfinite_loss: str = option("warn", one_of(*ON_NONFINITE_LOSS), resume="report")
     sync_gradients_every_micro_batch: bool = option(True)
-    rate: RateSettings = group(RateSettings)
-    validation: ValidationSettings = group(ValidationSettings)
+    lr_scaling: str = option("none", one_of(*RULES), resume="report")
+    reference_batch_size: ReferenceBatch | None = option(
+        None,
+        parse_reference,
+        shown="configured",
+        resume="report",
+        needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
+    )
+    scale_with_batch: Mapping[str, str] | None = option(None, check_scaled, resume="report")
+    lr_clock: Clock = option(
+        Clock(),
+        lambda name, value: Clock.from_config(value),
+        shown="`samples`",
+        resume="refuse",
+        needs=("lr_scheduler",),
+    )
+    # check_together checks the blocks.
+    dataset_val: Any = option(None, lambda name, value: None, needs=("run_val_every_n_steps",))
+    run_val_every_n_steps: int | None = option(None, check_whole)
+    batch_size_val: int | str | None = option(
+        None, auto_or_whole, shown="`batch_size`", needs=("run_val_every_n_steps",)
+    )
+    max_validation_batches: int | None = option(
+        None, _validation_batches, needs=("run_val_every_n_steps",)
+    )
     drop_last: bool = option(True, shown="see below", resume="report")
     log_gradient_noise_scale: bool = option(False)
-    saving: SavingSettings = group(SavingSettings)
+    save_every_n_steps: int | None = option(None, check_whole)
+    keep_last_n_checkpoints: int | None = option(None, check_whole, needs=("save_every_n_steps",))
+    enable_async_checkpointing: bool = option(False, needs=("save_every_n_steps",))
+    keep_final_state: bool = option(True)
+    overwrite_output_dir: bool = option(False)
+    resume_allow_changes: tuple[str, ...] = option(
+        (), _names, shown="none", needs=("resume_from_checkpoint",)
+    )
     verbose: bool = option(False)
     probe: ProbeSettings = option(ProbeSettings(), block(ProbeSettings), shown="block")
     estimate: EstimateSettings = option(EstimateSettings(), block(EstimateSettings), shown="block")
@@ -392,6 +334,35 @@ class Settings(Batching):
         """Configured size of a micro-batch, in rows or in tokens: a number, ``auto`` or None."""
         return self.micro_batch_size or self.micro_batch_tokens
 
+    # --- validation
+
+    @property
+    def validates(self) -> bool:
+        """Return whether training validates."""
+        return self.run_val_every_n_steps is not None
+
+    @property
+    def searches_validation(self) -> bool:
+        """Return whether validation searches for its own micro-batch limit."""
+        return self.validates and self.batch_size_val == "auto"
+
+    @property
+    def validation_batch_size(self) -> int:
+        """Rows of a batch of validation."""
+        size = self.batch_size_val
+        return size if isinstance(size, int) else self.batch_size
+
+    def validated_rows(self, rows: int, *, ranks: int) -> int:
+        """Return the number of rows of a dataset that are validated on: the first ones.
+
+        Args:
+            rows: rows of the dataset.
+            ranks: ranks that run a batch each at a time.
+        """
+        if self.max_validation_batches in (None, -1):
+            return rows
+        return min(rows, self.max_validation_batches * self.validation_batch_size * ranks)
+
     # --- searches before training
 
     @property
@@ -406,7 +377,7 @@ class Settings(Batching):
         """Return whether training, validation or a reference needs a search for what fits."""
         return (
             self.searches_training
-            or self.validation.fits_itself
+            or self.searches_validation
             or self.reference_micro_batch_size == "auto"
         )
 
@@ -466,9 +437,8 @@ class Settings(Batching):
             values.setdefault("micro_batch_tokens", "auto")
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
-        rate = values["rate"]
-        rule = rate_rule(values.get("batch_size_schedule"), rate.lr_scaling)
-        values["rate"] = replace(rate, lr_scaling=rule)
+        scaling = values.get("lr_scaling", "none")
+        values["lr_scaling"] = rate_rule(values.get("batch_size_schedule"), scaling)
         settings = cls(**values)
         if "drop_last" not in values:
             settings = replace(settings, drop_last=not settings.adaptive)

@@ -282,7 +282,7 @@ class RunStore(Weights):
 
     def __init__(self, job: Job) -> None:
         self._keeps_base = job.builder.keeps_base
-        self._saving = job.settings.saving
+        self._settings = job.settings
         self.folder = RunFolder(job.cfg)
         self._group = distributed.host_group()
         self.found = distributed.from_rank_zero(self.folder.find)
@@ -297,7 +297,7 @@ class RunStore(Weights):
         """Print the error of a run that may not start in the output folder."""
         if distributed.is_rank_zero():
             try:
-                self.folder.check(run, overwrites=self._saving.overwrite_output_dir)
+                self.folder.check(run, overwrites=self._settings.overwrite_output_dir)
             except SettingError as error:
                 print(f"without preview, this is refused: {error}")
 
@@ -320,7 +320,7 @@ class RunStore(Weights):
         try:
             self.found.point.load_into({"model": dict(state)}, process_group=self._group)
         except CheckpointError as error:
-            if "model" not in self._saving.resume_allow_changes:
+            if "model" not in self._settings.resume_allow_changes:
                 raise
             remedy = "resume_allow_changes=[model] allows only changes that keep all shapes"
             raise CheckpointError(f"{error}; {remedy}: resume with the saved model") from error
@@ -367,7 +367,7 @@ class Saver:
         same_within: float,
     ) -> None:
         self._job = job
-        self._saving = job.settings.saving
+        self._settings = job.settings
         self._store = store
         self._folder = store.folder
         self._resumed = resumed
@@ -378,7 +378,7 @@ class Saver:
         # Keyed by their name in checkpoints.
         self._parts: dict[str, Any] = {}
         self.replaces = distributed.from_rank_zero(
-            lambda: self._folder.begin(self._run, overwrites=self._saving.overwrite_output_dir)
+            lambda: self._folder.begin(self._run, overwrites=self._settings.overwrite_output_dir)
         )
         distributed.on_rank_zero(lambda: store.files.clean_up())
         self._base = None
@@ -386,15 +386,15 @@ class Saver:
             saved = store.found.state.get("base")
             # Every checkpoint of adapters has the checksums of the base model's files.
             self._base = distributed.on_rank_zero(lambda: store.files.check_base(saved))
-        keep_last = self._saving.keep_last_n_checkpoints
-        if self._saving.save_every_n_steps is None:
+        keep_last = self._settings.keep_last_n_checkpoints
+        if self._settings.save_every_n_steps is None:
             # Only the newest checkpoint of an epoch is needed.
             keep_last = 1
         self._manager = CheckpointManager(
             self._folder.path,
             run=self._run,
             keep_last=keep_last,
-            asynchronous=self._saving.enable_async_checkpointing,
+            asynchronous=self._settings.enable_async_checkpointing,
             process_group=distributed.host_group(),
         )
 
@@ -462,7 +462,7 @@ class Saver:
         Raises:
             CheckpointError: saving failed; earlier saves are unchanged.
         """
-        is_last = epoch + 1 >= self._job.settings.epochs
+        is_last = epoch + 1 >= self._settings.epochs
         if distributed.any_of_ranks(not trainer.is_finite()):
             message = (
                 f"weights are NaN or infinite after epoch {epoch}, so its checkpoint is unusable;"
@@ -470,7 +470,7 @@ class Saver:
             )
             self._log.event("nonfinite_weights", message, epoch=epoch)
         try:
-            if not is_last or self._saving.keep_final_state:
+            if not is_last or self._settings.keep_final_state:
                 try:
                     self._save(trainer, prints=False)
                     self._wait()
@@ -515,7 +515,7 @@ class Saver:
             trainer: trainer of the run.
             stop_requested: whether a rank was requested to stop; used with several ranks.
         """
-        every = self._saving.save_every_n_steps
+        every = self._settings.save_every_n_steps
         if distributed.world_size() == 1:
             stop_requested = self.preemption.requested
         if stop_requested:
@@ -556,7 +556,7 @@ class Saver:
             "optimizer": named_optimizer_state(trainer.optimizers, trainer.names_of_parameters),
         }
         self._manager.save(step, tensors, state)
-        if not self._saving.enable_async_checkpointing:
+        if not self._settings.enable_async_checkpointing:
             self._remove_earlier_runs()
         seconds = time.perf_counter() - start
         message = f"step {step}: checkpoint saved (blocked training for {seconds:.2f} s)"

@@ -342,15 +342,12 @@ class Validation:
 
     def __init__(self, job: Job, data: Data, trainer: Trainer, log: TrainingLog) -> None:
         settings = job.settings
-        validation = settings.validation
         self._job = job
         self._data = data
         self._log = log
         self._engine = trainer.engine
-        self._num_rows = validation.rows_of(
-            len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
-        )
-        rows = validation.batch_size_val or settings.batch_size
+        self._num_rows = settings.validated_rows(len(data.dataset_val), ranks=job.ranks)
+        rows = settings.batch_size_val or settings.batch_size
         self._sizer = self._engine.sizer.for_other_pass("validation_limit", rows, data.layout_val)
         self._loss = data.loss_val(self._engine.loss)
         loss = replace(self._loss, dummy_row=lambda: data.dataset_val[0])
@@ -364,7 +361,7 @@ class Validation:
             DoesNotFitError: one row does not fit.
         """
         data = self._data
-        if not self._job.settings.validation.fits_itself:
+        if not self._job.settings.searches_validation:
             return
         rows = data.trial_rows_val()
         length = data.layout_val.padded(rows.length)
@@ -384,7 +381,7 @@ class Validation:
         """Log the mean loss over the label tokens of the rows if the step interval has passed;
         training's state is unchanged.
         """
-        every = self._job.settings.validation.run_val_every_n_steps
+        every = self._job.settings.run_val_every_n_steps
         if not every or step % every:
             return
         first = distributed.data_parallel_rank()

@@ -239,18 +239,18 @@ def test_keys_decide_whether_training_is_adaptive_and_needs_a_search(
 
 def test_validation_takes_the_configured_batch_unless_it_has_its_own():
     def validation(**keys):
-        return settings(VALIDATED, keys).validation
+        return settings(VALIDATED, keys)
 
-    assert validation().rows_at_once(2) == 2
-    assert not validation().fits_itself
-    assert validation(batch_size_val=5).rows_at_once(2) == 5
-    assert validation(batch_size_val="auto").fits_itself
-    assert validation(batch_size_val="auto").rows_at_once(2) == 2
+    assert validation().validation_batch_size == 2
+    assert not validation().searches_validation
+    assert validation(batch_size_val=5).validation_batch_size == 5
+    assert validation(batch_size_val="auto").searches_validation
+    assert validation(batch_size_val="auto").validation_batch_size == 2
     # torchtune's later recipes write -1 for all.
-    assert validation(max_validation_batches=-1).rows_of(100, batch_size=2) == 100
-    assert validation(max_validation_batches=3).rows_of(100, batch_size=2, ranks=4) == 24
-    assert validation(max_validation_batches=3).rows_of(20, batch_size=2, ranks=4) == 20
-    assert not settings({"batch_size_val": "auto"}).validation.fits_itself
+    assert validation(max_validation_batches=-1).validated_rows(100, ranks=1) == 100
+    assert validation(max_validation_batches=3).validated_rows(100, ranks=4) == 24
+    assert validation(max_validation_batches=3).validated_rows(20, ranks=4) == 20
+    assert not settings({"batch_size_val": "auto"}).searches_validation
 
 
 BY_TOKENS = {"batch_tokens": 100, "gradient_accumulation_steps": 2}

@@ -11,7 +11,6 @@ from support.runners import build_runner
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune.settings import ValidationSettings
 from adaptive_batch.torchtune.trainer import Validation
 
 
@@ -39,9 +38,11 @@ def test_a_rank_that_fails_in_validation_begins_no_collective_alone() -> None:
     runner = build_runner(
         torch.nn.Linear(1, 1), MicroBatchLimit(2), collate=dict, mean_loss=lambda batch: batch["x"]
     )
-    validates = ValidationSettings(run_val_every_n_steps=1)
+    settings = SimpleNamespace(
+        batch_size_val=2, run_val_every_n_steps=1, validated_rows=lambda rows, ranks: rows
+    )
     job = SimpleNamespace(
-        settings=SimpleNamespace(batch_size=2, validation=validates),
+        settings=settings,
         ranks=1,
         device=torch.device("cpu"),
         memory=None,
