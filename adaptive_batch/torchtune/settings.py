@@ -161,7 +161,8 @@ class EstimateSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Batching):
-    """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning.
+    """The top-level keys: each field is the key of its name, which :meth:`from_config` reads. Keys
+    without documentation are torchtune's, with torchtune's meaning.
 
     Attributes:
         use_maximum_batch_size: whether to search for the largest batch that fits in memory, and
