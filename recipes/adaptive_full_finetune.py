@@ -118,7 +118,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.data.dataset, batch_sampler=self.batches, collate_fn=list
         )
         self.limit_finder = LimitFinder(
-            self.job, self.data, resumed=self.resumed, watch=self.watch, event=self.log.event
+            self.job, self.data, resumed=self.resumed, event=self.log.event
         )
         if self.settings.searches:
             self.limit_finder.check()

@@ -14,7 +14,6 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
-from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
@@ -40,9 +39,7 @@ def say(text: str) -> None:
         print(text)
 
 
-def probe(
-    cfg: DictConfig, watch: Watchdog | None = None, *, builder: FullModel | None = None
-) -> list[ProbeResult]:
+def probe(cfg: DictConfig, *, builder: FullModel | None = None) -> list[ProbeResult]:
     """Build the training objects, and search once per sequence length.
 
     Returns:
@@ -61,7 +58,7 @@ def probe(
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
-    limit_finder = LimitFinder(job, data, watch=watch)
+    limit_finder = LimitFinder(job, data)
     store = RunStore(job)
     limit_finder.check()
     trainer = Trainer.load(job, data, store, data.new_sizer())
@@ -104,9 +101,9 @@ def summary(results: list[ProbeResult]) -> str:
 
 def recipe_main(cfg: DictConfig) -> None:
     """Run the search; key=value arguments override the YAML config."""
-    with all_ranks(cfg) as watch:
+    with all_ranks(cfg):
         show_details(cfg, recipe_name="AdaptiveProbe")
-        probe(cfg, watch)
+        probe(cfg)
 
 
 if __name__ == "__main__":

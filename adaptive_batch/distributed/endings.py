@@ -8,7 +8,6 @@ reports the closed connection.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -127,8 +126,8 @@ _SECONDS_BETWEEN_PLACES = 5.0
 
 
 class Watchdog:
-    """Ends this process after an error, or after a time limit. A thread publishes which line runs,
-    so that a rank whose collective times out can name the ranks that did not join it.
+    """Ends this process after an error. A thread publishes which line runs, so that a rank whose
+    collective times out can name the ranks that did not join it.
 
     The constructor is a collective that needs no process group. All ranks call it, either all
     before or all after ``init_process_group``.
@@ -160,7 +159,7 @@ class Watchdog:
 
     def _publish_places(self, thread: int) -> None:
         # The process that hosts the store may exit first.
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             self._store.set(f"place/{self._rank}", _place(thread))
             while not self._is_closed.wait(_SECONDS_BETWEEN_PLACES):
                 self._store.set(f"place/{self._rank}", _place(thread))
@@ -179,8 +178,8 @@ class Watchdog:
         return ", ".join(elsewhere) or "all ranks run the same line"
 
     def fail(self, error: BaseException | str) -> NoReturn:
-        """End this process. Call this before destroying the process group, since the other ranks
-        would detect that first.
+        """Exit with status 1 and without clean-up. Call this before destroying the process group,
+        since the other ranks would detect that first.
 
         The first rank to fail prints the reason on stderr: an error of this package as one line,
         any other with its traceback. Ranks that fail later print nothing.
@@ -208,29 +207,6 @@ class Watchdog:
             text = message
         elif isinstance(error, BaseException):
             text = f"rank {self._rank}:\n{''.join(traceback.format_exception(error)).rstrip()}"
-        self._end(kind, message, facts, text)
-
-    @contextlib.contextmanager
-    def time_limit(self, seconds: float, doing: str) -> Iterator[None]:
-        """Context manager that ends this process after `seconds`, with the stack of the calling
-        thread. `doing` names the activity.
-        """
-        timer = threading.Timer(seconds, self._stall, (seconds, doing, threading.get_ident()))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _stall(self, seconds: float, doing: str, thread: int) -> None:
-        stack = "".join(traceback.format_stack(sys._current_frames().get(thread))).rstrip()
-        message = f"no progress for {seconds:g} s, since {doing}"
-        text = f"rank {self._rank}: {message}; stack:\n{stack}"
-        self._end("stalled", message, {"seconds": seconds, "doing": doing}, text)
-
-    def _end(self, kind: str, message: str, facts: Mapping[str, Any], text: str) -> NoReturn:
-        """Exit with status 1 and without clean-up; the first rank to fail reports the reason."""
         try:
             is_first = self._store.add("failed", 1) == 1
         except RuntimeError:
@@ -240,13 +216,13 @@ class Watchdog:
             _print(text)
             try:
                 self.on_end(kind, message, facts)
-            except Exception as error:
-                _print(f"the reason could not be recorded: {type(error).__name__}: {error}")
+            except Exception as failure:
+                _print(f"the reason could not be recorded: {type(failure).__name__}: {failure}")
         if is_first and kind != "lost_peer":
             _write_error_file(text)
         else:
             time.sleep(_LINGER_SECONDS)
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         os._exit(1)
 
@@ -261,7 +237,7 @@ def _place(thread: int) -> str:
 
 def _print(text: str) -> None:
     # stderr may be closed.
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"\n{text}\n")
         sys.stderr.flush()
 
@@ -275,5 +251,5 @@ def _write_error_file(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError), open(path, "w") as file:
+        with suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)

@@ -7,7 +7,6 @@ Lightning still handles clipping, precision, accumulation, loggers and checkpoin
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,8 +34,6 @@ from .arguments import TERMS, AdaptiveArguments
 from .part_logs import is_number, leaves, over_parts, save_objects
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
-
-log = logging.getLogger("adaptive_batch")
 
 _FIX = "lower batch_size of the DataLoader"
 # Name of an output that is not a mapping.

@@ -218,6 +218,10 @@ REMOVED: dict[str, str] = {
     "probe.critical_batch_from": _CRITICAL_BATCH,
     "probe.critical_batch_rows": _CRITICAL_BATCH,
     "probe.critical_batch_tolerance": _CRITICAL_BATCH,
+    "probe.trial_timeout": (
+        "this key was removed; a trial that hangs on a rank ends the run after 10 minutes, the"
+        " timeout of the process group"
+    ),
     "probe.tune": (
         "this key was removed; adaptive_estimate with estimate.changes=True estimates single"
         " changes, and docs/configuration.md#recommended-settings lists which settings to use"

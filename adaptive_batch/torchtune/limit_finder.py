@@ -10,7 +10,6 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from adaptive_batch._util import (
     rows_fit,
 )
 from adaptive_batch.data import Batches, mean_rows
-from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import ALLOCATOR_VARIABLES, GIB, MemoryCurve, RandomState, tensors_in
 from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
@@ -210,7 +208,6 @@ class LimitFinder:
         data: rows of the run.
         resumed: run that trains after the search, or None. Of a trial that ended all ranks of an
             earlier attempt, up to half of the rows are tried.
-        watch: watchdog of this rank, which limits the time of trials, or None.
         event: function that logs an event: a kind, a message and facts.
 
     Attributes:
@@ -224,7 +221,6 @@ class LimitFinder:
         data: Data,
         *,
         resumed: ResumedRun | None = None,
-        watch: Watchdog | None = None,
         event: Callable[..., object] = lambda kind, message, **facts: None,
     ) -> None:
         self._job = job
@@ -242,7 +238,6 @@ class LimitFinder:
                 resumes=bool(resumed.saved),
                 trials_name=settings_name(job, data),
             )
-        self._watch = watch
         self._event = event
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
 
@@ -616,19 +611,12 @@ class LimitFinder:
         probe = self._settings.probe
         options = replace(probe, maximum=distributed.minimum(maximum), round_to_power_of_two=rounds)
 
-        def time_limit(doing: str) -> AbstractContextManager[object]:
-            # It ends all ranks where one does not end its trial in time.
-            if self._watch is None:
-                return nullcontext()
-            return self._watch.time_limit(probe.trial_timeout, doing)
-
         results = find_limit(
             trainer.tried(),
             scope,
             options,
             report=report,
             cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
-            time_limit=time_limit,
         )
         trainer.engine.sizer.count_out_of_memory(sum(each.num_out_of_memory for each in results))
         return results[-1]

@@ -116,8 +116,6 @@ class ProbeSettings(ProbeOptions):
             Replaces `probe.sequence_length`.
         trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not
             tried.
-        trial_timeout: number of seconds after which a trial that hangs ends all ranks. Has no
-            effect on a single rank.
         assumed_maximum: maximum batch size that `preview` assumes, because `preview` does not
             search.
         cache: whether to reuse results in `{output_dir}/adaptive_batch/probe.json` from runs with
@@ -128,7 +126,6 @@ class ProbeSettings(ProbeOptions):
     sequence_lengths: tuple[int | str, ...] = option((), _lengths, shown="none")
     round_to_power_of_two: bool = option(True)
     trial_seconds: float | None = option(60, check_whole)
-    trial_timeout: int = option(600, check_whole)
     assumed_maximum: int | None = option(None, check_whole)
     cache: bool = option(True)
     memory_key: str = "probe.device_memory"

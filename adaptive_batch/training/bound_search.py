@@ -8,7 +8,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -401,7 +401,6 @@ class BoundSearch:
         scope: target of the search.
         options: options of the search.
         cache: results of earlier searches; None without a cache.
-        time_limit: function that returns a context, which ends all ranks if a trial takes too long.
         strategy: search strategy; None for the strategy in `options`.
     """
 
@@ -412,14 +411,12 @@ class BoundSearch:
         options: ProbeOptions,
         *,
         cache: SearchCache | None = None,
-        time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
         strategy: Search | None = None,
     ) -> None:
         self._tried = tried
         self._scope = scope
         self._options = options
         self._cache = cache
-        self._time_limit = time_limit
         self._strategy = strategy
         self._memory = tried.engine.memory
         self._maximum = distributed.minimum(options.maximum)
@@ -485,12 +482,6 @@ class BoundSearch:
         return auto_headroom(expands=self._fragments and segments_expand())
 
     @property
-    def _of_tokens(self) -> str:
-        """Length of the rows, for messages; empty if unknown."""
-        length = self._scope.rows.length
-        return f" of {count(length, 'token')}" if length else ""
-
-    @property
     def _fragments(self) -> bool:
         """True if trials are whole steps of varying lengths, which fragment the cache."""
         return self._leaves_cache and self._scope.rows.in_order is not None
@@ -511,10 +502,11 @@ class BoundSearch:
         engine = self._tried.engine
         compiles = is_compiled(engine.model)
         budgets = distributed.all_gather(self._budget)
+        length = self._scope.rows.length
         log.info(
             "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
             self._scope.evaluation.name if self._scope.evaluation else "rows",
-            self._of_tokens,
+            f" of {count(length, 'token')}" if length else "",
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
@@ -527,8 +519,7 @@ class BoundSearch:
             with RandomState(self._memory.device), ExitStack() as stack:
                 stack.callback(gradients.put_back)
                 stack.enter_context(gradients.watch_backward())
-                with self._time_limit("the first step of the probe"):
-                    stack.enter_context(self._dry_run)
+                stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(min(budgets), resident_bytes)
                 # Memory is counted without the compiler.
@@ -604,19 +595,18 @@ class BoundSearch:
         rows = self._scope.rows
         # Cache the rows, so that the trial does not measure reading.
         rows.first(size)
-        with self._time_limit(f"a trial of {count(size, 'row')}{self._of_tokens}"):
-            evaluation = self._scope.evaluation
-            if evaluation is None:
-                return self._dry_run(size)
-            try:
-                return self._dry_run.evaluation(
-                    lambda num_rows: evaluation.run(rows.first(num_rows)),
-                    size,
-                    in_training_mode=evaluation.in_training_mode,
-                )
-            except RankLostError as lost:
-                lost.facts[evaluation.lost_key] = size
-                raise
+        evaluation = self._scope.evaluation
+        if evaluation is None:
+            return self._dry_run(size)
+        try:
+            return self._dry_run.evaluation(
+                lambda num_rows: evaluation.run(rows.first(num_rows)),
+                size,
+                in_training_mode=evaluation.in_training_mode,
+            )
+        except RankLostError as lost:
+            lost.facts[evaluation.lost_key] = size
+            raise
 
     def _varying_steps(self, size: int) -> Iterator[TrialStep]:
         """Yield the steps of a trial whose micro-batches hold `size` rows: the longest rows, the
@@ -839,7 +829,6 @@ def find_limit(
     *,
     report: Callable[[ProbeResult], object] = lambda result: None,
     cache_of: Callable[[SearchScope], SearchCache | None] = lambda scope: None,
-    time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
 ) -> list[ProbeResult]:
     """Find the most rows that fit. All searches use this function.
 
@@ -853,7 +842,6 @@ def find_limit(
         options: options of the search.
         report: function that is called with the result of each search.
         cache_of: function that returns the cache of a search; None for no cache.
-        time_limit: see :class:`BoundSearch`.
 
     Returns:
         The result of each search; the last one counts.
@@ -863,7 +851,7 @@ def find_limit(
     """
     results: list[ProbeResult] = []
     while True:
-        search = BoundSearch(tried, scope, options, cache=cache_of(scope), time_limit=time_limit)
+        search = BoundSearch(tried, scope, options, cache=cache_of(scope))
         result = search.run()
         results.append(result)
         report(result)

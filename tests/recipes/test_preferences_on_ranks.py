@@ -52,7 +52,7 @@ def test_a_rank_that_runs_out_of_memory_in_the_reference_costs_a_retry(setup, ki
 
 
 def test_ranks_agree_on_what_fits_in_the_reference(setup):
-    own = ("micro_batch_size=1", "probe.device_memory=24MiB", "probe.trial_timeout=60")
+    own = ("micro_batch_size=1", "probe.device_memory=24MiB")
     within = run(setup, *LORA, *own)
     fault = "support.rank_faults.trials_of_more_than_two_pairs_in_the_reference_on_rank_one"
     apart = run(setup, *LORA, *own, "reference_micro_batch_size=auto", before=fault)

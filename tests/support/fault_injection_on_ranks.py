@@ -7,12 +7,14 @@ benchmarks/faults_on_ranks.py.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -322,14 +324,22 @@ def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
     gc.freeze()
     try:
         run = _run_trials if way.trials else _run_steps
-        run(way, places, notes, lambda: watch.time_limit(PATIENCE_SECONDS, "a place"))
+        run(way, places, notes)
     except BaseException as error:
         notes.write(error=f"{type(error).__name__}: {error}")
         watch.fail(error)
     dist.barrier()
 
 
-def _run_steps(way: Way, places: Sequence[Place], notes: _Notes, time_limit: Any) -> None:
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Context manager that ends a rank that hangs, with its stack."""
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
     training = Training(way, warm=not any(place.first_step for place in places))
     undisturbed: dict[int, Any] = {}
     for number, place in enumerate(places):
@@ -340,7 +350,7 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes, time_limit: Any
             training,
             lambda phases: notes.write(phases=phases),
         )
-        with time_limit():
+        with _time_limit():
             found = training.two_steps(fault)
         capacity = training.engine.sizer.limit()
         if not any(place.operations):
@@ -354,7 +364,7 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes, time_limit: Any
         notes.write(ends=number, replayed=capacity != START, differing=differing)
 
 
-def _run_trials(way: Way, places: Sequence[Place], notes: _Notes, time_limit: Any) -> None:
+def _run_trials(way: Way, places: Sequence[Place], notes: _Notes) -> None:
     training = Training(way)
     before = training_state(training.model, training.optimizer)
     with training.rehearsal() as trial:
@@ -367,7 +377,7 @@ def _run_trials(way: Way, places: Sequence[Place], notes: _Notes, time_limit: An
                 training,
                 lambda phases: notes.write(phases=phases),
             )
-            with time_limit(), fault:
+            with _time_limit(), fault:
                 failed = not trial(3).fits
             if not any(place.operations):
                 notes.write(seen=fault.seen)

@@ -158,5 +158,4 @@ def test_a_shipped_config_is_well_formed_and_shows_our_keys_with_their_defaults(
         del cfg.probe["device_memory"]
         shown["device_memory"] = None
     assert block(ProbeSettings)("probe", dict(cfg.probe)) == ProbeSettings()
-    of_many = {"trial_timeout"} if cfg.get("sync_gradients_every_micro_batch") is None else set()
-    assert set(shown) == set(keys_of(ProbeSettings)) - {"sequence_lengths"} - of_many
+    assert set(shown) == set(keys_of(ProbeSettings)) - {"sequence_lengths"}
