@@ -58,33 +58,33 @@ class NoSizer:
 
 
 class AdaptiveBatches(Batches):
-    """Batch sampler whose batches grow: this rank's row numbers of each remaining step of the
-    current epoch. Each row comes once an epoch.
+    """Batch sampler whose batches grow. It yields this rank's row numbers for each remaining step
+    of the current epoch. Each row occurs once per epoch.
 
     Use it as ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. The loader may read
-    batches ahead. A batch counts when it is used: call :meth:`step` after each one, so that a
-    resumed run neither loses nor repeats batches that were read ahead. Under gradient accumulation,
-    call it after each batch too, but save a state only after ``optimizer.step()``.
+    batches ahead. Call :meth:`step` after each batch to count it as used, so that a resumed run
+    neither loses nor repeats batches that were read ahead. With gradient accumulation, also call it
+    after each batch, but save a state only after ``optimizer.step()``.
 
-    Each of several ranks yields its own rows of the global step, which has `batch_size` rows per
-    rank; no other sampler may shard them again.
+    With several ranks, each rank yields its own rows of the global step, which has `batch_size`
+    rows per rank. No other sampler may shard these rows again.
 
     Args:
         dataset: map-style dataset; rows are read only if lengths are needed.
-        batch_size: rows of a step on one device, before a rule changes it.
-        row_length: function that returns the tokens of a row, or a number if all rows are alike;
-            None for its ``tokens`` or ``input_ids``. The dataset is read once to measure lengths
-            for steps by tokens, the order ``seqlen``, and schedules over tokens; and if this is
-            given, so that ``progress.tokens`` is counted for your own schedule or for a rate whose
-            clock counts tokens.
-        maximum: most rows of a rule on one device: a number, or the sizer of an
-            :class:`AdaptiveStep`, whose `max_batch_size` counts once it is found. None for no
+        batch_size: number of rows in a step on one device, before a rule changes it.
+        row_length: function that returns the number of tokens in a row, or a number if all rows
+            have the same length. None: the length of ``tokens`` or ``input_ids``. The dataset is
+            read once to measure lengths if steps are by tokens, the order is ``seqlen``, a schedule
+            counts tokens, or this argument is given. In the last case, ``progress.tokens`` is
+            counted for your own schedule or for a rate whose clock counts tokens.
+        maximum: maximum number of rows that a rule may set on one device: a number, or the sizer of
+            an :class:`AdaptiveStep`, whose `max_batch_size` applies once it is found. None: no
             limit.
-        sampler: sampler of row numbers that gives the order, on one rank only. Its ``set_epoch`` is
-            called; a resumed run repeats its draws.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins,
-            0 included.
-        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each
+        sampler: sampler of row numbers that determines the order, on one rank only. Its
+            ``set_epoch`` is called. A resumed run repeats its draws.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called at the start of
+            each epoch, including epoch 0.
+        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, called for each
             step.
         sampling: order of rows, and steps that hold tokens.
 
@@ -158,7 +158,7 @@ class AdaptiveBatches(Batches):
         }
 
     def tell(self, event: Event) -> None:
-        """Add a listener ``event(kind, message, **facts)`` of decisions about batches."""
+        """Add a listener ``event(kind, message, **facts)`` for decisions about batches."""
         self._listeners.append(event)
 
     def report(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
@@ -172,7 +172,7 @@ class AdaptiveBatches(Batches):
         """Set the batch size, between two epochs or after :meth:`load_state_dict`.
 
         Raises:
-            SettingError: a schedule decides it.
+            SettingError: a schedule sets the batch size.
         """
         if self.batching.batch_size_schedule is not None:
             remedy = "batch_size_schedule decides what a step holds; set one of them"
@@ -197,13 +197,13 @@ class AdaptiveBatches(Batches):
         return self.num_steps(self.progress.epoch + 1)
 
     def num_steps(self, epochs: int) -> int:
-        """Return the number of remaining steps until `epochs` epochs are done, as the rules answer
-        now.
+        """Return the number of remaining steps until `epochs` epochs are done, according to the
+        current results of the rules.
         """
         return self.count_steps(epochs, counts_tokens=self._counts_tokens)
 
     def step(self) -> None:
-        """Count the oldest batch that was handed out as used, after ``optimizer.step()``.
+        """Count the oldest batch that was handed out as used. Call it after ``optimizer.step()``.
 
         Raises:
             ValueError: no batch is waiting.
@@ -224,8 +224,8 @@ class AdaptiveBatches(Batches):
         """Resume from a saved state, in batches that were built with the same arguments.
 
         Raises:
-            SettingError: rows would come in another order, or the state does not belong to
-                batches.
+            SettingError: the order of rows would change, or the state does not belong to
+                AdaptiveBatches.
         """
         check_state(state, ("progress", "steps", "order", "built_with"), owner="batches")
         check_built_alike(

@@ -71,21 +71,21 @@ def estimate_memory(
         batch: sample batch: tensors in nested mappings and sequences. Tensors with the same first
             dimension as the first tensor grow with the rows.
         optimizer: optimizer of the model's parameters; its state is created again.
-        devices: one or several devices: a name such as ``"H100"`` or a size such as ``"80GiB"``.
+        devices: one device or several: a name such as ``"H100"``, or a size such as ``"80GiB"``.
         mean_loss: function that returns the loss of such a batch; None for the ``loss`` in the
             output of ``model(**batch)``.
         max_grad_norm: norm to which gradients are clipped before the optimizer's step.
         accumulates: whether gradients of earlier micro-batches exist before a forward.
-        maximum: limit of the rows.
-        context: bytes of the driver's context on each device; None for 770 MiB on H100 and H200,
-            and 500 MiB on others.
-        headroom: memory to leave free besides the context: bytes, a size or a share; ``auto`` for
-            1% if the environment enables expandable segments, else 5%.
-        trace: file for the allocations of two steps with the rows that fit on the first device, for
-            pytorch.org/memory_viz.
+        maximum: maximum number of rows.
+        context: bytes of the CUDA context on each device. None: 770 MiB on an H100 or H200, and 500
+            MiB on other devices.
+        headroom: memory that stays free in addition to the context: a number of bytes, a size or a
+            fraction. ``auto``: 1% if the environment enables expandable segments, otherwise 5%.
+        trace: file to which the allocations of two steps are written for pytorch.org/memory_viz.
+            The steps have the number of rows that fits on the first device.
 
     Returns:
-        The rows that fit on each device, with their memory.
+        The number of rows that fit on each device, and their memory.
 
     Raises:
         SettingError: an argument is invalid, or the model reads values, which fake tensors do not

@@ -53,21 +53,20 @@ class AdaptiveArguments(PlainArguments):
     """Arguments of a trainer that runs each step in micro-batches.
 
     Attributes:
-        micro_batch_size: maximum rows of a micro-batch: a number; ``auto`` to search for the
-            largest one when training begins; None to split a batch only after it runs out of
-            memory.
-        micro_batch_tokens: maximum tokens of a micro-batch, padding included: a number or ``auto``;
-            excludes `micro_batch_size`.
-        device_memory: memory that the search may use: a size such as ``"12GiB"``, a share such as
-            0.9, or None for all available memory.
-        headroom: share of `device_memory` to leave free, in [0, 1); ``auto`` for 5%.
-        row_length: function that returns the tokens of a row of the training dataset, or a number
-            if all rows have the same length; None to count its ``input_ids``.
+        micro_batch_size: maximum number of rows in a micro-batch. ``auto`` searches for the largest
+            number when training begins. None splits a batch only after it runs out of memory.
+        micro_batch_tokens: maximum number of tokens in a micro-batch, including padding; or
+            ``auto``. Cannot be combined with `micro_batch_size`.
+        device_memory: memory that the search may use: a size such as ``"12GiB"``, or a fraction
+            such as 0.9. None: all available memory.
+        headroom: fraction of `device_memory` that stays free, in [0, 1); ``auto`` for 5%.
+        row_length: function that returns the number of tokens in a row of the training dataset, or
+            a number if all rows have the same length. None: the length of ``input_ids``.
         split: see :class:`adaptive_batch.AdaptiveStep`.
         num_labels: see :class:`adaptive_batch.AdaptiveStep`.
         options: options of :class:`adaptive_batch.AdaptiveStep`.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called at the start of
-            each epoch, epoch 0 included, or its dotted path; None for a constant batch size.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, or its dotted path, called
+            at the start of each epoch, including epoch 0. None: a constant batch size.
             AdaptiveTrainer only.
         lr_scaling: factor that scales the learning rate of the trainer's scheduler as the batch
             grows: ``none``, ``linear`` or ``sqrt`` in rows / `per_device_train_batch_size`.

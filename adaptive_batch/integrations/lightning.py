@@ -56,12 +56,13 @@ class _Step(AdaptiveStep):
 
 
 class AdaptiveCallback(Callback):
-    """Runs ``training_step`` and backward in micro-batches, and repeats after out-of-memory errors.
+    """Runs ``training_step`` and backward in micro-batches, and repeats them after an OOM.
 
-    The callback averages the values that ``training_step`` logs over the micro-batches by their
-    label shares, and logs them once per batch. Metrics of torchmetrics count each row once. Trials
-    and failed attempts count in neither. Outputs other than the loss are concatenated if they have
-    one entry per row of the micro-batch; otherwise the last micro-batch's output is returned.
+    The callback averages the values that ``training_step`` logs over the micro-batches, weighted by
+    the micro-batches' shares of the labels, and logs each value once per batch. Metrics from
+    torchmetrics count each row once. Neither includes trials and failed attempts. Outputs other
+    than the loss are concatenated if they have one entry per row of the micro-batch. Otherwise, the
+    last micro-batch's output is returned.
 
     A batch of ``validation_step``, ``test_step`` or ``predict_step`` that runs out of memory is
     repeated in micro-batches, on that rank only.

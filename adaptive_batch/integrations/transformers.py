@@ -50,10 +50,10 @@ class _Step(AdaptiveStep):
 class AdaptiveTrainer(Trainer):
     """Trainer that runs ``training_step`` in micro-batches and retries out-of-memory errors.
 
-    List it as the last base of a class that derives from another subclass of Trainer, such as
-    TRL's. The trainer prepares a batch once per step. Logs and metric attributes of
-    ``compute_loss`` hold the values of the whole batch; trials and failed attempts do not count.
-    Pairs of a preference collator stay together and count as one row.
+    If your class derives from another subclass of Trainer, such as TRL's, list AdaptiveTrainer as
+    the last base class. The trainer prepares a batch once per step. Logs and metric attributes of
+    ``compute_loss`` have the values of the whole batch. Trials and failed attempts do not count.
+    Pairs from a preference collator stay together and count as one row.
 
     An evaluation batch that runs out of memory is repeated in micro-batches, on that rank only.
 

@@ -38,14 +38,14 @@ class ProbeResult:
 
     Attributes:
         max_batch_size: largest tried size that fits, or 0.
-        batch_size: rows on one device to start training with: `max_batch_size`, or a power of two
-            below it that was tried too.
+        batch_size: number of rows on one device with which training starts: `max_batch_size`, or a
+            smaller power of two that was tried too.
         trials: trials in order.
         seconds: duration of each trial.
-        sequence_length: tokens in the longest row of each trial; 0 if unknown.
+        sequence_length: number of tokens in the longest row of each trial; 0 if unknown.
         resident_bytes: bytes alive before any trial.
-        budget_bytes: memory limit of a trial, the lowest one of all ranks.
-        from_cache: the size is an earlier result that was tried again.
+        budget_bytes: memory limit of a trial; the lowest limit of all ranks.
+        from_cache: whether the size is an earlier result that was tried again.
         budgets_of_ranks: memory limit of each rank in bytes; empty for one rank.
         maximum: limit of the search; 0 if unknown.
         max_batch_size_with_retries: largest tried size that ran with retries of the allocator; None

@@ -31,18 +31,18 @@ _IN_NEXT_STEP = {"limit", "reference_limit", "nonfinite_loss"}
 class RunLog:
     """Appends one JSON object per line, with ``kind`` ``step`` or the name of an event.
 
-    It is thread-safe and unbuffered. NaN and infinities are written as text, which ``float`` reads.
-    Restarts of a run append to the file.
+    The log is thread-safe and unbuffered. NaN and infinities are written as text, which ``float``
+    can read. Restarts of a run append to the file.
 
-    Pass it to a loop as ``StepOptions(event=RunLog("output"))``; ``adaptive-batch audit output``
-    and ``report output`` read it.
+    Pass the log to a loop as ``StepOptions(event=RunLog("output"))``. ``adaptive-batch audit
+    output`` and ``adaptive-batch report output`` read the file.
 
     Args:
-        folder: folder of the run; the file is ``adaptive_batch/run.jsonl`` in it.
+        folder: folder of the run. The log writes ``adaptive_batch/run.jsonl`` in this folder.
         enabled: whether to write; None writes on rank zero only.
 
     Raises:
-        SettingError: another log of the folder is open, in this process or another one.
+        SettingError: another log of the folder is open, in this process or in another one.
     """
 
     def __init__(self, folder: str | Path, *, enabled: bool | None = None) -> None:

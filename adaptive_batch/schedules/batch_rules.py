@@ -315,13 +315,13 @@ class Stages(_Rule):
 
 
 def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
-    """Make a schedule of stages: each batch size is used until its threshold, the last one to the
-    end.
+    """Make a schedule of stages. Each batch size is used until its threshold, and the last batch
+    size until the end.
 
     Args:
-        batch_sizes: batch of a step on one device in each stage; it may decrease.
-        thresholds: ends of all stages except the last, from the start of training, such as
-            ``["1ep", "2ep"]``. They increase and have one unit.
+        batch_sizes: batch of a step on one device in each stage. It may decrease.
+        thresholds: ends of all stages except the last, counted from the start of training, such as
+            ``["1ep", "2ep"]``. The thresholds increase and have the same unit.
 
     Raises:
         SettingError: a size is not a whole number of 1 or more; a threshold is invalid, not above
@@ -376,13 +376,13 @@ class _LinearRamp(Stages):
 def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Schedule:
     """Make a schedule that changes the batch linearly from `start` to `end`.
 
-    Values between them are rounded down to a multiple of `multiple_of` (at least one multiple). If
-    `start` and `end` are multiples too, this is Megatron's ramp: each multiple is used for an equal
-    part of `over`.
+    Values between `start` and `end` are rounded down to a multiple of `multiple_of`, but not below
+    one multiple. If `start` and `end` are multiples too, this is Megatron's ramp: each multiple is
+    used for an equal part of `over`.
 
     Args:
         start: batch of the first step on one device.
-        end: batch from `over` on, not rounded; may be below `start`.
+        end: batch after `over`; not rounded. It may be below `start`.
         over: duration of the ramp from the start of training, such as ``0.5ep`` or ``1.5e6tok``.
         multiple_of: unit to round to, such as the rows of a micro-batch.
 
@@ -407,13 +407,13 @@ def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Sch
 def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedule:
     """Make a schedule that doubles the batch up to `end`, like the ramp of bert24 (ModernBERT).
 
-    The stages below `end` have equal lengths: from 1024 to 4096 over ``2ep``, the first epoch uses
-    1024, the second 2048, and all later ones 4096.
+    The stages below `end` have equal lengths. For example, from 1024 to 4096 over ``2ep``, the
+    first epoch uses 1024, the second 2048, and all later ones 4096.
 
     Args:
         end: batch of a step on one device from `over` on.
         over: duration of the ramp from the start of training.
-        start: first batch: `end` halved once or more. None halves `end` until it is odd.
+        start: first batch, which is `end` halved once or more. None halves `end` until it is odd.
 
     Raises:
         SettingError: `end` is odd or not whole, doubling `start` does not give `end`, or `over` is
@@ -496,9 +496,9 @@ def by_noise_scale(
     cannot oscillate while the noise scale varies by less than (1 + margin) squared.
 
     Args:
-        start: rows of the first step on one device.
-        maximum: limit of the rows; None leaves only the maximum batch size.
-        factor: growth of one change, above 1.
+        start: number of rows in the first step on one device.
+        maximum: maximum number of rows. None: only the maximum batch size limits the rows.
+        factor: factor of each change, above 1.
         margin: relative distance between noise scale and batch that causes a change, 0 or more.
             With 0.5, the threshold lies about halfway (by ratio) to the doubled batch.
         every: optimizer steps between two decisions, so that the average can follow the batch.
@@ -577,9 +577,9 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
     / pi for a quarter cosine.
 
     Args:
-        factor: growth of one change, above 1. With 2, the batch doubles each time d halves, B = B0
-            x 2 ** floor(log2(1 / d)), and the rate follows f between two changes (the paper keeps
-            it constant). None grows the batch at each step.
+        factor: factor of each change, above 1. With 2, the batch doubles each time d halves, B = B0
+            x 2 ** floor(log2(1 / d)), and the rate follows f between two changes (in the paper, the
+            rate stays constant). None grows the batch at each step.
         maximum: limit of a step on one device. None leaves only the maximum batch size, which
             limits rows but not `batch_tokens`.
 

@@ -473,40 +473,40 @@ def _moved(statistics: Mapping[str, Any], device: torch.device) -> Mapping[str, 
 
 
 class AdaptiveStep(PartStep):
-    """Calls a function of the script for each part of a batch, in smaller parts after an OOM.
+    """Calls a function of your script for each part of a batch, with smaller parts after an OOM.
 
-    The script keeps its data, optimizer, rate and scaler: autocast, ``scaler.scale(loss)``,
-    ``accelerator.backward``, clipping and accumulation stay in it. The step adds to existing
-    gradients. The number of parts changes a gradient only by rounding. With one part, gradients are
-    bitwise equal to the script's own.
+    Your script keeps its data, optimizer, learning rate and scaler. Autocast,
+    ``scaler.scale(loss)``, ``accelerator.backward``, clipping and accumulation stay in the script.
+    The step adds to existing gradients. The number of parts changes a gradient only by rounding.
+    With one part, gradients are bit-for-bit identical to those of the script alone.
 
-    After an OOM the step restores gradients, random numbers and running statistics. Other side
-    effects of `forward_backward`, such as metrics, happen in each attempt.
+    After an OOM, the step restores gradients, RNG state and running statistics. Other side effects
+    of `forward_backward`, such as metrics, happen in each attempt.
 
     On several ranks, shard the model with `fully_shard` or wrap it in DDP. All ranks call the step
-    together, and repeat it together.
+    together and repeat it together.
 
     Args:
         model: model on its device. Do not add modules to it after the first step.
         forward_backward: function ``forward_backward(part)`` that runs forward and backward of
-            ``part.batch``, with the mean loss multiplied by ``part.share``; see :class:`Part`. The
-            step returns its results.
-        micro_batch_size: the most rows of a part: a number; ``auto`` for the result of
-            :meth:`find_bound`; None for the whole batch.
-        micro_batch_tokens: the most tokens of a part, padding included: a number or ``auto``. Give
-            only one of both. The length of each row must be known, see :class:`RowsOfBatch`, or
-            given by `split`.
+            ``part.batch`` and multiplies the mean loss by ``part.share``; see :class:`Part`. The
+            step returns the results of this function.
+        micro_batch_size: maximum number of rows in a part. ``auto``: the result of
+            :meth:`find_bound`. None: the whole batch.
+        micro_batch_tokens: maximum number of tokens in a part, including padding; or ``auto``. Give
+            either this argument or `micro_batch_size`. The length of each row must be known (see
+            :class:`RowsOfBatch`) or given by `split`.
         split: function that returns the :class:`SplitBatch` of a batch, for rows that belong
             together, such as pairs, and for tensors whose first dimension is not the rows. None
             splits each tensor by its first dimension.
         num_labels: function that returns the number of labels that the loss of a batch averages
-            over, or the sum of their weights for a weighted mean. None counts the ``labels`` that
-            are not -100. The check of the first split shows whether the first label of each row
-            counts. A batch without ``labels`` counts its rows.
+            over. For a weighted mean, it returns the sum of their weights. None counts the
+            ``labels`` that are not -100, or the rows of a batch without ``labels``. The check of
+            the first split determines whether the first label of each row counts.
         statistics: function ``statistics(part)`` that returns a mapping of names to numbers or
             tensors. It runs on each part without gradients before the first backward.
-            `forward_backward` finds the sums over the parts in ``part.statistics``; with
-            ``count_labels_over="ranks"`` they are sums over all ranks.
+            ``part.statistics`` then contains the sums over the parts; with
+            ``count_labels_over="ranks"``, the sums over the parts of all ranks.
         options: options of a step.
 
     Attributes:
@@ -514,7 +514,7 @@ class AdaptiveStep(PartStep):
         memory: memory of the model's device.
         sharding: FSDP or DDP modules of the model.
         sizer: limit of a part.
-        is_trial: whether a trial or a check of a split runs, and not training.
+        is_trial: whether a trial or a check of a split is running instead of training.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -571,7 +571,9 @@ class AdaptiveStep(PartStep):
 
     @property
     def max_batch_size(self) -> int | None:
-        """Most rows that fit at once, found by :meth:`find_bound`; None before it."""
+        """Maximum number of rows that fit at once, found by :meth:`find_bound`; None before the
+        search.
+        """
         return self.sizer.max_batch_size
 
     @property
@@ -593,7 +595,7 @@ class AdaptiveStep(PartStep):
             batch: batch of the script, on the host or on the device.
 
         Returns:
-            The results of `forward_backward` of the parts with labels, in their order.
+            The results of `forward_backward` for the parts with labels, in order.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -627,20 +629,21 @@ class AdaptiveStep(PartStep):
         batch_size: int | None = None,
         accumulates: bool = False,
     ) -> ProbeResult:
-        """Find the most rows that fit in a whole training step, and limit parts to them. Weights,
-        optimizer, gradients and random numbers are restored to the bit.
+        """Find the maximum number of rows whose whole training step fits, and limit parts to it.
+        Weights, optimizer, gradients and RNG state are restored bit for bit.
 
         Args:
             optimizer: optimizer of the model's parameters.
             sample: function ``sample(n)`` that returns a collated batch of the `n` longest rows
                 that training may have.
-            device_memory: memory that a trial may use: a size such as ``"12GiB"``; a share such as
-                0.9; None for the available memory.
-            headroom: share of that memory that stays free; see :class:`ProbeOptions`.
-            maximum: the most rows that are tried.
-            batch_size: rows of the script's batches. If they do not fit at once, the search is
-                repeated with the gradients of an earlier part in memory. None if they fit.
-            accumulates: whether the script accumulates the gradients of several batches.
+            device_memory: memory that a trial may use: a size such as ``"12GiB"``, or a fraction
+                such as 0.9. None: the available memory.
+            headroom: fraction of that memory that stays free; see :class:`ProbeOptions`.
+            maximum: maximum number of rows to try.
+            batch_size: number of rows in the batches of your script. If they do not fit at once,
+                the search is repeated with the gradients of an earlier part in memory. None if they
+                fit.
+            accumulates: whether your script accumulates the gradients of several batches.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -703,17 +706,19 @@ class AdaptiveStep(PartStep):
         context: int | None = None,
         headroom: int | float | str = "auto",
     ) -> MemoryEstimate:
-        """Estimate how many rows of a sample fit in a step on CUDA devices that are not here.
+        """Estimate how many rows of a sample fit in a training step on CUDA devices that are not
+        available.
 
         Args:
             optimizer: optimizer of the model's parameters; the estimate creates its state.
             sample: function ``sample(n)`` as in :meth:`find_bound`.
-            devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
-            maximum: the most rows that are estimated.
-            context: bytes of the driver's context on each device; None for 770 MiB on an H100 or
-                H200, and 500 MiB on others.
-            headroom: memory that also stays free: bytes, a size or a share; ``auto`` as in
-                :func:`adaptive_batch.estimate_memory`.
+            devices: one device or several: a name such as ``"H100"``, or a size such as
+                ``"80GiB"``.
+            maximum: maximum number of rows to estimate.
+            context: bytes of the CUDA context on each device. None: 770 MiB on an H100 or H200, and
+                500 MiB on other devices.
+            headroom: memory that also stays free: a number of bytes, a size or a fraction; ``auto``
+                as in :func:`adaptive_batch.estimate_memory`.
 
         Raises:
             SettingError: an argument cannot be used, or the model reads values of fake tensors.

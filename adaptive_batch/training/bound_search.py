@@ -876,12 +876,12 @@ def find_max_batch_size(
     search: str = "predict",
     accumulates: bool = False,
 ) -> ProbeResult:
-    """Find the largest batch that fits in a whole training step.
+    """Find the largest batch whose whole training step fits in memory.
 
-    Trials run forward and backward of the longest rows with the optimizer's state in memory, and
-    the returned size was tried. Weights, optimizer, gradients, buffers and random numbers are
-    restored to the bit. On several ranks, shard the model with `fully_shard`. All ranks call this
-    function, and the smallest bound of a rank is returned.
+    Trials run forward and backward of the longest rows with the optimizer state in memory, and the
+    function returns only a size that was tried. Weights, optimizer, gradients, buffers and RNG
+    state are restored bit for bit. On several ranks, shard the model with `fully_shard`. All ranks
+    call this function, and it returns the smallest bound of all ranks.
 
     Args:
         model: model on its device.
@@ -891,17 +891,17 @@ def find_max_batch_size(
         sample: function ``sample(n)`` that returns a collated batch of the `n` longest rows that
             training may have.
         device_memory: see :class:`ProbeOptions`.
-        headroom: share of `device_memory` that stays free.
-        maximum: the most rows that are tried.
+        headroom: fraction of `device_memory` that stays free.
+        maximum: maximum number of rows to try.
         search: ``predict``, ``binary`` or ``halve``.
         accumulates: whether a forward begins with gradients in memory, as in scripts that
-            accumulate them.
+            accumulate gradients.
 
     Returns:
-        The result: `max_batch_size` rows, the trials, and ``table()`` of them.
+        The result, with `max_batch_size`, the trials, and a ``table()`` of the trials.
 
     Raises:
-        DoesNotFitError: one row does not fit; the message has the memory that it needs.
+        DoesNotFitError: one row does not fit. The message contains the memory that it needs.
         SettingError: an argument cannot be used.
     """
     options = ProbeOptions(device_memory, headroom, maximum, search)

@@ -54,50 +54,52 @@ if TYPE_CHECKING:
 
 class AdaptiveLoop:
     """Yields the rows of each step, computes the gradients of their mean loss, and sets the
-    learning rate. The script iterates and steps the optimizer.
+    learning rate. Your script iterates over the loop and steps the optimizer.
 
-    Iterating yields the remaining steps of the current epoch; each row is in one step.
-    :meth:`run` computes the gradients of a step and sets its learning rate. On several ranks, shard
-    the model with `fully_shard`; all ranks build and call the loop together, and each gets its own
+    Iterating yields the remaining steps of the current epoch. Each row is in one step. :meth:`run`
+    computes the gradients of a step and sets its learning rate. On several ranks, shard the model
+    with `fully_shard`. All ranks create and call the loop together, and each rank gets its own
     rows.
 
-    The loop is made of :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate`.
-    Arguments with the name of a key in docs/configuration.md have the meaning of the key.
+    The loop combines :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate`. An
+    argument with the name of a key in docs/configuration.md has the meaning of that key.
 
     Args:
         model: model on its device. Do not add modules to it after the first step.
         optimizer: optimizer of the model's parameters. Trials do not contain the state of other
             optimizers.
         dataset: map-style dataset.
-        collate: function that makes one padded batch of a list of rows, on the host.
+        collate: function that combines a list of rows into one padded batch on the host.
         mean_loss: function that returns the loss of a batch on the device: a tensor with one
-            number, the mean over the labels of the batch.
-        batch_size: rows of a step on one device, before a rule changes it. ``"max"`` for the most
-            that fit; :meth:`find_bound` finds it before the first epoch.
+            element, the mean over the labels in the batch.
+        batch_size: number of rows in a step on one device, before a rule changes it. ``"max"``: the
+            maximum number that fits, which :meth:`find_bound` finds before the first epoch.
         num_labels: function that returns the number of labels that `mean_loss` averages over, or
-            the sum of their weights; None for ``labels`` that are not -100, see
+            the sum of their weights. None: the ``labels`` that are not -100, as in
             :class:`AdaptiveStep`.
-        row_length: function that returns the number of tokens of a row; a number if all rows have
-            the same length; None for the length of ``tokens`` or ``input_ids``.
-        batch_increase_function: function ``f(epoch, batch_size)`` that returns the rows to add. It
-            is called at the beginning of each epoch, the first included.
-        batch_size_schedule: function ``rule(progress)`` that returns the rows of a step on one
-            device. It is called before each step.
-        micro_batch_size: most rows at once; None for the bound, or for all rows of a step before a
-            search.
-        micro_batch_tokens: most padded tokens at once; ``auto`` for the result of
-            :meth:`find_bound`, see its `objective`. Give only one of both.
-        lr_scheduler: a ``LambdaLR`` for steps of `batch_size` rows. It does not take longer if the
-            batch grows, see :class:`AdaptiveRate`. None for the rate in the optimizer before
+        row_length: function that returns the number of tokens in a row, or a number if all rows
+            have the same length. None: the length of ``tokens`` or ``input_ids``.
+        batch_increase_function: function ``f(epoch, batch_size)`` that returns the number of rows
+            to add. It is called at the start of each epoch, including the first.
+        batch_size_schedule: function ``rule(progress)`` that returns the number of rows in a step
+            on one device. It is called before each step.
+        micro_batch_size: maximum number of rows that run at once. None: the bound, or all rows of a
+            step before a search.
+        micro_batch_tokens: maximum number of padded tokens that run at once. ``auto``: the result
+            of :meth:`find_bound` (see `objective` there). Give either this argument or
+            `micro_batch_size`.
+        lr_scheduler: a ``LambdaLR`` for steps of `batch_size` rows. A growing batch does not
+            stretch it; see :class:`AdaptiveRate`. None: the rate that the optimizer has before
             :meth:`run`.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
-        reference_batch_size: global batch that the optimizer's rates were chosen for: rows, or
-            ``"8192tok"``; None for `batch_size` on all ranks.
+        reference_batch_size: global batch for which the optimizer's rates were chosen: a number of
+            rows, or ``"8192tok"``. None: `batch_size` on all ranks.
         sampling: order of rows, steps that hold tokens, and whether rules may exceed the bound.
         options: options of a step.
 
     Attributes:
-        learning_rate: rate of the last step in the optimizer's first group; None before it.
+        learning_rate: rate of the last step in the optimizer's first group; None before the first
+            step.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -211,18 +213,18 @@ class AdaptiveLoop:
         round_to_power_of_two: bool = False,
         objective: str = "throughput",
     ) -> ProbeResult:
-        """Find the most of the longest rows that fit in a whole training step. Weights, optimizer,
-        gradients and random numbers are restored to the bit.
+        """Find the maximum number of the longest rows whose whole training step fits. Weights,
+        optimizer, gradients and RNG state are restored bit for bit.
 
-        Larger steps run as several micro-batches. Fewer rows fit then, because gradients are in
+        A larger step runs as several micro-batches. Fewer rows fit then, because gradients are in
         memory, so the bound depends on the batch size. Call this method after
-        :meth:`load_state_dict`, and after you set `batch_size` above the bound. See
+        :meth:`load_state_dict`, and whenever you have set `batch_size` above the bound. See
         :class:`ProbeOptions` for the other arguments.
 
         Args:
-            objective: micro-batches of ``micro_batch_tokens="auto"``: ``throughput`` for those with
-                the most tokens per second, timed in a few trials; ``largest`` for the largest that
-                fit.
+            objective: criterion for the micro-batches of ``micro_batch_tokens="auto"``.
+                ``throughput``: the most tokens per second in a few timed trials. ``largest``: the
+                largest micro-batches that fit.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -265,7 +267,8 @@ class AdaptiveLoop:
         context: int | None = None,
         headroom: int | float | str = "auto",
     ) -> MemoryEstimate:
-        """Estimate how many of the longest rows fit in a step on CUDA devices that are not here.
+        """Estimate how many of the longest rows fit in a training step on CUDA devices that are not
+        available.
 
         Rows are collated on the host, as in training; `to_device` is not called. See
         :func:`adaptive_batch.estimate_memory` for the other arguments and errors.
@@ -276,7 +279,9 @@ class AdaptiveLoop:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step on one device; set it between epochs or after :meth:`load_state_dict`."""
+        """Number of rows in a step on one device. Set it between epochs or after
+        :meth:`load_state_dict`.
+        """
         return self._batches.batch_size
 
     @batch_size.setter
@@ -290,12 +295,14 @@ class AdaptiveLoop:
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """Current limit of a micro-batch. An OOM lowers it for some steps."""
+        """Current micro-batch limit. An OOM lowers it for some steps."""
         return self._step.sizer.limit(self._batches.rows_on_largest_rank(self.batch_size))
 
     @property
     def max_batch_size(self) -> int | None:
-        """Most rows that fit at once, found by :meth:`find_bound`; None before it."""
+        """Maximum number of rows that fit at once, found by :meth:`find_bound`; None before the
+        search.
+        """
         return self._step.sizer.max_batch_size
 
     @property
@@ -305,7 +312,7 @@ class AdaptiveLoop:
 
     @property
     def is_trial(self) -> bool:
-        """True while a trial runs, and not training."""
+        """True while a trial is running instead of training."""
         return self._step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -333,8 +340,8 @@ class AdaptiveLoop:
         return True
 
     def num_steps(self, epochs: int) -> int:
-        """Return the remaining optimizer steps of `epochs` epochs. Rules that depend on training
-        may change it.
+        """Return the number of remaining optimizer steps in `epochs` epochs. Rules that depend on
+        training may change this number.
         """
         self._find_batch_size()
         return self._batches.count_steps(epochs)
@@ -343,12 +350,12 @@ class AdaptiveLoop:
         """Compute the gradients of the mean loss over the labels of a step, clip them, and set the
         learning rate of ``optimizer.step()``.
 
-        A step that runs out of memory runs again with a smaller limit. Gradients must be clear
-        before the call. The step counts as done; call ``optimizer.step()`` and
-        ``optimizer.zero_grad()`` next. After an error the same rows can be run again.
+        A step that runs out of memory runs again with a smaller limit. Clear the gradients before
+        the call. The step then counts as done, so call ``optimizer.step()`` and
+        ``optimizer.zero_grad()`` next. After an error, the same rows can be run again.
 
         Args:
-            rows: rows of the oldest step that was yielded and has not been run.
+            rows: rows of the oldest step that was yielded and has not run.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -440,7 +447,7 @@ class AdaptiveLoop:
         """Return the progress and all state of the loop as plain values, the same on all ranks.
         Call it after ``optimizer.step()``.
 
-        The script saves the weights, the optimizer's state and the random states.
+        Your script saves the weights, the optimizer state and the RNG state.
 
         Raises:
             ValueError: ``optimizer.step()`` was not called after the last step; a resumed run would
@@ -460,11 +467,12 @@ class AdaptiveLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state. Build the loop with the same arguments first.
+        """Resume from a saved state. First create the loop with the same arguments.
 
-        A bound that this loop has found is kept; otherwise the saved bound is used. If the steps of
-        the state are larger than those that the bound was found for, :meth:`run` raises; call
-        :meth:`find_bound` again. On another number of ranks a step keeps its number of rows.
+        A bound that this loop has found is kept. Otherwise, the saved bound is used. If the steps
+        in the state are larger than the steps for which the bound was found, :meth:`run` raises;
+        call :meth:`find_bound` again. On a different number of ranks, a step keeps its number of
+        rows.
 
         Raises:
             SettingError: the order of rows or the rate would change, or the state does not belong

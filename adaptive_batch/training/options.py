@@ -73,35 +73,36 @@ class StepOptions:
     """Options of a step.
 
     Attributes:
-        max_grad_norm: maximum norm of all gradients; None does not clip. Only AdaptiveLoop takes
+        max_grad_norm: maximum norm of all gradients. None: no clipping. Only AdaptiveLoop supports
             this option, `to_device`, `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`. With
-            AdaptiveStep, the script does this itself.
-        to_device: function that returns a batch on the device; None moves tensors in mappings and
+            AdaptiveStep, your script does this work itself.
+        to_device: function that moves a batch to the device. None moves tensors in mappings and
             sequences, and objects with a method ``to``.
-        on_out_of_memory: ``shrink`` repeats a step with a smaller limit, ``raise`` raises the
+        on_out_of_memory: ``shrink`` repeats the step with a smaller limit. ``raise`` raises the
             error.
-        oom_policy: decides when a limit is tried again after an OOM; None for the default
-            :class:`OOMPolicy`.
-        sync_gradients_every_micro_batch: False keeps unsharded gradients until the last
-            micro-batch.
-        overlap_reduction: under DDP, True reduces gradients during the backward of the last part,
-            as DDP does. An OOM there ends all ranks with a `RankLostError`.
-        count_labels_over: ``rank`` weights a part by the labels of this rank's batch; FSDP and DDP
-            average over ranks, as without a split. ``ranks`` weights it by the labels of all ranks.
-        memory: memory of the model's device; None asks torch.
+        oom_policy: policy that decides when a former limit is tried again after an OOM. None: the
+            default :class:`OOMPolicy`.
+        sync_gradients_every_micro_batch: whether sharded gradients are reduced after each
+            micro-batch. False keeps unsharded gradients until the last micro-batch.
+        overlap_reduction: whether DDP reduces gradients during the backward of the last part, as
+            plain DDP does. An OOM in that part ends all ranks with a `RankLostError`.
+        count_labels_over: ``rank``: a part's weight is its share of the labels in this rank's
+            batch, and FSDP and DDP average over ranks, as without a split. ``ranks``: a part's
+            weight is its share of the labels on all ranks.
+        memory: memory of the model's device. None: determined by torch.
         on_nonfinite_loss: reaction to a loss that is NaN or infinite. ``warn`` logs a line;
             ``skip`` and ``stop`` also check the norm of the gradients. ``skip`` clears the
             gradients, so that ``optimizer.step()`` changes nothing, and ``stop`` raises.
-        micro_batch_layout: ``padded``, ``grouped`` or ``packed``. None is ``padded``; with
-            ``micro_batch_tokens="auto"`` it is the fastest layout that
-            :meth:`AdaptiveLoop.find_bound` finds. For ``packed``, rows are mappings with ``labels``
-            and ``tokens`` or ``input_ids``, and :func:`pack_rows` replaces `collate`.
-        scale_with_batch: values of the optimizer that follow the batch, in addition to the rate:
-            ``{"beta2": "half_life", "weight_decay": "per_token"}`` or one of them.
-        event: ``event(kind, message, **facts)`` receives events, such as a
-            :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changed limits;
-            AdaptiveLoop also reports each step with its rows.
-        lr_clock: unit of the rate's schedule: ``samples``, ``tokens`` or ``steps``.
+        micro_batch_layout: ``padded``, ``grouped`` or ``packed``. None: ``padded``, or with
+            ``micro_batch_tokens="auto"`` the fastest layout that :meth:`AdaptiveLoop.find_bound`
+            finds. For ``packed``, rows are mappings with ``labels`` and ``tokens`` or
+            ``input_ids``, and :func:`pack_rows` replaces `collate`.
+        scale_with_batch: optimizer settings that follow the batch, in addition to the rate:
+            ``{"beta2": "half_life", "weight_decay": "per_token"}`` or one of the two.
+        event: function ``event(kind, message, **facts)`` that receives events, such as a
+            :class:`adaptive_batch.report.RunLog`. AdaptiveStep reports changed limits. AdaptiveLoop
+            also reports each step with its rows.
+        lr_clock: unit of the learning rate schedule: ``samples``, ``tokens`` or ``steps``.
 
     Raises:
         SettingError: a value cannot be used.

@@ -37,7 +37,7 @@ SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) 
 
 
 class Part(NamedTuple):
-    """Rows of a batch that run at once: the argument of a `forward_backward` function.
+    """Rows of a batch that run at once. This is the argument of a `forward_backward` function.
 
     Attributes:
         batch: the rows, in the form of the whole batch.
@@ -47,8 +47,8 @@ class Part(NamedTuple):
         is_first: whether this is the first part of an attempt. Reset the metrics of the batch: an
             earlier attempt may have run out of memory.
         is_last: whether this is the last part of the batch.
-        is_trial: whether this is a trial of a search or of the split check, which metrics and logs
-            should ignore.
+        is_trial: whether this is a trial of a search or a check of a split. Metrics and logs should
+            ignore it.
         statistics: results of the step's ``statistics`` function, summed over the parts of the
             batch; empty without such a function, and within it.
     """
@@ -120,9 +120,10 @@ class SplitBatch(BatchSource):
     """A split of a batch, which the function ``split=`` returns.
 
     Attributes:
-        num_rows: rows of the batch: units that are never divided, such as a pair or a sequence.
-        part: function that returns the batch of some rows, given by ascending numbers.
-        lengths: tokens of each row; needed for `micro_batch_tokens`.
+        num_rows: number of rows in the batch. A row is a unit that is never divided, such as a pair
+            or a sequence.
+        part: function that returns the batch of the rows with given numbers, in ascending order.
+        lengths: number of tokens in each row; needed for `micro_batch_tokens`.
     """
 
     num_rows: int

@@ -38,19 +38,21 @@ from adaptive_batch.schedules import (
 class AdaptiveRate:
     """Scales the learning rate, beta2 and the weight decay of each step by its batch.
 
-    The rate of a step is base x schedule(clock) x rule(batch / reference). The optimizer has it
-    only during ``optimizer.step()``, and the unscaled rate, base x schedule(clock), at any other
-    time. So schedulers, state dicts and callbacks see unscaled rates, even if a step is skipped.
+    The learning rate of a step is base x schedule(clock) x rule(batch / reference). The optimizer
+    has this rate only during ``optimizer.step()``. At any other time it has the unscaled rate, base
+    x schedule(clock). Schedulers, state dicts and callbacks therefore see unscaled rates, even if a
+    step is skipped.
 
     Args:
         optimizer: one optimizer or several. `lr_scheduler` must belong to the first. Optimizers may
             be wrapped by accelerate or Lightning. With a scheduler, the base rate of each group is
             its ``initial_lr``.
-        lr_scheduler: a ``LambdaLR``: a function of the clock; do not step it. Its ``get_last_lr()``
-            returns the scaled rates. None for the rate in the optimizer, which other code may set.
+        lr_scheduler: a ``LambdaLR``, used as a function of the clock; do not step it. Its
+            ``get_last_lr()`` returns the scaled rates. None: the rate in the optimizer, which other
+            code may set.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
-        reference_batch_size: global batch that the optimizer's rates were chosen for: rows, or
-            ``"8192tok"``. Required if a value is scaled.
+        reference_batch_size: global batch for which the optimizer's rates were chosen: a number of
+            rows, or ``"8192tok"``. Required if a value is scaled.
         lr_clock: unit of the schedule. ``steps`` counts optimizer steps. ``samples`` and ``tokens``
             use the completed fraction of training, converted to steps of a constant batch. A
             growing batch then does not stretch the schedule.
@@ -60,7 +62,7 @@ class AdaptiveRate:
         total_steps: total steps of the scheduler; used by a :class:`Clock` of two units.
 
     Attributes:
-        reference: global batch that the rates were chosen for; a resumed run sets that of the
+        reference: global batch for which the rates were chosen. A resumed run takes it from the
             state.
 
     Raises:
@@ -166,12 +168,13 @@ class AdaptiveRate:
     ) -> dict[str, float]:
         """Set the rate of the next ``optimizer.step()``. A collective if the rate is scaled.
 
-        The rate applies to all steps until the next call, retries included. If other code writes
-        ``lr`` before the step, the written rate is scaled.
+        The rate applies to all steps until the next call, including retries. If other code writes
+        ``lr`` before the step, that rate is scaled.
 
         Args:
-            rows: rows of this rank's batch; needed if the reference is in rows.
-            tokens: real tokens of this rank's batch; needed if the reference is in tokens.
+            rows: number of rows in this rank's batch; needed if the reference is in rows.
+            tokens: number of real tokens in this rank's batch; needed if the reference is in
+                tokens.
             progress: progress before the step, as ``AdaptiveBatches.progress``; needed by the
                 clocks ``samples`` and ``tokens``.
 

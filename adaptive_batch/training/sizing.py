@@ -107,8 +107,8 @@ class OOMPolicy:
     """Decides when the limit before an OOM is retried.
 
     Attributes:
-        grow_after: steps without an OOM before a retry. Each retry that fails within these steps
-            doubles the wait, unless the device has more memory than at the OOM.
+        grow_after: number of steps without an OOM before a retry. Each retry that fails within this
+            number of steps doubles the wait, unless the device has more memory than at the OOM.
     """
 
     grow_after: int = 5

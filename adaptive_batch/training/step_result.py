@@ -21,14 +21,14 @@ class StepResult(NamedTuple):
     """Result of an optimizer step, over all ranks.
 
     Attributes:
-        loss: mean loss over label tokens, or over rows if the loss counts rows; 0 without any.
+        loss: mean loss over label tokens, or over rows if the loss counts rows; 0 without labels.
         num_labels: label tokens after the shift; rows if the loss counts rows; or the sum of the
             weights that `num_labels` returns. A scalar tensor if a number would wait for a device.
-        rows: rows of the step.
-        tokens: real tokens of the step, without padding.
-        micro_batches: forward and backward passes of each rank.
-        padding_fraction: share of padding in the tokens that ran.
-        metrics: further means over the rows of the step, by name.
+        rows: number of rows in the step.
+        tokens: number of real tokens in the step, without padding.
+        micro_batches: number of forward and backward passes on each rank.
+        padding_fraction: fraction of padding in the tokens that ran.
+        metrics: other means over the rows of the step, by name.
         grad_norm: norm of all gradients before clipping, a scalar tensor; None if not measured.
         noise: sample of the gradient's noise. None if not measured, or if the small batch has all
             rows, no labels or all labels.
