@@ -152,15 +152,15 @@ class Estimator:
                 " counted"
             )
         if run.trainer.engine.reference is not None:
-            not_counted.append("the reference, which runs before the step with rows of its own")
+            not_counted.append("the reference, which runs before the step in its own micro-batches")
         architectures = [device.architecture for device in self._devices if self._on_accelerator]
         not_counted += left_out(
             run.trainer.models, architectures, world_size=self._settings.estimate.world_size
         )
         if not self._on_accelerator:
             not_counted.append(
-                f"device={self._cfg.device}: what an accelerator takes beside tensors, and what is"
-                " no tensor"
+                f"device={self._cfg.device}: memory outside of tensors, such as an accelerator's"
+                " context"
             )
         return not_counted
 
