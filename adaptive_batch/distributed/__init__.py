@@ -29,7 +29,7 @@ from .collectives import (
 )
 from .ddp import Replicas, sharding_of
 from .endings import EXIT_STATUS, Preemption, Terminated, Watchdog, raising_on_request
-from .fsdp import Sharding, local_part, reshard, shapes_worked_out_apart, whole_tensor
+from .fsdp import Sharding, hide_shape_propagation, local_part, reshard, whole_tensor
 
 __all__ = [
     "EXIT_STATUS",
@@ -50,6 +50,7 @@ __all__ = [
     "fake_process_group",
     "from_each_rank",
     "from_rank_zero",
+    "hide_shape_propagation",
     "host_group",
     "init_process_group",
     "is_launched",
@@ -65,7 +66,6 @@ __all__ = [
     "rank",
     "refuse_collectives",
     "reshard",
-    "shapes_worked_out_apart",
     "sharding_of",
     "whole_tensor",
     "world_size",

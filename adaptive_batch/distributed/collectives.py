@@ -35,9 +35,7 @@ _COLLECTIVE = timedelta(minutes=10)
 _patient_group: Any = None
 # Tensor-parallel size: consecutive ranks that share one copy of the model and see the same rows.
 _ranks_of_a_model = 1
-# Time for gloo's threads to release their tensors; a release during interpreter shutdown aborts the
-# process.
-_SETTLE_SECONDS = 0.1
+_GLOO_SETTLE_SECONDS = 0.1
 # Store of this attempt, rank and number of ranks, by rendezvous address.
 _attempts: dict[tuple[str, str], tuple[Store, int, int]] = {}
 # True within `alone`.
@@ -51,15 +49,19 @@ def is_launched() -> bool:
 
 def launch_name() -> str | None:
     """Return a name of the torchrun launch that survives restarts; None without torchrun."""
-    # torchrun sets "none" if the user gives no run id.
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run is None:
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
         return None
-    # The start of torchrun in ticks since boot: containers reuse process ids.
-    began = ""
+    # Without an id from the user, all launches have the run id "none". The process id of torchrun
+    # tells them apart, but containers reuse process ids, so its start time is added.
+    torchrun = os.getppid()
+    start_time = ""
     with contextlib.suppress(OSError):
-        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{run}/{platform.node()}/{os.getppid()}/{began}"
+        # proc_pid_stat(5): the start time in ticks since boot is the 20th field after the name of
+        # the program, which stands in parentheses.
+        _, _, fields = Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")
+        start_time = fields.split()[19]
+    return f"{run_id}/{platform.node()}/{torchrun}/{start_time}"
 
 
 def meet_ranks() -> tuple[Store, int, int]:
@@ -80,34 +82,36 @@ def meet_ranks() -> tuple[Store, int, int]:
     address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     if address not in _attempts:
         store, rank, size = next(rendezvous("env://", timeout=_JOIN))
-        name = _attempt(PrefixStore("adaptive_batch/attempts", store), rank, size)
+        name = _agree_on_name(PrefixStore("adaptive_batch/attempts", store), rank, size)
         _attempts[address] = (PrefixStore(f"adaptive_batch/{name}", store), rank, size)
     return _attempts[address]
 
 
-def _attempt(store: Store, rank: int, size: int) -> str:
-    """Return the name of this attempt: rank 0 generates it and answers requests until all ranks
-    have it.
+def _agree_on_name(store: Store, rank: int, size: int) -> str:
+    """Return a new name of this attempt, the same on all ranks.
 
-    All ranks of an attempt exit before the next attempt starts, so no rank gets an old name.
+    Each other rank sends a numbered request, and rank 0 answers requests until all ranks have the
+    name. All ranks of an attempt exit before the next attempt starts, so no rank gets an old name.
     """
-    if rank:
-        name = store.get(f"answer/{store.add('asked', 1)}").decode()
-        store.add(f"{name}/taken", 1)
+    if rank > 0:
+        request = store.add("requests", 1)
+        name = store.get(f"answer/{request}").decode()
+        store.add(f"{name}/joined", 1)
         return name
     name = uuid.uuid4().hex
-    until = time.monotonic() + _JOIN.total_seconds()
+    deadline = time.monotonic() + _JOIN.total_seconds()
     num_joined = 0
     while num_joined < size - 1:
-        answered = store.add("answered", 0)
-        if store.add("asked", 0) > answered:
-            store.set(f"answer/{answered + 1}", name)
+        # Adding 0 reads a counter, and creates it if no rank has.
+        num_answered = store.add("answered", 0)
+        if store.add("requests", 0) > num_answered:
+            store.set(f"answer/{num_answered + 1}", name)
             store.add("answered", 1)
-        elif time.monotonic() > until:
+        elif time.monotonic() > deadline:
             raise RankLostError(f"{num_joined + 1} of {size} ranks joined within {_JOIN}", {})
         else:
             time.sleep(0.01)
-        num_joined = store.add(f"{name}/taken", 0)
+        num_joined = store.add(f"{name}/joined", 0)
     return name
 
 
@@ -154,7 +158,9 @@ def destroy_process_group() -> None:
     if has_group():
         dist.destroy_process_group()
     if _patient_group is not None:
-        time.sleep(_SETTLE_SECONDS)
+        # gloo's threads release the tensors of finished collectives a moment later. If the
+        # interpreter shuts down before they have, the release aborts the process.
+        time.sleep(_GLOO_SETTLE_SECONDS)
     _ranks_of_a_model = 1
     _patient_group = None
 
@@ -186,7 +192,7 @@ def refuse_collectives(error: Exception) -> contextlib.AbstractContextManager[ob
     :func:`alone`.
     """
 
-    class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class RefuseCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -194,7 +200,7 @@ def refuse_collectives(error: Exception) -> contextlib.AbstractContextManager[ob
                 raise error
             return function(*args, **(kwargs or {}))
 
-    return Refusing()  # type: ignore[no-untyped-call]
+    return RefuseCollectives()  # type: ignore[no-untyped-call]
 
 
 def rank() -> int:
@@ -236,9 +242,9 @@ def all_reduce_max(values: Sequence[int]) -> list[int]:
     """Return the elementwise maximum of `values` over all ranks, in one collective."""
     if world_size() == 1:
         return list(values)
-    # gloo if the group has it, otherwise the accelerator's backend (NCCL)
-    on_host = "cpu:" in dist.get_backend_config()
-    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+    # Reduce on the host with gloo if the group has it, otherwise on the device with NCCL.
+    has_gloo = "cpu:" in dist.get_backend_config()
+    device = torch.device("cpu") if has_gloo else torch.accelerator.current_accelerator()
     reduced = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
     return [int(value) for value in reduced.tolist()]
@@ -286,10 +292,15 @@ def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
     """
     if world_size() == 1:
         return compute()
-    own = _outcome(compute) if is_rank_zero() else (None, None)
-    outcomes = [_sendable(own)]
-    dist.broadcast_object_list(outcomes, src=0, group=group or _patient_group)
-    result: Result = _result(own if is_rank_zero() else outcomes[0])
+    outcome: tuple[Any, BaseException | None] = (None, None)
+    if is_rank_zero():
+        outcome = _outcome(compute)
+    sent = [_sendable(outcome)]
+    dist.broadcast_object_list(sent, src=0, group=group or _patient_group)
+    # Rank 0 raises its own error, which _sendable() may have replaced for the others.
+    if not is_rank_zero():
+        outcome = sent[0]
+    result: Result = _result(outcome)
     return result
 
 
@@ -299,10 +310,11 @@ def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Res
     """
     if world_size() == 1:
         return [compute()]
-    own = _outcome(compute)
+    own_outcome = _outcome(compute)
     outcomes: list[Any] = [None] * world_size()
-    dist.all_gather_object(outcomes, _sendable(own), group=group or _patient_group)
-    outcomes[rank()] = own
+    dist.all_gather_object(outcomes, _sendable(own_outcome), group=group or _patient_group)
+    # This rank raises its own error, which _sendable() may have replaced for the others.
+    outcomes[rank()] = own_outcome
     return [_result(outcome) for outcome in outcomes]
 
 
@@ -311,6 +323,7 @@ def on_rank_zero(act: Callable[[], Result]) -> Result | None:
     other ranks; errors as in :func:`from_rank_zero`.
     """
     results: list[Result] = []
+    # append() returns None, which can be pickled; the result stays on rank 0.
     from_rank_zero(lambda: results.append(act()))
     return results[0] if results else None
 
@@ -333,10 +346,13 @@ def _result(outcome: tuple[Any, BaseException | None]) -> Any:
 def _sendable(
     outcome: tuple[Any, BaseException | None],
 ) -> tuple[Any, BaseException | None]:
-    """Return an outcome whose error is a RuntimeError with its text if pickling would change it."""
+    """Return an outcome for other ranks. An error whose text would not survive pickling becomes a
+    RuntimeError.
+    """
     value, error = outcome
     with contextlib.suppress(Exception):
-        if str(pickle.loads(pickle.dumps(error))) == str(error):
+        received = pickle.loads(pickle.dumps(error))
+        if str(received) == str(error):
             return outcome
     return value, RuntimeError(f"rank {rank()} failed with {type(error).__name__}: {error}")
 

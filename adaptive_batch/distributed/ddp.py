@@ -89,6 +89,7 @@ class Replicas(Sharding):
         self._is_reducing = self.reduces_in_backward and is_last and not (evaluates or is_trial)
         with nullcontext() if self._is_reducing else self._ddp.no_sync():
             yield
+        # Not in a finally block: after a failure, can_finish reads whether gradients were reduced.
         self._is_reducing = False
 
     @property
@@ -121,17 +122,17 @@ class Replicas(Sharding):
         if self.reduces_in_backward:
             return
         parameters = self.parameters
-        are_used = distributed.all_reduce_max(
-            [parameter.grad is not None for parameter in parameters]
-        )
+        has_gradient = [parameter.grad is not None for parameter in parameters]
+        has_gradient_on_any_rank = distributed.all_reduce_max(has_gradient)
         small: dict[object, list[torch.Tensor]] = {}
-        for parameter in compress(parameters, are_used):
+        for parameter in compress(parameters, has_gradient_on_any_rank):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad = parameter.grad.to_dense()
             if gradient.nbytes > _SMALL_BYTES:
                 self._reduce([gradient])
             else:
+                # Only tensors of one dtype and device can be joined for one collective.
                 small.setdefault((gradient.dtype, gradient.device), []).append(gradient)
         for gradients in small.values():
             self._reduce(gradients)
@@ -141,10 +142,10 @@ class Replicas(Sharding):
         if len(gradients) == 1 and gradients[0].is_contiguous():
             self._reduce_in_place(gradients[0])
             return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._reduce_in_place(flat)
+        joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._reduce_in_place(joined)
         sizes = [gradient.numel() for gradient in gradients]
-        for gradient, reduced in zip(gradients, torch.split(flat, sizes), strict=True):
+        for gradient, reduced in zip(gradients, torch.split(joined, sizes), strict=True):
             gradient.copy_(reduced.view_as(gradient))
 
     def _reduce_in_place(self, tensor: torch.Tensor) -> None:

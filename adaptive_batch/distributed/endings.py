@@ -30,8 +30,8 @@ from .collectives import meet_ranks
 EXIT_STATUS = 75
 
 
-# Sent by a scheduler, by Ctrl-C, and by a closed terminal. Windows has no SIGHUP.
-_REQUESTS = tuple(
+# Signals of a scheduler, of Ctrl-C, and of a closed terminal. Windows has no SIGHUP.
+_STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
 )
 
@@ -45,10 +45,11 @@ def raising_on_request() -> AbstractContextManager[None]:
     thread; Ctrl-C still raises KeyboardInterrupt.
     """
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def raise_terminated(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    return _handled_by(end, [number for number in _REQUESTS if number != signal.SIGINT])
+    signals = [number for number in _STOP_SIGNALS if number != signal.SIGINT]
+    return _handled_by(raise_terminated, signals)
 
 
 class Preemption:
@@ -71,44 +72,50 @@ class Preemption:
         self._handlers = ExitStack()
 
     def __enter__(self) -> Preemption:
-        self._handlers.enter_context(_handled_by(self._note, _REQUESTS))
+        self._handlers.enter_context(_handled_by(self._on_signal, _STOP_SIGNALS))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handlers.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.requested:
-            self.requested = True
-            self._requested_at = time.monotonic()
-            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                message = (
-                    "interrupted: finishing and saving the step; Ctrl-C again stops immediately"
-                )
-                # Python's streams may be in mid-write.
-                with suppress(OSError):
-                    os.write(2, f"\n{message}\n".encode())
-            if not self._same_within:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            is_repeated = time.monotonic() - self._requested_at <= self._same_within
+            if not is_repeated:
+                # Send the second request again, to the handler from before this context manager.
                 self._handlers.close()
-        elif time.monotonic() - self._requested_at > self._same_within:
+                os.kill(os.getpid(), number)
+            return
+        self.requested = True
+        self._requested_at = time.monotonic()
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            message = "interrupted: finishing and saving the step; Ctrl-C again stops immediately"
+            # Write to the file descriptor: the signal may have interrupted a write to sys.stderr,
+            # which raises an error if it is entered again.
+            with suppress(OSError):
+                os.write(2, f"\n{message}\n".encode())
+        if not self._same_within:
+            # Python then passes a second request to the former handler itself.
             self._handlers.close()
-            os.kill(os.getpid(), number)
 
 
 @contextmanager
 def _handled_by(handler: Callable[..., None], numbers: Sequence[int]) -> Iterator[None]:
     """Context manager that sets a handler for signals that are not ignored."""
-    before = {}
+    former_handlers = {}
+    # Python allows only the main thread to set handlers.
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                # None means that the handler was not set by Python.
-                before[number] = signal.signal(number, handler) or signal.SIG_DFL
+            former = signal.getsignal(number)
+            if former != signal.SIG_IGN:
+                signal.signal(number, handler)
+                # A handler that C code has set reads as None and cannot be set again.
+                former_handlers[number] = former or signal.SIG_DFL
     try:
         yield
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        for number, former in former_handlers.items():
+            signal.signal(number, former)
 
 
 # torchrun polls every 0.1 s and reports the first rank to exit as the cause.
@@ -122,7 +129,7 @@ _PEER_GONE = re.compile(
 )
 # Errors of gloo and the store if a rank does not join a collective in time.
 _TIMED_OUT = re.compile(r"timed out waiting|wait timeout", re.IGNORECASE)
-_SECONDS_BETWEEN_PLACES = 5.0
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class Watchdog:
@@ -148,7 +155,7 @@ class Watchdog:
         self.on_end: Callable[[str, str, Mapping[str, Any]], object] = lambda *_: None
         self._is_closed = threading.Event()
         self._publisher = threading.Thread(
-            target=self._publish_places, args=(threading.get_ident(),), daemon=True
+            target=self._publish_lines, args=(threading.get_ident(),), daemon=True
         )
         self._publisher.start()
 
@@ -157,25 +164,25 @@ class Watchdog:
         self._is_closed.set()
         self._publisher.join(_LINGER_SECONDS)
 
-    def _publish_places(self, thread: int) -> None:
+    def _publish_lines(self, thread: int) -> None:
         # The process that hosts the store may exit first.
         with suppress(RuntimeError):
-            self._store.set(f"place/{self._rank}", _place(thread))
-            while not self._is_closed.wait(_SECONDS_BETWEEN_PLACES):
-                self._store.set(f"place/{self._rank}", _place(thread))
+            self._store.set(f"line/{self._rank}", _running_line(thread))
+            while not self._is_closed.wait(_SECONDS_BETWEEN_LINES):
+                self._store.set(f"line/{self._rank}", _running_line(thread))
 
-    def _ranks_elsewhere(self) -> str:
+    def _ranks_at_other_lines(self) -> str:
         """Return the ranks that run another line than this rank, for a message."""
         try:
-            places = [self._store.get(f"place/{rank}").decode() for rank in range(self._num_ranks)]
+            lines = [self._store.get(f"line/{rank}").decode() for rank in range(self._num_ranks)]
         except RuntimeError as error:
             return f"their lines are unknown: {error}"
-        elsewhere = [
-            f"rank {rank} is in {place}"
-            for rank, place in enumerate(places)
-            if place != places[self._rank]
+        others = [
+            f"rank {rank} is in {line}"
+            for rank, line in enumerate(lines)
+            if line != lines[self._rank]
         ]
-        return ", ".join(elsewhere) or "all ranks run the same line"
+        return ", ".join(others) or "all ranks run the same line"
 
     def fail(self, error: BaseException | str) -> NoReturn:
         """Exit with status 1 and without clean-up. Call this before destroying the process group,
@@ -184,29 +191,33 @@ class Watchdog:
         The first rank to fail prints the reason on stderr: an error of this package as one line,
         any other with its traceback. Ranks that fail later print nothing.
         """
-        # Keep the line that failed.
+        # Publish no more lines: the last one shows the other ranks where this rank failed.
         self._is_closed.set()
         facts = error.facts if isinstance(error, RankLostError) else {}
+        if isinstance(error, RuntimeError):
+            reason = _first_sentence(error)
+            if _TIMED_OUT.search(reason):
+                message = f"a collective timed out ({reason}); {self._ranks_at_other_lines()}"
+                self._end("stalled", message, facts, f"rank {self._rank}: {message}")
+            if _PEER_GONE.search(reason):
+                message = (
+                    "another rank exited without an error message, perhaps killed by the OOM killer"
+                    f" ({reason}); resume from the last checkpoint with torchrun's --max-restarts"
+                    " or resume_from_checkpoint=True"
+                )
+                self._end("lost_peer", message, facts, f"rank {self._rank}: {message}")
+        if isinstance(error, str):
+            self._end("error", error, facts, f"rank {self._rank}: {error}")
         # Only a rank that ran out of memory reports its limit.
         kind = "out_of_memory" if "limit" in facts else "error"
-        # The first sentence, without gloo's C++ source location.
-        gist = re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]
-        if isinstance(error, RuntimeError) and _TIMED_OUT.search(gist):
-            kind = "stalled"
-            error = f"a collective timed out ({gist}); {self._ranks_elsewhere()}"
-        elif isinstance(error, RuntimeError) and _PEER_GONE.search(gist):
-            kind = "lost_peer"
-            error = (
-                "another rank exited without an error message, perhaps killed by the OOM killer"
-                f" ({gist}); resume from the last checkpoint with torchrun's --max-restarts or"
-                " resume_from_checkpoint=True"
-            )
-        message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        text = f"rank {self._rank}: {message}"
+        message = f"{type(error).__name__}: {error}"
+        text = f"rank {self._rank}:\n{''.join(traceback.format_exception(error)).rstrip()}"
         if isinstance(error, AdaptiveBatchError) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
             text = message
-        elif isinstance(error, BaseException):
-            text = f"rank {self._rank}:\n{''.join(traceback.format_exception(error)).rstrip()}"
+        self._end(kind, message, facts, text)
+
+    def _end(self, kind: str, message: str, facts: Mapping[str, Any], text: str) -> NoReturn:
+        """Exit with status 1 and without clean-up; the first rank to fail reports the reason."""
         try:
             is_first = self._store.add("failed", 1) == 1
         except RuntimeError:
@@ -221,13 +232,22 @@ class Watchdog:
         if is_first and kind != "lost_peer":
             _write_error_file(text)
         else:
+            # torchrun reports the first rank to exit as the cause: exit after the one that failed.
             time.sleep(_LINGER_SECONDS)
         with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         os._exit(1)
 
 
-def _place(thread: int) -> str:
+def _first_sentence(error: RuntimeError) -> str:
+    """Return the first sentence of an error, without the C++ source location that gloo puts before
+    it in brackets.
+    """
+    text = re.sub(r"^\[[^\]]*\] *", "", str(error))
+    return re.split(r"\. |\n", text)[0]
+
+
+def _running_line(thread: int) -> str:
     """Return the innermost line outside of torch that a thread runs."""
     frame = sys._current_frames()[thread]
     while frame.f_globals.get("__name__", "").startswith("torch.") and frame.f_back is not None:

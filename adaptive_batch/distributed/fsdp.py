@@ -60,16 +60,17 @@ class Sharding:
         self._syncs_every = syncs_every_micro_batch
         self._finishes = finishes
         self.is_sharded = bool(self._modules) and distributed.world_size() > 1
-        self._known: dict[str, list[Callable[[], object]]] = {}
-        # Kind of the micro-batch that runs or has failed.
+        # Collectives of a whole micro-batch, by its kind; each function repeats one with zeros.
+        self._recorded: dict[str, list[Callable[[], object]]] = {}
+        # Kind of the micro-batch that runs or has failed, and its collectives so far.
         self._kind = ""
-        self._calls: list[Callable[[], object]] = []
-        self._is_inside = False
+        self._completed: list[Callable[[], object]] = []
+        self._is_in_collective = False
         if self.is_sharded:
             for group in _param_groups(self._states):
                 private(group, "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params")
-                group._all_gather_comm = _Recorded(group._all_gather_comm, self)
-                group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
+                group._all_gather_comm = _RecordedCollective(group._all_gather_comm, self)
+                group._reduce_scatter_comm = _RecordedCollective(group._reduce_scatter_comm, self)
 
     # --- micro-batches
 
@@ -96,11 +97,13 @@ class Sharding:
             for module in self._modules:
                 module.set_requires_gradient_sync(is_last, recurse=False)
         self._kind = kind = self._kind_of(is_last, evaluates)
-        self._calls = []
-        self._is_inside = False
+        self._completed = []
+        self._is_in_collective = False
         yield
+        # Not in a finally block: after a failure, finish() needs the kind and its collectives so
+        # far, and the record of a kind must be complete.
         self._kind = ""
-        self._known.setdefault(kind, list(self._calls))
+        self._recorded.setdefault(kind, list(self._completed))
         # Without a backward, parameters stay unsharded.
         if evaluates:
             self.reset()
@@ -131,8 +134,8 @@ class Sharding:
         """
         if distributed.world_size() == 1:
             return True
-        is_known = self._kind in self._known and not self._is_inside
-        return self.is_sharded and self._finishes and is_known
+        is_recorded = self._kind in self._recorded
+        return self.is_sharded and self._finishes and is_recorded and not self._is_in_collective
 
     @property
     def can_skip(self) -> bool:
@@ -142,21 +145,22 @@ class Sharding:
         return (
             self.is_sharded
             and self._finishes
-            and self.knows(is_last=False)
-            and self.knows(is_last=True)
+            and self.has_recorded(is_last=False)
+            and self.has_recorded(is_last=True)
         )
 
-    def knows(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
+    def has_recorded(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
         """Return whether a micro-batch of this kind has run, as :meth:`run_dummy_collectives`
         requires.
         """
-        return not self.is_sharded or self._kind_of(is_last, evaluates) in self._known
+        return not self.is_sharded or self._kind_of(is_last, evaluates) in self._recorded
 
     def finish(self) -> None:
         """Run the remaining collectives of a failed micro-batch; call :meth:`reset` first."""
         if self._kind and self.is_sharded:
-            for call in self._known[self._kind][len(self._calls) :]:
-                call()
+            num_completed = len(self._completed)
+            for run_with_zeros in self._recorded[self._kind][num_completed:]:
+                run_with_zeros()
         self._kind = ""
 
     def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
@@ -173,15 +177,15 @@ class Sharding:
             sharded = [
                 parameter.sharded_param for group in groups for parameter in group.fsdp_params
             ]
-            gradients = [parameter.grad for parameter in sharded]
-            # FSDPModule.reset_iter_state() of a root that may be outside this model.
+            reduced_gradients = [parameter.grad for parameter in sharded]
+            # The public reset_iter_state() needs the root module, which may be outside this model.
             root._reset_iter_state()
-            # torch 2.15 drops reduced gradients too.
-            for parameter, gradient in zip(sharded, gradients, strict=True):
+            # torch 2.15 has dropped the reduced gradients too, so restore them.
+            for parameter, gradient in zip(sharded, reduced_gradients, strict=True):
                 parameter.grad = gradient
         for parameter in self._fsdp_parameters():
-            # torch before 2.15 keeps the gradient in the first attribute, later releases in the
-            # second.
+            # torch before 2.15 keeps an unsharded gradient in the first attribute, later releases
+            # in the second.
             if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "unsharded_param"):
@@ -208,10 +212,14 @@ class Sharding:
         """Return the states of the outermost modules that have run, inside or outside this
         model.
         """
-        # FSDP initializes its state lazily in the first forward.
-        contexts = [state._state_ctx for state in self._states if state._is_root is not None]
-        together = chain.from_iterable(context.all_states for context in contexts)
-        return list({id(state): state for state in together if state._is_root}.values())
+        roots: dict[int, Any] = {}
+        for state in self._states:
+            # FSDP initializes a state in its first forward; before that, _is_root is None.
+            if state._is_root is not None:
+                for other in state._state_ctx.all_states:
+                    if other._is_root:
+                        roots[id(other)] = other
+        return list(roots.values())
 
     def _fsdp_parameters(self) -> Iterator[Any]:
         for state in self._states:
@@ -249,32 +257,33 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def shapes_worked_out_apart() -> Iterator[None]:
-    """Context manager that disables dispatch modes while DTensor propagates shapes.
+def hide_shape_propagation() -> Iterator[None]:
+    """Context manager that hides DTensor's propagation of shapes from dispatch modes, such as those
+    that count memory.
 
     DTensor propagates shapes with full-size tensors, which exist on no rank.
     """
     if distributed.world_size() == 1:
         yield
         return
-    kind = private(
+    propagator = private(
         "torch.distributed.tensor._sharding_prop", "ShardingPropagator"
     ).ShardingPropagator
-    private(kind, "_propagate_tensor_meta_non_cached")
-    work_out = kind._propagate_tensor_meta_non_cached
+    private(propagator, "_propagate_tensor_meta_non_cached")
+    propagate = propagator._propagate_tensor_meta_non_cached
 
-    def apart(self: Any, *arguments: Any) -> Any:
+    def propagate_without_modes(self: Any, *arguments: Any) -> Any:
         with private.disable_current_modes():
-            return work_out(self, *arguments)
+            return propagate(self, *arguments)
 
-    kind._propagate_tensor_meta_non_cached = apart
+    propagator._propagate_tensor_meta_non_cached = propagate_without_modes
     try:
         yield
     finally:
-        kind._propagate_tensor_meta_non_cached = work_out
+        propagator._propagate_tensor_meta_non_cached = propagate
 
 
-class _Recorded:
+class _RecordedCollective:
     """FSDP collective that records its completed calls in a :class:`Sharding`."""
 
     def __init__(self, comm: Any, sharding: Sharding) -> None:
@@ -287,11 +296,13 @@ class _Recorded:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
     ) -> Any:
-        self._sharding._is_inside = True
+        # Not reset after an error: other ranks wait in this collective, which cannot be repeated.
+        self._sharding._is_in_collective = True
         result = self._comm(
             output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options
         )
-        self._sharding._is_inside = False
+        self._sharding._is_in_collective = False
+        # The recorded function keeps sizes only: it must not keep the tensors alive.
         zeros = partial(torch.zeros, dtype=output_tensor.dtype, device=output_tensor.device)
         output_size, input_size = output_tensor.numel(), input_tensor.numel()
 
@@ -303,7 +314,7 @@ class _Recorded:
                 **options,
             )
 
-        self._sharding._calls.append(run_with_zeros)
+        self._sharding._completed.append(run_with_zeros)
         return result
 
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
-from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
+from adaptive_batch.distributed import Sharding, hide_shape_propagation
 from adaptive_batch.memory import (
     OptimizerInBackward,
     Trace,
@@ -253,7 +253,7 @@ class FakeDevice:
                     contexts.callback(gc.enable)
                 # Compiled regions fail under a dispatch mode and hide their tensors from it.
                 contexts.enter_context(torch.compiler.set_stance("force_eager"))
-                contexts.enter_context(shapes_worked_out_apart())
+                contexts.enter_context(hide_shape_propagation())
                 contexts.enter_context(self.mode)
                 contexts.enter_context(counter)
                 if kernels:

@@ -51,6 +51,7 @@ class ClampedBatch:
             line = f"batch_size {before} -> {self.after}"
         if self.after == self.requested:
             return line
+        # A batch that was above the bound before the step does not shrink, see next_batch_size().
         reason = "cut to" if self.after == self.maximum else "already above"
         return f"{line} (asked for {self.requested}, {reason} the bound {self.maximum})"
 
@@ -92,7 +93,6 @@ def next_batch_size(
         remedy="the rows to add to batch_size",
     )
     requested = batch_size + rows
-    # A batch that is already above the bound does not shrink.
     clamped = max(at_most(requested, maximum), batch_size)
     return ClampedBatch(requested, clamped, maximum)
 
@@ -112,15 +112,17 @@ def check_increments(
         GrowthFunctionError: a result is invalid; the message names its epoch and batch size.
     """
     increment = copy_rule(increment)
-    sizes = [batch_size]
+    sizes: list[int] = []
+    size = batch_size
     for epoch in range(first_epoch, epochs):
         try:
-            batch = next_batch_size(increment, epoch=epoch, batch_size=sizes[-1], maximum=None)
+            size = next_batch_size(increment, epoch=epoch, batch_size=size, maximum=None).after
         except GrowthFunctionError:
+            # Raise only if the result is invalid for the initial batch size too.
             next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=None)
             break
-        sizes.append(batch.after)
-    return sizes[1:]
+        sizes.append(size)
+    return sizes
 
 
 def copy_rule(rule: Rule) -> Rule:
@@ -146,10 +148,9 @@ def _call(
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
     number = whole_number(answer)
     if number is None or not least <= number <= MOST_ROWS:
-        bits = (number or 0).bit_length()
-        # Python refuses to print thousands of digits.
-        if bits > 64:
-            shown = f"a number of {bits} bits"
+        if number is not None and number.bit_length() > 64:
+            # Python refuses to print a number of thousands of digits.
+            shown = f"a number of {number.bit_length()} bits"
         else:
             shown = reprlib.repr(answer)
         raise GrowthFunctionError(
@@ -191,11 +192,11 @@ def _check_call(function: object, /, *arguments: object, key: str, form: str) ->
     try:
         signature.bind(*arguments)
     except TypeError as error:
+        parameters = ", ".join(signature.parameters)
         remedy = (
-            f"it takes ({', '.join(signature.parameters)}) ({error}); give a function {form} with"
-            " positional arguments, or, in a config, a block "
+            f"it takes ({parameters}) ({error}); give a function {form} with positional arguments,"
+            " or, in a config, a block {_component_: ..., ...} if it builds one"
         )
-        remedy += "{_component_: ..., ...} if it builds one"
         raise SettingError(key, _name_of(function), remedy) from error
 
 
@@ -213,6 +214,7 @@ def whole_number(value: object) -> int | None:
     """Return an integer of Python, numpy or torch as an int, and None for bools and all other
     values.
     """
+    # numpy and torch convert their bools to an index too.
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:
@@ -254,7 +256,7 @@ class Stages(_Rule):
         return self.batches[self.stage(progress)]
 
     def stage(self, progress: Progress) -> int:
-        """Return the index of the stage that `progress` lies in."""
+        """Return the index of the stage that `progress` lies in: the number of ended stages."""
         return sum(duration.share(progress) >= part for part, duration in self.ends)
 
     @property
@@ -288,21 +290,21 @@ class Stages(_Rule):
                 )
                 raise SettingError(KEY, batch, remedy)
         reached = {self.stage(progress) for progress in steps}
-        number = len(self.batches)
-        first = min(reached, default=number)
-        lines = []
-        for stage in range(first, number):
+        if not reached:
+            return []
+        messages = []
+        for stage in range(min(reached), len(self.batches)):
             if stage in reached:
                 continue
-            missing = f"batch {self.batches[stage]} (from {self.begins(stage)} on) is never used"
+            unused = f"batch {self.batches[stage]} (from {self.begins(stage)} on) is never used"
             if stage < max(reached):
                 remedy = (
-                    f"{missing}: the stage ends before the next step begins; make the stage"
+                    f"{unused}: the stage ends before the next step begins; make the stage"
                     " longer, or remove it"
                 )
                 raise SettingError(KEY, self, remedy)
-            lines.append(f"{missing}: training ends before it")
-        return lines
+            messages.append(f"{unused}: training ends before it")
+        return messages
 
     def begins(self, stage: int) -> str:
         """Describe the beginning of a stage."""
@@ -330,26 +332,17 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
     key = f"{KEY}.thresholds"
     for name, values in (("batch_sizes", batch_sizes), ("thresholds", thresholds)):
         if isinstance(values, str) or not isinstance(values, Sequence):
-            raise SettingError(
-                f"{KEY}.{name}",
-                values,
-                "give a list, such as batch_sizes: [16, 32] and thresholds: [1ep]",
-            )
+            remedy = "give a list, such as batch_sizes: [16, 32] and thresholds: [1ep]"
+            raise SettingError(f"{KEY}.{name}", values, remedy)
     sizes = [_whole(f"{KEY}.batch_sizes", size) for size in batch_sizes]
     ends = [parse_duration(value, key=key) for value in thresholds]
     shown = [str(end) for end in ends]
     if len(ends) != len(sizes) - 1:
-        raise SettingError(
-            key,
-            shown,
-            f"{len(sizes)} batch_sizes need one threshold fewer: the end of each but the last",
-        )
+        remedy = f"{len(sizes)} batch_sizes need one threshold fewer: the end of each but the last"
+        raise SettingError(key, shown, remedy)
     if len({end.unit for end in ends}) > 1:
-        raise SettingError(
-            key,
-            shown,
-            "thresholds in different units cannot be ordered; give all in one unit",
-        )
+        remedy = "thresholds in different units cannot be ordered; give all in one unit"
+        raise SettingError(key, shown, remedy)
     for end, next_end in pairwise(ends):
         if end.amount >= next_end.amount:
             remedy = f"{next_end} comes after {end}; give increasing thresholds"
@@ -369,8 +362,8 @@ class _LinearRamp(Stages):
         share = over.share(progress)
         if share >= 1:
             return end
-        exact = math.floor(self.start + share * (end - self.start))
-        return max(self.multiple_of, exact - exact % self.multiple_of)
+        rows = math.floor(self.start + share * (end - self.start))
+        return _round_down(rows, self.multiple_of)
 
 
 def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Schedule:
@@ -390,18 +383,21 @@ def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Sch
         SettingError: a number is not whole or below 1, `multiple_of` is above `start` and `end`, or
             `over` is invalid.
     """
-    first, last, multiple = (
-        _whole(f"{KEY}.{name}", value)
-        for name, value in (("start", start), ("end", end), ("multiple_of", multiple_of))
-    )
+    first = _whole(f"{KEY}.start", start)
+    last = _whole(f"{KEY}.end", end)
+    multiple = _whole(f"{KEY}.multiple_of", multiple_of)
     if multiple > max(first, last):
-        raise SettingError(
-            f"{KEY}.multiple_of", multiple_of, f"must not be above start={first} and end={last}"
-        )
+        remedy = f"must not be above start={first} and end={last}"
+        raise SettingError(f"{KEY}.multiple_of", multiple_of, remedy)
     duration = parse_duration(over, key=f"{KEY}.over")
     made_by = f"linear_ramp(start={first}, end={last}, over='{duration}', multiple_of={multiple})"
-    batches = (max(multiple, first - first % multiple), last)
+    batches = (_round_down(first, multiple), last)
     return _LinearRamp(made_by, batches, ((Fraction(1), duration),), first, multiple)
+
+
+def _round_down(rows: int, multiple: int) -> int:
+    """Round rows down to a multiple, at least to one multiple."""
+    return max(multiple, rows - rows % multiple)
 
 
 def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedule:
@@ -420,26 +416,27 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
             invalid.
     """
     last = _whole(f"{KEY}.end", end)
-    halves = [last]
-    while halves[0] % 2 == 0:
-        halves.insert(0, halves[0] // 2)
-    if len(halves) == 1:
-        raise SettingError(
-            f"{KEY}.end",
-            end,
-            "it is odd, so doubling a smaller batch cannot reach it; give an even number",
-        )
-    first = halves[0]
+    smallest = last
+    while smallest % 2 == 0:
+        smallest //= 2
+    if smallest == last:
+        remedy = "it is odd, so doubling a smaller batch cannot reach it; give an even number"
+        raise SettingError(f"{KEY}.end", end, remedy)
+    first = smallest
     if start is not None:
         first = _whole(f"{KEY}.start", start)
-    if first not in halves[:-1]:
-        choices = ", ".join(map(str, halves[:-1]))
-        raise SettingError(
-            f"{KEY}.start", start, f"doubling it never gives end={end}; give one of {choices}"
-        )
+    # From the smallest half of `end` to `end` itself.
+    doubled = [smallest]
+    while doubled[-1] < last:
+        doubled.append(2 * doubled[-1])
+    if first not in doubled[:-1]:
+        choices = ", ".join(map(str, doubled[:-1]))
+        remedy = f"doubling it never gives end={end}; give one of {choices}"
+        raise SettingError(f"{KEY}.start", start, remedy)
     duration = parse_duration(over, key=f"{KEY}.over")
-    batches = tuple(halves[halves.index(first) :])
-    ends = tuple((Fraction(stage, len(batches) - 1), duration) for stage in range(1, len(batches)))
+    batches = tuple(doubled[doubled.index(first) :])
+    num_ramped = len(batches) - 1
+    ends = tuple((Fraction(stage, num_ramped), duration) for stage in range(1, num_ramped + 1))
     return Stages(f"ramp_by_doubling(end={last}, over='{duration}', start={first})", batches, ends)
 
 
@@ -454,26 +451,25 @@ class _ByNoiseScale(_Rule):
     needs_noise_scale: ClassVar[bool] = True
 
     def __call__(self, progress: Progress) -> int:
-        now = progress.batch or self.start
+        batch = progress.batch or self.start
         noise = progress.noise_scale
         # Noise can push the estimate to 0 or below; it then has no information.
-        if (
-            noise is None
-            or not 0 < noise < math.inf
-            or not progress.steps
-            or progress.steps % self.every
-        ):
-            return now
-        if noise > now * (1 + self.margin):
-            grown = max(now + 1, math.floor(now * self.factor + 0.5))
-            return max(at_most(grown, self.maximum), now)
+        is_measured = noise is not None and 0 < noise < math.inf
+        is_due = progress.steps > 0 and progress.steps % self.every == 0
+        if not is_measured or not is_due:
+            return batch
+        assert noise is not None
+        if noise > batch * (1 + self.margin):
+            grown = max(batch + 1, math.floor(batch * self.factor + 0.5))
+            # A batch that is already above the maximum does not shrink.
+            return max(at_most(grown, self.maximum), batch)
         if self.monotone:
-            return now
-        shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
-        is_below = noise < now / ((1 + self.margin) * self.factor)
-        # Without rounding, is_below implies this: the smaller batch must not grow again at once.
+            return batch
+        shrunk = max(1, min(batch - 1, math.floor(batch / self.factor + 0.5)))
+        is_below = noise < batch / ((1 + self.margin) * self.factor)
+        # The smaller batch must not grow again at once, as rounding could cause.
         stays_below = noise <= shrunk * (1 + self.margin)
-        return shrunk if is_below and stays_below else now
+        return shrunk if is_below and stays_below else batch
 
 
 def by_noise_scale(
@@ -511,7 +507,7 @@ def by_noise_scale(
         SettingError: a number is out of range, or `start` is above `maximum`.
     """
     first = _whole(f"{KEY}.start", start)
-    gap = _whole(f"{KEY}.every", every)
+    interval = _whole(f"{KEY}.every", every)
     max_rows = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     if max_rows is not None and first > max_rows:
         raise SettingError(f"{KEY}.maximum", maximum, f"must be start={first} or more")
@@ -520,8 +516,10 @@ def by_noise_scale(
         raise SettingError(f"{KEY}.margin", margin, "must be a number 0 or more, such as 0.5")
     check_bool(f"{KEY}.monotone", monotone)
     margin = float(margin)
-    made_by = f"by_noise_scale({first}, {max_rows}, {factor=}, {margin=}, every={gap}, {monotone=})"
-    return _ByNoiseScale(made_by, first, max_rows, factor, margin, gap, monotone)
+    made_by = (
+        f"by_noise_scale({first}, {max_rows}, {factor=}, {margin=}, every={interval}, {monotone=})"
+    )
+    return _ByNoiseScale(made_by, first, max_rows, factor, margin, interval, monotone)
 
 
 @dataclass(frozen=True, repr=False)
@@ -547,11 +545,14 @@ class Seesaw(_Rule):
 
     def __call__(self, progress: Progress) -> int:
         assert self.decay is not None, f"{self} is not coupled to a schedule of the rate"
-        # A learning-rate schedule may end at 0.
-        growth = 1 / max(self.decay(progress), 1 / MOST_ROWS)
-        # 1e-9: log() may round an exact power of the factor down.
+        # A learning-rate schedule may end at 0, where the growth would be infinite.
+        decay = max(self.decay(progress), 1 / MOST_ROWS)
+        growth = 1 / decay
         if self.factor is not None:
-            growth = self.factor ** math.floor(math.log(growth, self.factor) + 1e-9)
+            # Round down to a power of the factor. log() may be slightly too small for an exact
+            # power, which 1e-9 corrects.
+            exponent = math.floor(math.log(growth, self.factor) + 1e-9)
+            growth = self.factor**exponent
         return min(self.max_rows or MOST_ROWS, math.floor(self.start * growth + 0.5))
 
 
@@ -630,12 +631,10 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
         raise SettingError(key, additions, "give rows to add by epoch, such as {1: 8, 2: 16}")
     by_epoch: dict[int, int] = {}
     for given_epoch, given_rows in additions.items():
+        epoch = whole_number(given_epoch)
         # JSON and the command line turn the keys into text.
-        is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
-        if is_text:
-            epoch: int | None = int(given_epoch)
-        else:
-            epoch = whole_number(given_epoch)
+        if isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit():
+            epoch = int(given_epoch)
         rows = whole_number(given_rows)
         if epoch is None or epoch < 0 or rows is None or not 0 <= rows <= MOST_ROWS:
             remedy = (

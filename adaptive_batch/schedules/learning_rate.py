@@ -25,8 +25,8 @@ from .progress import Progress
 UNITS = ("samples", "tokens", "steps")
 RULES = ("none", "linear", "sqrt")
 SCALED_WITH_BATCH: Mapping[str, str] = {"beta2": "half_life", "weight_decay": "per_token"}
-# Their keys in a parameter group.
-_IN_GROUP = {"beta2": "betas", "weight_decay": "weight_decay"}
+# Keys of a parameter group that hold these values; ``betas`` is (beta1, beta2, ...).
+_GROUP_KEYS = {"beta2": "betas", "weight_decay": "weight_decay"}
 # f(optimizer, parameter group) -> scaled values of the group
 Scale = Callable[[Optimizer, dict[str, Any]], dict[str, Any]]
 
@@ -45,15 +45,13 @@ class Clock:
         Raises:
             SettingError: the value is neither a unit nor a block of two units.
         """
-        if value is None:
-            return cls()
         units: dict[str, Any] = {"warmup": value, "decay": value}
         if isinstance(value, Mapping):
             units = dict(value)
         units = {key: "samples" if unit is None else unit for key, unit in units.items()}
-        if not units.keys() <= {"warmup", "decay"} or not all(
-            unit in UNITS for unit in units.values()
-        ):
+        has_only_known_keys = units.keys() <= {"warmup", "decay"}
+        has_only_known_units = all(unit in UNITS for unit in units.values())
+        if not (has_only_known_keys and has_only_known_units):
             remedy = (
                 f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay:"
                 " tokens}"
@@ -98,23 +96,23 @@ class TrainingClock:
     def at(self, progress: Progress) -> float:
         """Return the time before a step.
 
-        It is the warm-up's clock first; the decay's clock then covers the remaining schedule steps.
+        The warm-up's clock gives the time of the warm-up. Then the decay's clock runs at the speed
+        at which the schedule ends when training ends.
         """
-        decay = elapsed_steps(self._clock.decay, progress)
+        decay_time = elapsed_steps(self._clock.decay, progress)
         if self._clock.warmup == self._clock.decay:
-            return decay
-        warmup = elapsed_steps(self._clock.warmup, progress)
-        if warmup < self._warmup_steps:
-            return warmup
+            return decay_time
+        warmup_time = elapsed_steps(self._clock.warmup, progress)
+        if warmup_time < self._warmup_steps:
+            return warmup_time
         if self._warmup_ended_at is None:
-            self._warmup_ended_at = decay
-        ended_at = self._warmup_ended_at
-        total = self._total_steps
-        if ended_at >= total:
-            return decay
-        return self._warmup_steps + (decay - ended_at) * (total - self._warmup_steps) / (
-            total - ended_at
-        )
+            self._warmup_ended_at = decay_time
+        steps_left_in_training = self._total_steps - self._warmup_ended_at
+        if steps_left_in_training <= 0:
+            return decay_time
+        steps_left_in_schedule = self._total_steps - self._warmup_steps
+        since_warmup = decay_time - self._warmup_ended_at
+        return self._warmup_steps + since_warmup * steps_left_in_schedule / steps_left_in_training
 
     def state_dict(self) -> dict[str, float | None]:
         """Return the time of the decay's clock at the end of the warm-up."""
@@ -138,31 +136,35 @@ def elapsed_steps(unit: str, progress: Progress) -> float:
     assert progress.pace is not None, f"a clock of {unit} needs the pace of the epoch"
     reference = progress.pace.reference
     plan = progress.pace.plan
-    epochs_done = progress.epoch * reference.steps
+    steps_of_finished_epochs = progress.epoch * reference.steps
     if unit == "tokens":
-        return epochs_done + progress.epoch_tokens * reference.steps / plan.tokens
-    if not plan.is_estimate:
-        slots = plan.slots
-        # If both train the same rows, the times are bit-identical to those of the constant batch.
-        if plan.stepped_rows == reference.stepped_rows:
-            slots = reference.slots
-        return epochs_done + progress.epoch_rows * reference.steps / slots
-    by_steps = 0.0
-    if plan.most_steps:
-        by_steps = progress.epoch_steps / plan.most_steps
-    return epochs_done + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
+        return steps_of_finished_epochs + progress.epoch_tokens * reference.steps / plan.tokens
+    if plan.is_estimate:
+        # The epoch ends with its last row or at the maximum number of steps, whichever is first.
+        trained_fraction = progress.epoch_rows / plan.rows
+        if plan.most_steps:
+            trained_fraction = max(trained_fraction, progress.epoch_steps / plan.most_steps)
+        return steps_of_finished_epochs + trained_fraction * reference.steps
+    slots = plan.slots
+    # If both plans train the same rows, divide by the same number: the times are then bit-identical
+    # to those of the constant batch.
+    if plan.stepped_rows == reference.stepped_rows:
+        slots = reference.slots
+    return steps_of_finished_epochs + progress.epoch_rows * reference.steps / slots
 
 
 def relative_decay(schedule: Callable[[float], float]) -> Callable[[float], float]:
     """Return the schedule divided by its running maximum (1 during a warm-up)."""
-    # Running maximum at each whole time.
+    # peaks[n] is the maximum of the schedule at the whole times before n; it grows on demand.
     peaks = [0.0]
 
     def decay(time: float) -> float:
-        while len(peaks) < int(time) + 2:
-            peaks.append(max(peaks[-1], schedule(len(peaks) - 1)))
+        whole_time = int(time)
+        while len(peaks) <= whole_time + 1:
+            next_time = len(peaks) - 1
+            peaks.append(max(peaks[-1], schedule(next_time)))
         now = schedule(time)
-        peak = max(peaks[int(time) + 1], now)
+        peak = max(peaks[whole_time + 1], now)
         return now / peak if peak > 0 else 1.0
 
     return decay
@@ -176,8 +178,10 @@ class ReferenceBatch:
     unit: Literal["rows", "tokens"]
 
     def __str__(self) -> str:
-        # "64 rows", not "64.0 rows"
-        amount = int(self.amount) if float(self.amount).is_integer() else self.amount
+        amount = self.amount
+        if float(amount).is_integer():
+            # "64 rows", not "64.0 rows"
+            amount = int(amount)
         unit = self.unit.removesuffix("s") if amount == 1 else self.unit
         return f"{amount} {unit}"
 
@@ -244,21 +248,21 @@ def scale_weight_decay(weight_decay: float, ratio: float, rate_factor: float) ->
     return weight_decay * ratio / rate_factor
 
 
-def check_scaled(name: str, value: object) -> Mapping[str, str]:
-    """Read the block of values that are scaled with the batch, such as ``{beta2: half_life}``.
+def parse_scaled_options(key: str, block: object) -> Mapping[str, str]:
+    """Read the block of optimizer options that are scaled with the batch, such as
+    ``{beta2: half_life}``; an option with null is left out.
 
     Raises:
-        SettingError: the value is not a block, or names an unknown value or method.
+        SettingError: the value of `key` is not a block, or names an unknown option or method.
     """
-    choices = ", ".join(f"{key}: {method}" for key, method in SCALED_WITH_BATCH.items())
-    if not isinstance(value, Mapping):
-        raise SettingError(name, value, f"give a block of {choices}")
-    for key, method in value.items():
-        if key not in SCALED_WITH_BATCH or method not in (None, SCALED_WITH_BATCH[key]):
-            raise SettingError(
-                f"{name}.{key}", method, f"give {choices}; or null to keep the value"
-            )
-    return {str(key): method for key, method in value.items() if method is not None}
+    choices = ", ".join(f"{name}: {method}" for name, method in SCALED_WITH_BATCH.items())
+    if not isinstance(block, Mapping):
+        raise SettingError(key, block, f"give a block of {choices}")
+    for name, method in block.items():
+        if name not in SCALED_WITH_BATCH or method not in (None, SCALED_WITH_BATCH[name]):
+            remedy = f"give {choices}; or null to keep the value"
+            raise SettingError(f"{key}.{name}", method, remedy)
+    return {str(name): method for name, method in block.items() if method is not None}
 
 
 def scale_group(
@@ -284,14 +288,14 @@ def scale_group(
         # torchao's optimizers require a tensor.
         if isinstance(group["lr"], torch.Tensor):
             scaled["lr"] = torch.full_like(group["lr"], scaled["lr"])
-    # torchao's low-bit optimizers recompile their step for each new Python number.
-    number: Callable[[float], Any] = torch.tensor if _is_low_bit(optimizer) else float
+    # torchao's low-bit optimizers recompile their step for each new Python number, not for tensors.
+    to_option: Callable[[float], Any] = torch.tensor if _is_low_bit(optimizer) else float
     if "beta2" in names:
         beta1, beta2, *others = group["betas"]
-        scaled["betas"] = (beta1, number(scale_beta2(beta2, ratio)), *others)
+        scaled["betas"] = (beta1, to_option(scale_beta2(beta2, ratio)), *others)
     if "weight_decay" in names:
         weight_decay = scale_weight_decay(group["weight_decay"], ratio, rate_factor)
-        scaled["weight_decay"] = number(weight_decay)
+        scaled["weight_decay"] = to_option(weight_decay)
     return scaled
 
 
@@ -321,35 +325,36 @@ class _ScaledSteps:
         self._optimizer = optimizer
         # (group, unscaled values, scaled values) during a step
         self._scaled: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        # Inside a compiled step they would not restore Python numbers.
+        # torch.compile would not run these as Python in a compiled step, and numbers that they
+        # restore would be lost.
         disable: Any = torch.compiler.disable
-        begin = disable(self._begin)
-        end = disable(self._end)
+        apply_scale = disable(self._apply_scale)
+        restore = disable(self._restore)
         step = optimizer.step
 
         @wraps(getattr(step, "__func__", step))
         def scaled_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             try:
-                begin()
+                apply_scale()
                 return step(*args, **kwargs)
             finally:
-                end()
+                restore()
 
         # torch's schedulers wrap the step again and require a method.
         optimizer.step = MethodType(scaled_step, optimizer)  # type: ignore[method-assign]
-        # With a GradScaler, accelerate calls the original method, which only the hooks scale.
+        # With a GradScaler, accelerate calls the original step, which only the hooks can scale.
         # torchao's CPUOffloadOptimizer has no hooks.
         with suppress(AttributeError):
-            optimizer.register_step_pre_hook(begin)
-            optimizer.register_step_post_hook(end)
+            optimizer.register_step_pre_hook(apply_scale)
+            optimizer.register_step_post_hook(restore)
 
-    def _begin(self, *_: Any) -> None:
-        # The method and the pre-hook both call this.
-        self._end()
+    def _apply_scale(self, *_: Any) -> None:
+        # scaled_step() and the pre-hook both call this in one step: do not scale twice.
+        self._restore()
         if self.scale is None:
             return
-        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if on_cuda and torch.cuda.is_current_stream_capturing():
+        uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if uses_cuda and torch.cuda.is_current_stream_capturing():
             remedy = (
                 "a CUDA graph captures its step, and replays would not scale the learning rate;"
                 " call step() outside the graph"
@@ -357,46 +362,57 @@ class _ScaledSteps:
             raise SettingError("optimizer", type(self._optimizer).__name__, remedy)
         for group in self._optimizer.param_groups:
             scaled = self.scale(self._optimizer, group)
-            self._scaled.append((group, {key: group[key] for key in scaled}, scaled))
+            unscaled = {key: group[key] for key in scaled}
+            self._scaled.append((group, unscaled, scaled))
             group.update(scaled)
 
-    def _end(self, *_: Any) -> None:
+    def _restore(self, *_: Any) -> None:
         for group, unscaled, scaled in self._scaled:
-            # Keep values that the step itself has changed.
-            group.update({key: unscaled[key] for key in scaled if group[key] is scaled[key]})
+            for key in scaled:
+                # Keep a value that the step itself has replaced.
+                if group[key] is scaled[key]:
+                    group[key] = unscaled[key]
         self._scaled.clear()
 
 
-def read_scaled(groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float]:
-    """Return the first nonzero value of each name among the parameter groups."""
-    values = {}
+def read_scaled_options(
+    groups: Sequence[Mapping[str, Any]], names: Iterable[str]
+) -> dict[str, float]:
+    """Return each named option (``beta2``, ``weight_decay``) of the first parameter group in which
+    the option is not 0; 0.0 if it is 0 in all groups.
+    """
+    options = {}
     for name in names:
-        numbers = [_number(group[_IN_GROUP[name]]) for group in groups]
-        values[name] = next(filter(None, numbers), 0.0)
-    return values
+        of_groups = [_option_value(group, name) for group in groups]
+        options[name] = next((value for value in of_groups if value != 0), 0.0)
+    return options
 
 
-def prepare_scaled(optimizer: Optimizer, names: Mapping[str, str]) -> None:
-    """Check that an optimizer supports the scaled values, and patch torchao's to accept them.
+def prepare_for_scaled_options(optimizer: Optimizer, methods: Mapping[str, str]) -> None:
+    """Check that an optimizer has the options to scale, and patch torchao's to accept them.
+
+    Args:
+        optimizer: optimizer to check.
+        methods: method by name of the option, from :func:`parse_scaled_options`.
 
     Raises:
-        SettingError: the parameter groups lack a value, or it is 0.
+        SettingError: the parameter groups lack an option, or it is 0.
     """
     kind = type(optimizer).__name__
-    for name, method in names.items():
-        key = _IN_GROUP[name]
-        remedy = None
-        if not all(key in group for group in optimizer.param_groups):
+    groups = optimizer.param_groups
+    for name, method in methods.items():
+        group_key = _GROUP_KEYS[name]
+        if not all(group_key in group for group in groups):
             remedy = (
-                f"the parameter groups of {kind} have no {key}; remove this key, or use"
+                f"the parameter groups of {kind} have no {group_key}; remove this key, or use"
                 " torch.optim.AdamW"
             )
-        # Scaling 0 would silently change nothing.
-        elif not any(_number(group[key]) for group in optimizer.param_groups):
-            remedy = f"{name} of {kind} is 0; set it, or remove this key"
-        if remedy:
             raise SettingError(f"scale_with_batch.{name}", method, remedy)
-    if "beta2" in names and _is_low_bit(optimizer):
+        # Scaling 0 would silently change nothing.
+        if all(_option_value(group, name) == 0 for group in groups):
+            remedy = f"{name} of {kind} is 0; set it, or remove this key"
+            raise SettingError(f"scale_with_batch.{name}", method, remedy)
+    if "beta2" in methods and _is_low_bit(optimizer):
         _let_beta2_be_a_tensor(optimizer)
 
 
@@ -407,34 +423,36 @@ def _is_low_bit(optimizer: Optimizer) -> bool:
 
 def _let_beta2_be_a_tensor(optimizer: Any) -> None:
     """Register the operation that torchao's low-bit states lack for a beta2 tensor."""
-    # torchao's AdamW without low-bit states
-    if math.isinf(optimizer.block_size):
+    block_size = optimizer.block_size
+    if math.isinf(block_size):
+        # torchao's AdamW without low-bit states
         return
-    kind = type(
-        optimizer._subclass_zeros(torch.zeros(optimizer.block_size), True, optimizer.block_size)
-    )
+    low_bit_type = type(optimizer._subclass_zeros(torch.zeros(block_size), True, block_size))
 
-    @kind.implements(torch.ops.aten.lerp.Tensor)  # type: ignore[untyped-decorator]
+    @low_bit_type.implements(torch.ops.aten.lerp.Tensor)  # type: ignore[untyped-decorator]
     def lerp(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [arg.dequantize() if isinstance(arg, kind) else arg for arg in args]
+        tensors = [arg.dequantize() if isinstance(arg, low_bit_type) else arg for arg in args]
         return func(*tensors, **kwargs)
 
 
-def _number(value: Any) -> float:
-    """Return a weight decay, or the second value of betas."""
-    return float(value[1] if isinstance(value, tuple | list) else value)
+def _option_value(group: Mapping[str, Any], name: str) -> float:
+    """Return ``beta2`` or ``weight_decay`` of a parameter group."""
+    value = group[_GROUP_KEYS[name]]
+    return float(value[1] if name == "beta2" else value)
 
 
 def unwrap(wrapper: Any, name: str) -> Any:
     """Return the optimizer or scheduler inside the wrappers of accelerate or Lightning."""
-    while isinstance(inner := getattr(wrapper, name, None), Optimizer | LRScheduler):
+    inner = getattr(wrapper, name, None)
+    while isinstance(inner, Optimizer | LRScheduler):
         wrapper = inner
+        inner = getattr(wrapper, name, None)
     return wrapper
 
 
 def write_rate(group: dict[str, Any], rate: float) -> None:
     """Set the learning rate of a parameter group; a tensor (torchao) is set in place."""
-    if hasattr(group["lr"], "fill_"):
+    if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
@@ -442,10 +460,10 @@ def write_rate(group: dict[str, Any], rate: float) -> None:
 
 def follows_clock(scheduler: Any) -> bool:
     """Return whether a scheduler is a function of the step alone; True for None."""
+    if scheduler is None:
+        return True
     # A subclass that overrides get_lr() may count steps.
-    return scheduler is None or (
-        isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
-    )
+    return isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
 
 
 def schedule_factor(scheduler: LRScheduler | None) -> Callable[[float], float]:
@@ -460,7 +478,7 @@ def schedule_factor(scheduler: LRScheduler | None) -> Callable[[float], float]:
             "a batch that follows the decay of the learning rate needs a LambdaLR, such as"
             " torchtune's cosine schedule"
         )
-        kind = unwrapped and type(unwrapped).__name__
+        kind = None if unwrapped is None else type(unwrapped).__name__
         raise SettingError("lr_scheduler", kind, remedy)
 
     return lambda clock: factors_at(unwrapped, clock)[0]
@@ -468,7 +486,7 @@ def schedule_factor(scheduler: LRScheduler | None) -> Callable[[float], float]:
 
 def factors_at(scheduler: LambdaLR, clock: float) -> list[float]:
     """Return a schedule's factor for each group's base rate."""
-    # torch calls the functions with whole numbers.
+    # torch calls the functions with integers, so a function may need one.
     if clock == int(clock):
         clock = int(clock)
     return [rule(clock) for rule in scheduler.lr_lambdas]  # type: ignore[arg-type]

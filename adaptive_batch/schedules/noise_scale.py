@@ -59,22 +59,23 @@ class NoiseSample:
 
         For rows of equal length both are unbiased (equations A.3 and A.2). Either can be negative.
         """
-        small = float(self.small_rows)
-        big = self.big_rows
-        of_small, of_big, ratio = map(
-            float, (self.small_squared_norm, self.big_squared_norm, self.label_ratio)
+        small_rows, big_rows = float(self.small_rows), self.big_rows
+        small_norm, big_norm = float(self.small_squared_norm), float(self.big_squared_norm)
+        ratio = float(self.label_ratio)
+        assert 0 < small_rows < big_rows, (small_rows, big_rows)
+        noise = (ratio * small_norm - big_norm) / (1 / small_rows - 1 / big_rows)
+        squared_gradient = (big_rows * big_norm - small_rows * ratio**2 * small_norm) / (
+            big_rows - small_rows
         )
-        assert 0 < small < big, (small, big)
-        noise = (ratio * of_small - of_big) / (1 / small - 1 / big)
-        return noise, (big * of_big - small * ratio**2 * of_small) / (big - small)
+        return noise, squared_gradient
 
 
 class NoiseScale:
     """The smoothed noise scale of a run.
 
     S and |G|^2 are averaged separately and then divided: the ratio of one step's estimates is
-    biased, and has no mean if |G|^2 can be near zero. The averages are bias-corrected exponential
-    moving averages.
+    biased, and has no mean if |G|^2 can be near zero. The averages are exponential moving averages
+    that begin at 0; their bias cancels in the ratio.
 
     Args:
         decay: decay of the averages, from 0 to below 1; about 1 / (1 - decay) samples count.
@@ -90,7 +91,6 @@ class NoiseScale:
         self._min_samples = min_samples
         self._every = every
         self._samples = 0
-        self._weight = 0.0
         self._noise = 0.0
         self._squared_gradient = 0.0
 
@@ -100,15 +100,15 @@ class NoiseScale:
 
     def update(self, sample: NoiseSample) -> None:
         """Add one step and skip it if its norms are not finite; syncs with the device."""
-        estimates = (1.0, *sample.estimates())
-        if not all(map(math.isfinite, estimates)):
+        noise, squared_gradient = sample.estimates()
+        if not (math.isfinite(noise) and math.isfinite(squared_gradient)):
             return
-        averages = (self._weight, self._noise, self._squared_gradient)
-        self._weight, self._noise, self._squared_gradient = (
-            self._decay * average + (1 - self._decay) * estimate
-            for average, estimate in zip(averages, estimates, strict=True)
-        )
+        self._noise = self._average(self._noise, noise)
+        self._squared_gradient = self._average(self._squared_gradient, squared_gradient)
         self._samples += 1
+
+    def _average(self, average: float, estimate: float) -> float:
+        return self._decay * average + (1 - self._decay) * estimate
 
     @property
     def value(self) -> float | None:
@@ -125,7 +125,6 @@ class NoiseScale:
         """Return plain numbers, from which a run resumes bit-identically."""
         return {
             "samples": self._samples,
-            "weight": self._weight,
             "noise": self._noise,
             "squared_gradient": self._squared_gradient,
         }
@@ -133,7 +132,6 @@ class NoiseScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; `decay` may differ."""
         self._samples = int(state["samples"])
-        self._weight = float(state["weight"])
         self._noise = float(state["noise"])
         self._squared_gradient = float(state["squared_gradient"])
 

@@ -60,10 +60,11 @@ class EpochPlan:
         cls, sizes: Sequence[int], *, drop_last: bool = False, max_steps: int | None = None
     ) -> EpochPlan:
         """Plan steps of the given numbers of rows and drop or train the short last one."""
-        kept = sizes[: len(sizes) - drop_last][:max_steps]
-        return cls(
-            sum(sizes), round(sum(kept) / max(1, len(kept))), len(kept), kept, most_steps=max_steps
-        )
+        trained = sizes[:-1] if drop_last else sizes
+        # A limit of None keeps all steps.
+        trained = trained[:max_steps]
+        mean_rows = round(sum(trained) / max(1, len(trained)))
+        return cls(sum(sizes), mean_rows, len(trained), trained, most_steps=max_steps)
 
     def rows_of_step(self, step: int) -> int:
         """Return the rows of step `step` of the epoch, counted from 0."""
@@ -96,8 +97,8 @@ class EpochPlan:
         """
         if self.sizes is None:
             return self.steps * self.global_rows
-        # Equal steps, except a short last one.
-        if len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]:
+        all_but_last = self.sizes[:-1]
+        if len(set(all_but_last)) == 1 and self.sizes[-1] <= self.sizes[0]:
             return len(self.sizes) * self.sizes[0]
         return sum(self.sizes)
 
@@ -176,7 +177,7 @@ class Progress:
             "epoch_steps": self.epoch_steps + 1,
             "epoch_tokens": self.epoch_tokens + tokens,
         }
-        # Called at each step; replace() takes twice as long.
+        # This runs at each step, and dataclasses.replace() takes twice as long.
         return Progress(**(vars(self) | changed))
 
     def after_epoch(self) -> Progress:
@@ -228,20 +229,23 @@ class Duration:
 
         It is exact: a tenth of an epoch of 10 rows is one row, which floats could miss.
         """
-        return self._done(progress) / Fraction(str(self.amount))
+        return self._trained(progress) / Fraction(str(self.amount))
 
-    def _done(self, progress: Progress) -> Fraction:
-        if self.unit != "ep":
-            return Fraction(
-                {"ba": progress.steps, "sp": progress.samples, "tok": progress.tokens}[self.unit]
-            )
-        rows = progress.rows_per_epoch
-        if not rows:
-            return Fraction(progress.epoch)
-        return progress.epoch + Fraction(progress.epoch_rows, rows)
+    def _trained(self, progress: Progress) -> Fraction:
+        """Return the training so far in the unit of this duration."""
+        if self.unit == "ep":
+            fraction_of_epoch = Fraction(0)
+            if progress.rows_per_epoch:
+                fraction_of_epoch = Fraction(progress.epoch_rows, progress.rows_per_epoch)
+            return progress.epoch + fraction_of_epoch
+        return Fraction(
+            {"ba": progress.steps, "sp": progress.samples, "tok": progress.tokens}[self.unit]
+        )
 
     def __str__(self) -> str:
+        # 1.5e+06 becomes 1.5e6.
         short = f"{self.amount:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+        # ":g" rounds to six digits.
         if float(short) != self.amount:
             return f"{self.amount}{self.unit}"
         return f"{short}{self.unit}"
@@ -258,16 +262,16 @@ def parse_duration(value: object, *, key: str) -> Duration:
     if isinstance(value, str):
         match = re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip())
     if match is None:
-        raise SettingError(
-            key,
-            value,
+        remedy = (
             "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps), 10000sp"
-            " (samples) or 1e6tok (tokens)",
+            " (samples) or 1e6tok (tokens)"
         )
+        raise SettingError(key, value, remedy)
     number, unit = match.groups()
     try:
         amount = float(number)
     except ValueError:
+        # NaN fails the next check.
         amount = math.nan
     if not 0 < amount < math.inf:
         raise SettingError(key, value, f"give a finite number above 0, such as 2{unit}")

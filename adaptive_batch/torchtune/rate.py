@@ -17,7 +17,7 @@ from adaptive_batch.schedules import (
     ReferenceBatch,
     Seesaw,
     follows_clock,
-    prepare_scaled,
+    prepare_for_scaled_options,
     schedule_factor,
     write_rate,
 )
@@ -107,7 +107,7 @@ def check_rate(job: Job) -> None:
             built as in torchtune's recipes, or cannot follow `lr_clock`.
     """
     optimizer = job.optimizer_of_one_weight()
-    prepare_scaled(optimizer, job.settings.scale_with_batch or {})
+    prepare_for_scaled_options(optimizer, job.settings.scale_with_batch or {})
     cfg = job.cfg
     block = cfg.get("lr_scheduler", None)
     if not block:

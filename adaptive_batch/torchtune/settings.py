@@ -26,10 +26,10 @@ from adaptive_batch.schedules import (
     ReferenceBatch,
     Schedule,
     check_increment,
-    check_scaled,
     check_schedule,
     needs_noise_scale,
     parse_reference,
+    parse_scaled_options,
     rate_rule,
 )
 from adaptive_batch.training import ON_NONFINITE_LOSS, ProbeOptions
@@ -273,7 +273,7 @@ class Settings(Batching):
         resume="report",
         needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
     )
-    scale_with_batch: Mapping[str, str] | None = option(None, check_scaled, resume="report")
+    scale_with_batch: Mapping[str, str] | None = option(None, parse_scaled_options, resume="report")
     lr_clock: Clock = option(
         Clock(),
         lambda name, value: Clock.from_config(value),

@@ -566,7 +566,7 @@ class BoundSearch:
         earlier = None
         if self._cache is not None:
             earlier = distributed.from_rank_zero(partial(self._cache.known, budget))
-        if self._scope.evaluation and not self._tried.engine.sharding.knows(
+        if self._scope.evaluation and not self._tried.engine.sharding.has_recorded(
             evaluates=self._scope.evaluation.kind
         ):
             # Record the collectives, so that a rank can finish them after an OOM.

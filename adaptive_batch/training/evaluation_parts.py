@@ -146,7 +146,7 @@ class EvaluationParts:
                 random_state.restore()
                 if rows is None:
                     rows = self._rows_of(batch)
-                    self._runner.set_suspects([MicroBatch([*range(rows.num_rows)], rows.width)])
+                    self._runner.suspect_fullest([MicroBatch([*range(rows.num_rows)], rows.width)])
 
             for attempt in self._runner.attempts(undo=undo_attempt, doing="in an evaluation"):
                 with attempt:
@@ -175,7 +175,7 @@ class EvaluationParts:
         metrics.
         """
         parts = split_by_rows(range(rows.num_rows), self.sizer.limit().amount)
-        self._runner.set_suspects([MicroBatch([*part], rows.width) for part in parts])
+        self._runner.suspect_fullest([MicroBatch([*part], rows.width) for part in parts])
         losses, outputs, counts = self._run_each(rows, parts, forward)
         if len(parts) == 1:
             return losses[0], outputs[0], [1.0]

@@ -14,7 +14,7 @@ from adaptive_batch._util import check_options, instance_of, one_of, option
 from adaptive_batch.data import LAYOUT_KINDS
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
-from adaptive_batch.schedules import UNITS, check_scaled
+from adaptive_batch.schedules import UNITS, parse_scaled_options
 
 from .sizing import LimitChange, OOMPolicy
 from .step_result import ON_NONFINITE_LOSS
@@ -120,7 +120,7 @@ class StepOptions:
     memory: DeviceMemory | None = option(None, _device_memory)
     on_nonfinite_loss: str = option("warn", one_of(*ON_NONFINITE_LOSS))
     micro_batch_layout: str | None = option(None, one_of(*LAYOUT_KINDS))
-    scale_with_batch: Mapping[str, str] | None = option(None, check_scaled)
+    scale_with_batch: Mapping[str, str] | None = option(None, parse_scaled_options)
     lr_clock: str = option("samples", one_of(*UNITS))
     event: Callable[..., object] | None = option(
         None, partial(_function, remedy="give a function, such as RunLog(folder)")

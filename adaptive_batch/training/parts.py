@@ -184,8 +184,8 @@ class RowsOfBatch(BatchSource):
         values = _values(batch, known=is_divided)
         num_rows = _most_common(_length(value) for name, value in values if is_divided.get(name))
         if num_rows is None:
-            num_rows, lists = _count_rows(batch)
-            self.is_divided.update(dict.fromkeys(lists, True))
+            num_rows, lists_of_rows = _count_rows(batch)
+            self.is_divided.update(dict.fromkeys(lists_of_rows, True))
         if num_rows is None:
             remedy = f"nothing in it shows the number of rows ({self.treatment}); {SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
@@ -197,8 +197,9 @@ class RowsOfBatch(BatchSource):
                 if is_table(value) and value.shape[0] == num_rows:
                     self._tables[name] = value
         for name, value in _values(batch, known=self.is_divided, num_rows=num_rows):
+            length = _length(value)
             # Do not decide for None or an empty list: the next batch may have a value for each row.
-            if length := _length(value):
+            if length:
                 self.is_divided.setdefault(name, length == num_rows)
 
     @property
@@ -215,25 +216,27 @@ class RowsOfBatch(BatchSource):
         used = self._used_columns()
         if used is None:
             return None
-        columns = torch.arange(1, used.shape[1] + 1, device=used.device)
-        lengths: list[int] = (used * columns).amax(dim=1).clamp(min=1).tolist()
+        # The length up to a used column is its number, counted from 1; an unused column has 0.
+        column_numbers = torch.arange(1, used.shape[1] + 1, device=used.device)
+        lengths: list[int] = (used * column_numbers).amax(dim=1).clamp(min=1).tolist()
         return lengths
 
     def _used_columns(self) -> torch.Tensor | None:
         """Return a bool tensor `[rows, columns]`, true where a column is used; None if unknown."""
-        shown_by = self._table_that_shows_padding()
-        if shown_by is None:
+        mask_or_labels = self._mask_or_labels()
+        if mask_or_labels is None:
             return None
-        if not self._trims or self._must_keep_columns(shown_by):
-            return torch.ones_like(shown_by, dtype=torch.bool)
-        used = torch.zeros_like(shown_by, dtype=torch.bool)
+        if not self._trims or self._must_keep_columns(mask_or_labels):
+            return torch.ones_like(mask_or_labels, dtype=torch.bool)
+        used = torch.zeros_like(mask_or_labels, dtype=torch.bool)
         for name, padding in _KNOWN_PADDING.items():
             table = self._tables.get(name)
-            if table is not None and table.shape == shown_by.shape:
+            if table is not None and table.shape == mask_or_labels.shape:
                 used |= (table != padding).to(used.device)
         tokens = self._tokens
         if tokens is not None and "attention_mask" not in self._tables:
-            # After the last label of a row, its padding repeats one token.
+            # Tokens without a label are used too, such as a prompt. Padding repeats one token, so
+            # a token that differs from the last one of its row is not padding.
             used |= tokens != tokens[:, -1:]
         return used
 
@@ -241,40 +244,42 @@ class RowsOfBatch(BatchSource):
     def _tokens(self) -> torch.Tensor | None:
         return self._tables.get("tokens", self._tables.get("input_ids"))
 
-    def _table_that_shows_padding(self) -> torch.Tensor | None:
-        """Return the attention mask, or without one the labels beside tokens; None if unknown."""
+    def _mask_or_labels(self) -> torch.Tensor | None:
+        """Return the tensor `[rows, columns]` that shows padding: the attention mask, or the labels
+        of a batch without one; None if neither shows it.
+        """
         if isinstance(self._batch, _MAPPING) and self._batch.get("attention_mask") is not None:
+            # A mask of another shape is no table. It may hide what has labels, so ignore labels.
             return self._tables.get("attention_mask")
         labels, tokens = self._tables.get("labels"), self._tokens
-        if labels is None or tokens is None or labels.is_floating_point():
+        if labels is None or tokens is None or labels.shape != tokens.shape:
             return None
-        return labels if labels.shape == tokens.shape else None
+        # Probabilities have no value for padding.
+        return None if labels.is_floating_point() else labels
 
-    def _must_keep_columns(self, shown_by: torch.Tensor) -> bool:
+    def _must_keep_columns(self, mask_or_labels: torch.Tensor) -> bool:
         """Return whether the padding of some tensor is unknown."""
         tokens = self._tokens
-        tokens_differ = tokens is not None and tokens.shape != shown_by.shape
-        if tokens_differ or self._has_other_tensor_as_wide():
+        if tokens is not None and tokens.shape != mask_or_labels.shape:
             return True
-        # An additive mask is 0 for a token and a large negative number for padding.
-        return "attention_mask" in self._tables and bool((shown_by < 0).any())
+        if self._row_lengths is None and any(map(self._may_be_padded, arrays_in(self._batch))):
+            return True
+        # An additive mask is 0 for a token and a large negative number for padding, which is not
+        # the padding of _KNOWN_PADDING.
+        return "attention_mask" in self._tables and bool((mask_or_labels < 0).any())
 
-    def _has_other_tensor_as_wide(self) -> bool:
-        """Return whether another tensor has the width of the rows, with unknown padding."""
-        if self._row_lengths is not None:
-            return False
-        padded = {
-            id(table)
-            for name, table in self._tables.items()
-            if name in _KNOWN_PADDING or name in _OTHER_PADDED
-        }
-        return any(
-            isinstance(tensor, PackedSequence)
-            or getattr(tensor, "is_nested", False)
-            or self.width in tensor.shape[int(tensor.shape[:1] == (self.num_rows,)) :]
-            for tensor in arrays_in(self._batch)
-            if id(tensor) not in padded
-        )
+    def _may_be_padded(self, tensor: Any) -> bool:
+        """Return whether a tensor may have columns of padding that is unknown."""
+        for name in (*_KNOWN_PADDING, *_OTHER_PADDED):
+            if tensor is self._tables.get(name):
+                return False
+        if isinstance(tensor, PackedSequence) or getattr(tensor, "is_nested", False):
+            return True
+        dimensions = list(tensor.shape)
+        if dimensions[:1] == [self.num_rows]:
+            # The rows may be as many as the columns.
+            del dimensions[0]
+        return self.width in dimensions
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some rows; the script's own tensors if these are all rows.
@@ -284,17 +289,14 @@ class RowsOfBatch(BatchSource):
         """
         if len(rows) == self.num_rows:
             return copy_containers(self._batch)
-        used_width = None
-        if self._trims and self.lengths is not None:
-            used_width = max(self.lengths[row] for row in rows)
-            if self._row_lengths is not None:
-                longest = max(self._row_lengths[row] for row in rows)
-                used_width = min(self.width, max(used_width, longest))
+        used_width = self._used_width(rows)
         if rows[-1] - rows[0] + 1 == len(rows):
+            # Adjacent rows of a tensor are a view.
             rows = range(rows[0], rows[-1] + 1)
 
         def take(value: Any, name: str) -> Any:
             if not self.is_divided.get(name):
+                # A container may have divided values inside.
                 return rebuild(value, name, take)
             length = _length(value)
             if length != self.num_rows:
@@ -310,6 +312,16 @@ class RowsOfBatch(BatchSource):
             return some_rows
 
         return take(self._batch, "")
+
+    def _used_width(self, rows: Sequence[int]) -> int | None:
+        """Return the columns that some rows use; None if they keep all."""
+        if not self._trims or self.lengths is None:
+            return None
+        used_width = max(self.lengths[row] for row in rows)
+        if self._row_lengths is not None:
+            longest = max(self._row_lengths[row] for row in rows)
+            used_width = min(self.width, max(used_width, longest))
+        return used_width
 
     def dummy(self) -> Any:
         """Return the row with the most labels: the mean loss of no label is NaN."""
@@ -331,14 +343,16 @@ class RowsOfBatch(BatchSource):
     @property
     def treatment(self) -> str:
         """Description of the keys for errors: divided, cut or kept whole."""
-        names: dict[str, list[str]] = {}
+        keys_by_treatment: dict[str, list[str]] = {}
         for name, value in _values(self._batch, known=self.is_divided):
             treatment = "kept whole"
             if self.is_divided.get(name):
                 is_cut = self.cuts and is_table(value) and value.shape[1] == self.width
                 treatment = "divided and cut" if is_cut else "divided"
-            names.setdefault(treatment, []).append(name or "the batch")
-        return "; ".join(f"{', '.join(keys)} {treatment}" for treatment, keys in names.items())
+            keys_by_treatment.setdefault(treatment, []).append(name or "the batch")
+        return "; ".join(
+            f"{', '.join(keys)} {treatment}" for treatment, keys in keys_by_treatment.items()
+        )
 
 
 def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
@@ -346,41 +360,45 @@ def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
 
     Lists are named only if no other value shows the number of rows.
     """
-    entries = sorted(
-        named_items(batch) or [("", batch)], key=lambda entry: entry[0] not in _ROW_KEYS
-    )
-    lists = {name: value for name, value in entries if _is_list(value)}
-    num_rows = _most_common(_lengths_in(value for name, value in entries if name not in lists))
-    if _is_list(batch) and _hold_rows([batch]):
+    if _is_list(batch) and _have_item_per_row([batch]):
         return len(batch), [""]
-    if lists and num_rows is None:
-        columns = list(lists.values())
-        if _hold_rows(columns):
-            return len(columns[0]), lists
-        num_rows = _most_common(_lengths_in(columns))
-    return num_rows, ()
+    # _most_common() prefers the first of equally common lengths, so known keys come first.
+    values = dict(named_items(batch)) or {"": batch}
+    values = dict(sorted(values.items(), key=lambda item: item[0] not in _ROW_KEYS))
+    lists = {name: value for name, value in values.items() if _is_list(value)}
+    num_rows = _most_common(_lengths_in(values[name] for name in values if name not in lists))
+    if num_rows is not None or not lists:
+        return num_rows, ()
+    if _have_item_per_row(list(lists.values())):
+        return len(next(iter(lists.values()))), lists
+    return _most_common(_lengths_in(lists.values())), ()
 
 
-def _hold_rows(lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether each list has one item per row. Otherwise its items have all rows, as the
-    first dimension of their tensors.
+def _have_item_per_row(lists: Sequence[Sequence[Any]]) -> bool:
+    """Return whether each list has one item per row. Otherwise each of its items has all rows, as
+    the first dimension of its tensors.
+
+    Items of rows have one form. Their tensors have the dimensions of a row, which differ, while
+    tensors with all rows have one first dimension.
     """
-    items = lists[0]
-    if len(set(map(len, lists))) > 1 or len(items) < 2:
+    first_list, *others = lists
+    num_items = len(first_list)
+    if num_items < 2 or any(len(other) != num_items for other in others):
         return False
     if any(len(set(map(_form, items))) > 1 for items in lists):
         return False
-    lengths = {_length(value) for items in lists for item in items for _, value in _values(item)}
-    if len(lists) == 1 and isinstance(items[0], _MAPPING) and len(items) > _MOST_VIEWS:
+    if not others and isinstance(first_list[0], _MAPPING) and num_items > _MOST_VIEWS:
         return True
-    # A single list of tensors with all rows may also have one tensor of another size.
-    max_lengths = 2 if len(lists) == 1 and is_array(items[0]) else 1
+    lengths = {_length(value) for items in lists for item in items for _, value in _values(item)}
+    # In a single list of tensors with all rows, one tensor may have another size.
+    max_lengths = 2 if not others and is_array(first_list[0]) else 1
+    # A scalar has no length, so it belongs to one row.
     return None in lengths or len(lengths) > max_lengths
 
 
 def _form(value: Any) -> Any:
-    """Return the keys of a mapping, the forms of a list's items, or the type and dimensions of
-    another value.
+    """Return a key that is equal for values of the same kind: the keys of a mapping, the forms of a
+    list's items, or the type and number of dimensions of another value.
     """
     if isinstance(value, _MAPPING):
         return frozenset(value)
@@ -455,22 +473,26 @@ def _values(
     """Yield the values of a batch with their names. A list is one value if its name is known, if it
     has no tensors, or if it has one item per row and its tensors do not have all rows.
     """
-    is_value = name in known
-    if _is_list(value) and not is_value and f"{name}[0]" not in known:
+    is_one_value = name in known
+    # If the first item's name is known, each item is a value.
+    if _is_list(value) and not is_one_value and f"{name}[0]" not in known:
         lengths = set(_lengths_in(value))
-        is_value = not lengths or (len(value) == num_rows and lengths != {num_rows})
-    entries = named_items(value, name)
-    if is_value or not entries:
+        has_tensors_of_all_rows = lengths == {num_rows}
+        has_item_per_row = len(value) == num_rows and not has_tensors_of_all_rows
+        is_one_value = not lengths or has_item_per_row
+    items = named_items(value, name)
+    if is_one_value or not items:
         yield name, value
         return
-    for entry_name, entry in entries:
-        yield from _values(entry, entry_name, known=known, num_rows=num_rows)
+    for item_name, item in items:
+        yield from _values(item, item_name, known=known, num_rows=num_rows)
 
 
 def _select(value: Any, rows: Sequence[int]) -> Any:
     """Return some rows of a value with one entry per row."""
     if isinstance(value, PackedSequence):
         sequences = unpack_sequence(value)
+        # torch keeps these indices only if the sequences were not sorted by length.
         is_sorted = value.sorted_indices is None
         return pack_sequence([sequences[row] for row in rows], enforce_sorted=is_sorted)
     if _is_list(value):
@@ -490,13 +512,13 @@ def copy_containers(value: Any) -> Any:
     if not isinstance(value, _MAPPING):
         return rebuild(value, "", lambda item, name: copy_containers(item))
     try:
-        copy_of_value: Any = copy.copy(value)
+        copied: Any = copy.copy(value)
         for key, item in value.items():
-            copy_of_value[key] = copy_containers(item)
+            copied[key] = copy_containers(item)
     except (RuntimeError, TypeError):
-        # The mapping is immutable.
+        # The mapping is immutable, so a function cannot pop from it.
         return value
-    return copy_of_value
+    return copied
 
 
 def rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
@@ -506,7 +528,8 @@ def rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
         return like_mapping(value, dict(zip(value, items, strict=True)))
     if not items:
         return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    is_named_tuple = hasattr(value, "_fields")
+    return type(value)(*items) if is_named_tuple else type(value)(items)
 
 
 def like_mapping(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -561,14 +584,16 @@ class LabelCounter:
 
     @staticmethod
     def _count(labels: torch.Tensor, counts_first: bool) -> int:
-        # A single column has one label per row.
-        if labels.dim() == 2 and labels.shape[1] > 1 and not counts_first:
+        # Labels of classes may have a single column, which no model shifts.
+        has_first_labels = labels.dim() == 2 and labels.shape[1] > 1
+        if has_first_labels and not counts_first:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).count_nonzero())
 
 
 def shares_of(counts: Sequence[float]) -> tuple[float, ...]:
     """Return the share of each part in the labels; zeros without labels."""
+    # If all counts are 0, divide by 1, which gives zeros.
     total = sum(counts) or 1
     return tuple(count / total for count in counts)
 
@@ -584,9 +609,11 @@ def has_shifted_labels(batch: Any) -> bool:
     if not (is_table(labels) and is_table(tokens)) or labels.shape != tokens.shape:
         return False
     is_label = labels != IGNORE_INDEX
-    is_next = labels[:, :-1] == tokens[:, 1:]
-    is_own = labels == tokens
-    return bool(is_next[is_label[:, :-1]].all()) and not bool(is_own[is_label].all())
+    is_next_token = labels[:, :-1] == tokens[:, 1:]
+    is_own_token = labels == tokens
+    all_are_next = bool(is_next_token[is_label[:, :-1]].all())
+    all_are_own = bool(is_own_token[is_label].all())
+    return all_are_next and not all_are_own
 
 
 def label_count(count: Any) -> float:
@@ -599,8 +626,10 @@ def label_count(count: Any) -> float:
         "give a function that returns the number of labels that the loss averages over, or the sum"
         " of their weights: 0 or more"
     )
+    # torch would round a Python float to float32.
+    dtype = torch.float64 if type(count) is float else None
     try:
-        tensor = torch.as_tensor(count, dtype=torch.float64 if type(count) is float else None)
+        tensor = torch.as_tensor(count, dtype=dtype)
     except (RuntimeError, TypeError, ValueError):
         raise SettingError("num_labels", count, remedy) from None
     if tensor.is_complex() or tensor.dim() or not 0 <= tensor < math.inf:

@@ -21,12 +21,12 @@ from adaptive_batch.schedules import (
     Progress,
     ReferenceBatch,
     TrainingClock,
-    check_scaled,
     factors_at,
     follows_clock,
     parse_reference,
-    prepare_scaled,
-    read_scaled,
+    parse_scaled_options,
+    prepare_for_scaled_options,
+    read_scaled_options,
     scale_group,
     scale_learning_rate,
     scale_steps,
@@ -85,7 +85,7 @@ class AdaptiveRate:
         check_choice("lr_scaling", lr_scaling, RULES)
         if not isinstance(lr_clock, Clock):
             lr_clock = Clock.from_config(lr_clock)
-        self._scaled_options = check_scaled("scale_with_batch", scale_with_batch or {})
+        self._scaled_options = parse_scaled_options("scale_with_batch", scale_with_batch or {})
         self._scales = lr_scaling != "none" or bool(self._scaled_options)
         if self._scales and reference_batch_size is None:
             remedy = (
@@ -104,7 +104,7 @@ class AdaptiveRate:
         self._scheduler = unwrap(lr_scheduler, "scheduler")
         self._check_scheduler()
         for each in self._optimizers:
-            prepare_scaled(each, self._scaled_options)
+            prepare_for_scaled_options(each, self._scaled_options)
             # Detach an earlier AdaptiveRate of this optimizer.
             scale_steps(each, None)
         self._clock = lr_clock
@@ -196,7 +196,9 @@ class AdaptiveRate:
             progress = Progress(steps=self._num_set)
         batch = 1
         if self._scales:
-            name, own_batch = ("tokens", tokens) if self.counts_tokens else ("rows", rows)
+            name, own_batch = "rows", rows
+            if self.counts_tokens:
+                name, own_batch = "tokens", tokens
             if not isinstance(own_batch, int) or own_batch < 0:
                 remedy = (
                     f"the rate was chosen for {self.reference}; give set({name}=...) of this step,"
@@ -232,18 +234,18 @@ class AdaptiveRate:
             # Each optimizer.step() applies the scale and undoes it afterwards.
             for optimizer in self._optimizers:
                 scale_steps(optimizer, scale)
-            # Values of the step, to return.
+            # Copies with the scaled values, to report the rate of the step.
             groups = [group | scale(self._optimizers[0], group) for group in groups]
         rates = [float(group["lr"]) for group in groups]
         if self._scheduler is not None:
-            # The attribute that the scheduler's get_last_lr() returns.
+            # The scheduler's get_last_lr() then returns the scaled rates.
             self._scheduler._last_lr = rates
-        return {"lr": rates[0], **read_scaled(groups, self._scaled_options)}
+        return {"lr": rates[0], **read_scaled_options(groups, self._scaled_options)}
 
     def _step_scheduler(self, steps: int) -> None:
         """Step a scheduler that counts steps itself up to the current step."""
         with warnings.catch_warnings():
-            # A resumed run and a preview step it before their optimizer.
+            # torch warns if a scheduler steps before its optimizer, as in a resumed run.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             while self._scheduler_steps < steps:
                 self._counting_scheduler.step()
@@ -255,27 +257,30 @@ class AdaptiveRate:
 
     def _schedule(self, clock: float) -> None:
         """Write the scheduled rates."""
+        kind = type(self._scheduler).__name__
         factors = factors_at(self._scheduler, clock)
         num_groups = len(self._optimizers[0].param_groups)
-        remedy = None
         if num_groups != len(factors):
             remedy = (
                 f"it was built for {len(factors)} parameter groups, and the optimizer has "
                 f"{num_groups}; add groups before it is built"
             )
-        elif not all(map(math.isfinite, factors)):
+            raise SettingError("lr_scheduler", kind, remedy)
+        if not all(map(math.isfinite, factors)):
             remedy = (
                 f"at step {clock:g} it returns {factors}; give a function whose values are finite"
             )
-        if remedy:
-            raise SettingError("lr_scheduler", type(self._scheduler).__name__, remedy)
+            raise SettingError("lr_scheduler", kind, remedy)
         for optimizer in self._optimizers:
             groups = optimizer.param_groups
+            # torch's schedulers keep the unscheduled rate of a group under this key.
             bases = [group.setdefault("initial_lr", float(group["lr"])) for group in groups]
             if optimizer is self._optimizers[0]:
                 bases = self._scheduler.base_lrs
-            # An optimizer with another number of groups uses the schedule of the first group.
-            own_factors = factors if len(groups) == len(factors) else factors[:1] * len(groups)
+            own_factors = factors
+            if len(groups) != len(factors):
+                # All groups use the schedule of the first group.
+                own_factors = factors[:1] * len(groups)
             for group, base, factor in zip(groups, bases, own_factors, strict=True):
                 write_rate(group, float(base) * factor)
 
@@ -283,7 +288,7 @@ class AdaptiveRate:
         """Describe the values that are scaled with the batch; None without any."""
         rules = {"lr": self._lr_scaling, **self._scaled_options}
         groups = self._optimizers[0].param_groups
-        values = {"lr": self.base, **read_scaled(groups, self._scaled_options)}
+        values = {"lr": self.base, **read_scaled_options(groups, self._scaled_options)}
         lines = [
             f"{name} {values[name]:g}: chosen for {self.reference} per step, scaled by {rule}"
             for name, rule in rules.items()

@@ -159,7 +159,7 @@ class SumThenDivide(Weighting[StepResult]):
         self._global_rows = global_rows
         self._measures_noise = measures_noise
         if not rows:
-            self.idle = MicroBatch([0], step.loss.row_length(step.loss.some_row()))
+            self.stand_in = MicroBatch([0], step.loss.row_length(step.loss.some_row()))
 
     def divide(self, limit: MicroBatchLimit) -> list[MicroBatch]:
         """Divide the rows within a limit."""
@@ -185,7 +185,7 @@ class SumThenDivide(Weighting[StepResult]):
         self._loss_sum = torch.zeros((), device=device)
         self._label_tokens = torch.zeros((), dtype=torch.int64)
         self._metrics = dict.fromkeys(self._loss.metrics, self._loss_sum)
-        self._small: SmallBatch | None = None
+        self._small_batch: SmallBatch | None = None
         return plan
 
     # --- a micro-batch
@@ -194,58 +194,63 @@ class SumThenDivide(Weighting[StepResult]):
         """Run forward and backward of a micro-batch. On several ranks, a missing micro-batch or one
         without labels is replaced by a dummy of weight 0.
         """
-        loss = self._loss
+        row_loss = self._loss
         layout = self._step.sizer.layout
-        labels = None
+        num_labels = None
         if micro_batch is not None:
             rows = [self._rows[number] for number in micro_batch.rows]
-            with loss.collated(rows, layout, micro_batch.length) as batch:
+            with row_loss.collated(rows, layout, micro_batch.length) as batch:
                 has_tokens = "tokens" in batch
                 run_tokens = batch["tokens"].numel() if has_tokens else micro_batch.run_tokens
                 self._run_tokens += run_tokens
-                labels = loss.count_labels(batch)
-                if labels:
+                num_labels = row_loss.count_labels(batch)
+                if num_labels:
                     if self.reference_values is not None:
                         batch[REFERENCE_VALUES] = self.reference_values[micro_batch.rows]
-                    self._backward(batch, labels)
-        if not labels and distributed.world_size() > 1:
-            # The mean over no labels is NaN, and so is 0 times NaN.
-            with loss.collated([loss.some_row()], layout) as batch:
+                    self._backward(batch, num_labels)
+        if not num_labels and distributed.world_size() > 1:
+            # The dummy needs labels: the mean over no labels is NaN, and so is 0 times NaN.
+            with row_loss.collated([row_loss.some_row()], layout) as batch:
                 if self.reference_values is not None:
                     batch[REFERENCE_VALUES] = torch.zeros(1, self.reference_values.shape[1])
                 self._backward(batch, None)
-        if self.reduces_first and is_last and self._small is None:
-            self._small = self._small_batch()
+        if self.reduces_first and is_last and self._small_batch is None:
+            self._small_batch = self._measure_small_batch()
 
-    def _backward(self, batch: Batch, labels: torch.Tensor | None) -> None:
-        """Run forward and backward of a batch with this number of labels; None for a dummy of
-        weight 0.
+    def _backward(self, batch: Batch, num_labels: torch.Tensor | None) -> None:
+        """Run forward and backward of a batch.
+
+        Args:
+            batch: batch on the host.
+            num_labels: number of its labels on the host; None for a dummy of weight 0.
         """
-        mean, count = self._loss.loss_and_labels(batch)
-        has_ranks = distributed.world_size() > 1
-        if self._loss.counts_rows:
+        mean, num_labels_on_device = self._loss.loss_and_labels(batch)
+        ranks = distributed.world_size()
+        if num_labels is None:
             loss = mean * 0
-            if labels is not None:
-                # Dividing by the number of such micro-batches in the step is exact if all of them
-                # have the same number of rows.
-                num_equal_parts = self._global_rows / (distributed.world_size() * int(labels))
-                loss = mean / num_equal_parts
-                self._add(loss.detach(), labels, batch, weight=1 / num_equal_parts)
+        elif self._loss.counts_rows:
+            # Dividing by the number of such micro-batches in the step is exact if all of them have
+            # the same number of rows.
+            num_equal_parts = self._global_rows / (ranks * int(num_labels))
+            loss = mean / num_equal_parts
+            self._add(loss.detach(), num_labels, batch, weight=1 / num_equal_parts)
         else:
-            loss = mean * (0 if labels is None else count)
-            if labels is not None:
-                self._add(loss.detach(), labels if has_ranks else count, batch, weight=count)
+            loss = mean * num_labels_on_device
+            # A single rank adds counts on its device, without waiting for it.
+            counted = num_labels if ranks > 1 else num_labels_on_device
+            self._add(loss.detach(), counted, batch, weight=num_labels_on_device)
         # The optimizer in backward steps each parameter as soon as its gradient is computed, so the
         # loss of this, the only micro-batch, is divided before backward.
         if not self._step.scales_gradients:
-            self._all_reduce()
-            if not self._loss.counts_rows and not has_ranks:
-                loss = mean
-            elif not self._loss.counts_rows:
-                if not self._label_tokens:
+            self._sum_over_ranks()
+            if not self._loss.counts_rows:
+                if ranks == 1:
+                    loss = mean
+                elif self._label_tokens:
+                    loss = loss * (ranks / self._label_tokens)
+                else:
                     # No rank has labels: skip the backward, which would step the parameters.
                     return
-                loss = loss * (distributed.world_size() / self._label_tokens)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _add(
@@ -266,14 +271,14 @@ class SumThenDivide(Weighting[StepResult]):
             self._metrics[name] = total + self._as_sum(weight * batch[name])
 
     def _as_sum(self, value: torch.Tensor) -> torch.Tensor:
-        # All ranks must send the dtype of a rank without labels.
+        # Ranks send sums of one dtype: that of the 0 with which a rank without labels begins.
         return value.to(self._loss_sum.dtype) if distributed.world_size() > 1 else value
 
     # --- the end of a step
 
     def end(self) -> StepResult:
         """Sum the label tokens over ranks, and divide the gradients by them."""
-        if self._step.scales_gradients and self._all_reduce():
+        if self._step.scales_gradients and self._sum_over_ranks():
             raise OutOfMemoryElsewhereError
         ranks = distributed.world_size()
         has_labels = bool(self._label_tokens) if ranks > 1 else self._num_labelled > 0
@@ -286,9 +291,9 @@ class SumThenDivide(Weighting[StepResult]):
         elif not has_labels and ranks > 1:
             self._step.drop_gradients()
         noise = None
-        if self._small is not None:
-            noise = self._noise(self._small)
-        # The code below reads numbers, which waits for the device.
+        if self._small_batch is not None:
+            noise = self._noise(self._small_batch)
+        # Everything is queued on the device now. The code below waits for it by reading numbers.
         grad_norm = self._step.clip()
         num_micro_batches = self._num_labelled
         if ranks > 1:
@@ -296,7 +301,7 @@ class SumThenDivide(Weighting[StepResult]):
         loss, metrics = 0.0, dict.fromkeys(self._loss.metrics, 0.0)
         if has_labels:
             loss, metrics = self._means()
-        # With tensor parallelism several ranks run the same rows.
+        # With tensor parallelism several ranks run the same rows, which the sums count repeatedly.
         copies = ranks // distributed.data_parallel_size()
         return StepResult(
             loss=loss,
@@ -311,37 +316,38 @@ class SumThenDivide(Weighting[StepResult]):
             stop_requested=self._step.plan.stop_requested,
         )
 
-    def _all_reduce(self) -> bool:
+    def _sum_over_ranks(self) -> bool:
         """Sum counts, loss and metrics over ranks in two small collectives; return whether a rank
         ran out of memory.
         """
-        failed = int(self._step.runner.error is not None)
+        has_failed = self._step.runner.error is not None
         if distributed.world_size() == 1:
-            return bool(failed)
-        numbers = [self._num_rows, self._num_tokens, self._run_tokens, failed]
+            return has_failed
+        numbers = [self._num_rows, self._num_tokens, self._run_tokens, int(has_failed)]
         counts = torch.cat([self._label_tokens[None], self._label_tokens.new_tensor(numbers)])
         counts = counts.to(self._loss_sum.device)
-        means = torch.stack([self._loss_sum, *self._metrics.values()])
-        distributed.all_reduce_sum(counts, means)
-        self._loss_sum, *values = means
-        self._metrics = dict(zip(self._metrics, values, strict=True))
+        sums = torch.stack([self._loss_sum, *self._metrics.values()])
+        distributed.all_reduce_sum(counts, sums)
+        self._loss_sum, *metrics = sums
+        self._metrics = dict(zip(self._metrics, metrics, strict=True))
+        # The label tokens stay on the device, as reading them would wait for it.
         self._label_tokens = counts[0]
-        self._num_rows, self._num_tokens, self._run_tokens, failed = counts[1:].tolist()
-        return bool(failed)
+        self._num_rows, self._num_tokens, self._run_tokens, num_failed = counts[1:].tolist()
+        return bool(num_failed)
 
     def _means(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss and the metrics of a step with labels, over all ranks."""
-        sums = [self._loss_sum, *self._metrics.values()]
+        divisor: Any = self._label_tokens
         if self._loss.counts_rows:
             # _backward() weights micro-batches so that their weights add up to the ranks.
-            mean_loss, *values = [value.item() / distributed.world_size() for value in sums]
-        else:
-            mean_loss, *values = [float(value.item() / self._label_tokens) for value in sums]
-        metrics = dict(zip(self._metrics, values, strict=True))
-        combined = self._loss.loss_of(
-            **{name: torch.tensor(value) for name, value in metrics.items()}
-        )
-        return mean_loss if combined is None else float(combined), metrics
+            divisor = distributed.world_size()
+        loss = float(self._loss_sum.item() / divisor)
+        metrics = {name: float(total.item() / divisor) for name, total in self._metrics.items()}
+        tensors = {name: torch.tensor(value) for name, value in metrics.items()}
+        loss_from_metrics = self._loss.loss_of(**tensors)
+        if loss_from_metrics is not None:
+            loss = float(loss_from_metrics)
+        return loss, metrics
 
     # --- noise
 
@@ -354,40 +360,43 @@ class SumThenDivide(Weighting[StepResult]):
         ]
         return squared_norm(shards) if shards else torch.zeros(())
 
-    def _small_batch(self) -> SmallBatch:
+    def _measure_small_batch(self) -> SmallBatch:
         """Return the first micro-batch of each rank, whose reduced gradients are the only ones so
         far.
         """
-        squared = self._squared_norm()
+        gradient_norm = self._squared_norm()
         if self._loss.counts_rows:
             # Convert to the gradients of a summed loss.
-            squared = squared * (self._global_rows / distributed.world_size()) ** 2
-        num_rows = sum(len(first.rows) for first in self._step.plan.micro_batches[:1])
-        return SmallBatch(num_rows, self._label_tokens, squared, self._num_labelled > 0)
+            gradient_norm = gradient_norm * (self._global_rows / distributed.world_size()) ** 2
+        num_rows = 0
+        if self._step.plan.micro_batches:
+            num_rows = len(self._step.plan.micro_batches[0].rows)
+        return SmallBatch(num_rows, self._label_tokens, gradient_norm, self._num_labelled > 0)
 
     def _noise(self, small: SmallBatch) -> NoiseSample | None:
         """Return a sample of the noise over all ranks; None if the small batch has no labels, or
         all of them.
         """
-        rows, labels, squared, has_labels = small
-        whole = self._squared_norm()
         ranks = distributed.world_size()
-        # A single rank counts micro-batches, since counting labels would wait for its device.
-        is_part = has_labels and self._num_labelled > 1
+        sums: Any = (small.rows, small.label_tokens, small.squared_norm, self._squared_norm())
         if ranks > 1:
             device = self._step.memory.device
-            own_sums = [
-                torch.as_tensor(value, dtype=torch.float64, device=device)
-                for value in (rows, labels, squared, whole)
-            ]
-            total = torch.stack(own_sums)
-            distributed.all_reduce_sum(total)
-            rows, labels, squared, whole = total
-            is_part = bool(0 < labels < self._label_tokens)
-        if not is_part:
+            sums = torch.stack(
+                [torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums]
+            )
+            distributed.all_reduce_sum(sums)
+        rows, label_tokens, norm_of_small, norm_of_step = sums
+        if ranks > 1:
+            has_part_of_labels = bool(0 < label_tokens < self._label_tokens)
+        else:
+            # Count micro-batches, since reading the number of labels would wait for the device.
+            has_part_of_labels = small.has_labels and self._num_labelled > 1
+        if not has_part_of_labels:
             return None
-        ratio = labels / rows * self._num_rows / self._label_tokens
-        return NoiseSample(rows, squared * (ranks / labels) ** 2, self._num_rows, whole, ratio)
+        label_ratio = label_tokens / rows * self._num_rows / self._label_tokens
+        # The gradients of a summed loss become those of the mean as in end().
+        norm_of_small = norm_of_small * (ranks / label_tokens) ** 2
+        return NoiseSample(rows, norm_of_small, self._num_rows, norm_of_step, label_ratio)
 
 
 @dataclass(frozen=True)
@@ -453,11 +462,12 @@ class ReferencePass:
         restore()
         if not results:
             return self.dummy_values(0)
-        by_micro_batch = torch.cat([values for _, values in results])
-        positions = [position for micro_batch, _ in results for position in micro_batch.rows]
-        of_rows = torch.empty_like(by_micro_batch)
-        of_rows[positions] = by_micro_batch
-        return of_rows
+        # Micro-batches may have the rows in another order than the step.
+        in_micro_batches = torch.cat([values for _, values in results])
+        numbers = [number for micro_batch, _ in results for number in micro_batch.rows]
+        in_order = torch.empty_like(in_micro_batches)
+        in_order[numbers] = in_micro_batches
+        return in_order
 
     def dummy_values(self, num_rows: int) -> torch.Tensor:
         """Return zeros in the shape of :meth:`of_rows`, on the host, for rows of weight 0."""
@@ -582,20 +592,20 @@ class RecipeStep(Step):
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
-        # Use the time model of training's micro-batches: larger ones are not faster if they have
-        # more padding.
+        # Use the time model of training, by which the layout avoids larger micro-batches that are
+        # slower because of more padding.
         layout = runner.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
         lengths = list(map(loss.row_length, rows))
-        idle = MicroBatch([], 0)
+        stand_in = MicroBatch([], 0)
         dummies: list[Row] = []
         if distributed.world_size() > 1:
             dummies = [loss.some_row()]
-            idle = MicroBatch([0], layout.padded(loss.row_length(dummies[0])))
+            stand_in = MicroBatch([0], layout.padded(loss.row_length(dummies[0])))
 
         @torch.no_grad()
-        def run(micro_batch: MicroBatch | None) -> Result:
+        def run_one(micro_batch: MicroBatch | None) -> Result:
             if micro_batch is None:
-                return forward(dummies, idle.length)
+                return forward(dummies, stand_in.length)
             return forward([rows[number] for number in micro_batch.rows], micro_batch.length)
 
         def undo_attempt() -> None:
@@ -608,7 +618,7 @@ class RecipeStep(Step):
                     own = micro_batches(lengths, runner.sizer.limit(), layout)
                     plan = MicroBatchPlan().with_micro_batches(own)
                     results = self.run_forward(
-                        plan, run, runner=runner, evaluates=evaluates, idle=idle
+                        plan, run_one, runner=runner, evaluates=evaluates, stand_in=stand_in
                     )
         return [(micro_batch, result) for micro_batch, result in results if micro_batch is not None]
 
@@ -624,14 +634,14 @@ class RecipeStep(Step):
         assert self.scales_gradients
         row = self.loss.some_row()
 
-        def run() -> None:
+        def run_trials() -> None:
             for is_last in (False, True):
                 self.try_rows([row], is_last=is_last)
             self.try_evaluation([row])
             if self.reference is not None:
                 self.reference.try_rows([row])
 
-        self.record_collectives(run, MicroBatch([0], self.loss.row_length(row)))
+        self.record_collectives(run_trials, MicroBatch([0], self.loss.row_length(row)))
 
     def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
         """Run forward and backward of one micro-batch as a trial. The rows may have no label."""
@@ -639,10 +649,10 @@ class RecipeStep(Step):
         with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
             if self.reference is not None:
                 batch[REFERENCE_VALUES] = self.reference.dummy_values(len(rows))
-            loss, count = self.loss.loss_and_labels(batch)
+            loss, num_labels = self.loss.loss_and_labels(batch)
             # The operations of SumThenDivide._backward(); the values do not matter.
             if self.scales_gradients and not self.loss.counts_rows:
-                loss = loss * count
+                loss = loss * num_labels
             loss.backward()  # type: ignore[no-untyped-call]
 
     def try_evaluation(
@@ -652,15 +662,15 @@ class RecipeStep(Step):
 
         Args:
             rows: rows of the micro-batch.
-            loss: loss of the rows; None for training's.
+            loss: makes the batch of the rows; None for training's loss.
             length: minimum padded length.
         """
         collated = (loss or self.loss).collated(rows, self.sizer.layout, length)
         with collated as batch, torch.no_grad(), self.trial(evaluates=True):
-            mean, count = self.loss.loss_and_labels(batch)
-            if count:
+            mean, num_labels = self.loss.loss_and_labels(batch)
+            if num_labels:
                 # Wait for the device, as an Evaluator does.
-                (mean * count).item()
+                (mean * num_labels).item()
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
         """Leave the gradients that exist within a step: unsharded ones and, if noise is measured,
@@ -684,7 +694,7 @@ class Evaluator:
 
     def __init__(self, step: RecipeStep, loss: RowLoss, sizer: MicroBatchSizer) -> None:
         self._step = step
-        self._loss = loss
+        self._evaluation_loss = loss
         self._sizer = sizer
         self._runner = step.runner.with_sizer(sizer)
 
@@ -705,8 +715,9 @@ class Evaluator:
         """
         loss_sum = 0.0
         label_tokens = 0
-        # The kind of training's layout, if rows can be packed.
-        kind = "padded" if self._loss.pack is None else self._step.sizer.layout.kind
+        kind = "padded"
+        if self._evaluation_loss.pack is not None:
+            kind = self._step.sizer.layout.kind
         self._sizer.retry_if_due()
         with evaluation_mode(self._step.model):
             unread = iter(rows)
@@ -716,7 +727,7 @@ class Evaluator:
                     chunk,
                     self._sum_losses,
                     runner=self._runner,
-                    loss=self._loss,
+                    loss=self._evaluation_loss,
                     kind=kind,
                     doing="in validation",
                 )
@@ -724,26 +735,27 @@ class Evaluator:
                 loss_sum += sum(loss for _, (loss, _) in results)
                 label_tokens += sum(labels for _, (_, labels) in results)
                 chunk = self._read(unread)
-        of_ranks = distributed.all_gather((loss_sum, label_tokens))
-        loss_sum = sum(loss for loss, _ in of_ranks)
-        label_tokens = sum(labels for _, labels in of_ranks)
-        if not label_tokens:
+        by_rank = distributed.all_gather((loss_sum, label_tokens))
+        total_loss = sum(loss for loss, _ in by_rank)
+        total_labels = sum(labels for _, labels in by_rank)
+        if not total_labels:
             return float("nan")
-        return loss_sum / label_tokens
+        return total_loss / total_labels
 
     def _sum_losses(self, rows: Sequence[Row], length: int) -> tuple[float, int]:
         """Return the sum of the token losses of a micro-batch, and its label tokens.
 
         A single rank does not run a micro-batch without labels.
         """
-        training = self._step.loss
-        with self._loss.collated(rows, self._step.sizer.layout, length) as batch:
-            if distributed.world_size() == 1 and not training.count_labels(batch):
+        # The evaluation's own loss only makes the batch; that of training computes its mean.
+        training_loss = self._step.loss
+        with self._evaluation_loss.collated(rows, self._step.sizer.layout, length) as batch:
+            if distributed.world_size() == 1 and not training_loss.count_labels(batch):
                 return 0.0, 0
-            mean, count = training.loss_and_labels(batch)
-            if not count:
+            mean, num_labels = training_loss.loss_and_labels(batch)
+            if not num_labels:
                 return 0.0, 0
-            return (mean * count).item(), int(count)
+            return (mean * num_labels).item(), int(num_labels)
 
     def _read(self, unread: Iterator[Any]) -> list[Any]:
         """Read at least `_ROWS_READ` rows, in whole micro-batches if the limit counts rows; fewer
@@ -756,7 +768,7 @@ class Evaluator:
         tokens = 0
         for row in unread:
             rows.append(row)
-            tokens += self._loss.row_length(row)
+            tokens += self._evaluation_loss.row_length(row)
             if len(rows) >= _ROWS_READ and tokens >= _MICRO_BATCHES_READ * amount:
                 break
         return rows

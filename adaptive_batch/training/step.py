@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -97,22 +97,23 @@ def raise_if_answers_differ(answers: Mapping[str, int]) -> None:
         GrowthFunctionError: a rank has another answer.
     """
     texts = {name: str(answer) for name, answer in answers.items()}
-    first, *later = distributed.all_gather(texts)
-    for rank, of_rank in enumerate(later, start=1):
-        for name, value, of_first in differences(of_rank, first):
+    of_rank_zero, *of_others = distributed.all_gather(texts)
+    for rank, of_rank in enumerate(of_others, start=1):
+        for name, value, value_of_rank_zero in differences(of_rank, of_rank_zero):
             raise GrowthFunctionError(
-                f"{name} is {value} on rank {rank} but {of_first} on rank 0; use the same function"
-                " and arguments on all ranks"
+                f"{name} is {value} on rank {rank} but {value_of_rank_zero} on rank 0; use the same"
+                " function and arguments on all ranks"
             )
 
 
 def differences(
-    mine: Mapping[str, str], first: Mapping[str, str]
+    values: Mapping[str, str], other_values: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
     """Yield each name whose values differ between two ranks, with both values."""
-    for name in sorted(first.keys() | mine.keys()):
-        if first.get(name) != mine.get(name):
-            yield name, mine.get(name, _ABSENT), first.get(name, _ABSENT)
+    for name in sorted(values.keys() | other_values.keys()):
+        value, other = values.get(name, _ABSENT), other_values.get(name, _ABSENT)
+        if value != other:
+            yield name, value, other
 
 
 class Weighting(ABC, Generic[Result]):
@@ -122,12 +123,12 @@ class Weighting(ABC, Generic[Result]):
     After an OOM it calls :meth:`drop` and begins again.
 
     Attributes:
-        idle: micro-batch that errors name if this rank has none.
+        stand_in: micro-batch to name in an error if this rank has none.
         reduces_first: whether gradients are also reduced after the first micro-batch; set by
             :meth:`begin`.
     """
 
-    idle = MicroBatch([0], 1)
+    stand_in = MicroBatch([0], 1)
     reduces_first = False
 
     @abstractmethod
@@ -179,7 +180,8 @@ class MicroBatchRunner:
             with the smaller limit.
 
     Attributes:
-        current: micro-batch that is running; after a run, the fullest one.
+        suspect: micro-batch to blame for an OOM, whose size gives the smaller limit: the one that
+            is running; before the first and after the last one, the fullest.
         retries: as given.
         num_failures: failed attempts of the current step.
         error: message of an OOM of this rank in the current attempt; None without one.
@@ -198,7 +200,7 @@ class MicroBatchRunner:
         self.sizer = sizer
         self.memory = memory
         self.remedies = remedies
-        self.current = MicroBatch([], 0)
+        self.suspect = MicroBatch([], 0)
         self.retries = retries
         self._sharding = sharding
         self._is_of_training = is_of_training
@@ -236,6 +238,7 @@ class MicroBatchRunner:
         while True:
             self.error = None
             self._has_succeeded = False
+            # The context sets _has_succeeded.
             yield self._attempt(doing)
             if self._has_succeeded:
                 self.sizer.after_attempt()
@@ -266,13 +269,11 @@ class MicroBatchRunner:
             # The text alone: the error keeps the tensors of the failed forward alive.
             self.error = _message(error)
 
-    def set_suspects(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set `current` to the fullest micro-batch, which errors name if an OOM comes before the
-        first one runs.
-        """
-        self.current = micro_batches[0]
+    def suspect_fullest(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Set `suspect` to the fullest micro-batch: an OOM may come before the first one runs."""
+        self.suspect = micro_batches[0]
         if len(micro_batches) > 1:
-            self.current = self.sizer.limit().fullest(micro_batches)
+            self.suspect = self.sizer.limit().fullest(micro_batches)
 
     def prepare(self, make: Callable[[], Result]) -> Result | None:
         """Call a function before the first micro-batch, and return its result; None after an OOM.
@@ -286,80 +287,93 @@ class MicroBatchRunner:
             if not (self.retries and self._sharding.can_skip and is_out_of_memory(error)):
                 raise
             self.error = _message(error)
-        # Outside of the except block, which keeps what was made alive.
+        # Outside of the except block, in which the error keeps the failed call's tensors alive.
         recover(self.memory)
         return None
 
     def run(
         self,
         micro_batches: Sequence[MicroBatch],
-        run: Callable[[MicroBatch | None, bool], object],
+        run_one: Callable[[MicroBatch | None, bool], object],
         *,
-        drop: Callable[[], object],
-        idle: MicroBatch,
-        kinds: Sequence[Mapping[str, Any]],
+        context_options: Sequence[Mapping[str, Any]],
+        stand_in: MicroBatch,
+        free: Callable[[], object],
         context: Callable[..., AbstractContextManager[object]] | None = None,
     ) -> None:
         """Run micro-batches one after the other; after an OOM, only the collectives of the rest.
 
         Args:
             micro_batches: micro-batches of this rank.
-            run: ``run(micro_batch, is_last)`` runs one of them; None for a dummy.
-            drop: function that frees the tensors of a micro-batch.
-            idle: micro-batch that errors name if this rank has none.
-            kinds: arguments of `context` for each micro-batch, the same number on all ranks. A rank
-                with fewer micro-batches runs dummies last.
+            run_one: ``run_one(micro_batch, is_last)`` runs one of them, or a dummy if it is None.
+            context_options: arguments of `context` for each micro-batch, the same number on all
+                ranks. A rank with fewer micro-batches runs dummies last.
+            stand_in: micro-batch to name in an error if this rank has none.
+            free: function that frees the tensors of a failed micro-batch.
             context: function that returns the context of a micro-batch; None for
                 :meth:`Sharding.micro_batch`.
         """
         context = context or self._sharding.micro_batch
-        self.set_suspects(micro_batches or [idle])
-        fullest = self.current
-        for number, (micro_batch, kind) in enumerate(zip_longest(micro_batches, kinds)):
-            # A micro-batch that reduces in backward runs on all ranks or on none.
-            reduces = self._sharding.reduces_in_backward and kind.get("is_last")
-            if reduces and distributed.any_of_ranks(self.error is not None):
+        self.suspect_fullest(micro_batches or [stand_in])
+        fullest = self.suspect
+        for number, (micro_batch, options) in enumerate(
+            zip_longest(micro_batches, context_options)
+        ):
+            # Only a micro-batch with a backward has this option.
+            is_last = options.get("is_last", False)
+            # If ranks wait for each other in this backward, it runs on all of them or on none.
+            has_waiting_ranks = is_last and self._sharding.reduces_in_backward
+            if has_waiting_ranks and distributed.any_of_ranks(self.error is not None):
                 break
             if self.error is not None:
-                self._sharding.run_dummy_collectives(**kind)
+                # This rank has failed, but the other ranks wait in its collectives.
+                self._sharding.run_dummy_collectives(**options)
                 continue
-            self.current = micro_batch or self.current
+            if micro_batch is not None:
+                self.suspect = micro_batch
             try:
-                with context(**kind):
-                    run(micro_batch, kind.get("is_last", True))
+                with context(**options):
+                    run_one(micro_batch, is_last)
             except Exception as error:
-                if not self._can_finish(error, following=kinds[number + 1 :]):
+                if not self._can_finish(error, context_options[number + 1 :]):
                     raise
                 self.error = _message(error)
-            # Outside of the except block, which keeps the failed forward's tensors alive.
+            # Outside of the except block, in which the error keeps the forward's tensors alive.
             if self.error is not None:
-                drop()
+                free()
                 recover(self.memory)
                 self._sharding.finish()
         if self.error is None:
-            self.current = fullest
+            # An OOM may come after the last micro-batch, as losses are summed.
+            self.suspect = fullest
 
-    def _can_finish(self, error: Exception, *, following: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether an error is an OOM of one of several ranks, and this rank can finish the
-        collectives of this micro-batch and of the following ones.
+    def _can_finish(self, error: Exception, options: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether this rank can finish the collectives of a micro-batch that failed, and
+        those of the following ones, so that other ranks can finish the attempt.
+
+        Args:
+            error: error of the micro-batch.
+            options: context options of the following micro-batches.
         """
-        can_finish = distributed.world_size() > 1 and self.retries and self._sharding.can_finish
-        is_known = all(self._sharding.knows(**kind) for kind in following)
-        return can_finish and is_known and is_out_of_memory(error)
+        if distributed.world_size() == 1 or not self.retries or not is_out_of_memory(error):
+            return False
+        can_run_following = all(self._sharding.has_recorded(**each) for each in options)
+        return self._sharding.can_finish and can_run_following
 
     def lost(self, error: BaseException, doing: str) -> RankLostError:
-        """Build the error of a rank that ran out of memory and cannot notify the others; it has the
-        limit for a restart.
+        """Build the error of a rank that ran out of memory and cannot notify the others. Its facts
+        contain the limit for a restart.
         """
         message = _message(error)
-        rows, length, smaller_limit, _ = self.sizer.after_out_of_memory(self.current, "")
-        facts: dict[str, Any] = {"rows": rows, "length": length, "error": message}
+        request = self.sizer.after_out_of_memory(self.suspect, "")
+        facts: dict[str, Any] = {"rows": request.rows, "length": request.length, "error": message}
         remedy = self.remedies
+        smaller_limit = request.limit
         if smaller_limit is not None:
             remedy = f"use at most {smaller_limit}"
             if self._is_of_training:
                 facts |= {"limit": smaller_limit.amount, "unit": smaller_limit.unit}
-        size = f"{count(rows, self.sizer.noun)} of {count(length, 'token')}"
+        size = f"{count(request.rows, self.sizer.noun)} of {count(request.length, 'token')}"
         return RankLostError(
             f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
             f" {message.splitlines()[0]}; the other ranks wait in a collective, so all ranks end;"
@@ -370,21 +384,23 @@ class MicroBatchRunner:
     def _shrink(self) -> None:
         """Lower the limit by the requests of all ranks."""
         self.num_failures += 1
-        request: ShrinkRequest | None = None
+        own_request: ShrinkRequest | None = None
         if self.error is not None:
-            request = self.sizer.after_out_of_memory(
-                self.current, self.error, failures=self.num_failures
+            own_request = self.sizer.after_out_of_memory(
+                self.suspect, self.error, failures=self.num_failures
             )
-        gathered = enumerate(distributed.all_gather(request))
-        requests = {rank: requested for rank, requested in gathered if requested is not None}
-        for rank, requested in requests.items():
-            if requested.limit is None:
+        requests: dict[int, ShrinkRequest] = {}
+        for rank, request in enumerate(distributed.all_gather(own_request)):
+            if request is None:
+                continue
+            if request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
-                tokens = count(requested.length, "token")
+                tokens = count(request.length, "token")
                 raise DoesNotFitError(
                     f"one {self.sizer.noun} of {tokens} ran out of memory on {place}, alone in its"
-                    f" micro-batch: {requested.error}; {self.remedies}"
+                    f" micro-batch: {request.error}; {self.remedies}"
                 )
+            requests[rank] = request
         self.sizer.lower(requests)
 
 
@@ -475,7 +491,7 @@ class Step:
             weighting.drop()
             saved.drop_new()
             restore()
-            # MicroBatchRunner empties the allocator's cache next.
+            # MicroBatchRunner empties the allocator's cache next, see `largest_size`.
             self.largest_size = 0
 
         try:
@@ -505,26 +521,29 @@ class Step:
         """Run the micro-batches of a plan once."""
         self.plan = plan
         # An OOM may come before the first micro-batch.
-        self.runner.set_suspects(plan.micro_batches or [weighting.idle])
+        self.runner.suspect_fullest(plan.micro_batches or [weighting.stand_in])
         if self.sharding.is_sharded:
             # A forward of the user's own validation leaves parameters gathered.
             self.sharding.reset()
-        self.saved_gradients.is_split = plan.number > 1
-        if plan.number > 1:
+        is_split = plan.number > 1
+        self.saved_gradients.is_split = is_split
+        if is_split:
             check_hooks(self.own_leaves())
-        with optimizers_wait() if plan.number > 1 else nullcontext():
+        with optimizers_wait() if is_split else nullcontext():
             self.plan = plan = weighting.begin(plan)
-            size = max(map(attrgetter("size"), plan.micro_batches), default=0)
-            if size > self.largest_size:
-                self.largest_size = size
+            largest_size = max(map(attrgetter("size"), plan.micro_batches), default=0)
+            if largest_size > self.largest_size:
+                self.largest_size = largest_size
                 self.memory.make_room_for_larger()
-            reduced = {plan.number - 1, 0} if weighting.reduces_first else {plan.number - 1}
+            reducing = {plan.number - 1}
+            if weighting.reduces_first:
+                reducing.add(0)
             self.runner.run(
                 plan.micro_batches,
                 weighting.run,
-                drop=self.drop_gradients,
-                idle=weighting.idle,
-                kinds=[{"is_last": number in reduced} for number in range(plan.number)],
+                context_options=[{"is_last": number in reducing} for number in range(plan.number)],
+                stand_in=weighting.stand_in,
+                free=self.drop_gradients,
             )
             return weighting.end()
 
@@ -541,7 +560,7 @@ class Step:
         """
         sizer = self.sizer
         micro_batches = weighting.divide(sizer.limit(report.batch_size))
-        # The maximum of -x is minus the minimum.
+        # The maximum of -x over ranks is minus the minimum of x, so one collective returns both.
         numbers = [
             int(not sizer.retry_is_due),
             int(report.stop_requested),
@@ -552,7 +571,9 @@ class Step:
             len(micro_batches),
         ]
         agreed = distributed.all_reduce_max(numbers)
-        waits, stop, max_requested, minus_min_requested, max_rows, minus_min_rows, number = agreed
+        some_wait, stop, max_requested, minus_min_requested, max_rows, minus_min_rows, number = (
+            agreed
+        )
         if max_requested != -minus_min_requested or max_rows != -minus_min_rows:
             raise_if_answers_differ(
                 {
@@ -561,7 +582,7 @@ class Step:
                 }
             )
         plan = MicroBatchPlan(micro_batches, number, report.batch_size, bool(stop))
-        if waits:
+        if some_wait:
             return plan
         sizer.retry_former_limit()
         return plan.with_micro_batches(weighting.divide(sizer.limit(report.batch_size)))
@@ -575,7 +596,7 @@ class Step:
         *,
         runner: MicroBatchRunner,
         evaluates: bool | str,
-        idle: MicroBatch | None = None,
+        stand_in: MicroBatch | None = None,
     ) -> list[tuple[MicroBatch | None, Result]]:
         """Run the micro-batches of a plan once without gradients.
 
@@ -585,7 +606,7 @@ class Step:
             runner: runs them.
             evaluates: kind of micro-batch, which identifies its collectives, see
                 :meth:`Sharding.micro_batch`.
-            idle: micro-batch that errors name if this rank has none.
+            stand_in: micro-batch to name in an error if this rank has none.
 
         Returns:
             Each micro-batch with the function's result.
@@ -595,15 +616,15 @@ class Step:
         """
         results: list[tuple[MicroBatch | None, Result]] = []
 
-        def run(micro_batch: MicroBatch | None, _: bool) -> None:
+        def run_one(micro_batch: MicroBatch | None, _: bool) -> None:
             results.append((micro_batch, forward(micro_batch)))
 
         runner.run(
             plan.micro_batches,
-            run,
-            drop=self.sharding.reset,
-            idle=idle or MicroBatch([0], 1),
-            kinds=[{"evaluates": evaluates}] * plan.number,
+            run_one,
+            context_options=[{"evaluates": evaluates}] * plan.number,
+            stand_in=stand_in or MicroBatch([0], 1),
+            free=self.sharding.reset,
         )
         if distributed.any_of_ranks(runner.error is not None):
             raise OutOfMemoryElsewhereError
@@ -620,32 +641,32 @@ class Step:
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
         """Context manager for a trial of one micro-batch, which all ranks finish together."""
-        micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
-        with micro_batch, self.compiling():
+        recorded = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
+        with recorded, self.compiling():
             self.is_trial = True
             try:
                 yield
             finally:
                 self.is_trial = False
 
-    def record_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
+    def record_collectives(self, run_trials: Callable[[], object], row: MicroBatch) -> None:
         """Run trials and undo them, so that a rank can finish the collectives of the first
         micro-batch of training after an OOM.
 
         Args:
-            run: function that runs a trial of each kind of micro-batch.
+            run_trials: function that runs a trial of each kind of micro-batch.
             row: micro-batch of the trials, for errors.
 
         Raises:
             RankLostError: out of memory.
         """
-        self.runner.set_suspects([row])
+        self.runner.suspect_fullest([row])
         try:
             restore = self.snapshot()
             saved = self.save_gradients()
             try:
                 with saved.watch_backward():
-                    run()
+                    run_trials()
             finally:
                 saved.put_back()
                 restore()
@@ -673,14 +694,14 @@ class Step:
         Raises:
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
-        # An OOM of a trial does not lower the limit of training.
+        # A sizer of its own: an OOM of a trial must not lower the limit of training.
         runner = self.runner.with_sizer(MicroBatchSizer())
-        drop = self.saved_gradients.drop_new
+        drop_gradients = self.saved_gradients.drop_new
         restore = self.snapshot()
         remaining = iter(trials)
         has_failed = False
 
-        def run(_: MicroBatch | None, is_last: bool) -> None:
+        def run_next_trial(_: MicroBatch | None, is_last: bool) -> None:
             try:
                 next(remaining)()
             finally:
@@ -689,10 +710,10 @@ class Step:
         try:
             runner.run(
                 [rows] * len(trials),
-                run,
-                drop=drop,
-                idle=rows,
-                kinds=[{"evaluates": evaluates}] * len(trials),
+                run_next_trial,
+                context_options=[{"evaluates": evaluates}] * len(trials),
+                stand_in=rows,
+                free=drop_gradients,
                 context=self.trial,
             )
         except Exception as error:
@@ -702,9 +723,9 @@ class Step:
                 raise runner.lost(error, doing) from error
             has_failed = True
         finally:
-            drop()
+            drop_gradients()
         if has_failed:
-            # Outside of the except block, which keeps the failed forward's tensors alive.
+            # Outside of the except block, in which the error keeps the forward's tensors alive.
             recover(self.memory)
         return not distributed.any_of_ranks(has_failed or runner.error is not None)
 
@@ -717,16 +738,16 @@ class Step:
         random_state = RandomState(self.memory.device)
         if not self._persistent_buffers:
             return random_state.restore
-        # A forward may also replace a buffer with another tensor.
         buffers = [
             (module, name, module._buffers[name]) for module, name in self._persistent_buffers
         ]
-        statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)
+        values = TensorSnapshot(buffer for _, _, buffer in buffers if buffer is not None)
 
         def restore() -> None:
+            # A forward may have replaced a buffer with another tensor.
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
-            statistics.restore()
+            values.restore()
             random_state.restore()
 
         return restore
@@ -741,14 +762,16 @@ class Step:
 
     def own_leaves(self) -> Iterator[torch.Tensor | None]:
         """Yield the leaves of the model, unsharded parameters included."""
-        parameters = map(dict.values, self._parameters_of_modules)
-        return chain(*parameters, self.sharding.unsharded_parameters())
+        for parameters in self._parameters_of_modules:
+            yield from parameters.values()
+        yield from self.sharding.unsharded_parameters()
 
     def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the current gradients of the model by parameter."""
         return {
             parameter: parameter.grad
-            for parameter in chain.from_iterable(map(dict.values, self._parameters_of_modules))
+            for parameters in self._parameters_of_modules
+            for parameter in parameters.values()
             if parameter is not None and parameter.grad is not None
         }
 

@@ -221,7 +221,7 @@ class Training:
     @property
     def phase(self) -> str:
         """The phase that runs now."""
-        if self.sharding._is_inside:
+        if self.sharding._is_in_collective:
             return "collective"
         if torch._C._current_graph_task_id() != -1:
             return "backward"

@@ -81,7 +81,9 @@ def names_of(attempt, store, size):
     def named(rank):
         ends_at = attempt.get(rank)
         try:
-            return collectives._attempt(Dying(store, ends_at) if ends_at else store, rank, size)
+            return collectives._agree_on_name(
+                Dying(store, ends_at) if ends_at else store, rank, size
+            )
         except RankEnded:
             return None
         except (RankLostError, dist.DistStoreError):
@@ -109,7 +111,7 @@ def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypat
 def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
     monkeypatch.setattr(collectives, "_JOIN", timedelta(seconds=0.1))
     with pytest.raises(RankLostError, match=r"1 of 2 ranks joined within 0:00:00\.1"):
-        collectives._attempt(dist.HashStore(), 0, 2)
+        collectives._agree_on_name(dist.HashStore(), 0, 2)
 
 
 # two ranks: each starts once and writes what every function gave it; the facts below read that
