@@ -157,17 +157,16 @@ def newest_complete(
     Returns:
         The checkpoint or None, and the skipped folders that are newer or of unknown age.
     """
-    passed_over = list(skipped)
-    for checkpoint in sorted(
-        checkpoints, key=lambda candidate: (-candidate.order, -candidate.step)
-    ):
+    all_skipped = list(skipped)
+    newest_first = sorted(checkpoints, key=lambda each: (each.order, each.step), reverse=True)
+    for checkpoint in newest_first:
         order = checkpoint.order
-        changed = changed_content(checkpoint.path, checkpoint.files)
-        if changed is None:
-            newer = [old for old in passed_over if old.order is None or old.order >= order]
+        change = changed_content(checkpoint.path, checkpoint.files)
+        if change is None:
+            newer = [each for each in all_skipped if each.order is None or each.order >= order]
             return checkpoint, newer
-        passed_over.append(SkippedCheckpoint(checkpoint.path, changed, True, order, checkpoint.run))
-    return None, passed_over
+        all_skipped.append(SkippedCheckpoint(checkpoint.path, change, True, order, checkpoint.run))
+    return None, all_skipped
 
 
 def write_checkpoint(
@@ -189,14 +188,14 @@ def write_checkpoint(
             written.append(name)
         return {name: SavedFile.of(folder / name) for name in written}
 
-    of_ranks = ranks.each(write_low_bit)
     files: dict[str, SavedFile] = {}
-    for of_rank in of_ranks:
-        files |= of_rank
+    for files_of_rank in ranks.each(write_low_bit):
+        files |= files_of_rank
 
-    def complete() -> None:
+    def write_state_and_manifest() -> None:
         _save(content.state, folder / STATE)
-        ours = {name: SavedFile.of(folder / name) for name in (METADATA, STATE)}
+        for name in (METADATA, STATE):
+            files[name] = SavedFile.of(folder / name)
         manifest = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -206,54 +205,52 @@ def write_checkpoint(
             "run": run,
             "world_size": ranks.count,
         }
-        text = manifest_text(manifest, {**files, **ours})
-        atomic_write(folder / MANIFEST, text, sync=True)
+        atomic_write(folder / MANIFEST, manifest_text(manifest, files), sync=True)
+        # On a network file system, files of another node may become visible after a while.
         deadline = time.monotonic() + _SEEN_SECONDS
-        while True:
-            seen = inspect(folder)
-            if not isinstance(seen, SkippedCheckpoint):
-                break
+        seen = inspect(folder)
+        while isinstance(seen, SkippedCheckpoint):
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"rank zero does not see all that was saved ({seen.reason}); output_dir must be"
                     " on a file system that all ranks share"
                 )
             time.sleep(0.1)
+            seen = inspect(folder)
 
-    ranks.first(complete)
+    ranks.first(write_state_and_manifest)
 
 
 def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
     """Check the sizes of a checkpoint's files; :func:`changed_content` checks their content."""
+    # Another program's folder may have the name of a step, and must not be removed as ours.
     is_ours = (folder / METADATA).exists() and (folder / STATE).exists()
     try:
         text = (folder / MANIFEST).read_bytes().decode(errors="replace")
     except OSError as error:
         problem = "incomplete" if is_ours else "unrecognized"
-        return SkippedCheckpoint(
-            folder, f"{problem}: {MANIFEST} cannot be read ({error.strerror})", is_ours
-        )
+        reason_of_skip = f"{problem}: {MANIFEST} cannot be read ({error.strerror})"
+        return SkippedCheckpoint(folder, reason_of_skip, is_ours)
     is_ours |= FORMAT in text
     try:
-        content = json.loads(text)
-        version = int(content["format_version"])
-        order = int(content["order"])
-        if content["format"] == FORMAT and version != FORMAT_VERSION:
-            by = f"format {version}, written by adaptive_batch {content.get('package_version')}"
-            return SkippedCheckpoint(
-                folder,
-                f"{by}; this version reads format {FORMAT_VERSION}: use that version",
-                is_ours=False,
-                order=order,
+        manifest = json.loads(text)
+        version = int(manifest["format_version"])
+        order = int(manifest["order"])
+        if manifest["format"] == FORMAT and version != FORMAT_VERSION:
+            writer = f"adaptive_batch {manifest.get('package_version')}"
+            reason_of_skip = (
+                f"format {version}, written by {writer}; this version reads format"
+                f" {FORMAT_VERSION}: use that version"
             )
-        content, files = read_manifest(text)
-        checkpoint = Checkpoint(folder, content["step"], order, content["run"], files)
+            return SkippedCheckpoint(folder, reason_of_skip, is_ours=False, order=order)
+        manifest, files = read_manifest(text)
+        checkpoint = Checkpoint(folder, manifest["step"], order, manifest["run"], files)
     except (ValueError, KeyError, TypeError):
         problem = "truncated or changed" if is_ours else "unrecognized"
         return SkippedCheckpoint(folder, f"{MANIFEST} is {problem}", is_ours)
-    changed = changed_size(folder, files)
-    if changed is not None:
-        return SkippedCheckpoint(folder, changed, True, order, checkpoint.run)
+    change = changed_size(folder, files)
+    if change is not None:
+        return SkippedCheckpoint(folder, change, True, order, checkpoint.run)
     return checkpoint
 
 

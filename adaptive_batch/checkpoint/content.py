@@ -60,8 +60,10 @@ class _Stored:
     parameter: torch.Tensor | None = None
 
     def empty(self) -> torch.Tensor:
+        """Return an empty tensor to read this one into, sharded if its parameter is."""
         parameter = self.parameter
         form = self.form
+        # Optimizer states of another shape, such as the scalar `step`, are not sharded.
         if isinstance(parameter, DTensor) and form.dim() and form.shape == parameter.shape:
             return torch.empty_like(parameter.detach(), dtype=form.dtype)
         return torch.empty_like(form, device="cpu")
@@ -78,21 +80,18 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
     state: dict[str, Any] = {}
 
     def divide() -> list[str]:
-        state["tree"], divided = _divided(tensors_tree)
-        tensors.update(divided)
+        """Fill `tensors` and `state`; return the names of this rank's low-bit tensors."""
+        state["tree"], tensors_by_name = _divided(tensors_tree)
+        tensors.update(tensors_by_name)
         # Only rank 0 saves it.
         state["small"] = map_leaves(_copied, small_state if ranks.rank == 0 else None)
-        return [
-            name
-            for name, tensor in tensors.items()
-            if hasattr(local_part(tensor), "__tensor_flatten__")
-        ]
+        return [name for name, tensor in tensors.items() if _is_wrapper(local_part(tensor))]
 
     # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks merge their names.
-    names = sorted(set(chain(*ranks.each(divide))))
+    low_bit_names = sorted(set(chain(*ranks.each(divide))))
     state["ranks"] = ranks.count
-    state["low_bit"] = {name: _layout(tensors[name]) for name in names}
-    low_bit = {name: local_part(tensors.pop(name)) for name in names}
+    state["low_bit"] = {name: _layout(tensors[name]) for name in low_bit_names}
+    low_bit = {name: local_part(tensors.pop(name)) for name in low_bit_names}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     num_bytes += ranks.count * storage_bytes(low_bit.values())
     return Content(tensors, low_bit, state, num_bytes)
@@ -117,10 +116,11 @@ def read_into(
             the tensor.
     """
     low_bit = _read_low_bit(folder, state, ranks)
-    into: dict[str, list[torch.Tensor]] = {}
-    for key, child in tree.items():
+    # Tensors that were tied at the save have one name, and may be separate now.
+    targets_by_name: dict[str, list[torch.Tensor]] = {}
+    for key, entry in tree.items():
         saved = dict(_leaves(_entry(state, key), _Stored))
-        targets = dict(_leaves(child, torch.Tensor))
+        targets = dict(_leaves(entry, torch.Tensor))
         for path in [*targets, *saved]:
             if path not in saved or path not in targets:
                 problem = "was not saved" if path in targets else "was saved but has no target"
@@ -128,18 +128,18 @@ def read_into(
                     f"{_joined((key, *path))} {problem}; it belongs to another model: give the one"
                     " that was saved"
                 )
-        for path, tensor in targets.items():
+        for path, target in targets.items():
             name = saved[path].name
             if name in low_bit:
-                _check_layout(name, tensor, state, ranks)
-                local_part(tensor.detach()).copy_(low_bit[name])
+                _check_layout(name, target, state, ranks)
+                local_part(target.detach()).copy_(low_bit[name])
             else:
-                into.setdefault(name, []).append(tensor.detach())
-    read_tensors(folder, {name: parts[0] for name, parts in into.items()})
-    # Tensors that were tied at the save may be separate now.
-    for first, *copies in into.values():
-        for copy in copies:
-            copy.copy_(first)
+                targets_by_name.setdefault(name, []).append(target.detach())
+    # Each name is read once, and then copied to the other targets.
+    read_tensors(folder, {name: targets[0] for name, targets in targets_by_name.items()})
+    for first, *others in targets_by_name.values():
+        for other in others:
+            other.copy_(first)
 
 
 def read_optimizer(
@@ -155,18 +155,19 @@ def read_optimizer(
     Raises:
         CheckpointError: the state belongs to other parameters, or cannot be split over these ranks.
     """
-    form = _entry(state, "optimizer")
-    check_parameters(form, optimizers, names)
-    for parameter, name in names.items():
-        entries = form["state"].get(parameter_name(name))
-        if entries:
-            of_parameter = partial(_sharded_as, parameter)
-            form["state"][parameter_name(name)] = map_leaves(of_parameter, entries, _Stored)
-    read: dict[str, Any] = _read(folder, state, form, ranks)
+    saved = _entry(state, "optimizer")
+    check_parameters(saved, optimizers, names)
+    states_by_name = saved["state"]
+    for parameter, given_name in names.items():
+        name = parameter_name(given_name)
+        if name in states_by_name:
+            set_sharding = partial(_with_parameter, parameter)
+            states_by_name[name] = map_leaves(set_sharding, states_by_name[name], _Stored)
+    read: dict[str, Any] = _read(folder, state, saved, ranks)
     return read
 
 
-def _sharded_as(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stored:
+def _with_parameter(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stored:
     return replace(stored, parameter=parameter)
 
 
@@ -175,94 +176,98 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     memory have one form.
     """
     forms: dict[Any, torch.Tensor] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    tensors_by_form: dict[int, torch.Tensor] = {}
 
-    def form(path: _Path, value: Any) -> Any:
+    def replace_by_form(path: _Path, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return _plain_value(path, value)
         tensor = value.detach()
         if type(value) is torch.Tensor:
+            # Write the values of a lazy conjugate or negative view.
             tensor = tensor.resolve_conj().resolve_neg()
         local = local_part(tensor)
-        is_wrapper = hasattr(local, "__tensor_flatten__")
-        if not is_wrapper and (
-            type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided
-        ):
-            kind = f"{_kind(local)} of layout {local.layout} on {local.device}"
-            raise TypeError(f"{_joined(path)} is a {kind}; checkpoints cannot store it")
-        # Tensors that share memory are saved once.
-        key = path if is_wrapper else (*_memory(local), value.shape)
+        # Tensors that share memory have one key, so that they are saved once.
+        key: Any = path
+        if not _is_wrapper(local):
+            is_dense = type(local) is torch.Tensor and local.layout is torch.strided
+            if not is_dense or local.is_meta:
+                kind = f"{_kind(local)} of layout {local.layout} on {local.device}"
+                raise TypeError(f"{_joined(path)} is a {kind}; checkpoints cannot store it")
+            key = (*_memory(local), value.shape)
         form = forms.setdefault(key, _form(tensor))
-        tensors.setdefault(id(form), tensor)
+        tensors_by_form.setdefault(id(form), tensor)
         return form
 
-    divided = map_leaves(form, tree)
-    return divided, {
-        stored.name: tensors[id(stored.form)] for _, stored in _leaves(_stored(divided), _Stored)
-    }
+    tree_of_forms = map_leaves(replace_by_form, tree)
+    stored_leaves = _leaves(_stored(tree_of_forms), _Stored)
+    tensors = {stored.name: tensors_by_form[id(stored.form)] for _, stored in stored_leaves}
+    return tree_of_forms, tensors
 
 
-def _stored(divided: Any) -> Any:
-    """Name the forms of a tree by their first path."""
+def _stored(tree_of_forms: Any) -> Any:
+    """Return a tree of forms as one of stored tensors, which are named by their first path."""
     names: dict[int, str] = {}
     used_names: set[str] = set()
 
     def to_stored(path: _Path, form: torch.Tensor) -> _Stored:
         if id(form) not in names:
+            name = _joined(path)
             # ``{"a.b": x, "a": {"b": y}}`` gives two tensors the same joined path.
-            unique = _joined(path)
-            while unique in used_names:
-                unique += "#"
-            names[id(form)] = unique
-            used_names.add(unique)
+            while name in used_names:
+                name += "#"
+            names[id(form)] = name
+            used_names.add(name)
         return _Stored(names[id(form)], form)
 
-    return map_leaves(to_stored, divided, torch.Tensor)
+    return map_leaves(to_stored, tree_of_forms, torch.Tensor)
 
 
 def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> Any:
-    """Read the stored tensors of a tree."""
+    """Return a tree with tensors in place of the stored ones, read from their files."""
     low_bit = _read_low_bit(folder, state, ranks)
-    into: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for _, stored in _leaves(tree, _Stored):
         if stored.name in low_bit:
             _check_layout(stored.name, stored.parameter, state, ranks)
-        elif stored.name not in into:
-            into[stored.name] = stored.empty()
-    read_tensors(folder, into)
+        elif stored.name not in tensors:
+            tensors[stored.name] = stored.empty()
+    read_tensors(folder, tensors)
 
-    def restored(_: _Path, stored: _Stored) -> torch.Tensor:
+    def to_tensor(_: _Path, stored: _Stored) -> torch.Tensor:
         if stored.name not in low_bit:
-            return into[stored.name]
+            return tensors[stored.name]
         local: torch.Tensor = low_bit[stored.name]
         parameter = stored.parameter
         if isinstance(parameter, DTensor):
             return distributed_from_local(local, parameter, parameter.placements, stored.form.shape)
         return local
 
-    return map_leaves(restored, tree, _Stored)
+    return map_leaves(to_tensor, tree, _Stored)
 
 
 def _read_low_bit(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
-    """Read the low-bit tensors that this rank saved; a new rank has only their names."""
-    low_bit: Mapping[str, Any] = state["low_bit"]
-    if low_bit and ranks.rank < state["ranks"]:
-        low_bit = load_safely(folder / low_bit_file(ranks.rank))
-    return low_bit
+    """Return the low-bit tensors that this rank saved, by name. A rank that saved none gets the
+    names with layouts, which :func:`_check_layout` then refuses.
+    """
+    layouts: Mapping[str, Any] = state["low_bit"]
+    if layouts and ranks.rank < state["ranks"]:
+        tensors: Mapping[str, Any] = load_safely(folder / low_bit_file(ranks.rank))
+        return tensors
+    return layouts
 
 
 def _check_layout(
     name: str, parameter: torch.Tensor | None, state: Mapping[str, Any], ranks: Ranks
 ) -> None:
     """Raise if the ranks or their shards differ from those that saved a low-bit tensor."""
-    saved = state["ranks"]
+    saved_ranks = state["ranks"]
     saved_layout = state["low_bit"][name]
     layout = _layout(parameter)
-    if saved != ranks.count or (saved > 1 and layout != saved_layout):
+    if saved_ranks != ranks.count or (saved_ranks > 1 and layout != saved_layout):
         raise CheckpointError(
-            f"{name} is a low-bit state that {saved} ranks saved ({saved_layout});"
-            f" {ranks.count} ranks ({layout}) cannot split it again: resume with {saved} ranks and"
-            " the same sharding, or start from the weights with a new optimizer state"
+            f"{name} is a low-bit state that {saved_ranks} ranks saved ({saved_layout});"
+            f" {ranks.count} ranks ({layout}) cannot split it again: resume with {saved_ranks}"
+            " ranks and the same sharding, or start from the weights with a new optimizer state"
             " (resume_from_checkpoint=False) or a full-precision optimizer"
         )
 
@@ -301,6 +306,11 @@ def _plain_value(path: _Path, value: Any) -> Any:
     raise TypeError(f"{_joined(path)} is a {_kind(value)}; checkpoints cannot store it")
 
 
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor consists of other tensors, such as a low-bit optimizer state."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def _form(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on the meta device, with its strides if it is dense."""
     if type(tensor) is torch.Tensor:
@@ -309,9 +319,8 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors that share memory. Empty shards have a storage
-    too.
-    """
+    """Return a key that is equal for two tensors that share memory."""
+    # The storage, not its address: all empty shards have the address 0.
     place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 

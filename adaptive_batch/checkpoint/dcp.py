@@ -23,6 +23,13 @@ from .files import reason
 Result = TypeVar("Result")
 
 METADATA = ".metadata"
+# Names in ``.metadata``. Classes of the modules are accepted too.
+_ACCEPTED_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+_ACCEPTED_MODULES = ("torch.distributed.checkpoint.metadata", "pathlib", "pathlib._local")
 
 
 class Ranks:
@@ -93,8 +100,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
             no_dist=ranks.group is None,
         )
     except CheckpointException as error:
-        rank, (failed, _) = next(iter(error.failures.items()))
-        message = reason(failed)
+        # Each failure is an error with its traceback, by rank.
+        rank, (cause, _) = next(iter(error.failures.items()))
+        message = reason(cause)
         if ranks.count > 1:
             message = f"rank {rank}: {message}"
         raise CheckpointError(message) from error
@@ -115,8 +123,9 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         state_dict_loader.load(tensors, storage_reader=_Reader(folder), no_dist=True)
     except CheckpointException as error:
-        # CheckpointException does not derive from Exception.
-        raise RuntimeError(reason(next(iter(error.failures.values()))[0])) from error
+        # CheckpointException does not derive from Exception, so callers would not catch it.
+        cause, _ = next(iter(error.failures.values()))
+        raise RuntimeError(reason(cause)) from error
 
 
 def low_bit_file(rank: int) -> str:
@@ -142,20 +151,16 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler restricted to the classes of ``.metadata``: a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        accepted = (module, name) in {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        }
-        if accepted or module in (
-            "torch",
-            "torch.distributed.checkpoint.metadata",
-            "pathlib",
-            "pathlib._local",
-        ):
+        if (module, name) in _ACCEPTED_NAMES:
+            return super().find_class(module, name)
+        if module in _ACCEPTED_MODULES:
             loaded = super().find_class(module, name)
-            is_own_class = isinstance(loaded, type) and loaded.__module__ == module != "torch"
-            if accepted or is_own_class or isinstance(loaded, torch.dtype):
+            # A module also has the names that it imports, such as functions of `os`.
+            if isinstance(loaded, type) and loaded.__module__ == module:
+                return loaded
+        if module == "torch":
+            loaded = super().find_class(module, name)
+            if isinstance(loaded, torch.dtype):
                 return loaded
         raise RuntimeError(f"{METADATA} names {module}.{name}: not allowed")
 

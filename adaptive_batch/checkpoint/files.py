@@ -40,12 +40,12 @@ class SavedFile:
 
 def manifest_text(content: Mapping[str, Any], files: Mapping[str, SavedFile]) -> str:
     """Return a manifest as text: its content, the files by name, and a checksum of both."""
-    whole: dict[str, Any] = {
+    manifest: dict[str, Any] = {
         **content,
         "files": {name: asdict(files[name]) for name in sorted(files)},
     }
-    whole["crc32"] = zlib.crc32(json.dumps(whole).encode())
-    return json.dumps(whole, indent=1) + "\n"
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+    return json.dumps(manifest, indent=1) + "\n"
 
 
 def read_manifest(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
@@ -58,6 +58,7 @@ def read_manifest(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
         content = json.loads(text)
         del content["crc32"]
         files = {name: SavedFile(**file) for name, file in content.pop("files").items()}
+        # The text has its checksum again only if nothing was changed.
         if manifest_text(content, files) == text:
             return content, files
     except (KeyError, TypeError, AttributeError):
@@ -100,8 +101,8 @@ def _crc32(path: Path) -> int:
     checksum = 0
     chunk = bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
-        while read := file.readinto(chunk):
-            checksum = zlib.crc32(memoryview(chunk)[:read], checksum)
+        while num_read := file.readinto(chunk):
+            checksum = zlib.crc32(memoryview(chunk)[:num_read], checksum)
     return checksum
 
 
@@ -111,25 +112,27 @@ _FULL_BYTES = 2**16
 
 def reason(error: BaseException) -> str:
     """Return an error as one line; prefer the OSError that torch wrapped, if there is one."""
-    below = _of_the_system(error)
-    if below is None and isinstance(error, pickle.UnpicklingError):
-        # torch's own message recommends weights_only=False.
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if named:
+    os_error = _os_error_behind(error)
+    if os_error is None and isinstance(error, pickle.UnpicklingError):
+        # torch's own message recommends weights_only=False, which would run pickled code.
+        unknown = re.search(r"GLOBAL (\S+)", str(error))
+        if unknown:
             return (
-                f"it names {named[1]}, which torch.load(weights_only=True) allows only once its"
+                f"it names {unknown[1]}, which torch.load(weights_only=True) allows only once its"
                 " package is imported, if at all"
             )
         return "it is not what torch.save writes: truncated or changed"
-    text = (str(below or error) or type(error).__name__).partition("\n")[0]
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    text = str(os_error or error) or type(error).__name__
+    first_line = text.partition("\n")[0]
+    return "".join(char if char.isprintable() else "?" for char in first_line)
 
 
-def _of_the_system(error: BaseException) -> OSError | None:
-    below: BaseException | None = error
-    while below is not None and not isinstance(below, OSError):
-        below = below.__cause__ or below.__context__
-    return below
+def _os_error_behind(error: BaseException) -> OSError | None:
+    """Return the error itself or the first of its causes that is an OSError; None without one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 @contextmanager
@@ -151,23 +154,24 @@ def saving(
     if removes:
         shutil.rmtree(temporary, ignore_errors=True)
     nearest = next(folder for folder in target.parents if folder.exists())
-    free = shutil.disk_usage(nearest).free
+    free_before = shutil.disk_usage(nearest).free
     try:
         yield
     except BaseException as error:
-        left = shutil.disk_usage(nearest).free
+        # Read the free space before the removal frees more.
+        free_after = shutil.disk_usage(nearest).free
         if removes:
             shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, Exception):
             raise
         cause = reason(error)
-        if _of_the_system(error) is None:
+        if _os_error_behind(error) is None:
             # torch does not report why a write failed.
-            if left < _FULL_BYTES:
+            if free_after < _FULL_BYTES:
                 cause = os.strerror(errno.ENOSPC)
             elif not isinstance(error, CheckpointError):
                 cause = f"{type(error).__name__}: {cause}"
         raise CheckpointError(
             f"saving {target} failed ({cause}): it needs {num_bytes:,} bytes and a little more, and"
-            f" {free:,} bytes were free; earlier saves are unchanged"
+            f" {free_before:,} bytes were free; earlier saves are unchanged"
         ) from error

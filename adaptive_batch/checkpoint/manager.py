@@ -37,7 +37,7 @@ _STEP = re.compile(r"step_\d+")
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _REMOVED = ".removed-"
-_LEFT = re.compile(r"\.(saving|replaced|removed)-(?P<step>step_\d+)")
+_LEFTOVER = re.compile(r"\.(saving|replaced|removed)-(?P<step>step_\d+)")
 
 
 def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
@@ -48,11 +48,11 @@ def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedChec
     skipped: list[SkippedCheckpoint] = []
     folders = sorted(output_dir.iterdir()) if output_dir.is_dir() else []
     for folder in folders:
+        # A save renames the checkpoint that it replaces. If it was killed before it put the new one
+        # in place, the renamed one still counts.
         name = folder.name.removeprefix(_REPLACED)
-        if not _STEP.fullmatch(name) or not folder.is_dir():
-            continue
-        # A killed save may have renamed a checkpoint that it did not replace.
-        if name != folder.name and (output_dir / name).exists():
+        is_replaced = name != folder.name and (output_dir / name).exists()
+        if is_replaced or not _STEP.fullmatch(name) or not folder.is_dir():
             continue
         checkpoint = inspect(folder)
         if isinstance(checkpoint, Checkpoint):
@@ -161,22 +161,23 @@ class CheckpointManager:
             for name, copy in self._copies.items()
             if name in tensors and _form(copy) == _form(tensors[name])
         }
-        needed = sum(
+        own_bytes = sum(
             part.nbytes
             for name, tensor in tensors.items()
             if name not in self._copies
             for part in plain_tensors(local_part(tensor))
         )
-        hosts = self._ranks.each(lambda: (platform.node(), needed, host_available_bytes()))
-        for host, _, available in hosts:
-            on_host = sum(num_bytes for name, num_bytes, _ in hosts if name == host)
-            if on_host > available:
+        # Host, needed bytes and available bytes of each rank.
+        by_rank = self._ranks.each(lambda: (platform.node(), own_bytes, host_available_bytes()))
+        for host, _, available_bytes in by_rank:
+            needed_bytes = sum(needed for other_host, needed, _ in by_rank if other_host == host)
+            if needed_bytes > available_bytes:
                 self._copies = {}
                 log.warning(
                     "asynchronous save: the copy needs %s of host memory, %s are available;"
                     " saving synchronously",
-                    format_bytes(on_host),
-                    format_bytes(available),
+                    format_bytes(needed_bytes),
+                    format_bytes(available_bytes),
                 )
                 return False
         self._ranks.each(lambda: self._copy_tensors(tensors))
@@ -212,7 +213,9 @@ class CheckpointManager:
         """
         if self._keep_last is None or shutil.disk_usage(self._output_dir).free > num_bytes:
             return
-        for checkpoint in self._complete()[max(self._keep_last - 1, 1) :]:
+        # With the next save there will be one checkpoint more.
+        num_kept = max(self._keep_last - 1, 1)
+        for checkpoint in self._complete()[num_kept:]:
             log.info("removed %s to free disk space for the next save", checkpoint.path.name)
             remove_folder(checkpoint.path)
 
@@ -222,10 +225,10 @@ class CheckpointManager:
         """
         self._output_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._output_dir.iterdir()):
-            left = _LEFT.fullmatch(path.name)
-            if left is None:
+            leftover = _LEFTOVER.fullmatch(path.name)
+            if leftover is None:
                 continue
-            original = self._output_dir / left["step"]
+            original = self._output_dir / leftover["step"]
             if path.name.startswith(_REPLACED) and not original.exists():
                 # The process was killed between the two renames; restore the old checkpoint.
                 path.rename(original)

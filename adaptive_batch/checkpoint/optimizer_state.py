@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ from adaptive_batch.errors import CheckpointError
 
 # Module names that activation checkpointing and torch.compile insert.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
-_OURS = ("params", "param_names")
+# Keys of a group that are saved in another form.
+_NOT_SAVED = ("params", "param_names")
 # Options that a group keeps on load. The last three choose how this machine computes a step.
-_STAYS = ("param_names", "fused", "foreach", "capturable")
+_KEPT_ON_LOAD = ("param_names", "fused", "foreach", "capturable")
 
 
 def parameter_name(name: str) -> str:
@@ -55,11 +55,12 @@ def named_optimizer_state(
                 f"{type(optimizer).__name__} does not store its state by parameter, so it cannot"
                 " be saved; use another optimizer"
             )
-        by_number = [parameter_name(names[parameter]) for parameter in _parameters([optimizer])]
-        state |= {by_number[number]: dict(entries) for number, entries in saved["state"].items()}
+        # torch saves the numbers of parameters.
+        name_of = [parameter_name(names[parameter]) for parameter in _parameters([optimizer])]
+        state |= {name_of[number]: dict(entries) for number, entries in saved["state"].items()}
         for group in saved["param_groups"]:
-            values = {key: value for key, value in group.items() if key not in _OURS}
-            groups.append({**values, "params": [by_number[number] for number in group["params"]]})
+            options = {key: value for key, value in group.items() if key not in _NOT_SAVED}
+            groups.append({**options, "params": [name_of[number] for number in group["params"]]})
     return {"state": state, "param_groups": groups}
 
 
@@ -84,6 +85,7 @@ def load_named_optimizer_state(
     group_of: dict[str, Any] = {}
     for group in state["param_groups"]:
         group_of |= dict.fromkeys(group["params"], group)
+    # Build all states before the first is loaded, so that an error leaves all unchanged.
     numbered = [_numbered(state["state"], group_of, optimizer, names) for optimizer in optimizers]
     for optimizer, own_state in zip(optimizers, numbered, strict=True):
         optimizer.load_state_dict(own_state)
@@ -109,36 +111,50 @@ def _numbered(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
 ) -> dict[str, Any]:
-    """Return the state by parameter number for ``optimizer.load_state_dict``."""
-    entries_of: dict[int, dict[str, Any]] = {}
+    """Return the state by parameter number for ``optimizer.load_state_dict``.
+
+    Args:
+        state: saved state by parameter name.
+        group_of: saved group of each parameter name.
+        optimizer: optimizer that loads the state.
+        names: names of its parameters.
+    """
+    state_by_number: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    counter = count()
+    number = 0
     for group in optimizer.param_groups:
-        named = [parameter_name(names[parameter]) for parameter in group["params"]]
-        missing = [name for name in named if name not in group_of]
-        if missing:
-            raise CheckpointError(
-                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another"
-                " model"
-            )
-        strangers = [name for name in named if group_of[name] is not group_of[named[0]]]
-        if strangers:
-            raise CheckpointError(
-                f"the saved optimizer state has {named[0]} and {strangers[0]} in two groups, this"
-                " optimizer has them in one; use the saved groups and the saved optimizer_in_bwd"
-            )
-        numbers = [next(counter) for _ in named]
-        kept = {key: group[key] for key in _STAYS if key in group}
-        groups.append({**(group_of[named[0]] if named else {}), **kept, "params": numbers})
-        for number, name, parameter in zip(numbers, named, group["params"], strict=True):
+        saved_group: Mapping[str, Any] | None = None
+        first_name = ""
+        numbers: list[int] = []
+        for parameter in group["params"]:
+            name = parameter_name(names[parameter])
+            if name not in group_of:
+                raise CheckpointError(
+                    f"the saved optimizer state has no parameter {name}; it belongs to another"
+                    " model"
+                )
+            if saved_group is None:
+                saved_group, first_name = group_of[name], name
+            if group_of[name] is not saved_group:
+                raise CheckpointError(
+                    f"the saved optimizer state has {first_name} and {name} in two groups, this"
+                    " optimizer has them in one; use the saved groups and the saved"
+                    " optimizer_in_bwd"
+                )
             if name in state:
-                place = partial(_placed, parameter=parameter)
-                entries_of[number] = map_leaves(place, state[name], torch.Tensor)
-    return {"state": entries_of, "param_groups": groups}
+                replicate = partial(_replicated, parameter=parameter)
+                state_by_number[number] = map_leaves(replicate, state[name], torch.Tensor)
+            numbers.append(number)
+            number += 1
+        kept = {key: group[key] for key in _KEPT_ON_LOAD if key in group}
+        groups.append({**(saved_group or {}), **kept, "params": numbers})
+    return {"state": state_by_number, "param_groups": groups}
 
 
-def _placed(_: object, value: torch.Tensor, *, parameter: nn.Parameter) -> torch.Tensor:
-    """Replicate a plain tensor over the mesh of its parameter."""
+def _replicated(_: object, value: torch.Tensor, *, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a plain tensor replicated over the mesh of its parameter. A scalar, a DTensor and the
+    state of a plain parameter stay unchanged.
+    """
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
         return value
     assert value.shape != parameter.shape, "a whole tensor of a parameter that is divided"
@@ -156,11 +172,12 @@ def map_leaves(
     """
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
-    if type(tree) in (list, tuple) or hasattr(tree, "_fields"):
+    is_named_tuple = hasattr(tree, "_fields")
+    if type(tree) in (list, tuple) or is_named_tuple:
         children = [
             map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
         ]
-        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+        return type(tree)(*children) if is_named_tuple else type(tree)(children)
     if isinstance(tree, kind):
         return function(path, tree)
     return tree
