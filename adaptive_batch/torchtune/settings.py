@@ -170,7 +170,7 @@ class Settings(Batching):
             function, or a block with `_component_` that builds it. See [below](#growth-functions).
         batch_size_schedule: function `rule(progress) -> int` that returns the number of rows in a
             step on one device. With `batch_tokens`, it returns the number of real tokens instead.
-            See [below](#schedules-of-the-batch).
+            See [below](#batch-size-schedules).
         preview: whether to print the plan of the training and stop before weights load.
         micro_batch_size: maximum number of rows in a micro-batch. `auto`: found by a search (see
             `probe.objective`). None: `batch_size`.
@@ -181,7 +181,7 @@ class Settings(Batching):
         reference_micro_batch_size: number of pairs in a micro-batch of the DPO reference. With this
             key, the reference runs before the step. `auto`: as many tokens as fit. None: the
             reference runs within each micro-batch of training. See [preference
-            pairs](torchtune.md#pairs-at-once-in-the-reference).
+            pairs](torchtune.md#micro-batches-of-the-reference).
         micro_batch_layout: `padded`, `grouped` or `packed`. None: `padded`, or the fastest layout
             with `auto`. See [below](#micro-batch-layouts).
         uniform_micro_batches: property that is the same in all micro-batches of a step: `rows`,
@@ -195,8 +195,8 @@ class Settings(Batching):
         on_out_of_memory: `shrink`: repeat the step with smaller micro-batches, and try the former
             limit again later. `raise`: end the run. With the optimizer in backward, the default is
             `raise`.
-        on_nonfinite_loss: handling of a step whose loss is NaN or infinite. `warn`: log it. `skip`:
-            leave weights and optimizer unchanged. `stop`: end the run. See
+        on_nonfinite_loss: handling of a step whose loss is NaN or infinite. `warn`: log the step.
+            `skip`: leave weights and optimizer unchanged. `stop`: end the run. See
             [below](#a-loss-that-is-not-finite).
         sync_gradients_every_micro_batch: whether several ranks reduce gradients after each
             micro-batch. `False`: reduce gradients only after the last micro-batch, which sends less
@@ -215,9 +215,9 @@ class Settings(Batching):
         run_val_every_n_steps: number of optimizer steps between two validations. Each validation
             logs `val_loss`.
         batch_size_val: number of rows in a validation batch. `auto`: found by a separate search.
-            Default: `batch_size`.
         max_validation_batches: maximum number of batches in a validation. None or -1: all.
-        drop_last: whether to drop the short step at the end of an epoch.
+        drop_last: whether to drop the short step at the end of an epoch. See
+            [below](#defaults-that-depend-on-the-keys).
         log_gradient_noise_scale: whether to measure and log the gradient noise scale. Needs
             `micro_batch_size`, a random order of rows and at least two micro-batches in a step.
         save_every_n_steps: number of optimizer steps between two resume points. A resume point is a

@@ -328,7 +328,8 @@ class ProbeOptions:
             `throughput`: the most real tokens per second in timed trials. `largest`: the largest
             micro-batches.
         device_memory: memory that training may use: a size such as `12GiB`, or a fraction of the
-            device such as `0.9`. None: the free memory plus the memory of this process.
+            device such as `0.9`. None: the free memory plus the memory that this process already
+            uses.
         headroom: fraction of this memory that stays free: at least 0 and less than 1. `auto`: 0.01
             on one GPU with expandable segments if trials are whole steps, otherwise 0.05.
         maximum: maximum number of rows to try.
