@@ -111,7 +111,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_steps(self) -> None:
         """Set up the batches, and check everything that needs no weights."""
+        # The owner of the micro-batch limit: `micro_batch_size` and `micro_batch_tokens`.
         self.sizer = self.data.new_sizer(self.log.limit_change)
+        # The owner of the batch size: the configured one, or the checkpoint's.
         self.batches = self.resumed.batches(self.data, self.sizer, event=self.log.event)
         # Batches grow, so the loader returns lists of rows; each micro-batch is collated later.
         self.loader: DataLoader[Any] = DataLoader(
@@ -135,7 +137,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             same_within=10.0 if self.watch else 0.0,
         )
         self._after_end = self.saver.after_end
-        self.log.open(self.resumed)
         self.log.start(self.resumed, replaces=self.saver.replaces)
         if self.watch and self.limit_finder.lost:
             self.watch.on_end = partial(
@@ -153,6 +154,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.store.load_optimizer(self.trainer)
             self.resumed.change_optimizer(self.trainer.optimizers)
             self.saver.export_missing(self.trainer)
+        # Search for `use_maximum_batch_size` and `auto`: set the batch size and the limit.
         self.limit_finder.find_limits(self.trainer, self.batches, self.resumed)
         self.validation = None
         if self.settings.validates:

@@ -51,7 +51,7 @@ _PROFILER = "torchtune.training.setup_torch_profiler"
 class TrainingLog:
     """Run log and metric logger of a run, written by rank 0.
 
-    Nothing is written before :meth:`open`, so a refused run leaves no file.
+    Nothing is written before :meth:`start`, so a refused run leaves no file.
     """
 
     def __init__(self, job: Job, data: Data) -> None:
@@ -77,7 +77,7 @@ class TrainingLog:
         # Messages that are logged once per run.
         self._repeated: set[str] = set()
 
-    def open(self, run: ResumedRun) -> None:
+    def _open(self, run: ResumedRun) -> None:
         """Open both logs on all ranks.
 
         The log of a run that resumes from another folder begins with the log of that folder.
@@ -136,12 +136,14 @@ class TrainingLog:
     # --- start of a run
 
     def start(self, run: ResumedRun, *, replaces: str) -> None:
-        """Log the start or the resumed checkpoint of training, and the changes since.
+        """Open the logs. Log the start or the resumed checkpoint of training, and the changes
+        since.
 
         Args:
             run: state at the start of the run.
             replaces: description of other runs' saves that this run replaces.
         """
+        self._open(run)
         progress = run.progress
         for line in run.found.passed_over:
             self.event("passed_over", line)

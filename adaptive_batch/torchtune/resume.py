@@ -84,8 +84,9 @@ class ResumedRun:
         found: checkpoint that the run starts from.
         saved: state of each part by name; empty for a new run.
         progress: progress at the start.
-        name, seed, max_steps_per_epoch: values of the run, which override the configuration.
-        conditions: settings and data that determine the results, as plain values.
+        name: name of the run.
+        conditions: settings and data that determine the results, as plain values. Those of the
+            checkpoint that are kept override the configuration.
         changes: events: differences from the checkpoint, and keys without effect.
         begins_epoch_again: whether the epoch restarts because its remaining rows are unknown.
         keeps_batch: whether the run keeps the batch size of the checkpoint: always with a schedule;
@@ -121,8 +122,6 @@ class ResumedRun:
         )
         for key, message in without_effect(job.settings, job.cfg).items():
             self.changes.append(("no_effect", message, {"key": key}))
-        self.seed: int = self.conditions["seed"]
-        self.max_steps_per_epoch: int | None = self.conditions[_MAX_STEPS]
 
     def batches(
         self, data: Data, sizer: MicroBatchSizer, *, event: Callable[..., object]
@@ -134,7 +133,7 @@ class ResumedRun:
         """
         settings = self._settings
         # torchtune's sampler has its own seed.
-        seed = 0 if settings.sample_order == "dataloader" else self.seed
+        seed = 0 if settings.sample_order == "dataloader" else self.conditions["seed"]
         batch_size = settings.batch_size
         if self.keeps_batch:
             # The rate of a schedule belongs to the batch that was configured when training began.
@@ -144,7 +143,7 @@ class ResumedRun:
             replace(
                 settings,
                 seed=seed,
-                max_steps_per_epoch=self.max_steps_per_epoch,
+                max_steps_per_epoch=self.conditions[_MAX_STEPS],
                 batch_size=batch_size,
             ),
             sizer,
@@ -330,7 +329,7 @@ class ResumedRun:
             RandomState(self._job.device).load_state_dict(states[distributed.rank()])
         else:
             # Ranks cannot use each other's state.
-            training.set_seed(seed=self.seed + progress.steps)
+            training.set_seed(seed=self.conditions["seed"] + progress.steps)
 
 
 def check_fewer_ranks(job: Job) -> None:
