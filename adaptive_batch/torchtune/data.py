@@ -203,7 +203,12 @@ class Data:
     def loss_val(self, loss: RowLoss) -> RowLoss:
         """Return the loss of rows of validation, of training's loss."""
         pack = None if self._collator_val.packed else loss.pack
-        return replace(loss, collate=self._collator_val.to_length, pack=pack)
+        return replace(
+            loss,
+            collate=self._collator_val.to_length,
+            pack=pack,
+            dummy_row=lambda: self.dataset_val[0],
+        )
 
     # --- rows
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -350,8 +349,7 @@ class Validation:
         rows = settings.batch_size_val or settings.batch_size
         self._sizer = self._engine.sizer.for_other_pass("validation_limit", rows, data.layout_val)
         self._loss = data.loss_val(self._engine.loss)
-        loss = replace(self._loss, dummy_row=lambda: data.dataset_val[0])
-        self._evaluator = Evaluator(self._engine, loss, self._sizer)
+        self._evaluator = Evaluator(self._engine, self._loss, self._sizer)
 
     def search(self, trainer: Trainer, limit_finder: LimitFinder) -> None:
         """Find the largest number of the longest rows that fits without gradients, with
