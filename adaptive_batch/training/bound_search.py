@@ -402,7 +402,6 @@ class BoundSearch:
         scope: target of the search.
         options: options of the search.
         cache: results of earlier searches; None without a cache.
-        strategy: search strategy; None for the strategy in `options`.
     """
 
     def __init__(
@@ -412,13 +411,11 @@ class BoundSearch:
         options: ProbeOptions,
         *,
         cache: SearchCache | None = None,
-        strategy: Search | None = None,
     ) -> None:
         self._tried = tried
         self._scope = scope
         self._options = options
         self._cache = cache
-        self._strategy = strategy
         self._memory = tried.engine.memory
         self._maximum = distributed.minimum(options.maximum)
         self._min_rows = fewest_rows(tried.engine.model)
@@ -578,7 +575,7 @@ class BoundSearch:
                 return result
         result = run_search(
             self._run_trial,
-            search=self._strategy or self._named_strategy(budget, resident_bytes),
+            search=self._strategy(budget, resident_bytes),
             min_rows=self._min_rows,
             trial_seconds=self._options.trial_seconds,
             min_rows_seconds=self._dry_run.min_rows_seconds,
@@ -630,7 +627,7 @@ class BoundSearch:
             yield [partial(tried.try_rows, [drawn[row] for row in piece.rows]) for piece in pieces]
         yield [longest] * num_micro_batches
 
-    def _named_strategy(self, budget: int, resident_bytes: int) -> Search:
+    def _strategy(self, budget: int, resident_bytes: int) -> Search:
         if self._options.search == "binary":
             return BinarySearch(maximum=self._maximum)
         if self._options.search == "halve":
