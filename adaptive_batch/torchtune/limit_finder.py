@@ -595,7 +595,7 @@ class LimitFinder:
         rounds: bool = False,
         path: Path | None = None,
     ) -> ProbeResult:
-        """Search with the options, cache and time limit of the run; see :func:`find_limit`.
+        """Search with the options and the cache of the run; see :func:`find_limit`.
 
         Args:
             trainer: trainer of the run.
@@ -610,7 +610,6 @@ class LimitFinder:
         """
         probe = self._settings.probe
         options = replace(probe, maximum=distributed.minimum(maximum), round_to_power_of_two=rounds)
-
         results = find_limit(
             trainer.tried(),
             scope,
