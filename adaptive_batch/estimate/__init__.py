@@ -16,8 +16,8 @@ from .fake_step import (
     FakeDevice,
     FakeStep,
     Resident,
-    needs_values,
-    runs_in_optimizer,
+    is_raised_in_optimizer,
+    remedy_for_missing_values,
 )
 from .model_estimate import (
     counted_fit,
@@ -63,12 +63,12 @@ __all__ = [
     "estimate_step",
     "find_device",
     "group_by_kernels",
+    "is_raised_in_optimizer",
     "left_out",
-    "needs_values",
     "parse_devices",
     "rank_changes",
     "read_estimate",
-    "runs_in_optimizer",
+    "remedy_for_missing_values",
     "trace_pair",
     "with_composition",
 ]

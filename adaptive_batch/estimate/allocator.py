@@ -12,22 +12,25 @@ default one). Allocations are numbered from 0. A negative entry n frees allocati
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch._util import round_up
+from adaptive_batch._util import replaced, round_up
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryTracker, allocator_settings, plain_tensors, segments_expand
 
@@ -56,7 +59,8 @@ _EXPANDABLE = 2**42
 # Among free blocks of one size, the oldest segment's lowest block is used; before 2.13 the lowest
 # one (2.12 uses the oldest block, which is not simulated).
 _OLDEST_SEGMENT_FIRST = torch.__version__ >= "2.13"
-_HARMLESS = re.compile(
+# Settings that are simulated, and settings that do not change the memory of a step.
+_ALLOWED = re.compile(
     "expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_"
 )
 
@@ -83,10 +87,9 @@ class AllocatorSettings:
         variable, settings = allocator_settings()
         for name, value in settings.items():
             setting = f"{name}:{value}"
-            if not _HARMLESS.match(setting):
-                text = os.environ[variable]
+            if not _ALLOWED.match(setting):
                 remedy = f"{setting} is not simulated; unset it"
-                raise SettingError(variable, text, remedy)
+                raise SettingError(variable, os.environ[variable], remedy)
         return cls(segments_expand())
 
 
@@ -94,24 +97,25 @@ class _Pool:
     """Free blocks of one kind and stream.
 
     Attributes:
-        free: free blocks in order of use.
+        granule: size of which the driver's allocations are multiples.
+        least_remainder: smallest rest of a block that is split off.
+        free: free blocks sorted by :attr:`Block.rank`; the first sufficient one is used.
         last: last block of the newest segment; an expandable pool has one segment.
     """
 
     def __init__(self, *, is_small: bool, stream: int, is_expandable: bool) -> None:
         self.is_small = is_small
         self.stream = stream
-        # Requests to the driver are multiples of it.
         self.granule = _PAGE if is_small else 20 * MIB
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
-        self.free: list[tuple[int, int, int, Block]] = []
+        self.free: list[Block] = []
         self.last: Block | None = None
 
     def add(self, block: Block) -> None:
-        insort(self.free, (*block.rank, block))
+        insort(self.free, block, key=attrgetter("rank"))
 
     def remove(self, block: Block) -> None:
-        del self.free[bisect_left(self.free, block.rank)]
+        del self.free[bisect_left(self.free, block.rank, key=attrgetter("rank"))]
 
 
 @dataclass(eq=False, slots=True)
@@ -130,8 +134,10 @@ class Block:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Sort key among free blocks; newer segments have lower addresses."""
-        return self.size, -self.segment if _OLDEST_SEGMENT_FIRST else 0, self.address
+        """Sort key among free blocks: size, age of the segment, address."""
+        # Newer segments have lower addresses, so the oldest segment sorts first.
+        age = -self.segment if _OLDEST_SEGMENT_FIRST else 0
+        return self.size, age, self.address
 
     def split(self, size: int) -> Block:
         """Keep the first `size` bytes and return the rest as a new block."""
@@ -200,17 +206,15 @@ class CachingAllocator:
         if pool is None:
             pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)
             self._pools[stream, is_small] = pool
-        block = self._best_fit(pool, size) or self._from_device(pool, size)
+        block = self._take_free(pool, size) or self._reserve(pool, size)
         if block.size - size >= pool.least_remainder:
             pool.add(block.split(size))
         block.is_allocated = True
         block.requested = nbytes
         self.allocated_bytes += block.size
         self.requested_bytes += nbytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        if self.requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self.requested_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
         return block
 
     def free(self, block: Block) -> None:
@@ -223,6 +227,7 @@ class CachingAllocator:
         """Replay a log; the numbers of allocations continue across logs."""
         blocks = self._replayed
         for entry in log:
+            # A positive entry allocates; the entry ~n frees allocation n.
             if entry > 0:
                 stream, nbytes = divmod(entry, STREAM)
                 blocks.append(self.malloc(nbytes, stream))
@@ -235,13 +240,17 @@ class CachingAllocator:
     def snapshot(self, log: Iterable[int]) -> dict[str, Any]:
         """Replay a log and return it as a memory snapshot for pytorch.org/memory_viz."""
         events: list[dict[str, Any]] = []
-        blocks = self._replayed
         for time, entry in enumerate(log):
-            block = blocks[~entry] if entry <= 0 else None
-            self.replay([entry])
-            block = block or blocks[-1]
+            # A positive entry allocates; the entry ~n frees allocation n.
+            if entry > 0:
+                self.replay([entry])
+                block = self._replayed[-1]
+                actions = ["alloc"]
+            else:
+                block = self._replayed[~entry]
+                self.replay([entry])
+                actions = ["free_requested", "free_completed"]
             assert block is not None
-            actions = ["alloc"] if entry > 0 else ["free_requested", "free_completed"]
             events += [
                 {
                     "action": action,
@@ -255,41 +264,43 @@ class CachingAllocator:
             ]
         return {"segments": [], "device_traces": [events], "allocator_settings": {}}
 
-    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
+    def _take_free(self, pool: _Pool, size: int) -> Block | None:
         """Remove and return the smallest sufficient free block, or None."""
         free = pool.free
-        at = bisect_left(free, (size,))
-        if at == len(free):
+        place = bisect_left(free, size, key=attrgetter("size"))
+        if place == len(free):
             return None
-        # The end of an expandable segment counts with the addresses after it.
-        if self._is_expandable and free[at][-1] is pool.last and at + 1 < len(free):
-            at += 1
-        return free.pop(at)[-1]
+        # PyTorch sizes the last block of an expandable segment with all addresses after it, so any
+        # other sufficient block is smaller.
+        is_last_block = self._is_expandable and free[place] is pool.last
+        if is_last_block and place + 1 < len(free):
+            place += 1
+        return free.pop(place)
 
-    def _from_device(self, pool: _Pool, size: int) -> Block:
-        """Reserve memory and return the free block, of at least `size` bytes, that it is part of.
-
-        An expandable segment grows by whole granules.
-        """
-        block = pool.last
-        segment_bytes = pool.granule
+    def _reserve(self, pool: _Pool, size: int) -> Block:
+        """Reserve memory of the driver, and return it as a free block of at least `size` bytes."""
         if self._is_expandable:
-            if block is None:
-                block = self._new_segment(pool, _EXPANDABLE, 0)
-            elif block.is_allocated:
-                block = block.split(block.size)
-            else:
-                pool.remove(block)
-            segment_bytes = round_up(size - block.size, pool.granule)
-            block.size += segment_bytes
+            block = self._take_end_of_segment(pool)
+            new_bytes = round_up(size - block.size, pool.granule)
+            block.size += new_bytes
         else:
-            if size >= _LEAST_LARGE:
-                segment_bytes = round_up(size, _PAGE)
-            block = self._new_segment(pool, segment_bytes, segment_bytes)
-        self.reserved_bytes += segment_bytes
+            new_bytes = round_up(size, _PAGE) if size >= _LEAST_LARGE else pool.granule
+            block = self._new_segment(pool, new_bytes, new_bytes)
+        self.reserved_bytes += new_bytes
         return block
 
+    def _take_end_of_segment(self, pool: _Pool) -> Block:
+        """Return the free block, possibly empty, at the end of the pool's expandable segment."""
+        end = pool.last
+        if end is None:
+            return self._new_segment(pool, _EXPANDABLE, 0)
+        if end.is_allocated:
+            return end.split(end.size)
+        pool.remove(end)
+        return end
+
     def _new_segment(self, pool: _Pool, num_addresses: int, size: int) -> Block:
+        """Return the only block of a new segment below all others."""
         self._lowest -= num_addresses
         block = Block(pool, self._lowest, self._lowest, size)
         pool.last = block
@@ -300,6 +311,14 @@ class CachingAllocator:
 # --- logs
 
 
+class FirstAllocation(NamedTuple):
+    """An allocation that only the first run of a phase makes, such as a workspace, and keeps."""
+
+    # Index of the entry of the phase's log that follows it.
+    position: int
+    entry: int
+
+
 @dataclass(frozen=True)
 class Phase:
     """Log of a part of training.
@@ -308,66 +327,63 @@ class Phase:
         log: entries of this phase; the storages in `before` have the first numbers.
         before: names of the storages that exist before it.
         after: numbers of the storages that remain after it, by name.
-        once: (position in the log, bytes) of allocations that only the first run makes and keeps.
+        first_allocations: allocations that only the first run makes, which are not in `log`.
         activations: numbers of the allocations of the forward.
     """
 
     log: array[int]
     before: tuple[Name, ...]
     after: Mapping[Name, int]
-    once: tuple[tuple[int, int], ...] = ()
+    first_allocations: tuple[FirstAllocation, ...] = ()
     activations: frozenset[int] = frozenset()
 
-    def is_like(self, other: Phase) -> bool:
-        """Return whether the logs differ in sizes alone."""
+    def differs_only_in_sizes(self, other: Phase) -> bool:
+        """Return whether both logs allocate and free the same storages."""
+        if len(self.log) != len(other.log):
+            return False
+        # Positive entries are sizes.
         pairs = zip(self.log, other.log, strict=True)
-        return len(self.log) == len(other.log) and all(
-            a == b or (a > 0 and b > 0) for a, b in pairs
-        )
+        return all(a == b or (a > 0 and b > 0) for a, b in pairs)
 
-    def between(self, more: Phase, share: Fraction) -> Phase:
-        """Return the phase with sizes interpolated to `share` of the way to `more`, or
-        extrapolated.
+    def interpolate(self, other: Phase, share: Fraction) -> Phase:
+        """Return the phase with sizes moved by `share` of the way to those of `other`, rounded up.
+
+        A share below 0 or above 1 extrapolates.
         """
-        if self.log == more.log:
-            return self
-        entries = torch.frombuffer(self.log, dtype=torch.int64)
-        differences = torch.frombuffer(more.log, dtype=torch.int64) - entries
-        # Rounded up, in integers: bytes of any device times tokens stay below 2 ** 63.
-        steps = -torch.div(differences * -share.numerator, share.denominator, rounding_mode="floor")
-        sizes = (entries + steps).clamp_(min=1)
         log = array("q")
-        log.frombytes(torch.where(differences == 0, entries, sizes).numpy().tobytes())
+        for entry, other_entry in zip(self.log, other.log, strict=True):
+            if entry == other_entry:
+                log.append(entry)
+            else:
+                # Entries that free are equal, so these two are sizes.
+                size = entry + math.ceil((other_entry - entry) * share)
+                log.append(max(1, size))
         return replace(self, log=log)
 
-    def held_at_peak(self) -> Counter[str]:
-        """Return the bytes of the phase's own allocations at its peak, by kind."""
-        # Storages of earlier phases have numbers, too, and count 0 bytes.
-        sizes = [0] * len(self.before)
-        live = peak = entries_until_peak = 0
-        for position, entry in enumerate(self.log, 1):
-            if entry > 0:
-                sizes.append(entry % STREAM)
-                live += sizes[-1]
-            else:
-                live -= sizes[~entry]
-            if live > peak:
-                peak = live
-                entries_until_peak = position
+    def bytes_at_peak(self) -> Counter[str]:
+        """Return the bytes of the phase's own allocations at its first peak, by kind."""
+        # Storages from before the phase have the first numbers. They are not its own: 0 bytes.
+        sizes = [0] * len(self.before) + [entry % STREAM for entry in self.log if entry > 0]
+        # A positive entry allocates; the entry ~n frees allocation n.
+        changes = [entry % STREAM if entry > 0 else -sizes[~entry] for entry in self.log]
+        live_bytes = list(accumulate(changes, initial=0))
+        until_peak = self.log[: live_bytes.index(max(live_bytes))]
+        freed = {~entry for entry in until_peak if entry <= 0}
+        num_allocations = len(self.before) + len(until_peak) - len(freed)
         gradients = {number for name, number in self.after.items() if name[0] == "gradient"}
-        entries = self.log[:entries_until_peak]
-        freed = {~entry for entry in entries if entry <= 0}
-        num_allocations = len(self.before) + len(entries) - len(freed)
-        # Allocations of the first run, such as workspaces, remain. They count as temporaries.
-        held = Counter({"backward temporaries": sum(size % STREAM for _, size in self.once)})
+        num_bytes = Counter[str]()
         for number in set(range(num_allocations)) - freed:
             kind = "backward temporaries"
             if number in self.activations:
                 kind = "activations"
             elif number in gradients:
                 kind = "gradients"
-            held[kind] += sizes[number]
-        return held
+            num_bytes[kind] += sizes[number]
+        # The first allocations are kept, so every peak has them.
+        num_bytes["backward temporaries"] += sum(
+            first.entry % STREAM for first in self.first_allocations
+        )
+        return num_bytes
 
 
 def join_phases(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
@@ -378,21 +394,26 @@ def join_phases(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     """
     log = array("q")
     num_allocations = 0
-    alive: dict[Name, int] = {}
-    for phase, is_first in phases:
-        # -1: the gradient of an unused parameter does not exist and is not freed.
-        numbers = [alive.pop(name, -1) for name in phase.before]
-        once = list(phase.once) if is_first else []
+    # Numbers in `log` of the storages that remain, by name.
+    alive: dict[Name, int | None] = {}
+    for phase, is_first_run in phases:
+        waiting = deque(phase.first_allocations if is_first_run else ())
+        # Number in `log` of each allocation of the phase. The gradient of an unused parameter does
+        # not exist, so it has None and is not freed.
+        numbers = [alive.pop(name, None) for name in phase.before]
         for position, entry in enumerate(phase.log):
-            while once and once[0][0] == position:
-                log.append(once.pop(0)[1])
+            while waiting and waiting[0].position == position:
+                log.append(waiting.popleft().entry)
                 num_allocations += 1
+            # A positive entry allocates; the entry ~n frees allocation n of the phase.
             if entry > 0:
                 numbers.append(num_allocations)
                 log.append(entry)
                 num_allocations += 1
-            elif numbers[~entry] >= 0:
-                log.append(~numbers[~entry])
+            else:
+                freed = numbers[~entry]
+                if freed is not None:
+                    log.append(~freed)
         alive.update({name: numbers[number] for name, number in phase.after.items()})
     return log
 
@@ -401,9 +422,9 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     """Counts live bytes without a limit and logs each allocation.
 
     Args:
-        instead: functions that replace operators.
+        replacements: functions that replace operators.
         workspaces: workspaces of cuBLAS; None for a device without it.
-        not_moved: storages on the host, which are not counted.
+        host_storages: storages on the host, which are not counted.
         streams: numbers of streams in the log, extended here. Streams of a CPU do nothing, but FSDP
             switches them.
     """
@@ -411,9 +432,9 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         *,
-        instead: Mapping[Any, Callable[..., Any]] | None = None,
+        replacements: Mapping[Any, Callable[..., Any]] | None = None,
         workspaces: Workspaces | None = None,
-        not_moved: WeakSet[torch.UntypedStorage] | None = None,
+        host_storages: WeakSet[torch.UntypedStorage] | None = None,
         streams: dict[object, int] | None = None,
     ) -> None:
         super().__init__(sys.maxsize)
@@ -424,9 +445,11 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._made_by_forward: list[int] = []
         self._names_before: tuple[Name, ...] = ()
         self._workspaces = workspaces
-        self._instead = {**(instead or {}), **(workspaces.instead if workspaces else {})}
-        self._not_moved = not_moved if not_moved is not None else WeakSet()
-        self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
+        self._replacements = {**(replacements or {})}
+        if workspaces is not None:
+            self._replacements.update(workspaces.replacements)
+        self._host_storages = WeakSet() if host_storages is None else host_storages
+        self._streams = {torch.cpu.current_stream(): 0} if streams is None else streams
         self._is_replacing = False
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -439,6 +462,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         """Count the tensors before a phase, with their names for :meth:`phase`."""
         tensors = list(named)
         self.add(tensor for _, tensor in tensors)
+        # Tied weights share a storage, which keeps the first of their names.
         names: dict[int, Name] = {}
         for name, number in self._numbers_by_name(tensors).items():
             names.setdefault(number, name)
@@ -450,29 +474,34 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         Args:
             named: tensors that remain for later phases.
         """
-        num_earlier = len(self._names_before)
-        kept = self._workspaces.tensors.values() if self._workspaces else ()
-        workspaces = ((("workspace", number), tensor) for number, tensor in enumerate(kept))
-        once = set(self._numbers_by_name(workspaces).values())
-        numbers = list(range(num_earlier))
+        tensors = self._workspaces.tensors.values() if self._workspaces else ()
+        named_workspaces = ((("workspace", index), tensor) for index, tensor in enumerate(tensors))
+        workspaces = set(self._numbers_by_name(named_workspaces).values())
+        # Workspaces leave the log, so later allocations get lower numbers.
+        num_before = len(self._names_before)
+        new_numbers = {number: number for number in range(num_before)}
         log = array("q")
-        positions = []
-        for entry in self.log[num_earlier:]:
+        first_allocations = []
+        num_allocations = num_before
+        for entry in self.log[num_before:]:
+            # A positive entry allocates; the entry ~n frees allocation n.
             if entry <= 0:
-                log.append(~numbers[~entry])
+                log.append(~new_numbers[~entry])
                 continue
-            if len(numbers) in once:
-                positions.append((len(log), entry))
+            if num_allocations in workspaces:
+                first_allocations.append(FirstAllocation(len(log), entry))
             else:
+                new_numbers[num_allocations] = len(new_numbers)
                 log.append(entry)
-            numbers.append(len(numbers) - len(positions))
-        after = {name: numbers[number] for name, number in self._numbers_by_name(named).items()}
+            num_allocations += 1
+        after = {name: new_numbers[number] for name, number in self._numbers_by_name(named).items()}
         activations = frozenset(
-            numbers[number] for number in self._made_by_forward if number not in once
+            new_numbers[number] for number in self._made_by_forward if number in new_numbers
         )
-        return Phase(log, self._names_before, after, tuple(positions), activations)
+        return Phase(log, self._names_before, after, tuple(first_allocations), activations)
 
     def _numbers_by_name(self, named: Named) -> dict[Name, int]:
+        """Return the number of the allocation of each counted storage."""
         with private.disable_current_modes():
             storages = {
                 (*name, place): plain.untyped_storage()._cdata
@@ -484,6 +513,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     def _resize(self, key: int, size: int) -> None:
         super()._resize(key, size)
         freed = self._numbers.pop(key, None)
+        # A resize in place allocates the new memory before it frees the old one.
         if size:
             if private.current_graph_task_id() == -1:
                 self._made_by_forward.append(self._num_allocations)
@@ -495,8 +525,9 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             self.log.append(~freed)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        # Fake tensors represent real ones here.
-        return not self._not_moved or tensor.untyped_storage() not in self._not_moved
+        """Return whether a tensor, fake or real, is on the device."""
+        # An empty set decides without the slow access to the storage.
+        return not self._host_storages or tensor.untyped_storage() not in self._host_storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The most frequent call on fake tensors; it allocates nothing.
@@ -504,13 +535,11 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             if isinstance(args[0], private.FakeTensor):
                 return args[0].fake_device
             return func(*args)
-        # Streams of a CPU do not delay frees.
+        # On a device it delays a free until another stream is done, which is not simulated.
         if func is torch.ops.aten.record_stream.default:
             return None
-        if func not in self._instead or self._is_replacing:
+        # A replacement may call the operator that it replaces.
+        if func not in self._replacements or self._is_replacing:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self._is_replacing = True
-        with self:
-            result = self._instead[func](*args, **(kwargs or {}))
-        self._is_replacing = False
-        return result
+        with replaced(self, _is_replacing=True), self:
+            return self._replacements[func](*args, **(kwargs or {}))

@@ -89,6 +89,7 @@ class CompiledParts:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._has_compiled = False
+        # Whether modes and replacements are off, which is so while a compiled part runs.
         self._is_bare = False
         self.left_out: list[str] = []
 
@@ -118,34 +119,39 @@ class CompiledParts:
         Raises:
             SettingError: a module records CUDA graphs.
         """
-        with ExitStack() as restored:
-            # Several modules may share one.
+        with ExitStack() as contexts:
+            # Without duplicates: a shared module is taken over once.
             for module in list(dict.fromkeys(_compiled_modules(model))):
-                name = type(module).__name__
-                compiled: Any = module._compiled_call_impl
-                if _is_wrapper(module):
-                    name = type(module._orig_mod).__name__
-                    compiled = module
-                # The compiler may be disabled.
-                get_config = getattr(compiled, "get_compiler_config", None)
-                if get_config is None:
-                    continue
-                config = get_config()
-                if config is None:
-                    self._leave_out(name, "its backend is not inductor")
-                    continue
-                if config["triton.cudagraphs"]:
-                    raise SettingError("model", f"{name} compiled with CUDA graphs", _CUDA_GRAPHS)
-                restored.enter_context(replaced(module, **self._taken_over(module)))
+                if self._can_estimate(module):
+                    contexts.enter_context(replaced(module, **self._taken_over(module)))
             for module in model.modules():
                 forward = vars(module).get("forward")
                 if hasattr(forward, "_torchdynamo_orig_callable") and not _is_wrapper(module):
                     reason = "its forward is compiled, not the module; give module.compile()"
                     self._leave_out(type(module).__name__, reason)
             if self._has_compiled:
-                # The traced sizes count towards the recompilation limit of training.
-                restored.callback(torch.compiler.reset)
+                # The traced sizes would count towards the recompilation limit of training.
+                contexts.callback(torch.compiler.reset)
             yield
+
+    def _can_estimate(self, module: nn.Module) -> bool:
+        """Return whether a compiled module can be estimated; name one that cannot in `left_out`."""
+        name = type(module).__name__
+        compiled: Any = module._compiled_call_impl
+        if _is_wrapper(module):
+            name = type(module._orig_mod).__name__
+            compiled = module
+        # Without it, the compiler was disabled, so the module runs eagerly.
+        get_config = getattr(compiled, "get_compiler_config", None)
+        if get_config is None:
+            return False
+        config = get_config()
+        if config is None:
+            self._leave_out(name, "its backend is not inductor")
+            return False
+        if config["triton.cudagraphs"]:
+            raise SettingError("model", f"{name} compiled with CUDA graphs", _CUDA_GRAPHS)
+        return True
 
     def take_over_attributes(self, loss: Any) -> None:
         """Replace the compiled functions and modules of a loss."""
@@ -156,11 +162,10 @@ class CompiledParts:
             if original is not None:
                 setattr(loss, name, self.compiled(original, f"{type(loss).__name__}.{name}"))
         for name, module in list(loss.named_children()):
-            if not _is_wrapper(module):
-                continue
-            part: Any = module._orig_mod
-            part.forward = self.compiled(part.forward, f"{type(loss).__name__}.{name}")
-            setattr(loss, name, part)
+            if _is_wrapper(module):
+                part: Any = module._orig_mod
+                part.forward = self.compiled(part.forward, f"{type(loss).__name__}.{name}")
+                setattr(loss, name, part)
 
     def compiled(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return a function that allocates the memory of the compiled function.
@@ -171,24 +176,28 @@ class CompiledParts:
         """
         exceptions = private("torch._dynamo.exc", "TorchDynamoException")
         # Each number and length of rows is a separate graph, as at the start of a run.
-        run = torch.compile(function, backend=self._backend, dynamic=False, fullgraph=True)
+        compiled_function = torch.compile(
+            function, backend=self._backend, dynamic=False, fullgraph=True
+        )
+        self._has_compiled = True
         is_eager = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_eager
-            if not is_eager:
-                try:
-                    with self._bare():
-                        return run(*args, **kwargs)
-                except exceptions.TorchDynamoException as error:
-                    is_eager = True
-                    # Dynamo wraps the error of a backend.
-                    inner = getattr(error, "inner_exception", error)
-                    reason = f"{type(inner).__name__}: {str(inner).strip().splitlines()[0]}"
-                    self._leave_out(name, f"it is not one graph ({reason})")
+            if is_eager:
+                return function(*args, **kwargs)
+            try:
+                with self._bare():
+                    return compiled_function(*args, **kwargs)
+            except exceptions.TorchDynamoException as error:
+                # Dynamo wraps the error of a backend.
+                inner = getattr(error, "inner_exception", error)
+                reason = f"{type(inner).__name__}: {str(inner).strip().splitlines()[0]}"
+                self._leave_out(name, f"it is not one graph ({reason})")
+            # The function cannot be compiled, so it runs eagerly from now on.
+            is_eager = True
             return function(*args, **kwargs)
 
-        self._has_compiled = True
         return call
 
     def _leave_out(self, name: str, reason: str) -> None:
@@ -199,19 +208,22 @@ class CompiledParts:
     @contextmanager
     def _bare(self) -> Iterator[None]:
         """Remove modes and replaced functions, which Dynamo would refuse or trace."""
-        with ExitStack() as contexts:
-            contexts.enter_context(replaced(self, _is_bare=True))
-            contexts.enter_context(private.no_torch_functions())
-            contexts.enter_context(real_functions())
-            contexts.enter_context(private.disable_current_modes())
-            contexts.enter_context(torch.compiler.set_stance("default"))
-            limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
-            config: Any = torch.compiler.config
-            contexts.enter_context(config.patch(limits))
-            contexts.enter_context(self._device.mode)
+        # Each traced size recompiles.
+        limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
+        config: Any = torch.compiler.config
+        with (
+            replaced(self, _is_bare=True),
+            private.no_torch_functions(),
+            real_functions(),
+            private.disable_current_modes(),
+            torch.compiler.set_stance("default"),
+            config.patch(limits),
+            self._device.mode,
+        ):
             yield
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph of Dynamo like Inductor, but without generating kernels."""
         # Slow to import.
         from functorch.compile import (  # type: ignore[import-untyped]
             aot_module_simplified,
@@ -220,46 +232,48 @@ class CompiledParts:
         inductor = private("torch._inductor.compile_fx", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
-            # Checkpointed regions are nested graphs.
+            # modules() has the graph itself and the nested graphs of checkpointed regions.
             for part in graph.modules():
                 if isinstance(part, fx.GraphModule):
                     _give_attention(part, kernels)
         compiled: Callable[..., Any] = aot_module_simplified(
             graph,
             inputs,
-            fw_compiler=self._call,
-            bw_compiler=self._call,
+            fw_compiler=self._compile_graph,
+            bw_compiler=self._compile_graph,
             partition_fn=_partitioned,
             decompositions=inductor.select_decomp_table(),
         )
         return compiled
 
-    def _call(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def _compile_graph(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """Return a function that allocates the memory of the compiled graph."""
         _check_operators(graph.graph)
         compiled = CompiledGraph(graph)
         self._device.margin = MARGIN
 
         def call(args: list[Any]) -> list[Any]:
-            with self._device.counted() if self._is_bare else nullcontext():
+            # _bare() has removed the counter; in backward, outside of it, the counter is active.
+            with self._device.active_counter() if self._is_bare else nullcontext():
                 results: list[Any] = compiled.boxed_run(args)
-                # The environment keeps the results alive.
+                # Otherwise the environment would keep the results alive.
                 compiled.env.clear()
                 return results
 
-        # Boxed arguments can be freed inside the call.
+        # The function then gets its arguments in one list and can free them early.
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
 
 def _partitioned(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Partition a joint graph of forward and backward like Inductor."""
-    # Check now: the backward cannot fall back to the eager program.
+    # Check now, since the backward could not fall back to the eager program.
     _check_operators(joint.graph)
     inductor = private("torch._inductor.compile_fx", "partition_fn")
     virtualized = private("torch._inductor.virtualized", "V")
     # Passes that replace random numbers create fake tensors, which need the mode of the graph.
-    argument, *_ = joint.graph.nodes
-    with virtualized.V.set_fake_mode(argument.meta["val"].fake_mode):
+    first_argument, *_ = joint.graph.nodes
+    with virtualized.V.set_fake_mode(first_argument.meta["val"].fake_mode):
         return inductor.partition_fn(joint, *args, **kwargs)
 
 
@@ -267,9 +281,10 @@ def _check_operators(graph: fx.Graph) -> None:
     """Raise an error for higher-order operators, such as wrappers of operators that mutate
     arguments.
     """
+    # Functions such as operator.getitem allocate nothing.
+    known = private.OpOverload, BuiltinFunctionType
     for node in graph.nodes:
-        is_known = isinstance(node.target, private.OpOverload) or node.op != "call_function"
-        if not is_known and not isinstance(node.target, BuiltinFunctionType):
+        if node.op == "call_function" and not isinstance(node.target, known):
             names = [str(node.target), *map(str, node.args[:1])]
             raise NotImplementedError(f"the memory of {' of '.join(names)} is unknown")
 
@@ -280,10 +295,10 @@ def _give_attention(graph: fx.GraphModule, kernels: CudaKernels) -> None:
         if node.target is nn.functional.scaled_dot_product_attention:
             node.target = kernels.attention
         elif node.target is torch.ops.adaptive_batch.packed_attention.default:
-            # Each has shape [tokens, heads, head_dim].
+            # Query, key and value: [tokens, heads, head_dim] becomes [1, heads, tokens, head_dim].
             tensors = [operand.meta["example_value"] for operand in node.all_input_nodes[:3]]
             if not kernels.takes_packed_rows(*(tensor.transpose(0, 1)[None] for tensor in tensors)):
-                # The packed rows leave the graph.
+                # On the device, this attention breaks the graph.
                 raise NotImplementedError("the attention of packed rows runs once for each row")
     graph.recompile()
 
@@ -317,12 +332,14 @@ class CompiledGraph(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Allocate the results of a generated kernel; run any other node."""
-        # Constants are part of the code of kernels.
+        # Constants (get_attr) are part of the code of kernels, so they need no real values.
         if n in self._kernels or n.op == "get_attr":
             return private.tree_map_only(torch.Tensor, _empty_like, n.meta["val"])
         result = super().run_node(n)
-        # Autograd does not see results of Inductor's code as views; FSDP hooks warn about views.
-        return result.data if _is_view(n) and isinstance(result, torch.Tensor) else result
+        if _is_view(n) and isinstance(result, torch.Tensor):
+            # Autograd sees no views in results of Inductor's code, and hooks of FSDP warn of views.
+            return result.data
+        return result
 
 
 def _empty_like(value: torch.Tensor) -> torch.Tensor:
@@ -335,15 +352,17 @@ def _fuse(graph: fx.Graph) -> set[fx.Node]:
     Returns:
         The remaining fused operators, one for each kernel.
     """
+    # Nodes whose results are written to memory.
     written: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        is_computed_by_readers = _is_fused(node) or _is_view(node)
-        is_read = any(user in written and not _is_fused(user) for user in node.users)
-        if is_read or _name(node) in _REDUCTIONS or not is_computed_by_readers:
+        has_no_kernel = not _is_fused(node) and not _is_view(node)
+        is_read_by_other = any(user in written and not _is_fused(user) for user in node.users)
+        if has_no_kernel or is_read_by_other or _name(node) in _REDUCTIONS:
             written.add(node)
     # Number of elements in the loop of each kernel.
-    sizes: dict[fx.Node, int] = {}
-    # Ordered, so that equal graphs allocate equally.
+    loop_sizes: dict[fx.Node, int] = {}
+    # Written nodes that a reader of each node reads. A dict is an ordered set here, so that equal
+    # graphs allocate equally.
     memory_of: dict[fx.Node, dict[fx.Node, None]] = {}
     for node in graph.nodes:
         reads: dict[fx.Node, None] = {}
@@ -351,18 +370,20 @@ def _fuse(graph: fx.Graph) -> set[fx.Node]:
             reads.update(memory_of[operand])
         memory_of[node] = {node: None} if node in written else reads
         if node in written and _is_fused(node):
+            # The loop of a reduction runs over its input.
             looped = node.all_input_nodes[0] if _name(node) in _REDUCTIONS else node
-            sizes[node] = _num_elements(looped.meta["val"])
+            loop_sizes[node] = _num_elements(looped.meta["val"])
             node.args = (list(reads),)
             node.kwargs = {}
+    # In reverse, since a node can be erased only after its readers.
     for node in reversed(graph.nodes):
         if node not in written:
             graph.erase_node(node)
-    _keep_until_fused(graph, sizes)
-    return set(sizes)
+    _keep_until_fused(graph, loop_sizes)
+    return set(loop_sizes)
 
 
-def _keep_until_fused(graph: fx.Graph, sizes: Mapping[fx.Node, int]) -> None:
+def _keep_until_fused(graph: fx.Graph, loop_sizes: Mapping[fx.Node, int]) -> None:
     """Extend the lifetime of a kernel's tensors to the last kernel that Inductor may fuse it with.
 
     Inductor may fuse loops of one size that share memory, unless one depends on the other through
@@ -370,36 +391,49 @@ def _keep_until_fused(graph: fx.Graph, sizes: Mapping[fx.Node, int]) -> None:
 
     Args:
         graph: graph of operators.
-        sizes: loop sizes of the kernels.
+        loop_sizes: number of elements in the loop of each kernel.
     """
-    memory: dict[fx.Node, fx.Node] = {}
-    earlier: dict[fx.Node, set[fx.Node]] = {}
-    # Earlier nodes behind an operator without a generated kernel.
-    apart: dict[fx.Node, set[fx.Node]] = {}
-    touched: dict[fx.Node, set[fx.Node]] = {}
-    last: dict[fx.Node, fx.Node] = {}
+    # The node that allocated the memory of each node: another one for views and items.
+    owner: dict[fx.Node, fx.Node] = {}
+    ancestors: dict[fx.Node, set[fx.Node]] = {}
+    # Ancestors on whose results a node depends through an operator without a generated kernel.
+    separated: dict[fx.Node, set[fx.Node]] = {}
+    # Nodes that each kernel reads, and itself.
+    accessed: dict[fx.Node, set[fx.Node]] = {}
+    last_fused: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         operands = node.all_input_nodes
-        is_part = node.target is operator.getitem or _is_view(node)
-        memory[node] = memory[operands[0]] if is_part else node
-        earlier[node] = set(operands).union(*map(earlier.__getitem__, operands))
-        is_other = not is_part and node not in sizes
-        apart[node] = earlier[node] if is_other else set().union(*map(apart.__getitem__, operands))
-        if node not in sizes:
+        shares_memory = node.target is operator.getitem or _is_view(node)
+        owner[node] = owner[operands[0]] if shares_memory else node
+        ancestors[node] = set(operands).union(*(ancestors[operand] for operand in operands))
+        if node in loop_sizes or shares_memory:
+            separated[node] = set().union(*(separated[operand] for operand in operands))
+        else:
+            separated[node] = ancestors[node]
+        if node not in loop_sizes:
             continue
-        others = {
-            other for other in touched if other not in apart[node] and sizes[other] == sizes[node]
+        candidates = {
+            kernel
+            for kernel in accessed
+            if kernel not in separated[node] and loop_sizes[kernel] == loop_sizes[node]
         }
-        shared = touched[node] = {node, *map(memory.__getitem__, operands)}
-        while near := {other for other in others if touched[other] & shared}:
-            shared = shared.union(*map(touched.__getitem__, near))
-            last.update(dict.fromkeys(near, node))
-            others -= near
-    for kernel, later in last.items():
-        later.args = ([*later.all_input_nodes, kernel, *touched[kernel]],)
+        accessed[node] = {node, *(owner[operand] for operand in operands)}
+        # Grow the group that shares memory with the node until no candidate joins it.
+        shared = accessed[node]
+        while True:
+            joining = {kernel for kernel in candidates if accessed[kernel] & shared}
+            if not joining:
+                break
+            shared = shared.union(*(accessed[kernel] for kernel in joining))
+            last_fused.update(dict.fromkeys(joining, node))
+            candidates -= joining
+    # An argument is alive until its last reader.
+    for kernel, last in last_fused.items():
+        last.args = ([*last.all_input_nodes, kernel, *accessed[kernel]],)
 
 
 def _num_elements(values: Any) -> int:
+    """Return the elements of a result, or of the first one of several."""
     first = values[0] if isinstance(values, tuple | list) else values
     return first.numel() if isinstance(first, torch.Tensor) else 0
 

@@ -106,8 +106,8 @@ class CudaKernels:
         self._functions: dict[str, Callable[..., Any]] = {
             "scaled_dot_product_attention": self.attention,
             "estimated_attention": self._packed_attention,
-            "rms_norm": partial(_norm, 1),
-            "layer_norm": partial(_norm, 2),
+            "rms_norm": _fused_rms_norm,
+            "layer_norm": _layer_norm,
             "dropout": _dropout,
         }
 
@@ -149,29 +149,33 @@ class CudaKernels:
         kernel = self.kernel(query, key, value, attn_mask, *options)
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
+            # A boolean mask is converted to numbers that are added to the scores.
             mask = torch.empty(mask.shape, dtype=query.dtype)
         if kernel == "math":
             return _math_attention(query, key, value, mask, dropout_p, is_causal, enable_gqa)
-        if kernel == "flash" and head_dim % 8:
-            query, key, value = (
-                functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value)
-            )
+        output: Tensor
+        if kernel == "flash":
+            # The kernel needs a multiple of 8 as head_dim, and takes no mask.
+            padding = -head_dim % 8
+            tensors = [query, key, value]
+            if padding:
+                tensors = [functional.pad(tensor, (0, padding)) for tensor in tensors]
+            output, *_ = aten._scaled_dot_product_flash_attention(*tensors, dropout_p, is_causal)
+            return output[..., :head_dim] if padding else output
         if kernel == "efficient" and mask is not None:
+            # The rows of the mask begin at multiples of 8 numbers.
             if mask.shape[-1] % 8:
                 mask = functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
             mask = mask.expand(*query.shape[:3], key.shape[-2])
-        tensors = (query, key, value)
-        if kernel == "flash":
-            results = aten._scaled_dot_product_flash_attention(*tensors, dropout_p, is_causal)
-        else:
-            keeps_sums = torch.is_grad_enabled()
-            results = _FORWARDS[kernel](*tensors, mask, keeps_sums, dropout_p, is_causal)
-        output: Tensor = results[0]
-        return output[..., :head_dim] if output.shape[-1] != head_dim else output
+        keeps_sums = torch.is_grad_enabled()
+        forward = _FORWARDS[kernel]
+        output, *_ = forward(query, key, value, mask, keeps_sums, dropout_p, is_causal)
+        return output
 
     def _packed_attention(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
+        """Stand in for `estimated_attention` of adaptive_batch.memory."""
         if not self.takes_packed_rows(query, key, value):
             return None
         if ends is None:
@@ -212,57 +216,66 @@ class CudaKernels:
         is_half = query.dtype == torch.float16
         if capability >= (8, 0):
             is_half = query.dtype in (torch.float16, torch.bfloat16)
-        same_heads = heads == key_heads == value.shape[1]
-        heads_fit = same_heads or (
-            enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1]
+        has_equal_heads = heads == key_heads == value.shape[1]
+        shares_key_heads = enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1]
+
+        fits_cudnn = (
+            capability[0] in (9, 10)
+            and is_half
+            and (has_equal_heads or shares_key_heads)
+            and max(head_dim, value_dim) <= (256 if capability == (9, 0) else 128)
+            and head_dim % 8 == value_dim % 8 == 0
+            and key.shape[2] > 1
+            and 16 * dropout % 1 == 0
+            and not (dropout and query.shape[2] == 1)
         )
-        widest = max(head_dim, value_dim)
-        if cudnn and is_half and capability[0] in (9, 10) and _CUDA.cudnn_sdp_enabled():
-            dims_fit = widest <= (256 if capability == (9, 0) else 128) and key.shape[2] > 1
-            dropout_fits = 16 * dropout % 1 == 0 and not (dropout and query.shape[2] == 1)
-            if heads_fit and dims_fit and head_dim % 8 == value_dim % 8 == 0 and dropout_fits:
-                return "cudnn"
+        if cudnn and fits_cudnn and _CUDA.cudnn_sdp_enabled():
+            return "cudnn"
+
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         has_little_shared_memory = capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12
-        no_backward = has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout)
-        if (
-            _CUDA.flash_sdp_enabled()
+        lacks_backward = (
+            has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout > 0)
+        )
+        fits_flash = (
+            capability >= (8, 0)
             and is_half
-            and capability >= (8, 0)
+            and (has_equal_heads or shares_key_heads)
             and head_dim == key.shape[-1] == value_dim <= 256
-            and not (trains and no_backward)
-            and not (is_causal and query.shape[2] != key.shape[2])
             and mask is None
-            and heads_fit
-        ):
+            and not (trains and lacks_backward)
+            and not (is_causal and query.shape[2] != key.shape[2])
+        )
+        if fits_flash and _CUDA.flash_sdp_enabled():
             return "flash"
+
         # Tensor cores read 16 bytes at once, on architectures that have them for the dtype.
         alignment = 1
         if query.dtype.itemsize == 2 and capability >= (7, 0):
             alignment = 8
         elif query.dtype.itemsize != 2 and capability >= (8, 0):
             alignment = 4
-        if (
-            _CUDA.mem_efficient_sdp_enabled()
-            and (is_half or query.dtype == torch.float32)
-            and head_dim % alignment == value_dim % alignment == 0
-            and same_heads
+        fits_efficient = (
+            (is_half or query.dtype == torch.float32)
+            and has_equal_heads
             and head_dim == key.shape[-1]
-        ):
+            and head_dim % alignment == value_dim % alignment == 0
+        )
+        if fits_efficient and _CUDA.mem_efficient_sdp_enabled():
             return "efficient"
         return "math"
 
     def operators(self) -> dict[Any, Callable[..., Any]]:
         """Return the replacements of operators; all others allocate only their results."""
-        instead: dict[Any, Callable[..., Any]] = {
+        replacements: dict[Any, Callable[..., Any]] = {
             aten._safe_softmax.default: _safe_softmax,
             aten._softmax_backward_data.default: _softmax_backward,
             aten.embedding_dense_backward.default: _embedding_backward,
             torch.ops.adaptive_batch.packed_attention_backward.default: _packed_backward,
         }
         for kernel, operator in _BACKWARDS.items():
-            instead[operator] = partial(_attention_backward, kernel)
-        return instead
+            replacements[operator] = partial(_attention_backward, kernel)
+        return replacements
 
 
 @contextmanager
@@ -288,8 +301,10 @@ class _ForFakes:
         self.real = real
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_fake = any(type(operand) is private.FakeTensor for operand in (*args, *kwargs.values()))
-        return (self._fake if is_fake else self.real)(*args, **kwargs)
+        for operand in (*args, *kwargs.values()):
+            if type(operand) is private.FakeTensor:
+                return self._fake(*args, **kwargs)
+        return self.real(*args, **kwargs)
 
 
 class Workspaces:
@@ -297,18 +312,19 @@ class Workspaces:
 
     Attributes:
         tensors: workspaces by whether they belong to backward.
-        instead: replacements of matrix products that create them.
+        replacements: replacements of matrix products, which create the workspaces.
     """
 
     def __init__(self, kernels: CudaKernels) -> None:
         self._bytes = workspace_bytes(kernels.capability)
         self.tensors: dict[bool, Tensor] = {}
-        self.instead: dict[Any, Callable[..., Any]] = {
-            operator: partial(self._multiplied, operator) for operator in _MATMULS
+        self.replacements: dict[Any, Callable[..., Any]] = {
+            operator: partial(self._multiply, operator) for operator in _MATMULS
         }
 
-    def _multiplied(self, operator: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def _multiply(self, operator: Any, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = operator(*args, **kwargs)
+        # Autograd has a task only in backward.
         is_backward = private.current_graph_task_id() != -1
         if is_backward not in self.tensors:
             self.tensors[is_backward] = torch.empty(self._bytes, dtype=torch.uint8)
@@ -340,17 +356,22 @@ def _attention_backward(
     Args:
         rows: number of packed rows; 0 if rows are not packed.
     """
-    buffers = [tensor.transpose(1, 2).contiguous() for tensor in (gradient,) if kernel != "cudnn"]
-    output = others[0] if kernel == "flash" else None
-    if output is not None:
+    # Like the buffers of the kernel, these are alive until it returns.
+    buffers: list[Tensor] = []
+    if kernel != "cudnn":
+        buffers.append(gradient.transpose(1, 2).contiguous())
+    if kernel == "flash":
+        output = others[0]
         buffers.append(output.transpose(1, 2).contiguous())
     gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    buffers += map(_floats, _BUFFERS[kernel](query, rows))
-    # Shared key heads first have one gradient for each query head.
+    buffers += [_floats(shape) for shape in _BUFFERS[kernel](query, rows)]
     if kernel == "flash" and key.shape[1] != query.shape[1]:
+        # Key and value, which query heads share, first get one gradient for each query head.
         shape = (len(key), query.shape[1], *key.shape[2:])
-        buffers += [key.new_empty(shape) for _ in range(2)]
-    return (*gradients, None) if kernel == "efficient" else gradients
+        buffers += [key.new_empty(shape), key.new_empty(shape)]
+    if kernel == "efficient":
+        return (*gradients, None)
+    return gradients
 
 
 def _packed_backward(
@@ -358,8 +379,10 @@ def _packed_backward(
 ) -> tuple[Tensor | None, ...]:
     """Backward of packed_attention in adaptive_batch.memory, on ``[tokens, heads, head_dim]``."""
     flat = (gradient, query, key, value, output)
+    # [1, heads, tokens, head_dim]
     tensors = [tensor.transpose(0, 1)[None] for tensor in flat]
-    gradients = _attention_backward("flash", *tensors, rows=len(others[1]) - 1)
+    _, cu_seqlens, *_ = others
+    gradients = _attention_backward("flash", *tensors, rows=len(cu_seqlens) - 1)
     return tuple(part[0].transpose(0, 1) for part in gradients if part is not None)
 
 
@@ -370,44 +393,47 @@ def _padded(query: Tensor, rows: int) -> int:
     return len(query) * round_up(query.shape[2], 128)
 
 
-def _norm(
-    num_sums: int,
+def _fused_rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
+) -> Tensor:
+    # native/layer_norm.cpp: weights of another dtype are not fused.
+    if weight is not None and weight.dtype != input.dtype:
+        return _rms_norm(input, normalized_shape, weight)
+    # One root mean square per row is saved.
+    shape = input.shape[: -len(normalized_shape)]
+    return _run(_Norm, [shape], input, weight)
+
+
+def _layer_norm(
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
-    bias: Any = None,
+    bias: Tensor | None = None,
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Norm that saves `num_sums` values per row: one for RMSNorm, two for LayerNorm."""
-    if num_sums == 1:
-        # native/layer_norm.cpp: weights of another dtype are not fused.
-        if weight is not None and weight.dtype != input.dtype:
-            return _rms_norm(input, normalized_shape, weight)
-        bias = None
-    sums = [tuple(input.shape[: -len(normalized_shape)])] * num_sums
-    return _run(_Norm, sums, input, weight, bias)
+    # A mean and a deviation per row are saved.
+    shape = input.shape[: -len(normalized_shape)]
+    return _run(_Norm, [shape, shape], input, weight, bias)
 
 
 class _Norm(torch.autograd.Function):
     """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda``."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Shapes, tensor: Tensor, *weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, saved_sums: Shapes, tensor: Tensor, *weights: Tensor | None) -> Tensor:
         output = torch.empty_like(tensor.contiguous())
-        ctx.save_for_backward(tensor, *weights, *map(_floats, sums))
+        ctx.save_for_backward(tensor, *weights, *map(_floats, saved_sums))
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        tensor, *weights = ctx.saved_tensors
-        buffers = [gradient.contiguous(), tensor.contiguous()]
-        inputs = [buffers[1], *weights]
-        needs = ctx.needs_input_grad[1:]
-        return None, *(
-            torch.empty_like(input) if need else None
-            for input, need in zip(inputs, needs, strict=False)
-        )
+        tensor, *weights_and_sums = ctx.saved_tensors
+        # The kernel copies both if they are not contiguous, and keeps the copies until it returns.
+        copies = gradient.contiguous(), tensor.contiguous()
+        # needs_input_grad has no entries for the sums.
+        inputs = zip((copies[1], *weights_and_sums), ctx.needs_input_grad[1:], strict=False)
+        return None, *(torch.empty_like(input) if needs else None for input, needs in inputs)
 
 
 class _Dropout(torch.autograd.Function):
@@ -440,10 +466,12 @@ def _embedding_backward(
     gradient: Tensor, tokens: Tensor, words: int, padding: int, scales: bool
 ) -> Tensor:
     """native/cuda/EmbeddingBackwardKernel.cu: gradients of a token are summed in groups of 10."""
-    count = tokens.numel()
+    num_tokens = tokens.numel()
     result = gradient.new_empty(words, gradient.shape[-1])
-    if count > 3072 or scales:
-        _floats((count // 10 + min(count, words), gradient.shape[-1]))
+    # A kernel for few tokens needs no sums, but cannot scale gradients by frequency.
+    if num_tokens > 3072 or scales:
+        num_groups = num_tokens // 10 + min(num_tokens, words)
+        _floats((num_groups, gradient.shape[-1]))
     return result
 
 
@@ -467,13 +495,14 @@ def _math_attention(
     dtype = query.dtype
     if dtype.itemsize == 2 and not _CUDA.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
-    scaled = query * 1.0
+    # The products with 1.0 stand for the scaled query and key, which are new tensors.
+    scaled_query = query * 1.0
     if is_causal:
-        mask = torch.empty(query.shape[-2], key.shape[-2], dtype=scaled.dtype)
+        mask = torch.empty(query.shape[-2], key.shape[-2], dtype=scaled_query.dtype)
     if enable_gqa and query.shape[-3] > key.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
-    weights = scaled.matmul(key.transpose(-2, -1) * 1.0)
+    weights = scaled_query.matmul(key.transpose(-2, -1) * 1.0)
     if mask is not None:
         weights.add_(mask)
     weights = _dropout(aten._safe_softmax(weights, -1), dropout)

@@ -37,21 +37,21 @@ from .cuda_operators import CudaKernels, Workspaces
 private = PrivateNames("memory estimates")
 
 
-def needs_values(error: Exception) -> str | None:
-    """Return a message for an error of code that reads values of fake tensors; None for other
-    errors.
-    """
-    # This module defines all exceptions of fake tensors.
-    if type(error).__module__ != private.FakeTensor.__module__:
-        names_fake_tensors = re.search("FakeTensor|not supported for tensor subclasses", str(error))
-        if not names_fake_tensors or not isinstance(error, AssertionError | RuntimeError):
-            return None
+def remedy_for_missing_values(error: Exception) -> str | None:
+    """Return a remedy if an error means that code reads values of fake tensors; else None."""
+    # The module of FakeTensor defines all exceptions of fake tensors.
+    is_of_fake_tensors = type(error).__module__ == private.FakeTensor.__module__
+    names_fake_tensors = isinstance(error, AssertionError | RuntimeError) and re.search(
+        "FakeTensor|not supported for tensor subclasses", str(error)
+    )
+    if not (is_of_fake_tensors or names_fake_tensors):
+        return None
     operation = getattr(error, "func", None) or str(error).partition("\n")[0]
     reason = f"{operation} ({type(error).__name__}) needs values"
     return f"it cannot run on fake tensors: {reason}; probe it on a device"
 
 
-def runs_in_optimizer(error: BaseException) -> bool:
+def is_raised_in_optimizer(error: BaseException) -> bool:
     """Return whether an error was raised in the code of an optimizer."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in frames)
@@ -104,14 +104,14 @@ class FakeDevice:
         self.mode = private.FakeTensorMode()
         self.kernels = kernels
         self._counter: LoggingTracker | None = None
-        # Storages of a batch that the step itself copies to the device.
-        self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
+        # Storages of a batch that are on the host until the step copies them to the device.
+        self.host_storages: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         # Tensors of the model in order of creation; empty if a script moves them.
-        self.made: list[torch.Tensor] = []
-        # Logs of earlier allocations that fill buffers.
-        self.filling: list[Phase] = []
+        self.created: list[torch.Tensor] = []
+        # Models whose buffers are filled before loading, and the logs of that.
         self._filled_models: list[nn.Module] = []
+        self.filling_phases: list[Phase] = []
         # Share by which the real peak may exceed the counted one.
         self.margin = 0.0
 
@@ -127,24 +127,24 @@ class FakeDevice:
             counter = LoggingTracker()
             with counter:
                 fill()
-            self.filling.append(counter.phase(self.filled()))
-        # Tied weights stay tied.
+            self.filling_phases.append(counter.phase(self.filled_buffers()))
+        # Modules that share a tensor share its fake one, so tied weights stay tied.
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
             for name, tensor in own_tensors(module).items():
                 if tensor not in fakes:
-                    fakes[tensor] = self._on_host_device(tensor)
+                    fakes[tensor] = self._make_fake(tensor)
                     if isinstance(tensor, nn.Parameter):
                         fakes[tensor] = nn.Parameter(fakes[tensor], tensor.requires_grad)
                 setattr(module, name, fakes[tensor])
 
-    def filled(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-        """Yield the names and buffers that :attr:`filling` has allocated."""
-        models = self._filled_models
-        for number, buffer in enumerate(chain.from_iterable(model.buffers() for model in models)):
+    def filled_buffers(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+        """Yield the names and buffers that :attr:`filling_phases` have allocated."""
+        buffers = chain.from_iterable(model.buffers() for model in self._filled_models)
+        for number, buffer in enumerate(buffers):
             yield ("filled", number), buffer
 
-    def batch(self, batch: dict[str, Any], *, is_on_device: bool = True) -> None:
+    def move_batch(self, batch: dict[str, Any], *, is_on_device: bool = True) -> None:
         """Make the tensors of a batch fake, in place, and count them.
 
         Args:
@@ -156,12 +156,12 @@ class FakeDevice:
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             result = tensor
             if not isinstance(tensor, private.FakeTensor):
-                # The counter must not count this creation.
+                # The counter must not log temporary tensors of this conversion.
                 with private.disable_current_modes():
-                    result = self._on_host_device(tensor)
+                    result = self._make_fake(tensor)
             storage = result.untyped_storage()
             if not is_on_device and tensor.device.type == "cpu":
-                self.not_moved.add(storage)
+                self.host_storages.add(storage)
             elif self._counter:
                 self._counter._see(storage)
             return result
@@ -175,57 +175,48 @@ class FakeDevice:
             Uncounted memory, one sentence each.
         """
         modules = [kind.__module__ for kind in type(optimizer).__mro__]
-        is_torchaos = any(module.startswith("torchao.") for module in modules)
-        if is_torchaos:
-            # Create the cached tables, whose creation reads values.
-            for states in ("subclass_4bit", "subclass_8bit"):
-                tables = import_module(f"torchao.optim.{states}")
-                tables.get_qmap_signed()
-                tables.get_qmap_unsigned()
+        is_of_torchao = any(module.startswith("torchao.") for module in modules)
+        if is_of_torchao:
+            _create_tables_of_torchao()
         if self.kernels is None:
             return ()
-        # PyTorch's optimizers choose foreach on CUDA, except Adafactor (in `_adafactor`).
-        if any(re.match(r"torch\.optim\.(?!optimizer)[a-z]", module) for module in modules):
+        # On CUDA, PyTorch's optimizers choose foreach, except Adafactor.
+        without_default = ("torch.optim.optimizer", "torch.optim._adafactor")
+        if any(name.startswith("torch.optim.") and name not in without_default for name in modules):
             for group in optimizer.param_groups:
-                is_free = group.get("foreach", False) is None and group.get("fused") is None
-                if is_free and not group.get("differentiable"):
+                is_default = group.get("foreach", False) is None and group.get("fused") is None
+                if is_default and not group.get("differentiable"):
                     group["foreach"] = True
-        if not is_torchaos:
+        if not is_of_torchao:
             return ()
+        self._count_only_states(optimizer)
+        return ("torchao: its step is compiled on a device; only its states are counted",)
+
+    def _count_only_states(self, optimizer: Optimizer) -> None:
+        """Replace an optimizer's step, which has many slow operations and keeps no other memory."""
         step = optimizer.step
 
-        def uncounted(*args: Any, **kwargs: Any) -> Any:
-            # Not counted: the step keeps no memory and has many slow operations per weight.
-            compiled_parts = replaced(torch, compile=lambda *_, **__: lambda *_, **__: None)
-            with private.disable_current_modes(), self.mode, compiled_parts:
+        def step_uncounted(*args: Any, **kwargs: Any) -> Any:
+            # The functions that the step compiles, which update the weights, do nothing.
+            no_compiled_parts = replaced(torch, compile=lambda *_, **__: lambda *_, **__: None)
+            with private.disable_current_modes(), self.mode, no_compiled_parts:
                 result = step(*args, **kwargs)
             if self._counter:
                 self._counter.add(optimizer_state_tensors([optimizer]))
             return result
 
-        optimizer.step = uncounted  # type: ignore[method-assign]
-        return ("torchao: its step is compiled on a device; only its states are counted",)
+        optimizer.step = step_uncounted  # type: ignore[method-assign]
 
     def copying(self) -> TorchFunctionMode:
         """Return a context manager in which deep copies of real tensors are fake."""
-        return _FakeCopies(self._on_host_device)
+        return _FakeCopies(self._make_fake)
 
-    def _on_host_device(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _make_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake copy of a tensor on the CPU, where all fake tensors are."""
-        # A wrapper, such as a DTensor or a 4-bit weight, then wraps fake tensors.
         if hasattr(tensor, "__tensor_flatten__"):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: getattr(tensor, name) for name in names}
-            for name, part in inner.items():
-                # A DTensor also has its mesh as an inner attribute.
-                if isinstance(part, torch.Tensor):
-                    inner[name] = self._on_host_device(part)
-            kind: Any = type(tensor)
-            wrapper: torch.Tensor = kind.__tensor_unflatten__(
-                inner, context, tensor.shape, tensor.stride()
-            )
-            return wrapper
+            return self._make_fake_wrapper(tensor)
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        # from_tensor() would keep the device of these tensors.
         if tensor.is_meta or (is_plain and tensor.device.type != "cpu"):
             with self.mode:
                 return torch.empty_strided(
@@ -234,14 +225,27 @@ class FakeDevice:
         converted: torch.Tensor = self.mode.from_tensor(tensor, static_shapes=True)
         return converted
 
+    def _make_fake_wrapper(self, tensor: Any) -> torch.Tensor:
+        """Return a wrapper, such as a DTensor or a 4-bit weight, of fake tensors."""
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        for name, part in inner.items():
+            # A DTensor also has its mesh as an inner attribute.
+            if isinstance(part, torch.Tensor):
+                inner[name] = self._make_fake(part)
+        wrapper: torch.Tensor = type(tensor).__tensor_unflatten__(
+            inner, context, tensor.shape, tensor.stride()
+        )
+        return wrapper
+
     @contextmanager
     def counting(self) -> Iterator[LoggingTracker]:
         """Make new tensors fake and count them in this context."""
         kernels = self.kernels
         counter = LoggingTracker(
-            instead=kernels.operators() if kernels else {},
+            replacements=kernels.operators() if kernels else {},
             workspaces=Workspaces(kernels) if kernels else None,
-            not_moved=self.not_moved,
+            host_storages=self.host_storages,
             streams=self._streams,
         )
         self._counter = counter
@@ -262,8 +266,8 @@ class FakeDevice:
         finally:
             self._counter = None
 
-    def counted(self) -> AbstractContextManager[object]:
-        """Return a context manager that counts even while Dynamo disables modes."""
+    def active_counter(self) -> AbstractContextManager[object]:
+        """Return the counter of :meth:`counting`, to be entered again where modes are disabled."""
         return self._counter or nullcontext()
 
 
@@ -308,13 +312,17 @@ class FakeStep:
         self._keep_gradients = keep_gradients if accumulates else None
         model.train()
         self.optimizer_peak_bytes: int | None = None
+        # Traced phases of a function by rows, those of the first micro-batch (True) apart.
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
-        # Steps of the optimizer: the first one, which creates its state, and any later one.
-        self._steps: list[Phase] = []
+        # The optimizer's first step, which creates its state, and its second one, which is like all
+        # later ones; empty if the optimizer runs in backward.
+        self._optimizer_phases: list[Phase] = []
         self._run_first_steps(step)
-        self._prepare()
+        self._prepare_gradients()
         gradients = [
-            tensor for (kind, _), tensor in self._named() if kind in ("gradient", "kept gradient")
+            tensor
+            for (kind, _), tensor in self._named_tensors()
+            if kind in ("gradient", "kept gradient")
         ]
         self.resident = Resident(
             storage_bytes(model.parameters()),
@@ -324,33 +332,31 @@ class FakeStep:
         )
 
     def _run_first_steps(self, step: Callable[[], object]) -> None:
-        """Run two steps: the first creates the optimizer's state, the second stands for all later
-        ones.
-        """
+        """Create the state of the optimizer, and log its first two steps."""
         if self._in_backward and not self._sharding.is_sharded:
-            # Backward runs the optimizer, so the first micro-batch creates its state.
-            self._at(FEW, self.forward_backward, is_first=True)
+            # Backward runs the optimizer, so tracing the first micro-batch creates its state.
+            self._micro_batch_phase(FEW, self.forward_backward, is_first=True)
             return
         for _ in range(2):
             if self._sharding.is_sharded:
-                # FSDP initializes itself in the first run; gradients are its reduced ones.
+                # FSDP initializes itself in the first run, and reduces the gradients.
                 with torch.compiler.set_stance("force_eager"), self._device.mode:
                     self.forward_backward(FEW)
             else:
                 self._give_gradients()
             if not self._in_backward:
-                self._trace_step(step)
+                self._trace_optimizer_step(step)
 
-    def _trace_step(self, step: Callable[[], object]) -> None:
+    def _trace_optimizer_step(self, step: Callable[[], object]) -> None:
         """Run the optimizer's step and record its log."""
         with self._device.counting() as counter:
-            counter.add_named(self._named())
+            counter.add_named(self._named_tensors())
             step()
             if self.optimizer_peak_bytes is None:
                 self.optimizer_peak_bytes = counter.peak_bytes
             for optimizer in self._optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            self._steps.append(counter.phase(self._named()))
+            self._optimizer_phases.append(counter.phase(self._named_tensors()))
 
     def trace(self, rows: int, *, forward_backward: Run | None = None) -> Trace:
         """Trace forward and backward of one micro-batch.
@@ -360,7 +366,7 @@ class FakeStep:
             forward_backward: replacement of the constructor's function, for rows of another length.
         """
         run = forward_backward or self.forward_backward
-        phase, trace = self._traced(rows, run)
+        phase, trace = self._trace_micro_batch(rows, run)
         self._phases.setdefault((run, False), {})[rows] = phase
         return trace
 
@@ -389,34 +395,38 @@ class FakeStep:
             micro_batches: micro-batches of a step that accumulates. All but the first are equal.
         """
         run = forward_backward or self.forward_backward
-        phase = self._at(rows, run)
-        # (phase, whether training runs it for the first time)
-        phases = [(phase, True) for phase in (*self._device.filling, self.loading)]
+        micro_batch = self._micro_batch_phase(rows, run)
+        # Phases, each with whether training runs it for the first time.
+        phases = [(filling, True) for filling in self._device.filling_phases]
+        phases.append((self._loading_phase(), True))
         for number in range(num_steps):
             is_first_step = number == 0
             if self.accumulates:
-                phases.append((self._at(rows, run, is_first=True), is_first_step))
-                phases += [(phase, False)] * (micro_batches - 1)
+                # The first micro-batch of each step creates the gradients.
+                first_micro_batch = self._micro_batch_phase(rows, run, is_first=True)
+                phases.append((first_micro_batch, is_first_step))
+                phases += [(micro_batch, False)] * (micro_batches - 1)
             elif self._in_backward and is_first_step:
-                phases.append((self._at(rows, run, is_first=True), True))
+                # The first micro-batch of training creates the optimizer's state.
+                phases.append((self._micro_batch_phase(rows, run, is_first=True), True))
             else:
-                phases.append((phase, is_first_step))
-            # Empty if the optimizer runs in backward.
-            if self._steps:
-                phases.append((self._steps[min(number, len(self._steps) - 1)], False))
+                phases.append((micro_batch, is_first_step))
+            if self._optimizer_phases:
+                first_step, later_step = self._optimizer_phases
+                phases.append((first_step if is_first_step else later_step, False))
         return join_phases(phases)
 
     def composition(self, rows: int, forward_backward: Run) -> dict[str, int]:
         """Return the bytes by kind at the peak of a micro-batch."""
-        held = self._at(rows, forward_backward).held_at_peak()
+        num_bytes = self._micro_batch_phase(rows, forward_backward).bytes_at_peak()
         resident = self.resident
         return {
             "parameters": resident.parameters,
             "buffers": resident.buffers,
             "optimizer state": resident.optimizer,
-            "gradients": resident.gradients + held["gradients"],
-            "activations": held["activations"],
-            "backward temporaries": held["backward temporaries"],
+            "gradients": resident.gradients + num_bytes["gradients"],
+            "activations": num_bytes["activations"],
+            "backward temporaries": num_bytes["backward temporaries"],
         }
 
     @property
@@ -424,17 +434,23 @@ class FakeStep:
         """Share by which the peak of a step can exceed the counted one."""
         return self._device.margin
 
-    @property
-    def loading(self) -> Phase:
-        """Log of loading the model."""
+    def _loading_phase(self) -> Phase:
+        """Return the log of loading the model."""
         with self._device.counting() as counter:
-            counter.add_named(self._device.filled())
-            counter.add(self._device.made)
-            counter.add(tensor for _, tensor in _named(self.model))
-            return counter.phase(_named(self.model))
+            counter.add_named(self._device.filled_buffers())
+            # Tensors are allocated in order of creation; those that are already counted stay.
+            counter.add(self._device.created)
+            counter.add(tensor for _, tensor in _named_model_tensors(self.model))
+            return counter.phase(_named_model_tensors(self.model))
 
-    def _at(self, rows: int, run: Run, *, is_first: bool = False) -> Phase:
-        """Return the log of a micro-batch, or of the first one of training."""
+    def _micro_batch_phase(self, rows: int, run: Run, *, is_first: bool = False) -> Phase:
+        """Return the log of a micro-batch: a trace, or an interpolation between two traces.
+
+        Args:
+            rows: rows of the micro-batch.
+            run: forward and backward of a number of rows.
+            is_first: whether it creates the gradients, or the state of an optimizer in backward.
+        """
         phases = self._phases.setdefault((run, is_first), {})
         if rows in phases:
             return phases[rows]
@@ -442,15 +458,19 @@ class FakeStep:
         if rows >= FEW:
             for size in (FEW, MORE):
                 if len(phases) < 2 and size not in phases:
-                    phases[size], _ = self._traced(size, run, is_first=is_first)
+                    phases[size], _ = self._trace_micro_batch(size, run, is_first=is_first)
             nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
             for near, far in pairwise(nearest_sizes):
-                if phases[near].is_like(phases[far]):
-                    return phases[near].between(phases[far], Fraction(rows - near, far - near))
-        phases[rows], _ = self._traced(rows, run, is_first=is_first)
+                if phases[near].differs_only_in_sizes(phases[far]):
+                    share = Fraction(rows - near, far - near)
+                    return phases[near].interpolate(phases[far], share)
+        # No two traced sizes run the same operations.
+        phases[rows], _ = self._trace_micro_batch(rows, run, is_first=is_first)
         return phases[rows]
 
-    def _traced(self, rows: int, run: Run, *, is_first: bool = False) -> tuple[Phase, Trace]:
+    def _trace_micro_batch(
+        self, rows: int, run: Run, *, is_first: bool = False
+    ) -> tuple[Phase, Trace]:
         """Run one micro-batch and return its log and trace.
 
         Args:
@@ -464,14 +484,15 @@ class FakeStep:
                 for optimizer in self._optimizers:
                     optimizer.state.clear()
         else:
-            self._prepare()
+            self._prepare_gradients()
         with self._device.counting() as counter:
-            counter.add_named(self._named())
+            counter.add_named(self._named_tensors())
             run(rows)
-            return counter.phase(self._named()), counter.trace()
+            return counter.phase(self._named_tensors()), counter.trace()
 
-    def _named(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-        yield from _named(self.model)
+    def _named_tensors(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+        """Yield the names and tensors that training holds between two micro-batches."""
+        yield from _named_model_tensors(self.model)
         for number, parameter in enumerate(self.model.parameters()):
             if parameter.grad is not None:
                 yield ("gradient", number), parameter.grad
@@ -484,7 +505,8 @@ class FakeStep:
         yield from optimizer_state_tensors(self._optimizers)
         yield from self._more_states()
 
-    def _prepare(self) -> None:
+    def _prepare_gradients(self) -> None:
+        """Leave only the gradients that exist before a micro-batch, except the first one."""
         self._sharding.reset()
         self.model.zero_grad()
         if self._keep_gradients:
@@ -500,7 +522,15 @@ class FakeStep:
                     parameter.grad = torch.zeros_like(parameter)
 
 
-def _named(model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+def _create_tables_of_torchao() -> None:
+    """Create the cached tables of low-bit states; creating them on fake tensors would fail."""
+    for states in ("subclass_4bit", "subclass_8bit"):
+        tables = import_module(f"torchao.optim.{states}")
+        tables.get_qmap_signed()
+        tables.get_qmap_unsigned()
+
+
+def _named_model_tensors(model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
         yield ("model", number), tensor
 
@@ -520,22 +550,23 @@ class DevicesAsHost(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return self._moved(args[0])
-        names_device = "device" in kwargs
-        if names_device:
+        moves = func is torch.Tensor.type_as
+        if "device" in kwargs:
+            moves = True
             kwargs["device"] = _host_in_place_of(kwargs["device"])
         if func is torch.Tensor.to:
             args = tuple(map(_host_in_place_of, args))
-            # A tensor as an argument specifies its device too.
-            names_device |= any(isinstance(arg, torch.device | torch.Tensor) for arg in args[1:])
+            # Its first argument is the tensor; a later one may be a device, or a tensor on it.
+            if any(isinstance(arg, torch.device | torch.Tensor) for arg in args[1:]):
+                moves = True
         result = func(*args, **kwargs)
-        names_device |= func is torch.Tensor.type_as
-        if names_device and isinstance(result, torch.Tensor):
+        if moves and isinstance(result, torch.Tensor):
             return self._moved(result)
         return result
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor that was not on the device, or the tensor itself."""
-        if tensor.untyped_storage() in self._device.not_moved:
+        if tensor.untyped_storage() in self._device.host_storages:
             return tensor.clone()
         return tensor
 

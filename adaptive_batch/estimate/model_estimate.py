@@ -37,9 +37,9 @@ from .fake_step import (
     FakeDevice,
     FakeStep,
     Run,
-    needs_values,
+    is_raised_in_optimizer,
     own_tensors,
-    runs_in_optimizer,
+    remedy_for_missing_values,
 )
 from .result import CurveCheck, Fit, LengthEstimate, MemoryEstimate, Target
 
@@ -109,7 +109,7 @@ def estimate_memory(
             return torch.empty(shape, dtype=tensor.dtype)
 
         made = {"batch": private.tree_map_only(torch.Tensor, resized, batch)}
-        device.batch(made)
+        device.move_batch(made)
         loss = mean_loss(made["batch"]) if mean_loss else _loss_of(model, made["batch"])
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -202,10 +202,10 @@ def estimate_step(
             fits.update(zip(members, some, strict=True))
             not_counted.update(dict.fromkeys(compiled.left_out))
     except Exception as error:
-        remedy = needs_values(error)
+        remedy = remedy_for_missing_values(error)
         if remedy is None:
             raise
-        if runs_in_optimizer(error):
+        if is_raised_in_optimizer(error):
             raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(

@@ -28,11 +28,11 @@ from adaptive_batch.estimate import (
     Target,
     estimate_length,
     group_by_kernels,
+    is_raised_in_optimizer,
     left_out,
-    needs_values,
     parse_devices,
     rank_changes,
-    runs_in_optimizer,
+    remedy_for_missing_values,
 )
 from adaptive_batch.memory import auto_headroom
 
@@ -301,8 +301,8 @@ class Estimator:
                     builder=self._builder,
                 )
             except Exception as error:
-                remedy = needs_values(error)
+                remedy = remedy_for_missing_values(error)
                 if remedy is None:
                     raise
-                key = "optimizer" if runs_in_optimizer(error) else "model"
+                key = "optimizer" if is_raised_in_optimizer(error) else "model"
                 raise SettingError(key, str(cfg[key]._component_), remedy) from error

@@ -206,7 +206,7 @@ class FakeRun:
                 model,
                 self.data.new_sizer(),
                 second=second,
-                to_device=self.device.batch,
+                to_device=self.device.move_batch,
                 new_optimizer=self._new_optimizer,
             )
         if self.job.cfg.compile:
@@ -251,7 +251,7 @@ class FakeRun:
             self.device.move(model, fill=fill)
             if distributed.world_size() == 1:
                 kept = {*model.modules()}
-                self.device.made += [
+                self.device.created += [
                     getattr(module, name) for module, name in made if module in kept
                 ]
             self._compiled_parts.take_over_modules(model)

@@ -738,8 +738,8 @@ class AdaptiveStep(PartStep):
             with private.disable_current_modes():
                 tensors = {"batch": sample(num_rows)}
             # If the model is on the CPU, a script moves no tensors of a sample to its device.
-            # FakeDevice.batch() replaces the tensors in place.
-            fake.batch(tensors, is_on_device=device.type == "cpu")
+            # FakeDevice.move_batch() replaces the tensors in place.
+            fake.move_batch(tensors, is_on_device=device.type == "cpu")
             with DevicesAsHost(fake):
                 part = Part(tensors["batch"], num_rows, is_trial=True)
                 if self.statistics is not None:

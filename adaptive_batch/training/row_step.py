@@ -291,8 +291,8 @@ class RowStep(PartStep):
                 batch = self.make_batch(longest.first(num_rows))
                 isolated = self._isolate_rows(batch)
             tensors = {"batch": batch}
-            # FakeDevice.batch() replaces the tensors in place.
-            device.batch(tensors)
+            # FakeDevice.move_batch() replaces the tensors in place.
+            device.move_batch(tensors)
             with isolated:
                 loss = check_loss(self._mean_loss(tensors["batch"]))
                 loss.backward()  # type: ignore[no-untyped-call]

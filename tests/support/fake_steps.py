@@ -108,7 +108,7 @@ def fake_step(
     return FakeStep(
         model=model,
         optimizer=taking,
-        forward_backward=partial(run, model, device.batch),
+        forward_backward=partial(run, model, device.move_batch),
         step=lambda: stepped(model, taking),
         accumulates=accumulates,
         device=device,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.fake_steps import LENGTH, WORDS, Decoder, fake_step
 from support.step_logs import peak_bytes
 
-from adaptive_batch.estimate.allocator import Phase, join_phases
+from adaptive_batch.estimate.allocator import FirstAllocation, Phase, join_phases
 
 
 def alive(log):
@@ -47,7 +47,12 @@ def test_interpolated_sizes_are_those_of_a_trace():
 
 
 def test_allocations_of_the_first_run_are_joined_once():
-    product = Phase(array("q", [512, ~0]), (), {}, once=((1, 32), (1, 8)))
+    product = Phase(
+        array("q", [512, ~0]),
+        (),
+        {},
+        first_allocations=(FirstAllocation(1, 32), FirstAllocation(1, 8)),
+    )
     assert list(join_phases([(product, True), (product, False)])) == [512, 32, 8, ~0, 512, ~3]
 
 
@@ -57,7 +62,7 @@ def test_allocations_of_the_first_run_are_joined_once():
 )
 def test_interpolated_sizes_are_rounded_up_exactly(sizes, share):
     few, more = (Phase(array("q", [*column, ~0]), (), {}) for column in zip(*sizes, strict=True))
-    log = few.between(more, share).log
+    log = few.interpolate(more, share).log
     assert log[-1] == ~0
     for size, larger, between in zip(few.log[:-1], more.log[:-1], log[:-1], strict=True):
         assert between == max(1, math.ceil(size + (larger - size) * share))

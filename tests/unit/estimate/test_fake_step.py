@@ -94,7 +94,7 @@ def test_rows_of_another_length_are_traced():
     device = FakeDevice()
     step = fake_step(model=model, device=device)
     other = max(
-        step.trace(3, forward_backward=partial(run, model, device.batch, length=40)).live_bytes
+        step.trace(3, forward_backward=partial(run, model, device.move_batch, length=40)).live_bytes
     )
     plain = max(step.trace(3).live_bytes)
     with rehearsal() as trial:
@@ -118,7 +118,7 @@ def test_a_batch_on_the_host_counts_once_a_script_copies_it(move):
     with device.counting() as counter:
         counter.add([])
         first = torch.zeros(100)
-        device.batch(batch, is_on_device=False)
+        device.move_batch(batch, is_on_device=False)
         tokens = batch["tokens"][:, :2].contiguous().view(4)
         assert list(counter.log) == [400, 32]
         with DevicesAsHost(device):
