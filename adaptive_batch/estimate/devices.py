@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,21 +95,17 @@ class EstimatedDevice:
         if context_bytes is None:
             context_bytes = self.context_bytes
         free = max(0, self.total_bytes - context_bytes)
-        headroom_bytes = 0
-        if headroom:
-            headroom_bytes = min(free, parse_size(headroom, total_bytes=free))
-        share = f" ({headroom:.0%})" if isinstance(headroom, float) else ""
         taken = []
         if context_bytes:
             taken.append(("the CUDA context", context_bytes))
-        if headroom_bytes:
-            taken.append((f"headroom{share}", headroom_bytes))
-        return Target(
-            self.describe(),
-            self.total_bytes,
-            free - headroom_bytes,
-            tuple(taken),
-        )
+        # parse_size() refuses 0.
+        if headroom:
+            headroom_bytes = min(free, parse_size(headroom, total_bytes=free))
+            free -= headroom_bytes
+            share = f" ({headroom:.0%})" if isinstance(headroom, float) else ""
+            if headroom_bytes:
+                taken.append((f"headroom{share}", headroom_bytes))
+        return Target(self.describe(), self.total_bytes, free, tuple(taken))
 
 
 def _plain(name: str) -> str:
@@ -149,33 +146,28 @@ def find_device(name_or_size: Any, key: str = _KEY) -> EstimatedDevice:
     Raises:
         SettingError: the device is unknown.
     """
-    is_name = isinstance(name_or_size, str)
-    device = None
-    if is_name:
-        device = _BY_NAME.get(_plain(name_or_size))
-    if device is not None:
-        return device
-    try:
-        if not is_name and (type(name_or_size) is not int or name_or_size < _MIN_BYTES):
-            raise ValueError
-        total_bytes = parse_size(name_or_size, total_bytes=0)
-    except ValueError:
-        near = ""
-        if is_name:
-            names = [device.name for device in DEVICES]
-            begin_so = [name for name in names if _plain(name).startswith(_plain(name_or_size))]
-            near = f"; {nearest(name_or_size.upper(), begin_so or names)}"
-        raise SettingError(key, name_or_size, _REMEDY + near) from None
-    return EstimatedDevice(format_bytes(total_bytes), total_bytes)
+    is_text = isinstance(name_or_size, str)
+    if is_text and _plain(name_or_size) in _BY_NAME:
+        return _BY_NAME[_plain(name_or_size)]
+    is_bytes = type(name_or_size) is int and name_or_size >= _MIN_BYTES
+    if is_text or is_bytes:
+        with suppress(ValueError):
+            total_bytes = parse_size(name_or_size, total_bytes=0)
+            return EstimatedDevice(format_bytes(total_bytes), total_bytes)
+    suggestion = ""
+    if is_text:
+        names = [device.name for device in DEVICES]
+        completions = [name for name in names if _plain(name).startswith(_plain(name_or_size))]
+        suggestion = f"; {nearest(name_or_size.upper(), completions or names)}"
+    raise SettingError(key, name_or_size, _REMEDY + suggestion)
 
 
 def group_by_kernels(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
     """Group the indices of devices that run the same kernels."""
-    kinds = [device.architecture for device in devices]
-    return [
-        [number for number, other in enumerate(kinds) if other == kind]
-        for kind in dict.fromkeys(kinds)
-    ]
+    groups: dict[str, list[int]] = {}
+    for index, device in enumerate(devices):
+        groups.setdefault(device.architecture, []).append(index)
+    return list(groups.values())
 
 
 def parse_devices(value: object) -> tuple[EstimatedDevice, ...]:

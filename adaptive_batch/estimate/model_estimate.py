@@ -91,26 +91,24 @@ def estimate_memory(
         SettingError: an argument is invalid, or the model reads values, which fake tensors do not
             have.
     """
-    shapes = [
-        leaf.shape
-        for leaf in private.tree_leaves(batch)
-        if isinstance(leaf, torch.Tensor) and leaf.dim()
+    tensors = [
+        leaf for leaf in private.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
-    if not shapes:
+    if not tensors:
         remedy = "give a sample with tensors whose first dimension is the batch"
         raise SettingError("batch", type(batch).__name__, remedy)
+    sample_rows = len(tensors[0])
 
     def forward_backward(device: FakeDevice, rows: int) -> None:
-        def resized(tensor: torch.Tensor) -> torch.Tensor:
-            grows = tensor.dim() and tensor.shape[0] == shapes[0][0]
-            shape = tuple(tensor.shape)
-            if grows:
-                shape = (rows, *tensor.shape[1:])
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            shape = tensor.shape
+            if tensor.dim() and len(tensor) == sample_rows:
+                shape = torch.Size([rows, *shape[1:]])
             return torch.empty(shape, dtype=tensor.dtype)
 
-        made = {"batch": private.tree_map_only(torch.Tensor, resized, batch)}
-        device.move_batch(made)
-        loss = mean_loss(made["batch"]) if mean_loss else _loss_of(model, made["batch"])
+        resized = {"batch": private.tree_map_only(torch.Tensor, resize, batch)}
+        device.move_batch(resized)
+        loss = mean_loss(resized["batch"]) if mean_loss else _loss_of(model, resized["batch"])
         loss.backward()  # type: ignore[no-untyped-call]
 
     return estimate_step(
@@ -160,22 +158,23 @@ def estimate_step(
         headroom = auto_headroom(expands=settings.expandable_segments)
     targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     fits: dict[int, Fit] = {}
+    # Sentences about memory that is not counted, in order and each once.
     not_counted: dict[str, None] = {}
 
-    def noted(autocast: torch.autocast) -> AbstractContextManager[None]:
+    def note_autocast(autocast: torch.autocast) -> AbstractContextManager[None]:
         if autocast.device != "cpu":
             not_counted['torch.autocast("cuda"): operators are counted in their own dtype'] = None
         return nullcontext()
 
-    try:
-        # Reversed: the length of the first kind remains.
+    with _explained_missing_values(model, optimizer):
+        # Reversed, so that `length` belongs to the kernels of the first device in the end.
         for members in reversed(group_by_kernels(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             compiled = CompiledParts(fake)
             with (
                 _fake_in_place(fake, model, optimizer) as twins,
                 compiled.in_place(model),
-                around_autocast(noted),
+                around_autocast(note_autocast),
             ):
                 for twin in twins.optimizers:
                     not_counted.update(dict.fromkeys(fake.prepare_optimizer(twin)))
@@ -188,26 +187,20 @@ def estimate_step(
                     device=fake,
                     more_states=twins.more_states,
                 )
-                length, some = estimate_length(
+                length, fits_of_members = estimate_length(
                     step,
                     sequence_length,
                     [targets[number] for number in members],
                     maximum=maximum,
                     allocator=settings,
                 )
-                if trace is not None and 0 in members:
-                    allocator = CachingAllocator(settings)
-                    log = step.log(max(1, some[0].max_batch_size), num_steps=2)
-                    Path(trace).write_bytes(pickle.dumps(allocator.snapshot(log)))
-            fits.update(zip(members, some, strict=True))
+                is_first_device = members[0] == 0
+                if trace is not None and is_first_device:
+                    log = step.log(max(1, fits_of_members[0].max_batch_size), num_steps=2)
+                    snapshot = CachingAllocator(settings).snapshot(log)
+                    Path(trace).write_bytes(pickle.dumps(snapshot))
+            fits.update(zip(members, fits_of_members, strict=True))
             not_counted.update(dict.fromkeys(compiled.left_out))
-    except Exception as error:
-        remedy = remedy_for_missing_values(error)
-        if remedy is None:
-            raise
-        if is_raised_in_optimizer(error):
-            raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
-        raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
         devices=tuple(
             replace(target, lengths=(fits[number],)) for number, target in enumerate(targets)
@@ -217,6 +210,20 @@ def estimate_step(
         left_out=(*not_counted, *left_out(model, [device.architecture for device in parsed])),
         seconds=round(time.perf_counter() - start, 2),
     )
+
+
+@contextmanager
+def _explained_missing_values(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Context manager: raise a SettingError for code that reads values of fake tensors."""
+    try:
+        yield
+    except Exception as error:
+        remedy = remedy_for_missing_values(error)
+        if remedy is None:
+            raise
+        if is_raised_in_optimizer(error):
+            raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
+        raise SettingError("model", type(model).__name__, remedy) from error
 
 
 def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
@@ -269,10 +276,11 @@ def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -
         try:
             yield twins
         except AttributeError as error:
-            cause = twins.not_copied.get(str(error.name))
-            if cause is None or not isinstance(error.obj, Optimizer):
+            # The copy may lack an attribute of the real optimizer.
+            copy_error = twins.not_copied.get(str(error.name))
+            if copy_error is None or not isinstance(error.obj, Optimizer):
                 raise
-            problem = f"its step reads {error.name!r}, which cannot be copied ({cause})"
+            problem = f"its step reads {error.name!r}, which cannot be copied ({copy_error})"
             raise SettingError(
                 "optimizer", type(optimizer).__name__, f"{problem}; probe it on a device"
             ) from error
@@ -290,27 +298,28 @@ def _twins_of(optimizer: Optimizer, replacements: Mapping[int, Any]) -> _Twins:
         replacements: objects of the copy by ``id`` of the original object.
     """
     memo = dict(replacements)
+    # The optimizer and, since the loop extends the list, all optimizers that it wraps.
     originals = [optimizer]
-    # The loop extends the list.
     for original in originals:
         for value in private.tree_leaves(vars(original)):
             if isinstance(value, Optimizer) and value not in originals:
                 originals.append(value)
-        empty = copy.copy(original.state)
-        empty.clear()
-        memo[id(original.state)] = empty
+        # The copy gets an empty state of the same type.
+        empty_state = copy.copy(original.state)
+        empty_state.clear()
+        memo[id(original.state)] = empty_state
     not_copied: dict[str, Exception] = {}
     for original in originals:
         twin = copy.deepcopy(original, memo)
-        # Optimizer.__deepcopy__ omits attributes of subclasses. Methods that were replaced, as
-        # schedulers replace `step`, belong to the real optimizer.
+        # Optimizer.__deepcopy__ omits attributes of subclasses, so copy those. Not the methods that
+        # were replaced, as schedulers replace `step`: they belong to the real optimizer.
         for name, value in vars(original).items():
-            if name in vars(twin) or hasattr(type(original), name):
-                continue
-            try:
-                setattr(twin, name, copy.deepcopy(value, memo))
-            except Exception as error:
-                not_copied[name] = error
+            if name not in vars(twin) and not hasattr(type(original), name):
+                try:
+                    setattr(twin, name, copy.deepcopy(value, memo))
+                except Exception as error:
+                    not_copied[name] = error
+    # deepcopy has added each copy to the memo.
     copies = [
         memo[id(optimizer)],
         *(value for key, value in memo.items() if key not in replacements),
@@ -346,6 +355,7 @@ def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9), (16, 17), (32, 33))
 # Approximate limit of a batch on the host, since tokens are collated for real.
 _COLLATED_BYTES = 2**29
+_COLLATED_BYTES_PER_TOKEN = 128
 
 
 def estimate_length(
@@ -377,43 +387,47 @@ def estimate_length(
     run = forward_backward or step.forward_backward
     few, more = trace_pair(step, run)
     curve = MemoryCurve.from_traces(few, more)
+    one_row_bytes = _one_row_bytes(step, run, curve, targets)
     length = LengthEstimate(
         tokens,
         step.resident,
         curve,
-        math.ceil(_one_row_bytes(step, run, curve, targets) * (1 + step.margin)),
+        math.ceil(one_row_bytes * (1 + step.margin)),
         step.optimizer_peak_bytes,
         margin=step.margin,
     )
 
-    def fit(target: Target, expected: Fit | None = None) -> Fit:
+    collated_rows = min(maximum, _COLLATED_BYTES // (_COLLATED_BYTES_PER_TOKEN * tokens))
+
+    def find_fit(length: LengthEstimate, target: Target, expected: Fit | None = None) -> Fit:
         if allocator is None:
             return counted_fit(length, target.budget_bytes, maximum=maximum)
         log = partial(step.log, forward_backward=run)
         bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
         return bounds.fit(target.budget_bytes, expected)
 
-    fits = tuple(map(fit, targets))
+    def find_traced_fit(length: LengthEstimate, target: Target, expected: Fit) -> Fit:
+        # Kernels can change with the rows, so trace the rows that fit until they stay the same.
+        while True:
+            fit = find_fit(length, target, expected)
+            rows = fit.max_batch_size
+            can_trace = allocator is not None and MORE < rows <= collated_rows
+            if not can_trace or step.is_traced(rows, forward_backward=run):
+                return fit
+            step.trace(rows, forward_backward=run)
+            expected = fit
+
+    fits = [find_fit(length, target) for target in targets]
     if is_checked:
-        collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
-        largest_bound = max(fit.max_batch_size for fit in fits)
-        checked_rows = max(more[0] + 1, min(largest_bound, collated_rows))
+        most_rows = max(fit.max_batch_size for fit in fits)
+        # More rows than those of the curve, even if they do not fit.
+        checked_rows = max(more[0] + 1, min(most_rows, collated_rows))
         counted_bytes = max(step.trace(checked_rows, forward_backward=run).live_bytes)
         check = CurveCheck(checked_rows, counted_bytes, curve.peak_bytes(checked_rows))
         length = replace(length, check=check)
-        checked_fits = []
-        for target, expected in zip(targets, fits, strict=True):
-            checked_fit = fit(target, expected)
-            # Kernels can change with the rows, so trace the resulting number of rows.
-            while (
-                allocator is not None
-                and MORE < checked_fit.max_batch_size <= collated_rows
-                and not step.is_traced(checked_fit.max_batch_size, forward_backward=run)
-            ):
-                step.trace(checked_fit.max_batch_size, forward_backward=run)
-                checked_fit = fit(target, checked_fit)
-            checked_fits.append(checked_fit)
-        fits = tuple(checked_fits)
+        fits = [
+            find_traced_fit(length, target, fit) for target, fit in zip(targets, fits, strict=True)
+        ]
     return length, tuple(
         with_composition(length, fit, step.composition(max(1, fit.max_batch_size), run))
         for fit in fits
@@ -421,7 +435,10 @@ def estimate_length(
 
 
 def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequence[Target]) -> int:
-    """Return the peak of one row, traced if it decides: it often runs other operations."""
+    """Return the peak of one row: that of the curve, or a trace if a device fits fewer than two.
+
+    A single row often runs other operations, so only a trace tells whether it fits.
+    """
     fewest_fitting = min(curve.max_rows(target.budget_bytes) or 0 for target in targets)
     if fewest_fitting >= FEW:
         return curve.peak_bytes(1)
@@ -441,10 +458,8 @@ def trace_pair(
         for size in (few, many):
             if size not in traces:
                 traces[size] = step.trace(size, forward_backward=run)
-        low = traces[few]
-        high = traces[many]
-        if low.program == high.program:
-            return (few, low), (many, high)
+        if traces[few].program == traces[many].program:
+            return (few, traces[few]), (many, traces[many])
     remedy = (
         "its operations change with the number of rows, so its peak cannot be predicted; probe it"
         " on a device"
@@ -503,16 +518,18 @@ class ReplayedBounds:
             budget_bytes: memory of the driver.
             expected: earlier fit, where the search begins.
         """
+        # Reserved memory is at least the allocated one, so no more rows than these fit.
         counted = counted_fit(self._length, budget_bytes, maximum=self._maximum)
-        guess = counted.max_batch_size
+        most_rows = counted.max_batch_size
+        guess = most_rows
         if expected is not None:
             guess = expected.max_batch_size
-        elif guess and self.peaks(guess)[1] > budget_bytes:
-            guess = int(guess * budget_bytes / self.peaks(guess)[1])
+        elif most_rows > 0:
+            _, reserved = self.peaks(most_rows)
+            if reserved > budget_bytes:
+                guess = int(most_rows * budget_bytes / reserved)
         rows = _largest(
-            lambda rows: self.peaks(rows)[1] <= budget_bytes,
-            most=counted.max_batch_size,
-            guess=guess,
+            lambda rows: self.peaks(rows)[1] <= budget_bytes, most=most_rows, guess=guess
         )
         allocated, reserved = self.peaks(max(1, rows))
         reason = counted.first_too_large
@@ -532,21 +549,22 @@ class ReplayedBounds:
 
 
 def _largest(fits: Callable[[int], bool], *, most: int, guess: int) -> int:
-    """Return the most rows that fit: growing steps around a guess, then bisection."""
+    """Return the most rows that fit: growing steps from a guess, then bisection."""
+    # `low` rows fit, `high` rows do not.
     low = 0
     high = most + 1
-    step = 1
     rows = guess
+    step = 1
     while high - low > 1:
         rows = min(max(rows, low + 1), high - 1)
         if fits(rows):
             low = rows
-            rows = rows + step
+            rows += step
         else:
             high = rows
-            rows = rows - step
+            rows -= step
         step *= 2
-        # Bisect between a size that fits and one that does not.
-        if low and high <= most:
+        # Bisect once sizes on both sides were tried.
+        if low > 0 and high <= most:
             rows = (low + high) // 2
     return low

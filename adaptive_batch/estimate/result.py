@@ -93,16 +93,13 @@ class LengthEstimate:
         if (self.optimizer_peak_bytes or 0) > budget_bytes or self.one_row_bytes > budget_bytes:
             return 0
         rows = self.curve.max_rows(budget_bytes)
-        if rows is None:
-            return None
-        return max(1, rows)
+        # The curve does not apply to a single row, which fits here.
+        return None if rows is None else max(1, rows)
 
     def peak_bytes(self, rows: int) -> int:
         """Return the peak of a step, the optimizer's step included, in bytes."""
-        peak = self.curve.peak_bytes(rows)
-        # A single row often runs other operations.
-        if rows == 1:
-            peak = self.one_row_bytes
+        # A single row often runs other operations than those of the curve.
+        peak = self.one_row_bytes if rows == 1 else self.curve.peak_bytes(rows)
         return max(peak, self.optimizer_peak_bytes or 0)
 
     def first_too_large(self, budget_bytes: int) -> str | None:
@@ -153,9 +150,10 @@ class Fit:
     optimizer_bytes: int = 0
 
     def explain(self) -> str:
-        """Return the bytes of the peak by kind."""
+        """Describe the peak with its bytes by kind, the largest first."""
         total = sum(self.composition.values())
         parts = sorted(self.composition.items(), key=lambda item: -item[1])
+        # Less than half a percent is not worth a word.
         shares = ", ".join(
             f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total
         )
@@ -285,6 +283,7 @@ class MemoryEstimate:
     def _rows_of_table(self) -> list[str]:
         """Return the aligned lines of devices and lengths."""
         fits = [fit for device in self.devices for fit in device.lengths]
+        # Without a caching allocator, reserved memory equals allocated memory.
         has_reserved = any(fit.reserved_bytes != fit.allocated_bytes for fit in fits)
         has_tokens = any(fit.sequence_length > 1 for fit in fits)
         rows = []
@@ -317,6 +316,7 @@ class MemoryEstimate:
             bounds = [device.lengths[0].max_batch_size, *changed]
             for row, bound in zip(rows, bounds, strict=True):
                 row[device.name] = self.format_rows(bound)
+        # One for each line of the table: heading, unchanged, changes.
         costs = ["cost", "", *(change.cost for change in self.changes)]
         of_length = _format_length(self.devices[0].lengths[0].sequence_length)
         lines = [f"effect of one change, in rows{of_length}:"]
@@ -326,6 +326,7 @@ class MemoryEstimate:
 
     def save(self, path: Path) -> None:
         """Write the estimate as JSON, atomically."""
+        # asdict() would convert the large lengths, which are not saved.
         values = asdict(replace(self, lengths=()))
         del values["lengths"]
         atomic_write(path, json.dumps(values, indent=2))
@@ -352,15 +353,13 @@ def rank_changes(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change,
     for change in changes:
         if change.refused:
             continue
-        lets_more_fit = False
-        gain = 0.0
-        for bound, current in zip(change.bounds, now, strict=True):
-            rows = math.inf if bound is None else bound  # None: any number fits
-            lets_more_fit = lets_more_fit or rows > current
+        # None: any number of rows fits.
+        bounds = [math.inf if bound is None else bound for bound in change.bounds]
+        if any(bound > current for bound, current in zip(bounds, now, strict=True)):
             # Where nothing fits now, the first row counts as a doubling.
-            gain += rows / max(current, 0.5)
-        if lets_more_fit:
-            gains[change] = gain
+            gains[change] = sum(
+                bound / max(current, 0.5) for bound, current in zip(bounds, now, strict=True)
+            )
     return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
 
 
