@@ -524,7 +524,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         if freed is not None:
             self.log.append(~freed)
 
-    def _counts(self, tensor: torch.Tensor) -> bool:
+    def _has_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor, fake or real, is on the device."""
         # An empty set decides without the slow access to the storage.
         return not self._host_storages or tensor.untyped_storage() not in self._host_storages

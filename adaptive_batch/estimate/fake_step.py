@@ -163,7 +163,7 @@ class FakeDevice:
             if not is_on_device and tensor.device.type == "cpu":
                 self.host_storages.add(storage)
             elif self._counter:
-                self._counter._see(storage)
+                self._counter.count_storage(storage)
             return result
 
         batch.update(private.tree_map_only(torch.Tensor, fake, dict(batch)))

@@ -53,19 +53,19 @@ class MemoryCurve:
         many_rows, many_trace = more
         assert few_trace.program == many_trace.program, "the traces have different operations"
         assert few_rows < many_rows, (few_rows, many_rows)
-        # Keep the highest line of each slope, and the first of equal lines.
-        highest: dict[int, tuple[int, int]] = {}
+        # The highest operation of each rise; of equal ones, the first.
+        highest: dict[int, int] = {}
         for operation, (few_bytes, many_bytes) in enumerate(
             zip(few_trace.live_bytes, many_trace.live_bytes, strict=True)
         ):
             rise = max(0, many_bytes - few_bytes)
-            if rise not in highest or many_bytes > highest[rise][0]:
-                highest[rise] = many_bytes, operation
-        slopes = {rise: Fraction(rise, many_rows - few_rows) for rise in highest}
-        lines = [
-            Line(many_bytes - slopes[rise] * many_rows, slopes[rise], operation)
-            for rise, (many_bytes, operation) in sorted(highest.items())
-        ]
+            if rise not in highest or many_bytes > many_trace.live_bytes[highest[rise]]:
+                highest[rise] = operation
+        lines = []
+        for rise, operation in sorted(highest.items()):
+            slope = Fraction(rise, many_rows - few_rows)
+            fixed_bytes = many_trace.live_bytes[operation] - slope * many_rows
+            lines.append(Line(fixed_bytes, slope, operation))
         return cls(tuple(_upper_envelope(lines)))
 
     def peak_bytes(self, rows: int) -> int:
@@ -94,14 +94,18 @@ class MemoryCurve:
 
 def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
     """Return the lines that are highest at some number of rows; `lines` are sorted by slope."""
-    hull: list[Line] = []
+    envelope: list[Line] = []
     for line in lines:
-        while hull and _crossing(hull[-1], line) <= (
-            _crossing(hull[-2], hull[-1]) if len(hull) > 1 else 1
-        ):
-            hull.pop()
-        hull.append(line)
-    return hull
+        # A line leaves if the steeper new one crosses it before it becomes the highest.
+        while envelope and _crossing(envelope[-1], line) <= _first_rows(envelope):
+            envelope.pop()
+        envelope.append(line)
+    return envelope
+
+
+def _first_rows(envelope: Sequence[Line]) -> Fraction | int:
+    """Return the rows from which the last line of an envelope is the highest."""
+    return _crossing(envelope[-2], envelope[-1]) if len(envelope) > 1 else 1
 
 
 def _crossing(flatter: Line, steeper: Line) -> Fraction:

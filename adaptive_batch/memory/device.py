@@ -326,8 +326,12 @@ class AcceleratorMemory:
 
     def __init__(self, device: torch.device, *, backend: Any = None) -> None:
         self.device = device
-        own = getattr(torch, device.type, None)
-        self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
+        if backend is None:
+            backend = getattr(torch, device.type, None)
+            # Only some types of devices have a module with these functions.
+            if not hasattr(backend, "memory_stats"):
+                backend = torch.accelerator
+        self._backend: Any = backend
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -350,6 +354,7 @@ class AcceleratorMemory:
                 yield usage
             finally:
                 self._backend.synchronize(self.device)
+                # Backends that do not report it return 0.
                 usage.peak_bytes = self._backend.max_memory_reserved(self.device) or None
                 usage.retried = self._num_retries() > retries
         if usage.peak_bytes is not None and usage.peak_bytes > budget_bytes:
@@ -379,11 +384,12 @@ class AcceleratorMemory:
         """
         allocated = self._backend.memory_allocated(self.device)
         reserved = self._backend.memory_reserved(self.device)
+        # A backend that reports its memory has reserved some for the model.
         if not reserved:
             return None
         free, total = self._free_and_total()
-        allowed = int(self._fraction() * total) - reserved
-        return Room(allocated, max(0, min(free, allowed)) + reserved)
+        still_allowed = int(self._fraction() * total) - reserved
+        return Room(allocated, max(0, min(free, still_allowed)) + reserved)
 
     def _num_retries(self) -> int:
         """Return how often the allocator has freed its cache to retry a request."""
@@ -470,6 +476,7 @@ def allocator_settings() -> tuple[str, dict[str, str]]:
     """Return the variable that configures PyTorch's allocator, or "", and its settings by name."""
     variable = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), "")
     text = re.sub(r"\s", "", os.environ.get(variable, ""))
+    # name:value or name:[values], separated by commas.
     settings = re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", text)
     return variable, dict(settings)
 
@@ -515,8 +522,10 @@ def expand_segments_in_script(device: torch.device | None = None) -> None:
             not known yet.
     """
     variable, _ = allocator_settings()
-    is_not_cuda = device is not None and device.type != "cuda"
-    if variable or is_not_cuda or not segments_can_expand() or not torch.cuda.is_available():
+    if variable or not segments_can_expand():
+        return
+    may_be_cuda = device is None or device.type == "cuda"
+    if not (may_be_cuda and torch.cuda.is_available()):
         return
     # New settings would replace settings that the program has made.
     if private.allocator_snapshot()["allocator_settings"][ALLOCATOR_VARIABLES[0]]:
@@ -539,6 +548,7 @@ def check_segments(device: torch.device) -> None:
     """
     if device.type != "cuda" or os.environ.get(ALLOCATOR_VARIABLES[0]) != _EXPANDABLE:
         return
+    # The environment may have been set after PyTorch had read it.
     _set_expandable(True)
     # A new stream has no cached blocks, so the request reaches the driver.
     new_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -546,7 +556,7 @@ def check_segments(device: torch.device) -> None:
         with torch.cuda.stream(new_stream):
             torch.empty(1, device=device)
     except torch.OutOfMemoryError:
-        # The driver supports expandable segments; any other error means that it does not.
+        # The driver supports expandable segments, but has no memory left.
         return
     except RuntimeError as error:
         _set_expandable(False)

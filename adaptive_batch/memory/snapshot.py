@@ -57,8 +57,10 @@ class OptimizerSnapshot:
         self._optimizer = optimizer
         self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
         self._groups = [dict(group) for group in optimizer.param_groups]
+        # Groups may have other tensors than the parameters, such as a learning rate.
         without_parameters = [{**group, "params": None} for group in self._groups]
         self._tensors = TensorSnapshot(tensors_in([self._state, without_parameters]))
+        # Values of the state that are no tensors, such as counters.
         self._plain_state = {
             parameter: {
                 name: copy.deepcopy(value)
@@ -67,15 +69,20 @@ class OptimizerSnapshot:
             }
             for parameter, state in self._state.items()
         }
-        self._counters = self._plain_attributes()
+        self._attributes = self._plain_attributes()
 
     def _plain_attributes(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self._optimizer).items() if isinstance(v, _PLAIN)}
 
     def restore(self) -> None:
         optimizer = self._optimizer
-        for parameter in list(optimizer.state):
-            if parameter not in self._state and not _reset_paged(optimizer.state[parameter]):
+        for parameter, state in list(optimizer.state.items()):
+            if parameter in self._state:
+                continue
+            if _is_paged(state):
+                # bitsandbytes never frees paged buffers, so a new state would allocate them twice.
+                _reset_paged(state)
+            else:
                 del optimizer.state[parameter]
         for parameter, state in self._state.items():
             optimizer.state[parameter].clear()
@@ -84,9 +91,9 @@ class OptimizerSnapshot:
             group.clear()
             group.update(saved)
         self._tensors.restore()
-        for name in self._plain_attributes().keys() - self._counters.keys():
+        for name in self._plain_attributes().keys() - self._attributes.keys():
             delattr(optimizer, name)
-        vars(optimizer).update(self._counters)
+        vars(optimizer).update(self._attributes)
 
 
 class RandomState:
@@ -218,21 +225,19 @@ class TrainingSnapshot:
             optimizer.restore()
 
 
-def _reset_paged(state: dict[str, Any]) -> bool:
-    """Reset a paged state of bitsandbytes to its initial values; return False if it is not paged.
+def _is_paged(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is one of bitsandbytes whose buffers can move to the host."""
+    return any(getattr(value, "is_paged", False) for value in state.values())
 
-    bitsandbytes never frees paged buffers, so deleting them would allocate them twice.
-    """
-    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    if not any(getattr(tensor, "is_paged", False) for tensor in tensors.values()):
-        return False
+
+def _reset_paged(state: dict[str, Any]) -> None:
+    """Reset a paged state of bitsandbytes to its initial values."""
     with private.disable_current_modes(), torch.no_grad():
-        for key, tensor in tensors.items():
+        for key, value in state.items():
             # Quantization maps are constants.
-            if not key.startswith("qmap"):
-                tensor.zero_()
+            if isinstance(value, torch.Tensor) and not key.startswith("qmap"):
+                value.zero_()
     state["step"] = 0
-    return True
 
 
 def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:

@@ -44,7 +44,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count resident tensors."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
-                self._see(plain.untyped_storage())
+                self.count_storage(plain.untyped_storage())
         self._resident = set(self._sizes)
 
     def trace(self) -> Trace:
@@ -53,11 +53,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, func: object, args: tuple[Any, ...]) -> None:
         """Add an operation to the trace, unless the trace has not begun."""
-        if not self._live_bytes_after_each and not any(
-            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._resident
-            for tensor in args
-        ):
-            return
+        if not self._live_bytes_after_each:
+            reads_resident = any(
+                isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata in self._resident
+                for arg in args
+            )
+            if not reads_resident:
+                return
         self._program = hash((self._program, func))
         self._live_bytes_after_each.append(self.live_bytes)
 
@@ -71,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"over the budget of {format_bytes(self.budget_bytes)}"
                 )
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def count_storage(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that is new or was resized in place."""
         key = storage._cdata
         size = storage.nbytes()
@@ -90,32 +92,33 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._sizes[key], self._storages[key]
         self._gathered.pop(key, None)
 
-    def _see_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _count_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages that FSDP has resized in place to gather parameters."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._see(storage)
+            self.count_storage(storage)
             self._gathered[storage._cdata] = None
 
-    def _see_freed(self) -> None:
+    def _count_freed(self) -> None:
         """Count the storages that FSDP has resized to 0 since the last operation."""
         for key in tuple(self._gathered):
             storage = self._storages[key]()
             if storage is not None and not storage.nbytes():
-                self._see(storage)
+                self.count_storage(storage)
                 del self._gathered[key]
 
-    def _counts(self, tensor: torch.Tensor) -> bool:
+    def _has_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has memory; DTensor infers shapes with tensors that have none."""
         return not (tensor.is_meta or isinstance(tensor, private.FakeTensor))
 
-    def _see_all(self, result: Any) -> None:
+    def _count_result(self, result: Any) -> None:
+        """Count the tensors in the result of an operation."""
         if isinstance(result, torch.Tensor):
-            if self._counts(result):
-                self._see(result.untyped_storage())
+            if self._has_memory(result):
+                self.count_storage(result.untyped_storage())
         elif isinstance(result, tuple | list):
             for item in result:
-                self._see_all(item)
+                self._count_result(item)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and accumulate gradients in place as autograd does without a mode.
@@ -141,15 +144,15 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # The subclass unwraps itself, and the operation returns here with its inner tensors.
             return NotImplemented
+        kwargs = kwargs or {}
         if self._gathered:
-            self._see_freed()
-        result = self._run(func, args, kwargs or {})
-        self._see_all(result)
-        if (
-            getattr(func, "namespace", "") == "fsdp"
-            and func is torch.ops.fsdp.split_with_sizes_copy.default
-        ):
-            self._see_gathered((kwargs or {})["out"])
+            self._count_freed()
+        result = self._run(func, args, kwargs)
+        self._count_result(result)
+        # The operator exists only if FSDP has been imported, so look at the namespace first.
+        is_of_fsdp = getattr(func, "namespace", "") == "fsdp"
+        if is_of_fsdp and func is torch.ops.fsdp.split_with_sizes_copy.default:
+            self._count_gathered(kwargs["out"])
         self._record(func, args)
         self.check()
         return result
