@@ -112,20 +112,16 @@ class ProbeResult:
 
     def table(self) -> str:
         """Return the trials, the memory per row and the bound as aligned text."""
-        lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
-        length = self.sequence_length or "-"
-        for trial, seconds in zip(self.trials, self.seconds, strict=True):
-            rows = trial.batch_size
-            peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
-            fits = "yes" if trial.fits else "no"
-            # A failed trial has no rate.
-            rate = f"{rows / seconds:.1f}" if seconds and trial.fits else "-"
-            lines.append(f"{rows:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}")
+        lines = self._table_of_trials()
         fixed = format_bytes(self.resident_bytes)
         lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, kept gradients)")
-        optimizer_peaks = [trial.optimizer_peak_bytes for trial in self.trials]
-        if known_peaks := [peak for peak in optimizer_peaks if peak is not None]:
-            peak = format_bytes(max(known_peaks))
+        optimizer_peaks = [
+            trial.optimizer_peak_bytes
+            for trial in self.trials
+            if trial.optimizer_peak_bytes is not None
+        ]
+        if optimizer_peaks:
+            peak = format_bytes(max(optimizer_peaks))
             lines.append(f"optimizer's step: {peak} at its peak, for any batch")
         slope = self.bytes_per_row()
         if slope is not None:
@@ -159,7 +155,21 @@ class ProbeResult:
             lines.append(self.throughput.table())
         return "\n".join(lines)
 
+    def _table_of_trials(self) -> list[str]:
+        """Return the heading and one line for each trial."""
+        lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
+        length = self.sequence_length or "-"
+        for trial, seconds in zip(self.trials, self.seconds, strict=True):
+            rows = trial.batch_size
+            peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+            fits = "yes" if trial.fits else "no"
+            # A failed trial has no rate.
+            rate = f"{rows / seconds:.1f}" if seconds and trial.fits else "-"
+            lines.append(f"{rows:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}")
+        return lines
+
     def _line_of_ranks(self) -> str:
+        """Return the number of ranks, and those with the smallest budget if budgets differ."""
         budgets = self.budgets_of_ranks
         line = f"{len(budgets)} ranks, the smallest decides"
         smallest = min(budgets)
@@ -216,22 +226,23 @@ def run_search(
         return trial
 
     def rows_in_time(rows: int, duration: float) -> int:
-        """Return the rows whose trial ends in time, by linear extrapolation."""
+        """Return the rows whose trial ends in time, by linear extrapolation of a duration."""
         assert trial_seconds is not None
         return distributed.minimum(int(rows * trial_seconds / max(duration, 1e-9)))
 
     initial_maximum = search.maximum
     if trial_seconds is not None:
         search.try_at_most(max(min_rows, rows_in_time(min_rows, min_rows_seconds)))
-    while (size := search.candidate) is not None and size >= min_rows:
+    while True:
+        size = search.candidate
+        if size is None or size < min_rows:
+            break
         trial = run(size)
         search.record(trial)
         if trial_seconds is not None and trial.fits:
             rows = rows_in_time(size, seconds[-1])
-            if rows < 2 * size:
-                # End the search: a small gain is not worth a long trial.
-                rows = search.best
-            search.try_at_most(rows)
+            # Less than twice the rows is not worth a long trial, so end the search.
+            search.try_at_most(rows if rows >= 2 * size else search.best)
     max_batch_size = search.best
     if trial_seconds is not None and max_batch_size == search.maximum < initial_maximum:
         log.info(
@@ -242,11 +253,12 @@ def run_search(
     batch_size = max_batch_size
     if round_to_power_of_two and max_batch_size:
         fitting = {trial.batch_size for trial in trials if trial.fits}
-        batch_size = 1 << (max_batch_size.bit_length() - 1)
-        # The power of two may be untried, and may not fit.
-        while batch_size and batch_size not in fitting and not run(batch_size).fits:
-            batch_size //= 2
-        batch_size = batch_size or max_batch_size
+        # The largest power of two that is not above the maximum.
+        power_of_two = 1 << (max_batch_size.bit_length() - 1)
+        # It may be untried, and other operations may need more memory for fewer rows.
+        while power_of_two and power_of_two not in fitting and not run(power_of_two).fits:
+            power_of_two //= 2
+        batch_size = power_of_two or max_batch_size
     largest_retried = max((trial.batch_size for trial in trials if trial.retried), default=0)
     return ProbeResult(
         max_batch_size,
@@ -315,11 +327,13 @@ def combine_over_ranks(trial: Trial) -> Trial:
     fails = not trial.fits
     # A rank with retries does not fit, but has not run out of memory.
     runs_out = fails and not trial.retried
+    # An unknown value is one that loses against all others: -1 in a maximum, _UNKNOWN_BYTES in a
+    # minimum.
     peaks = [
         -1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
     ]
     held_bytes = _UNKNOWN_BYTES if trial.held_bytes is None else trial.held_bytes
-    # The maximum of -x is minus the minimum.
+    # The minimum of held_bytes is minus the maximum of -held_bytes.
     any_fails, any_runs_out, peak_bytes, optimizer_peak_bytes, minus_held_bytes = (
         distributed.all_reduce_max([fails, runs_out, *peaks, -held_bytes])
     )
@@ -348,9 +362,9 @@ class Store:
 
     def put(self, fingerprint: str, record: Mapping[str, Any]) -> None:
         """Write a record under the fingerprint of its settings; log a warning if the disk fails."""
-        others = [other for other in self._records() if other["fingerprint"] != fingerprint]
+        earlier = [other for other in self._records() if other["fingerprint"] != fingerprint]
         head = {"format": _FORMAT, "fingerprint": fingerprint}
-        text = json.dumps({**head, **record, "earlier": others[-_KEPT:]}, indent=2)
+        text = json.dumps({**head, **record, "earlier": earlier[-_KEPT:]}, indent=2)
         try:
             atomic_write(self.path, text, sync=True)
         except OSError as error:

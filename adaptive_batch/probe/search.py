@@ -88,12 +88,13 @@ def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
 
     It is None unless their bytes were counted and both ran the same operations.
     """
-    traced = sorted(
-        {t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}.items()
-    )
-    if len(traced) < 2 or traced[-2][1].program != traced[-1][1].program:
+    traces = {trial.batch_size: trial.trace for trial in trials if trial.fits and trial.trace}
+    if len(traces) < 2:
         return None
-    return MemoryCurve.from_traces(*traced[-2:])
+    fewer, more = sorted(traces)[-2:]
+    if traces[fewer].program != traces[more].program:
+        return None
+    return MemoryCurve.from_traces((fewer, traces[fewer]), (more, traces[more]))
 
 
 class Search(ABC):
@@ -144,7 +145,7 @@ class Halving(Search):
 
     @property
     def candidate(self) -> int | None:
-        # The first trial, or a larger one after the time limit was raised.
+        # The first trial, or a larger one once more rows run in the time limit.
         if all(trial.fits for trial in self._trials) and self.best < self.maximum:
             return self.maximum
         half = self._too_many // 2
@@ -222,16 +223,18 @@ class Predictive(Search):
         if gap <= 1 or (failed and gap <= END_GAP * best):
             return None
         measured = measured_curve(self._trials)
-        # A failed trial may have contradicted the measured curve.
-        if measured is not None and self._allowed(measured, self._budget_bytes) < too_many:
+        if measured is not None:
             rows = self._allowed(measured, self._budget_bytes)
-            return rows if rows > best else None
+            # Otherwise a failed trial has contradicted the measured curve.
+            if rows < too_many:
+                return rows if rows > best else None
         early_oom = self._worst_early_oom()
         if early_oom is not None:
             return self._rows_after_early_oom(early_oom)
         points = self._points()
         has_peak_of_best = bool(points) and points[-1].rows == best
         if not has_peak_of_best:
+            # Without peaks, double the rows until they do not fit, then bisect.
             return (best + too_many) // 2 if failed else min(2 * best, self.maximum)
         target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
         if target is None:
@@ -240,7 +243,9 @@ class Predictive(Search):
         if failed:
             is_near_miss = 1.03 * best < too_many < 1.2 * best
             target = min(target, best + (0.7 if is_near_miss else 0.5) * gap)
-        return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
+        # Floats may lie just below a whole number.
+        rows = math.floor(target + 1e-6)
+        return max(best + 1, min(rows, too_many - 1))
 
     def _rows_below_expected(self) -> int | None:
         """Return fewer rows after an expected size did not fit; None without an expected curve."""
@@ -248,8 +253,10 @@ class Predictive(Search):
         if self._expected is None or too_many == 1:
             return None
         share = 0.5
+        # A size that runs with retries is only little too large.
         if self._trials[-1].retried:
-            share = max(share, 1 - RETRY_REDUCTION * 2 ** (len(self._trials) - 1))
+            reduction = RETRY_REDUCTION * 2 ** (len(self._trials) - 1)
+            share = max(share, 1 - reduction)
         return max(1, math.floor(too_many * share))
 
     def _agrees_with_trials(self, curve: MemoryCurve) -> bool:
@@ -276,7 +283,7 @@ class Predictive(Search):
             share = 1 if is_exact else FIRST_TRIAL_SHARE
             return max(1, self._allowed(curve, share * self._budget_bytes))
         scale = self._scale(curve, self._trials[-1])
-        # Budget in the curve's bytes.
+        # The peak of the curve at which the scaled peak reaches the budget.
         curve_budget = self._resident_bytes + (self._budget_bytes - self._resident_bytes) / scale
         rows = self._allowed(curve, curve_budget)
         best = self.best
@@ -288,7 +295,7 @@ class Predictive(Search):
             return rows
         if is_exact or best >= self.maximum:
             return None
-        # The two last blocks may be partly free, so try one more row.
+        # An allocator's last two blocks may be partly free, so one more row may fit.
         missing_bytes = curve.peak_bytes(best + 1) - curve_budget
         return best + 1 if missing_bytes <= 2 * self._granularity_bytes / scale else None
 
@@ -326,13 +333,14 @@ class Predictive(Search):
         if curve is not None:
             safe_rows = self._allowed(curve, held_bytes)
         elif points:
-            # The peak per row does not grow with the rows.
+            # Assume that the peak per row does not grow with the rows.
             held_share = (held_bytes - self._resident_bytes) / self._free_bytes
             safe_rows = math.floor(points[-1].rows * held_share / points[-1].share)
         if best < safe_rows < too_many:
             return safe_rows
-        fewer = [trial.batch_size for trial in self._trials if trial.batch_size < best]
-        step = 2 * (best - max(fewer, default=0))
+        smaller_sizes = [trial.batch_size for trial in self._trials if trial.batch_size < best]
+        last_step = best - max(smaller_sizes, default=0)
+        step = 2 * last_step
         if safe_rows == best:
             # Only the allocation that failed is unknown, so few more rows can fit.
             step = math.floor(END_GAP * early_oom.batch_size)
@@ -341,8 +349,11 @@ class Predictive(Search):
     def _points(self) -> list[Point]:
         """Return the trials that fit as points, in the order of trials."""
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]
-        shares = [(rows, (peak - self._resident_bytes) / self._free_bytes) for rows, peak in peaks]
-        return [Point(rows, share) for rows, share in shares if share > 0]
+        points = [
+            Point(rows, (peak - self._resident_bytes) / self._free_bytes) for rows, peak in peaks
+        ]
+        # Unknown peaks have no positive share, which the extrapolation needs.
+        return [point for point in points if point.share > 0]
 
 
 # Extrapolation of peaks: the next rows of a Predictive search without a curve.
@@ -378,27 +389,28 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     peaks that rise clearly above the noise.
     """
     last = points[-1]
-    safe = _grow(last, STEEPEST)
+    safe_rows = _grow(last, STEEPEST)
     if len(points) == 1:
-        return max(2.0, safe)
+        return max(2.0, safe_rows)
     previous = points[-2]
     if len(points) > 2 and last.share / previous.share <= (last.rows / previous.rows) ** 1.001:
         # The peak grows at most proportionally.
-        safe = _grow(last, 1.1)
+        safe_rows = _grow(last, 1.1)
     is_proportional = _straight(Point(0, 0.0), previous, last, rounding)
     power = _proven_power(points, rounding)
     share_per_row = (last.share - previous.share) / (last.rows - previous.rows)
-    # Floats round by about a byte.
-    full = 1 + 1e-9 if is_proportional or power == 1 else 1.05
-    if last.share + share_per_row > full:
+    # One more row may not fit. On a proven line only rounding of floats, by about a byte, is
+    # uncertain.
+    largest_share = 1 + 1e-9 if is_proportional or power == 1 else 1.05
+    if last.share + share_per_row > largest_share:
         return None
     # A line through the origin is the steepest possible one.
     if is_proportional:
         return _reach(previous, last, 1, 1.0)
     # Without this, a flat peak just below the budget would take one trial for each row.
     if resident_known and share_per_row * last.rows < MIN_ROW_SHARE * last.share:
-        return max(safe, 1.25 * last.rows)
-    if power:
+        return max(safe_rows, 1.25 * last.rows)
+    if power is not None:
         end = _reach(previous, last, power, 1.0)
         if end < last.rows + 0.95:
             return None
@@ -406,10 +418,11 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
             return min(end, MAX_EXTRAPOLATION * last.rows)
         # Below the knee, go no further than is safe from the knee on.
         knee_rows = _reach(previous, last, power, KNEE)
-        return max(safe, min(end, _grow(Point(knee_rows, KNEE), 2)))
+        safe_from_knee = _grow(Point(knee_rows, KNEE), 2)
+        return max(safe_rows, min(end, safe_from_knee))
     if _noisy(points, rounding):
-        return _next_rows_in_noise(points, safe)
-    return safe
+        return _next_rows_in_noise(points, safe_rows)
+    return safe_rows
 
 
 def _proven_power(points: Sequence[Point], rounding: float) -> float | None:
@@ -425,7 +438,8 @@ def _proven_power(points: Sequence[Point], rounding: float) -> float | None:
     if len(points) < 4 or not points[-4].share < points[-3].share < points[-2].share:
         return None
     first, second, third = points[-4:-1]
-    # Bisection: a higher exponent raises the curve beyond its first two points.
+    # Find the exponent of the curve through the first three points by bisection: a higher exponent
+    # raises the curve beyond its first two points.
     low = 0.3
     high = 3.0
     for _ in range(50):
@@ -434,11 +448,12 @@ def _proven_power(points: Sequence[Point], rounding: float) -> float | None:
             low = power
         else:
             high = power
+    # The curve is proven if the last point lies on it too.
     tolerance = max(EXACT * (last.share - first.share), rounding)
     return low if abs(last.share - _at(first, second, low, last.rows)) <= tolerance else None
 
 
-def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
+def _next_rows_in_noise(points: Sequence[Point], safe_rows: float) -> float | None:
     """Return the next rows on a curve ``fixed + c * rows ** power`` through noisy peaks.
 
     The fixed part is the mean of the flat trials, which do not rise clearly above the noise. After
@@ -453,21 +468,25 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
     fixed = sum(flat) / len(flat)
     risen = [point for point in points if point.share - fixed > 3 * UNCERTAIN * fixed]
     if last not in risen:
-        return max(safe, MAX_EXTRAPOLATION * last.rows)
+        return max(safe_rows, MAX_EXTRAPOLATION * last.rows)
     rise = last.share - fixed
     room = max(0.0, 1 - fixed)
+    # So few rows fill the budget that a step of FINE is less than a row: follow the line.
     if FINE * last.rows * math.pow(room / rise, 1 / STEEPEST) < 1:
         low = Point(points[-2].rows, points[-2].share * (1 - NOISE))
         high = Point(last.rows, last.share * (1 + NOISE))
-        return max(safe, _reach(low, high, 1.05, 1.0))
+        return max(safe_rows, _reach(low, high, 1.05, 1.0))
     power = STEEPEST
     if len(risen) > 1:
-        rows, share = risen[0]
-        power = math.log(rise / (share - fixed)) / math.log(last.rows / rows)
+        first = risen[0]
+        power = math.log(rise / (first.share - fixed)) / math.log(last.rows / first.rows)
         power = min(max(power, 0.85), STEEPEST)
+    # Far from the end, aim at an intermediate share.
     if last.share < NEARLY - 2 * UNCERTAIN:
-        goal = HALFWAY if len(risen) == 1 else NEARLY
-        return max(safe, last.rows * math.pow(max(1.0, (goal - fixed) / rise), 1 / power))
+        target_share = HALFWAY if len(risen) == 1 else NEARLY
+        growth = math.pow(max(1.0, (target_share - fixed) / rise), 1 / power)
+        return max(safe_rows, last.rows * growth)
+    # Near the end, average the ends that follow from each near peak.
     near = [point for point in risen if point.share > NEARLY - 4 * UNCERTAIN]
     ends = [point.rows * math.pow(room / (point.share - fixed), 1 / power) for point in near]
     end = sum(ends) / len(ends)
@@ -485,7 +504,8 @@ def _noisy(points: Sequence[Point], rounding: float) -> bool:
         return True
     for first, second, third in zip(points, points[1:], points[2:], strict=False):
         tolerance = max(10 * EXACT * abs(third.share - first.share), rounding)
-        if third.share - _at(first, second, 1, third.rows) < -tolerance:
+        share_on_line = _at(first, second, 1, third.rows)
+        if third.share < share_on_line - tolerance:
             return True
     return False
 
@@ -497,6 +517,7 @@ def _grow(point: Point, power: float) -> float:
 
 def _at(first: Point, second: Point, power: float, rows: float) -> float:
     """Return the share at `rows` on the curve ``fixed + c * rows ** power`` through two points."""
+    # The curve is a line in rows ** power.
     start = math.pow(first.rows, power)
     end = math.pow(second.rows, power)
     rise = second.share - first.share
@@ -510,6 +531,7 @@ def _reach(first: Point, second: Point, power: float, share: float) -> float:
     """
     if second.share <= first.share:
         return second.rows
+    # The curve is a line in rows ** power.
     start = math.pow(first.rows, power)
     end = math.pow(second.rows, power)
     part = (share - first.share) / (second.share - first.share)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import accumulate
 from operator import mul
 from statistics import median
+from typing import NamedTuple
 
 from adaptive_batch._util import format_bytes, is_emulated
 from adaptive_batch.data import (
@@ -112,8 +113,12 @@ class Throughput:
 # Micro-batches of all steps, and their layout.
 Pieces = tuple[list[MicroBatch], MicroBatchLayout]
 
-# A layout and a limit.
-Choice = tuple[MicroBatchLayout, MicroBatchLimit]
+
+class Choice(NamedTuple):
+    """A layout and a limit."""
+
+    layout: MicroBatchLayout
+    limit: MicroBatchLimit
 
 
 class FastestSearch:
@@ -139,9 +144,12 @@ class FastestSearch:
         step_seconds: float = 0.0,
     ) -> None:
         self._run = run
+        # Rows are numbered through all steps: tokens of each row, and rows of each step.
         self._lengths = [length for lengths in steps for length in lengths]
-        numbers = count()
-        self._steps = [[next(numbers) for _ in lengths] for lengths in steps]
+        ends = accumulate(len(lengths) for lengths in steps)
+        self._steps = [
+            range(end - len(lengths), end) for end, lengths in zip(ends, steps, strict=True)
+        ]
         self._layouts = layouts
         self._limits = limits
         self._step_seconds = step_seconds * len(steps)
@@ -160,17 +168,21 @@ class FastestSearch:
             smallest, largest = self._limits(layout)
             for share in _SHARES:
                 amount = max(smallest.amount, int(share * largest.amount))
-                choices += self._add((layout, replace(largest, amount=amount)))
+                choice = Choice(layout, replace(largest, amount=amount))
+                if self._is_new(choice):
+                    choices.append(choice)
         while choices:
             self._time(choices)
             choices = self._smaller()
         trials = tuple(
-            TimedTrial(choice[0].kind, choice[1], self._rate(choice), self._padding(choice))
+            TimedTrial(choice.layout.kind, choice.limit, self._rate(choice), self._padding(choice))
             for choice in self._seconds
         )
         return [
-            Throughput(layout.kind, limit, self._rate((layout, limit)), layout.time, trials)
-            for layout, limit in self._ranked()
+            Throughput(
+                choice.layout.kind, choice.limit, self._rate(choice), choice.layout.time, trials
+            )
+            for choice in self._ranked()
         ]
 
     def _with_time_model(self, layout: MicroBatchLayout) -> MicroBatchLayout:
@@ -182,64 +194,65 @@ class FastestSearch:
         if not (layout.sorts and layout.pads):
             return layout
         smallest, largest = self._limits(layout)
-        cuts = [
-            self._cut(layout, limit, rows=slice(first, None, 2))
-            for first, limit in enumerate((smallest, largest))
-        ]
-        small, large = self._medians(cuts)
-        small_tokens, large_tokens = (
-            sum(piece.run_tokens for piece in pieces) for pieces, _ in cuts
-        )
-        # Solve seconds = fixed * micro_batches + token * tokens for both splits.
-        small_number, large_number = (len(pieces) for pieces, _ in cuts)
+        # Even and odd rows.
+        small = self._cut(Choice(layout, smallest), rows=slice(0, None, 2))
+        large = self._cut(Choice(layout, largest), rows=slice(1, None, 2))
+        small_seconds, large_seconds = self._medians([small, large])
+        small_tokens, large_tokens = _run_tokens(small), _run_tokens(large)
+        small_number, large_number = len(small[0]), len(large[0])
+        # Solve seconds = fixed * number + token * tokens for both splits.
         determinant = small_number * large_tokens - large_number * small_tokens
         # A split may not fit, and both may be alike.
-        if not (small and large and determinant > 0):
+        if not (small_seconds and large_seconds and determinant > 0):
             return layout
-        fixed = max(0.0, (small * large_tokens - large * small_tokens) / determinant)
-        token = (small - fixed * small_number) / small_tokens
+        fixed = max(
+            0.0, (small_seconds * large_tokens - large_seconds * small_tokens) / determinant
+        )
+        token = (small_seconds - fixed * small_number) / small_tokens
         return replace(layout, time=MicroBatchTime(fixed, token=max(token, 1e-12)))
 
-    def _cut(
-        self, layout: MicroBatchLayout, limit: MicroBatchLimit, rows: slice = slice(None)
-    ) -> Pieces:
+    def _cut(self, choice: Choice, rows: slice = slice(None)) -> Pieces:
         """Split the steps, or a slice of the rows of each step, into micro-batches."""
+        layout, limit = choice
         pieces = []
         for step in self._steps:
             numbers = step[rows]
             for piece in micro_batches([self._lengths[row] for row in numbers], limit, layout):
+                # The rows of a piece are positions in its step.
                 pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
         return pieces, layout
 
-    def _add(self, choice: Choice) -> list[Choice]:
-        """Add a choice and return [choice]; return [] if an earlier one has the same
-        micro-batches.
-        """
-        pieces = self._cut(*choice)
+    def _is_new(self, choice: Choice) -> bool:
+        """Keep the micro-batches of a choice; return False if an earlier one has the same."""
+        pieces = self._cut(choice)
         if pieces in self._pieces.values():
-            return []
+            return False
         self._pieces[choice] = pieces
-        return [choice]
+        return True
 
     def _medians(self, cuts: Sequence[Pieces]) -> list[float | None]:
         """Return the median seconds of each split; None if it does not fit.
 
         The splits run in rounds. Each round is normalized to the speed of the fastest round.
         """
-        rounds: dict[int, list[float]] = {place: [] for place in range(len(cuts))}
+        # Seconds of the rounds of each split that fits, by its index.
+        timings: dict[int, list[float]] = {index: [] for index in range(len(cuts))}
         for number in range(_MOST_ROUNDS):
-            if number >= _ROUNDS and all(map(_is_reproduced, rounds.values())):
+            if number >= _ROUNDS and all(map(_is_reproduced, timings.values())):
                 break
-            timings = self._run([cuts[place] for place in rounds])
-            rounds = {
-                place: [*rounds[place], sum(seconds)]
-                for place, seconds in zip(rounds, timings, strict=True)
+            round_timings = self._run([cuts[index] for index in timings])
+            timings = {
+                index: [*timings[index], sum(seconds)]
+                for index, seconds in zip(timings, round_timings, strict=True)
                 if seconds is not None
             }
-        round_seconds = [sum(timings) for timings in zip(*rounds.values(), strict=True)]
+        round_seconds = [sum(seconds) for seconds in zip(*timings.values(), strict=True)]
         speeds = [min(round_seconds) / seconds for seconds in round_seconds]
-        medians = {place: median(map(mul, seconds, speeds)) for place, seconds in rounds.items()}
-        return [medians.get(place) for place in range(len(cuts))]
+        medians = {
+            index: median(map(mul, seconds_of_rounds, speeds))
+            for index, seconds_of_rounds in timings.items()
+        }
+        return [medians.get(index) for index in range(len(cuts))]
 
     def _time(self, choices: Sequence[Choice]) -> None:
         """Time choices. Earlier choices among them calibrate the speed of the machine."""
@@ -249,16 +262,19 @@ class FastestSearch:
             for choice, median in zip(choices, medians, strict=True)
             if median is not None
         }
-        known = [choice for choice in seconds if choice in self._seconds]
-        speed = [self._seconds[choice] / seconds[choice] for choice in known]
-        for choice in [choice for choice in seconds if choice not in known]:
-            self._seconds[choice] = seconds[choice] * min(speed, default=1.0)
-            log.info(
-                "timed %s, up to %s: %.0f tokens/s",
-                choice[0].kind,
-                _at_once(choice[1]),
-                self._rate(choice),
-            )
+        speeds = [
+            self._seconds[choice] / seconds[choice] for choice in seconds if choice in self._seconds
+        ]
+        speed = min(speeds, default=1.0)
+        for choice in seconds:
+            if choice not in self._seconds:
+                self._seconds[choice] = seconds[choice] * speed
+                log.info(
+                    "timed %s, up to %s: %.0f tokens/s",
+                    choice.layout.kind,
+                    _at_once(choice.limit),
+                    self._rate(choice),
+                )
 
     def _smaller(self) -> list[Choice]:
         """Return smaller sizes to time and the fastest choice, which calibrates the speed; [] if
@@ -266,32 +282,38 @@ class FastestSearch:
 
         Halve the smallest size of a layout if it is the fastest choice, or if no size of it fits.
         """
-        fastest = sorted(self._seconds, key=self._seconds.__getitem__)[:1]
+        fastest = min(self._seconds, key=self._seconds.__getitem__, default=None)
         smaller: list[Choice] = []
-        for layout in dict.fromkeys(layout for layout, _ in self._pieces):
-            choices = [choice for choice in self._pieces if choice[0] == layout]
+        for layout in dict.fromkeys(choice.layout for choice in self._pieces):
+            choices = [choice for choice in self._pieces if choice.layout == layout]
             smallest = min(choices, key=_amount)
-            half = replace(smallest[1], amount=_amount(smallest) // 2)
-            fits = any(choice in self._seconds for choice in choices)
-            may_be_faster = [smallest] == fastest or not fits
-            if may_be_faster and half.amount >= self._limits(layout)[0].amount:
-                smaller += self._add((layout, half))
-        return [*smaller, *fastest] if smaller else []
+            none_fits = not any(choice in self._seconds for choice in choices)
+            if smallest == fastest or none_fits:
+                half = Choice(layout, replace(smallest.limit, amount=_amount(smallest) // 2))
+                least, _ = self._limits(layout)
+                if half.limit.amount >= least.amount and self._is_new(half):
+                    smaller.append(half)
+        if smaller and fastest is not None:
+            smaller.append(fastest)
+        return smaller
 
     def _ranked(self) -> list[Choice]:
         """Return the choices that fit, fastest first. The first one is the smallest of those that
         are about as fast as the fastest.
         """
+        if not self._seconds:
+            return []
         ranked = sorted(self._seconds, key=self._seconds.__getitem__)
-        as_fast = [
+        fastest = ranked[0]
+        tolerated_seconds = (1 + _TIME_TOLERANCE) * self._seconds[fastest]
+        about_as_fast = [
             choice
             for choice in ranked
-            if choice[0] == ranked[0][0]
-            and self._seconds[choice] <= (1 + _TIME_TOLERANCE) * self._seconds[ranked[0]]
+            if choice.layout == fastest.layout and self._seconds[choice] <= tolerated_seconds
         ]
-        best = min(as_fast, key=_amount, default=None)
-        # False sorts before True.
-        return sorted(ranked, key=lambda choice: choice != best)
+        best = min(about_as_fast, key=_amount)
+        ranked.remove(best)
+        return [best, *ranked]
 
     def _rate(self, choice: Choice) -> float:
         """Return the real tokens per second of a timed choice."""
@@ -299,8 +321,7 @@ class FastestSearch:
 
     def _padding(self, choice: Choice) -> float:
         """Return the share of padding in the tokens of a choice."""
-        run_tokens = sum(piece.run_tokens for piece in self._pieces[choice][0])
-        return 1 - sum(self._lengths) / run_tokens
+        return 1 - sum(self._lengths) / _run_tokens(self._pieces[choice])
 
 
 def _is_reproduced(rounds: Sequence[float]) -> bool:
@@ -309,8 +330,14 @@ def _is_reproduced(rounds: Sequence[float]) -> bool:
     return second <= (1 + _REPRODUCED) * fastest
 
 
+def _run_tokens(pieces: Pieces) -> int:
+    """Return the tokens of all micro-batches, padding included."""
+    batches, _ = pieces
+    return sum(batch.run_tokens for batch in batches)
+
+
 def _amount(choice: Choice) -> int:
-    return choice[1].amount
+    return choice.limit.amount
 
 
 def _at_once(limit: MicroBatchLimit) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +41,20 @@ from .search import Trial
 
 # Functions that run the micro-batches of a step.
 TrialStep = Sequence[Callable[[], None]]
+
+
+class _Outcome(NamedTuple):
+    """Outcome of a measured part of a trial.
+
+    Attributes:
+        usage: memory of the part; None if it does not fit on some rank.
+        retried: whether the allocator of this rank freed its cache and retried.
+        held_bytes: peak of this rank before an OOM; None without an OOM or if unknown.
+    """
+
+    usage: Usage | None
+    retried: bool
+    held_bytes: int | None
 
 
 class DryRun:
@@ -106,6 +121,7 @@ class DryRun:
         self.min_rows_seconds = math.inf
         self._model = model
         self._in_backward: OptimizerInBackward | None = None
+        # Empty if the optimizer runs in backward, which undoes its own steps.
         self._optimizers: list[Optimizer] = []
         if isinstance(optimizer, OptimizerInBackward):
             self._in_backward = optimizer
@@ -124,9 +140,6 @@ class DryRun:
         self._keep_gradients = keep_gradients if accumulates else None
         self._remedies = remedies
         self._frozen_modules = frozen_modules
-        # Set by _measure().
-        self._retried = False
-        self._peak_before_oom_bytes: int | None = None
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
@@ -136,6 +149,7 @@ class DryRun:
             DoesNotFitError: the fewest rows do not fit.
             RankLostError: this rank ran out of memory while other ranks wait in a collective.
         """
+        # An error undoes what was done before it. Otherwise __exit__() does, the last first.
         with ExitStack() as stack:
             if not self._leaves_cache:
                 stack.callback(self._memory.release)
@@ -147,10 +161,12 @@ class DryRun:
             )
             stack.callback(snapshot.restore)
             if self._varying_steps is not None:
-                stack.callback(_hold_states_until_step, self._optimizers)
+                for optimizer in self._optimizers:
+                    stack.callback(_hold_state_until_step, optimizer)
             stack.callback(self._drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.dry_run())
+            # train() would also change modules that stay in evaluation mode.
             if not self._model.training:
                 self._model.train()
             self._try_one_step(snapshot)
@@ -176,51 +192,55 @@ class DryRun:
         phase = f"a trial of {count(batch_size, 'row')}"
         try:
             if self._varying_steps is None:
-                usage = self._measure(lambda: self._forward_backward(batch_size), phase)
+                outcome = self._measure(lambda: self._forward_backward(batch_size), phase)
             else:
-                usage = self._try_steps(self._varying_steps(batch_size), phase)
+                outcome = self._try_steps(self._varying_steps(batch_size), phase)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
         optimizer_peak_bytes = self.optimizer_peak_bytes
+        usage = outcome.usage
         if usage is None:
             return Trial(
                 batch_size,
                 False,
                 None,
                 optimizer_peak_bytes,
-                retried=self._retried,
-                held_bytes=self._peak_before_oom_bytes,
+                retried=outcome.retried,
+                held_bytes=outcome.held_bytes,
             )
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
-    def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
-        """Run micro-batches in turn and return the seconds of each on the slowest rank; None if
-        they do not fit. The memory of a CPU is not counted, since counting takes time.
+    def time_each(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
+        """Run functions in turn, and return the seconds of each on the slowest rank.
+
+        Returns:
+            The seconds; None if the functions do not fit.
         """
         seconds: list[float] = []
 
-        def run() -> None:
-            for forward_backward in runs:
+        def run_all() -> None:
+            for run in runs:
                 start = time.perf_counter()
-                forward_backward()
+                run()
+                # An accelerator runs kernels asynchronously.
                 if self._memory.device.type != "cpu":
                     torch.accelerator.synchronize()
                 seconds.append(time.perf_counter() - start)
 
-        usage = self._measure(run, "timing micro-batches", prepare=False, is_timed=True)
+        outcome = self._measure(run_all, "timing micro-batches", prepare=False, is_timed=True)
         self._drop_gradients()
-        if usage is None:
+        if outcome.usage is None:
             return None
         # all_reduce_max() takes integers.
         nanoseconds = [int(1e9 * duration) for duration in seconds]
         return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
 
-    def _try_steps(self, steps: Iterator[TrialStep], phase: str) -> Usage | None:
+    def _try_steps(self, steps: Iterator[TrialStep], phase: str) -> _Outcome:
         """Run steps as training does."""
         self._drop_gradients()
 
-        def run() -> None:
+        def run_all() -> None:
             for step in steps:
                 for forward_backward in step:
                     forward_backward()
@@ -228,7 +248,7 @@ class DryRun:
                     self._step()
                 self._drop_gradients()
 
-        return self._measure(run, phase, prepare=False)
+        return self._measure(run_all, phase, prepare=False)
 
     def evaluation(
         self,
@@ -250,9 +270,9 @@ class DryRun:
             self._model.eval()
         try:
             phase = f"a trial of evaluating {count(batch_size, 'row')}"
-            usage = self._measure(lambda: evaluate(batch_size), phase, prepare=False)
+            usage, *_ = self._measure(lambda: evaluate(batch_size), phase, prepare=False)
         finally:
-            # A module's train() may do more than set the mode.
+            # A module's train() may do more than set the mode, so call it before the modes.
             self._model.train()
             for module, training in modes:
                 module.training = training
@@ -266,9 +286,10 @@ class DryRun:
         Raises:
             DoesNotFitError: the rows do not fit; the message has the memory that they need.
         """
-        failed, _ = self._whole_step(self.budget_bytes)
-        if failed is None:
+        failed_phase, _ = self._run_whole_step(self.budget_bytes)
+        if failed_phase is None:
             self._prepare_gradients()
+            # The block is empty: it measures the resident bytes.
             with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as usage:
                 pass
             self.resident_bytes = usage.resident_bytes
@@ -277,15 +298,17 @@ class DryRun:
         # An OOM in the step leaves incomplete optimizer state.
         snapshot.restore_optimizers()
         available = self._memory.available_bytes(self._resident())
-        # Measure the needed memory with all available memory.
+        # If every rank has more memory than the budget, measure how much the step needs.
         if not distributed.any_of_ranks(available <= self.budget_bytes):
-            failed_again, peaks = self._whole_step(available)
+            failed_again, peaks = self._run_whole_step(available)
             if failed_again is None and peaks:
                 needs = format_bytes(max(peaks))
-        raise self._does_not_fit(failed, needs)
+        raise self._does_not_fit(failed_phase, needs)
 
-    def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
+    def _run_whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
         """Run the fewest rows, the optimizer's step, and the fewest rows again.
+
+        The optimizer's state exists only in the second run of the rows.
 
         Returns:
             The phase that did not fit, or None, and the peaks of the phases before it.
@@ -302,7 +325,7 @@ class DryRun:
         for phase, run in phases:
             start = time.perf_counter()
             runs_rows = run is run_rows
-            usage = self._measure(
+            usage, *_ = self._measure(
                 run, phase, within=budget_bytes, prepare=runs_rows, is_first=runs_rows
             )
             if runs_rows:
@@ -321,20 +344,18 @@ class DryRun:
     def _measure(
         self,
         run: Callable[[], object],
-        what: str,
+        part: str,
         *,
         within: int | None = None,
         prepare: bool = True,
         is_timed: bool = False,
         is_first: bool = False,
-    ) -> Usage | None:
-        """Measure a part of a trial; return None if it does not fit on some rank.
-
-        A retry of the allocator counts as not fitting.
+    ) -> _Outcome:
+        """Measure a part of a trial. It does not fit after a retry of the allocator on some rank.
 
         Args:
             run: function to measure.
-            what: name of the part in errors.
+            part: name of the part in errors.
             within: memory limit in bytes; None for the budget.
             prepare: whether to create the gradients that exist before a forward.
             is_timed: whether `run` measures time, so that memory must not be counted in Python.
@@ -346,17 +367,16 @@ class DryRun:
             RuntimeError: `run` failed for a reason other than memory.
         """
         budget_bytes = self.budget_bytes if within is None else within
+        # Counting on a CPU runs Python code for each operation, which would slow down a timed run.
+        is_counted = not is_timed or self._memory.granularity_bytes > 1
         usage: Usage | None = None
+        is_out = False
         message = ""
         is_prepared = has_run = False
-        self._peak_before_oom_bytes = None
-        # Free memory only after the except block: its traceback keeps tensors alive.
         try:
             if prepare:
                 self._prepare_gradients()
             is_prepared = True
-            # Counting in Python would slow down a timed run.
-            is_counted = not is_timed or self._memory.granularity_bytes > 1
             measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
             with measuring if is_counted else nullcontext(Usage(0)) as usage:
                 run()
@@ -366,19 +386,24 @@ class DryRun:
             raise
         except Exception as error:
             if not is_out_of_memory(error):
-                raise RuntimeError(f"{what} failed, not because of memory: {error}") from error
+                raise RuntimeError(f"{part} failed, not because of memory: {error}") from error
+            is_out = True
             message = str(error) or type(error).__name__
-            if usage is not None:
-                self._peak_before_oom_bytes = usage.peak_bytes
-                usage = None
-        self._retried = usage is not None and usage.retried
-        fits = usage is not None and not usage.retried
+        # Below the except block, whose traceback would keep tensors alive during the cleanup.
+        retried = not is_out and usage is not None and usage.retried
+        held_bytes = usage.peak_bytes if is_out and usage is not None else None
         # If a rank failed in the middle, the others wait in collectives that it has to complete.
         others_wait = not has_run and distributed.world_size() > 1
         if others_wait and not (is_prepared and self._sharding.can_finish):
             if is_first:
-                raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
-            raise self._lost(what, message, budget_bytes)
+                raise self._does_not_fit(part, f"more than {format_bytes(budget_bytes)}")
+            raise self._lost(part, message, budget_bytes)
+        fits = not (is_out or retried)
+        fits_everywhere = self._clean_up(fits, part, budget_bytes)
+        return _Outcome(usage if fits_everywhere else None, retried, held_bytes)
+
+    def _clean_up(self, fits: bool, part: str, budget_bytes: int) -> bool:
+        """Free the memory of a part that does not fit, and return whether it fits on all ranks."""
         try:
             if not fits:
                 self._drop_gradients()
@@ -388,29 +413,28 @@ class DryRun:
         except Exception as error:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise
-            raise self._lost(f"the cleanup after {what}", str(error), budget_bytes) from error
+            raise self._lost(f"the cleanup after {part}", str(error), budget_bytes) from error
         if fits and not fits_everywhere:
             self._drop_gradients()
             self._memory.release()
-        if not fits_everywhere:
-            return None
-        return usage
+        return fits_everywhere
 
-    def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
+    def _lost(self, part: str, message: str, budget_bytes: int) -> RankLostError:
+        first_line, _, _ = message.partition("\n")
         return RankLostError(
-            f"{what} ran out of memory on {self._memory.device} within"
+            f"{part} ran out of memory on {self._memory.device} within"
             f" {format_bytes(budget_bytes)} while the other ranks wait in a collective:"
-            f" {message.partition(chr(10))[0]}",
-            {"doing": what, "error": message},
+            f" {first_line}",
+            {"doing": part, "error": message},
         )
 
-    def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
+    def _does_not_fit(self, part: str, needs: str) -> DoesNotFitError:
         """Return the error for a part that needs more than the budget."""
         place = str(self._memory.device)
         if distributed.world_size() > 1:
             place = f"rank {distributed.rank()}"
         allowed = format_bytes(self.budget_bytes)
-        return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
+        return DoesNotFitError(f"{part} needs {needs}, {place} allows {allowed}; {self._remedies}")
 
     def _resident(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that training holds between two steps."""
@@ -432,6 +456,7 @@ class DryRun:
         for parameter in self._model.parameters():
             if not self._accumulates:
                 parameter.grad = None
+            # Gradients of the last trial stay: their values do not matter.
             elif parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -442,10 +467,14 @@ class DryRun:
             parameter.grad = None
 
 
-def _hold_states_until_step(optimizers: Iterable[Optimizer]) -> None:
-    """Keep the state tensors of trials alive until the first step, whose state takes their place in
-    memory.
+def _hold_state_until_step(optimizer: Optimizer) -> None:
+    """Keep the state of trials alive until the first step, whose state takes its place in memory.
+
+    Otherwise activations of the first step could take that place.
     """
-    for optimizer in optimizers:
-        held = list(optimizer_state_tensors([optimizer]))
-        optimizer.register_step_pre_hook(lambda *_, held=held: held.clear())
+    held = list(optimizer_state_tensors([optimizer]))
+
+    def release(*_: object) -> None:
+        held.clear()
+
+    optimizer.register_step_pre_hook(release)

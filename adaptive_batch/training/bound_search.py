@@ -693,7 +693,7 @@ class ThroughputSearch:
                 ]
             compile_seconds = compilations.seconds
             log.info("compiling took %.0f s before micro-batches are timed", compile_seconds)
-        seconds = self._dry_run.time(
+        seconds = self._dry_run.time_each(
             [partial(self._tried.try_rows, self._rows[:1]), self._tried.step]
         )
         if seconds is None or not layouts:
@@ -764,7 +764,7 @@ class ThroughputSearch:
                         micro_batch = partial(
                             self._tried.try_rows, [rows[row] for row in piece.rows]
                         )
-                        if self._dry_run.time([micro_batch]) is None:
+                        if self._dry_run.time_each([micro_batch]) is None:
                             # Warm up only a quarter; the search rejects the largest limit too.
                             limits = [quarter]
             new_variants = [
@@ -790,7 +790,7 @@ class ThroughputSearch:
         for pieces, layout in cuts:
             last = len(pieces)
             with self._tried.engine.sizer.trying(layout):
-                seconds = self._dry_run.time(
+                seconds = self._dry_run.time_each(
                     [
                         partial(
                             self._tried.try_rows,
