@@ -16,8 +16,7 @@ from .fake_step import (
     FakeDevice,
     FakeStep,
     Resident,
-    is_raised_in_optimizer,
-    remedy_for_missing_values,
+    explained_missing_values,
 )
 from .model_estimate import (
     counted_fit,
@@ -61,14 +60,13 @@ __all__ = [
     "estimate_length",
     "estimate_memory",
     "estimate_step",
+    "explained_missing_values",
     "find_device",
     "group_by_kernels",
-    "is_raised_in_optimizer",
     "left_out",
     "parse_devices",
     "rank_changes",
     "read_estimate",
-    "remedy_for_missing_values",
     "trace_pair",
     "with_composition",
 ]

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced
 from adaptive_batch.distributed import Sharding, hide_shape_propagation
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import (
     OptimizerInBackward,
     Trace,
@@ -37,7 +38,28 @@ from .cuda_operators import CudaKernels, Workspaces
 private = PrivateNames("memory estimates")
 
 
-def remedy_for_missing_values(error: Exception) -> str | None:
+@contextmanager
+def explained_missing_values(name_of: Callable[[str], str]) -> Iterator[None]:
+    """Context manager: raise a SettingError for code that reads values of fake tensors.
+
+    Args:
+        name_of: function that returns the name of the "model" or the "optimizer" for the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        remedy = _remedy_for_missing_values(error)
+        if remedy is None:
+            raise
+        frames = traceback.walk_tb(error.__traceback__)
+        is_in_optimizer = any(
+            isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in frames
+        )
+        key = "optimizer" if is_in_optimizer else "model"
+        raise SettingError(key, name_of(key), remedy) from error
+
+
+def _remedy_for_missing_values(error: Exception) -> str | None:
     """Return a remedy if an error means that code reads values of fake tensors; else None."""
     # The module of FakeTensor defines all exceptions of fake tensors.
     is_of_fake_tensors = type(error).__module__ == private.FakeTensor.__module__
@@ -49,12 +71,6 @@ def remedy_for_missing_values(error: Exception) -> str | None:
     operation = getattr(error, "func", None) or str(error).partition("\n")[0]
     reason = f"{operation} ({type(error).__name__}) needs values"
     return f"it cannot run on fake tensors: {reason}; probe it on a device"
-
-
-def is_raised_in_optimizer(error: BaseException) -> bool:
-    """Return whether an error was raised in the code of an optimizer."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in frames)
 
 
 # Forward and backward of a number of rows.

@@ -37,9 +37,8 @@ from .fake_step import (
     FakeDevice,
     FakeStep,
     Run,
-    is_raised_in_optimizer,
+    explained_missing_values,
     own_tensors,
-    remedy_for_missing_values,
 )
 from .result import CurveCheck, Fit, LengthEstimate, MemoryEstimate, Target
 
@@ -166,7 +165,8 @@ def estimate_step(
             not_counted['torch.autocast("cuda"): operators are counted in their own dtype'] = None
         return nullcontext()
 
-    with _explained_missing_values(model, optimizer):
+    owners = {"model": model, "optimizer": optimizer}
+    with explained_missing_values(lambda key: type(owners[key]).__name__):
         # Reversed, so that `length` belongs to the kernels of the first device in the end.
         for members in reversed(group_by_kernels(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
@@ -210,20 +210,6 @@ def estimate_step(
         left_out=(*not_counted, *left_out(model, [device.architecture for device in parsed])),
         seconds=round(time.perf_counter() - start, 2),
     )
-
-
-@contextmanager
-def _explained_missing_values(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Context manager: raise a SettingError for code that reads values of fake tensors."""
-    try:
-        yield
-    except Exception as error:
-        remedy = remedy_for_missing_values(error)
-        if remedy is None:
-            raise
-        if is_raised_in_optimizer(error):
-            raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
-        raise SettingError("model", type(model).__name__, remedy) from error
 
 
 def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:

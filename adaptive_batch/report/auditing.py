@@ -65,8 +65,13 @@ def audit_records(records: Iterable[Record | None]) -> Audit:
         walk.problems.append("the beginning of the run is not in the log")
     for entry in run.entries:
         walk.add(entry)
-    last = [entry.kind for entry in run.entries if entry.counts and entry.kind in ("start", "end")]
-    walk.close_epoch(is_done=last[-1:] == ["end"])
+    ends = [
+        entry.kind == "end"
+        for entry in run.entries
+        if entry.counts and entry.kind in ("start", "end")
+    ]
+    # Without an end after the last start, the run may go on, so unused rows are no problem yet.
+    walk.close_epoch(is_done=bool(ends) and ends[-1])
     lines = [f"run log  {len(all_records):,} lines, {all_records.count(None):,} of them torn"]
     if num_others:
         lines.append(f"         the last run is audited; other runs in the file: {num_others}")
@@ -110,10 +115,10 @@ class _Walk:
         self._dropped: defaultdict[int, list[Any]] = defaultdict(list)
         # Whether no step follows the last start yet.
         self._is_starting = False
-        # Settings changed on resume, each with the number of its start.
+        # Settings changed on resume, each with the number of starts until then.
         self._changes: list[tuple[int, str]] = []
         # Steps at which the micro-batch limit changed.
-        self._limits: list[int] = []
+        self._limit_changes: list[int] = []
         self._comparisons = {
             "start": self._compare_start,
             "step": self._compare_step,
@@ -125,25 +130,33 @@ class _Walk:
         }
 
     def add(self, entry: Entry) -> None:
-        """Compare the next record if it counts; remember what explains a different repetition."""
-        record = entry.record
+        """Compare the next record; if a restart has rolled it back, keep it for its repetition."""
         if entry.kind == "start":
             self.starts.append(entry.steps)
             self._is_starting = True
-            self._num_rows = max(0, whole(record, "rows") or self._num_rows)
+            self._num_rows = max(0, whole(entry.record, "rows") or self._num_rows)
         elif entry.kind == "step":
             self._is_starting = False
-        elif "before" in record and record["before"] != record.get("after"):
-            if entry.kind == "limit":
-                self._limits.append(entry.steps)
-            # Growth rules, which have `requested`, change no setting.
-            if self._is_starting and "requested" not in record:
-                change = f"{entry.kind} {record['before']} -> {record.get('after')}"
-                self._changes.append((len(self.starts), change))
-        if entry.counts and entry.kind in self._comparisons:
-            self._comparisons[entry.kind](entry)
+        else:
+            self._add_change(entry)
+        if entry.counts:
+            compare = self._comparisons.get(entry.kind)
+            if compare is not None:
+                compare(entry)
         elif entry.kind == "step":
-            self.rolled_back[entry.steps].append((record, len(self.starts)))
+            self.rolled_back[entry.steps].append((entry.record, len(self.starts)))
+
+    def _add_change(self, entry: Entry) -> None:
+        """Remember a changed setting or limit: a repeated step may differ after it."""
+        record = entry.record
+        if "before" not in record or record["before"] == record.get("after"):
+            return
+        if entry.kind == "limit":
+            self._limit_changes.append(entry.steps)
+        # A growth rule, whose record has `requested`, is no change of a setting.
+        if self._is_starting and "requested" not in record:
+            change = f"{entry.kind} {record['before']} -> {record.get('after')}"
+            self._changes.append((len(self.starts), change))
 
     def close_epoch(self, *, is_done: bool) -> None:
         """Report the rows of the last epoch that are neither used nor left out."""
@@ -173,12 +186,13 @@ class _Walk:
         progress = progress_at(entry.record)
         expected = {**self._totals, "epoch": epoch.number, "epoch_rows": epoch.position}
         if progress.get("epoch") != epoch.number and (epoch.steps or epoch.has_ended):
-            # Training may also resume at the beginning of the next epoch.
+            # Training resumes at the beginning of the next epoch.
             expected |= {"epoch": epoch.number + 1, "epoch_rows": 0}
         elif epoch.position > 0 and not epoch.has_ended:
+            # Training resumes within the epoch, whose rows must be the same.
             expected["rows"] = epoch.num_rows
         else:
-            # The epoch is recorded as ended again.
+            # Training resumes at the beginning or end of the epoch, so its end is still to come.
             epoch.has_ended = False
         found = {**progress, "rows": self._num_rows}
         self._compare(f"resumed at step {entry.steps}", found, expected)
@@ -217,6 +231,7 @@ class _Walk:
                 str(reason): rows for reason, rows in reasons.items() if rows and type(rows) is int
             }
         left_out = epoch.num_rows - epoch.used
+        # The names of values are part of the reported problems.
         found = {
             **entry.record,
             "left out for a reason": sum(epoch.reasons.values()),
@@ -232,6 +247,7 @@ class _Walk:
 
     def _compare_save(self, entry: Entry) -> None:
         saved = whole(entry.record, "step") or whole(entry.record, "steps") or 0
+        # What is saved may be older than the last step, but not newer.
         self._compare(entry.kind, {"step": saved}, {"step": min(saved, self._totals["steps"])})
 
     def _add_dropped(self, entry: Entry) -> None:
@@ -266,9 +282,9 @@ class _Walk:
         number = whole(entry.record, "epoch")
         if number != epoch.number or epoch.has_ended:
             if number != epoch.number + 1:
+                expected = epoch.number + 1 if epoch.has_ended else epoch.number
                 self.problems.append(
-                    f"{entry.kind} {entry.steps} belongs to epoch {number}, expected"
-                    f" {epoch.number + epoch.has_ended}"
+                    f"{entry.kind} {entry.steps} belongs to epoch {number}, expected {expected}"
                 )
             if number is not None and number > epoch.number:
                 self.close_epoch(is_done=True)
@@ -282,28 +298,28 @@ class _Walk:
 
     def _compare_repeated(self, step: Entry) -> None:
         """Compare a step with its rolled-back attempts; report the first that differs."""
-        attempts = self.rolled_back.pop(step.steps, [])
-        self.num_repeated += bool(attempts)
+        attempts = self.rolled_back.pop(step.steps, None)
+        if attempts is None:
+            return
+        self.num_repeated += 1
         for attempt, num_starts in attempts:
-            names = [
-                name
+            # The text of each difference; lists of rows would be long.
+            differences = {
+                name: f"{name} ({attempt.get(name)}, then {step.record.get(name)})"
                 for name in ("rows", "loss", "lr")
                 if attempt.get(name) != step.record.get(name)
-            ]
-            if names:
-                differences = [
-                    name
-                    if name == "rows"
-                    else f"{name} ({attempt.get(name)}, then {step.record.get(name)})"
-                    for name in names
-                ]
-                sentence = f"step {step.steps} differs from its first run: {', '.join(differences)}"
-                reason = self._reason_of_difference(num_starts, names)
+            }
+            if "rows" in differences:
+                differences["rows"] = "rows"
+            if differences:
+                text = ", ".join(differences.values())
+                sentence = f"step {step.steps} differs from its first run: {text}"
+                reason = self._reason_of_difference(num_starts, list(differences))
                 if reason:
                     self.notes.append(f"{sentence}: {reason}")
                 else:
                     self.problems.append(sentence)
-                break
+                return
 
     def _reason_of_difference(self, num_starts: int, names: Sequence[str]) -> str:
         """Return the reason for the differences of a repeated step, or "".
@@ -318,8 +334,9 @@ class _Walk:
         changes = dict.fromkeys(change for start, change in self._changes if start > num_starts)
         if changes:
             return f"changed on resume: {', '.join(changes)}"
-        resumed = min(self.starts[num_starts:], default=math.inf)
-        if names == ["loss"] and any(steps >= resumed for steps in self._limits):
+        # The earliest step at which training resumed after the rolled-back step.
+        resumed_steps = min(self.starts[num_starts:], default=math.inf)
+        if names == ["loss"] and any(steps >= resumed_steps for steps in self._limit_changes):
             return "the limit of a micro-batch changed in one of the two"
         return ""
 
@@ -350,16 +367,18 @@ class _Epoch:
         """Mark rows as used or dropped and return problems; a row may be dropped repeatedly."""
         wrong: defaultdict[str, list[Any]] = defaultdict(list)
         for row in rows:
-            # True of JSON is an int in Python.
+            # isinstance() would accept a bool as an int.
             if type(row) is not int or not 0 <= row < self.num_rows:
                 wrong["rows that the dataset does not have"].append(row)
-            elif self.marks[row] == mark == _USED:
+                continue
+            earlier_mark = self.marks[row]
+            if mark == earlier_mark == _USED:
                 wrong["rows used twice"].append(row)
-            elif self.marks[row] not in (0, mark):
-                wrong["rows used, and listed as dropped"].append(row)
-            else:
+            elif earlier_mark in (0, mark):
                 self.marks[row] = mark
                 self.used += mark == _USED
+            else:
+                wrong["rows used, and listed as dropped"].append(row)
         place = f"epoch {self.number}, {subject}"
         return [f"{place}: {problem}: {_first_ten(which)}" for problem, which in wrong.items()]
 

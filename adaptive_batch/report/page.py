@@ -51,7 +51,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         SettingError: the folder lacks these files, or the page cannot be written.
         AdaptiveBatchError: matplotlib or jinja2 is not installed.
     """
-    # Fail before reading a long log.
+    # A missing library fails here, before a long log is read.
     _require_libraries()
     import jinja2
 
@@ -77,7 +77,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     data = RunData.from_entries(run.entries)
     settings: object = None
     for entry in run.entries:
-        # A later `adaptive_probe` in the folder may have written another search.
+        # The log has the run's own search; a later `adaptive_probe` may have written probe.json.
         probe = entry.record.get("search", probe)
         if entry.kind == "config":
             settings = entry.record.get("settings")
@@ -170,16 +170,18 @@ def run_facts(data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
         name: fact if isinstance(fact, str) else f"{as_number(fact):,.0f}"
         for name, fact in facts.items()
     }
+    # as_number() returns nan for values that are not recorded.
     return {name: text for name, text in texts.items() if text not in ("nan", "inf", "-inf")}
 
 
 def _rows_of_events(data: RunData) -> Iterator[Sequence[str]]:
     """Yield a table row for each event; of a very frequent kind, only the first and last ones."""
-    counts = Counter(entry.kind for entry in data.entries)
-    seen = Counter[str]()
+    num_after = Counter(entry.kind for entry in data.entries)
+    num_before = Counter[str]()
     for entry, seconds in zip(data.entries, data.seconds, strict=True):
-        seen[entry.kind] += 1
-        is_shown = min(seen[entry.kind] - 1, counts[entry.kind] - seen[entry.kind]) < _MOST_ROWS
+        num_after[entry.kind] -= 1
+        is_shown = min(num_before[entry.kind], num_after[entry.kind]) < _MOST_ROWS
+        num_before[entry.kind] += 1
         if is_shown and entry.kind != "step":
             rolled_back = "" if entry.counts else "(rolled back by a restart) "
             message = f"{rolled_back}{entry.record.get('message', '')}"

@@ -110,8 +110,10 @@ class RunData:
         points = []
         for entry, samples in zip(self.entries, self.samples, strict=True):
             value = as_number(entry.record.get(metric))
-            is_event = metric == "val_loss" and entry.kind == "validation"
-            if entry.counts and (is_event or entry.kind == "step") and abs(value) < _LARGEST:
+            is_validation = metric == "val_loss" and entry.kind == "validation"
+            has_metric = entry.counts and (entry.kind == "step" or is_validation)
+            # False for nan.
+            if has_metric and abs(value) < _LARGEST:
                 points.append((samples, value))
         return points
 
@@ -131,16 +133,20 @@ def event_mark(entry: Entry) -> str | None:
     if entry.kind == "start" and entry.record.get("resumed"):
         return "restarted"
     # The log holds nan as text.
-    is_number = str(entry.record.get("loss")) not in ("nan", "inf", "-inf")
-    return "loss not finite" if entry.kind == "step" and entry.counts and not is_number else None
+    is_nonfinite = str(entry.record.get("loss")) in ("nan", "inf", "-inf")
+    if entry.kind == "step" and entry.counts and is_nonfinite:
+        return "loss not finite"
+    return None
 
 
 def run_panels(data: RunData) -> list[Panel]:
     """Return the panels of a run whose metrics are recorded."""
     panels = []
     for title, y_label, labels in _PANELS:
-        series = {metric: points for metric in labels if (points := data.points(metric))}
-        if next(iter(labels)) in series:
+        points = {metric: data.points(metric) for metric in labels}
+        first_metric, *_ = labels
+        if points[first_metric]:
+            series = {metric: points[metric] for metric in labels if points[metric]}
             panels.append(Panel(title, _drawing(series, labels, y_label, data.marks())))
     return panels
 
@@ -155,25 +161,16 @@ def _drawing(
 
     def draw(axes: Axes) -> None:
         for colour, (metric, points) in zip(_COLOURS, series.items(), strict=False):
-            xs, ys = zip(*points, strict=True)
-            is_measured = metric in _MEASURED
-            style: Any = {"color": colour, "drawstyle": "default" if is_measured else "steps-pre"}
-            window = mean_window(len(ys)) if is_measured else 1
-            if window > 1:
-                axes.plot(xs, ys, alpha=0.4, linewidth=0.8, **style)
-                label = f"{labels[metric]}, mean of {window}"
-                axes.plot(xs[window - 1 :], running_mean(ys, window), label=label, **style)
-            else:
-                marker = "." if len(ys) < 25 else None
-                axes.plot(xs, ys, label=labels[metric], marker=marker, **style)
-        drawn = [y for points in series.values() for _, y in points]
-        # One value far above the others would flatten them.
-        if min(drawn) > 0 and max(drawn) > 50 * median(drawn):
+            _draw_metric(axes, metric, points, labels[metric], colour)
+        values = [value for points in series.values() for _, value in points]
+        # One value far above the others would flatten them on a linear scale.
+        if min(values) > 0 and max(values) > 50 * median(values):
             axes.set_yscale("log")
         elif "loss" not in y_label:
-            axes.set_ylim(bottom=min(0, *drawn))
-        for mark, colour in EVENT_COLOURS.items():
-            places = [place for each, place in marks if each == mark]
+            axes.set_ylim(bottom=min(0, *values))
+        for event, colour in EVENT_COLOURS.items():
+            places = [samples for mark, samples in marks if mark == event]
+            # Of many events, draw one in every few.
             for place in places[:: len(places) // _MOST_LINES + 1]:
                 axes.axvline(place, color=colour, linewidth=0.8, linestyle=":", zorder=0.9)
         axes.set_xlabel("samples")
@@ -184,18 +181,38 @@ def _drawing(
     return draw
 
 
+def _draw_metric(
+    axes: Axes, metric: str, points: Sequence[tuple[float, float]], label: str, colour: str
+) -> None:
+    """Draw a setting in steps, or a measured metric with its running mean."""
+    xs, ys = zip(*points, strict=True)
+    is_measured = metric in _MEASURED
+    style: Any = {"color": colour, "drawstyle": "default" if is_measured else "steps-pre"}
+    window = mean_window(len(ys)) if is_measured else 1
+    if window > 1:
+        axes.plot(xs, ys, alpha=0.4, linewidth=0.8, **style)
+        label = f"{label}, mean of {window}"
+        axes.plot(xs[window - 1 :], running_mean(ys, window), label=label, **style)
+    else:
+        marker = "." if len(ys) < 25 else None
+        axes.plot(xs, ys, label=label, marker=marker, **style)
+
+
 def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
     """Return the panel of the trials of a search, if it has any."""
     trials = probe.get("trials")
     budget_bytes = as_number(probe.get("budget_bytes"))
     budget = budget_bytes / _GIB if 0 < budget_bytes < 2**64 else math.nan
+    # Rows and peak of the trials that fit (True), and of those that do not.
     points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for trial in trials if isinstance(trials, list) else ():
         rows = as_number(trial.get("batch_size")) if isinstance(trial, Mapping) else math.nan
         if math.isfinite(rows):
             peak = as_number(trial.get("peak_bytes")) / _GIB
             # An OOM has no peak; draw it at the budget.
-            points[trial.get("fits") is True].append((rows, budget if math.isnan(peak) else peak))
+            if math.isnan(peak):
+                peak = budget
+            points[trial.get("fits") is True].append((rows, peak))
 
     def draw(axes: Axes) -> None:
         for colour, fits, label, marker in (
@@ -221,8 +238,11 @@ def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
 def describe_bound(probe: Mapping[str, Any]) -> str:
     """Format the result of a search; a plus means that it stopped at the configured maximum."""
     bound = as_number(probe.get("max_batch_size"))
+    # False for nan, which stands for a missing or invalid value.
+    if not 0 < bound < 10**9:
+        return "no known"
     is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
-    return f"{bound:,.0f}{'+' * is_at_maximum}" if 0 < bound < 10**9 else "no known"
+    return f"{bound:,.0f}+" if is_at_maximum else f"{bound:,.0f}"
 
 
 def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:
@@ -236,6 +256,7 @@ def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:
         ]
 
         def draw(axes: Axes) -> None:
+            # The bars of each kind of memory stand on those of the kinds before.
             bottoms = [0.0] * len(fits)
             for colour, kind in zip(_COLOURS, fits[0].composition, strict=True):
                 heights = [fit.composition[kind] / _GIB for fit in fits]
@@ -243,10 +264,12 @@ def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:
                 bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
             for place, (target, fit) in enumerate(zip(estimate.devices, fits, strict=True)):
                 ends = place - 0.3, place + 0.3
-                labels = ("may be used", "optimizer's step") if not place else (None, None)
-                axes.plot(ends, [target.budget_bytes / _GIB] * 2, color="black", label=labels[0])
-                step = [fit.optimizer_bytes / _GIB] * 2
-                axes.plot(ends, step, color=_COLOURS[-1], linestyle=":", label=labels[1])
+                budget = target.budget_bytes / _GIB
+                step = fit.optimizer_bytes / _GIB
+                # The legend has each line once.
+                labels = ("may be used", "optimizer's step") if place == 0 else (None, None)
+                axes.plot(ends, [budget, budget], color="black", label=labels[0])
+                axes.plot(ends, [step, step], color=_COLOURS[-1], linestyle=":", label=labels[1])
             axes.set_ylabel("peak memory (GiB)")
             axes.legend()
 
@@ -278,12 +301,13 @@ def draw_picture(panels: Sequence[Panel], *, heading: str, events: Collection[st
         size = (6 * num_columns, 3.2 * num_rows + 0.8)
         sheet = Figure(figsize=size, layout="constrained", dpi=110)
         sheet.suptitle(heading, fontweight="bold")
-        places = sheet.subplots(num_rows, num_columns, squeeze=False).flat
-        for place in places[len(panels) :]:
-            place.remove()
-        for panel, place in zip(panels, places, strict=False):
-            place.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
-            panel.draw(place)
+        axes_of_panels = sheet.subplots(num_rows, num_columns, squeeze=False).flat
+        # The last row may have a free place.
+        for axes in axes_of_panels[len(panels) :]:
+            axes.remove()
+        for panel, axes in zip(panels, axes_of_panels, strict=False):
+            axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
+            panel.draw(axes)
         if events:
             handles = [
                 Line2D([], [], color=EVENT_COLOURS[event], linestyle=":", label=event)

@@ -56,7 +56,7 @@ class RunLog:
         if enabled:
             path = Path(folder) / RECORD
             path.parent.mkdir(parents=True, exist_ok=True)
-            torn = _ends_torn(path)
+            has_torn_line = _ends_torn(path)
             self._file = path.open("a", encoding="utf-8")
             if not _locked(self._file):
                 self._file.close()
@@ -65,7 +65,8 @@ class RunLog:
                     " close(); on several ranks, create it after the process group"
                 )
                 raise SettingError("output_dir", str(folder), remedy)
-            if torn:
+            # The first record begins on a new line.
+            if has_torn_line:
                 self._file.write("\n")
 
     def __call__(self, kind: str, message: str, *, prints: bool = True, **values: Any) -> None:
@@ -221,8 +222,10 @@ class Run:
         self.entries.append(Entry(record, kind, steps))
 
     def _roll_back(self, steps: int) -> None:
+        """Mark the records after a step as rolled back."""
         for entry in reversed(self.entries):
-            if entry.counts and entry.steps + (entry.kind in _IN_NEXT_STEP) <= steps:
+            step = entry.steps + 1 if entry.kind in _IN_NEXT_STEP else entry.steps
+            if entry.counts and step <= steps:
                 return
             entry.counts = False
 
@@ -246,16 +249,16 @@ def last_run(records: Iterable[Record]) -> tuple[Run, int]:
     for record in records:
         if record.get("kind") == "start":
             name = record.get("run")
-            begun = Run(name, has_beginning=not record.get("resumed"))
-            same = [earlier for earlier in runs if earlier.name == name]
-            # Loops in scripts record no name: their starts resume the newest run.
-            if begun.has_beginning or (name is not None and not same):
-                run = begun
+            is_resumed = bool(record.get("resumed"))
+            same_name = [earlier for earlier in runs if earlier.name == name]
+            if not is_resumed or (name is not None and not same_name):
+                run = Run(name, has_beginning=not is_resumed)
                 runs.append(run)
             elif name is not None:
-                run = same[-1]
+                run = same_name[-1]
+            # Loops in scripts record no name, so their start resumes the newest run.
         run.add(record)
-    others = [each for each in runs[1:] if each is not run]
+    others = [other for other in runs[1:] if other is not run]
     return run, len(others)
 
 

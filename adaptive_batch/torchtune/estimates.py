@@ -27,12 +27,11 @@ from adaptive_batch.estimate import (
     MemoryEstimate,
     Target,
     estimate_length,
+    explained_missing_values,
     group_by_kernels,
-    is_raised_in_optimizer,
     left_out,
     parse_devices,
     rank_changes,
-    remedy_for_missing_values,
 )
 from adaptive_batch.memory import auto_headroom
 
@@ -292,7 +291,7 @@ class Estimator:
             # torch warns of bf16 norms.
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
             fake = FakeDevice(device.kernels if self._on_accelerator else None)
-            try:
+            with explained_missing_values(lambda key: str(cfg[key]._component_)):
                 yield FakeRun(
                     cfg,
                     Settings.from_config(cfg),
@@ -300,9 +299,3 @@ class Estimator:
                     reads_data=reads_data,
                     builder=self._builder,
                 )
-            except Exception as error:
-                remedy = remedy_for_missing_values(error)
-                if remedy is None:
-                    raise
-                key = "optimizer" if is_raised_in_optimizer(error) else "model"
-                raise SettingError(key, str(cfg[key]._component_), remedy) from error
