@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -99,7 +98,7 @@ class _Pool:
     Attributes:
         granule: size of which the driver's allocations are multiples.
         least_remainder: smallest rest of a block that is split off.
-        free: free blocks sorted by :attr:`Block.rank`; the first sufficient one is used.
+        free: free blocks in the order of :class:`_Free`; the first sufficient one is used.
         last: last block of the newest segment; an expandable pool has one segment.
     """
 
@@ -108,14 +107,14 @@ class _Pool:
         self.stream = stream
         self.granule = _PAGE if is_small else 20 * MIB
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
-        self.free: list[Block] = []
+        self.free: list[_Free] = []
         self.last: Block | None = None
 
     def add(self, block: Block) -> None:
-        insort(self.free, block, key=attrgetter("rank"))
+        insort(self.free, block.as_free())
 
     def remove(self, block: Block) -> None:
-        del self.free[bisect_left(self.free, block.rank, key=attrgetter("rank"))]
+        del self.free[bisect_left(self.free, block.as_free())]
 
 
 @dataclass(eq=False, slots=True)
@@ -132,12 +131,11 @@ class Block:
     previous: Block | None = None
     next: Block | None = None
 
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        """Sort key among free blocks: size, age of the segment, address."""
+    def as_free(self) -> _Free:
+        """Return the entry of the block in the free blocks of its pool."""
         # Newer segments have lower addresses, so the oldest segment sorts first.
         age = -self.segment if _OLDEST_SEGMENT_FIRST else 0
-        return self.size, age, self.address
+        return _Free(self.size, age, self.address, self)
 
     def split(self, size: int) -> Block:
         """Keep the first `size` bytes and return the rest as a new block."""
@@ -172,6 +170,15 @@ class Block:
             self.pool.last = self
         else:
             self.next.previous = self
+
+
+class _Free(NamedTuple):
+    """A free block, sorted by size, age of the segment (0 if it does not count) and address."""
+
+    size: int
+    age: int
+    address: int
+    block: Block
 
 
 class CachingAllocator:
@@ -267,15 +274,16 @@ class CachingAllocator:
     def _take_free(self, pool: _Pool, size: int) -> Block | None:
         """Remove and return the smallest sufficient free block, or None."""
         free = pool.free
-        place = bisect_left(free, size, key=attrgetter("size"))
+        # (size,) sorts before all blocks of this size.
+        place = bisect_left(free, (size,))
         if place == len(free):
             return None
         # PyTorch sizes the last block of an expandable segment with all addresses after it, so any
         # other sufficient block is smaller.
-        is_last_block = self._is_expandable and free[place] is pool.last
+        is_last_block = self._is_expandable and free[place].block is pool.last
         if is_last_block and place + 1 < len(free):
             place += 1
-        return free.pop(place)
+        return free.pop(place).block
 
     def _reserve(self, pool: _Pool, size: int) -> Block:
         """Reserve memory of the driver, and return it as a free block of at least `size` bytes."""
@@ -439,7 +447,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(sys.maxsize)
         self.log = array("q")
-        # Numbers of live storages.
+        # Number of the allocation of each live storage, by its key.
         self._numbers: dict[int, int] = {}
         self._num_allocations = 0
         self._made_by_forward: list[int] = []
@@ -477,7 +485,8 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         tensors = self._workspaces.tensors.values() if self._workspaces else ()
         named_workspaces = ((("workspace", index), tensor) for index, tensor in enumerate(tensors))
         workspaces = set(self._numbers_by_name(named_workspaces).values())
-        # Workspaces leave the log, so later allocations get lower numbers.
+        # The log begins with the storages before the phase, which keep their numbers. Workspaces
+        # leave it, so later allocations get lower numbers.
         num_before = len(self._names_before)
         new_numbers = {number: number for number in range(num_before)}
         log = array("q")
@@ -515,6 +524,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         freed = self._numbers.pop(key, None)
         # A resize in place allocates the new memory before it frees the old one.
         if size:
+            # -1 outside of backward.
             if private.current_graph_task_id() == -1:
                 self._made_by_forward.append(self._num_allocations)
             self._numbers[key] = self._num_allocations
