@@ -47,12 +47,7 @@ def test_interpolated_sizes_are_those_of_a_trace():
 
 
 def test_allocations_of_the_first_run_are_joined_once():
-    product = Phase(
-        array("q", [512, ~0]),
-        (),
-        {},
-        first_allocations=(FirstAllocation(1, 32), FirstAllocation(1, 8)),
-    )
+    product = Phase(array("q", [512, ~0]), (), {}, (FirstAllocation(1, 32), FirstAllocation(1, 8)))
     assert list(join_phases([(product, True), (product, False)])) == [512, 32, 8, ~0, 512, ~3]
 
 
