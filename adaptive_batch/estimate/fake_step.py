@@ -196,9 +196,11 @@ class FakeDevice:
             _create_tables_of_torchao()
         if self.kernels is None:
             return ()
-        # On CUDA, PyTorch's optimizers choose foreach, except Adafactor.
-        without_default = ("torch.optim.optimizer", "torch.optim._adafactor")
-        if any(name.startswith("torch.optim.") and name not in without_default for name in modules):
+        # On CUDA, PyTorch's optimizers choose foreach, except Adafactor, in a private module. The
+        # module `optimizer` has the base class of all.
+        prefix = "torch.optim."
+        names = [name.removeprefix(prefix) for name in modules if name.startswith(prefix)]
+        if any(name != "optimizer" and not name.startswith("_") for name in names):
             for group in optimizer.param_groups:
                 is_default = group.get("foreach", False) is None and group.get("fused") is None
                 if is_default and not group.get("differentiable"):
