@@ -188,6 +188,7 @@ def check_ranks(model: nn.Module, sharding: Sharding) -> None:
         cause = "DDP leaves out"
         remedy = "wrap the whole model in one DDP module"
     else:
+        reshard(model)
         dtensors = _dtensors(model)
         if not (sharding.is_sharded and _is_sharded_by_rows(dtensors)):
             remedy = (

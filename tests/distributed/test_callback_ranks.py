@@ -140,14 +140,15 @@ def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumu
 
 
 class Validates(Module):
-    """Normalizes by statistics that differ between ranks as a step ends, and runs out of memory on
-    rank 1 in a validation.
+    """Under DDP, normalizes by statistics that differ between ranks as a step ends, and runs out of
+    memory on rank 1 in a validation.
     """
 
-    def __init__(self, *, fails: bool) -> None:
-        super().__init__(None, is_sharded=False)
-        self.layers.insert(1, nn.BatchNorm1d(64))
-        self.fails = fails
+    def __init__(self, strategy: str, *, fails: bool) -> None:
+        super().__init__(None, is_sharded=strategy != "ddp")
+        if not self.is_sharded:
+            self.layers.insert(1, nn.BatchNorm1d(64))
+        self.fails = fails and not self.is_sharded
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, targets = batch
@@ -156,17 +157,20 @@ class Validates(Module):
         self.log("val_loss", cross_entropy(self.layers(inputs), targets), sync_dist=True)
 
 
-def validated() -> list[Any]:
+def validated(strategy: str) -> list[Any]:
     metrics = [
-        fitted(Validates(fails=callback is not None), "ddp", callback, 1).logged_metrics
+        fitted(
+            Validates(strategy, fails=callback is not None), strategy, callback, 1
+        ).logged_metrics
         for callback in (None, AdaptiveCallback())
     ]
     return [each["val_loss"].item() for each in metrics]
 
 
 @pytest.mark.slow
-def test_a_validation_begins_with_the_buffers_of_rank_zero_and_runs_in_parts_on_one_rank():
-    for loss, own_loss in run_on_ranks(validated, 2):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_validation_begins_with_the_buffers_of_rank_zero_and_runs_in_parts_on_one_rank(strategy):
+    for loss, own_loss in run_on_ranks(validated, 2, strategy):
         assert own_loss == pytest.approx(loss, rel=1e-6)
 
 
