@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -274,56 +274,52 @@ class _Operator:
         schema = operator._schema
         self.operator, self.cuda_kernel = operator, cuda_kernel
         self.name: str = schema.name.removeprefix("aten::")
-        self.arguments = [argument.name for argument in schema.arguments]
         self.defaults = {argument.name: argument.default_value for argument in schema.arguments}
-        self.tensor_places = {
-            argument.name: place
-            for place, argument in enumerate(schema.arguments)
+        self.positional = [each.name for each in schema.arguments if not each.kwarg_only]
+        self.keyword_only = [each.name for each in schema.arguments if each.kwarg_only]
+        self.tensors = [
+            argument.name
+            for argument in schema.arguments
             if str(argument.type) in ("Tensor", "Optional[Tensor]")
-        }
+        ]
         self.written = [
             argument.name
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         # A kernel may call other operators, which have computed the values already.
-        self.changed = [
-            argument.name
-            for argument in schema.arguments
-            if argument.name in self.written and not argument.kwarg_only
-        ]
+        self.changed = [name for name in self.written if name in self.positional]
         dispatch = _C._dispatch_has_computed_kernel_for_dispatch_key
         full_name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.has_cpu_kernel: bool = dispatch(full_name, "CPU")
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._with_tensors(args, kwargs)
-        seed = _seed(args, kwargs) if "generator" in self.arguments else None
-        changed = _tensors([self._argument(name, args, kwargs) for name in self.changed])
+        given = {**self.defaults, **dict(zip(self.positional, args, strict=False)), **kwargs}
+        other = next(_tensors(given), None)
+        for name in self.tensors:
+            given[name] = _as_tensor(given[name], other)
+        seed = _seed(given["generator"]) if "generator" in given else None
+        changed = _tensors([given[name] for name in self.changed])
         before = [(one, on_host(one).clone()) for one in changed if has_values(one)]
-        result = self.cuda_kernel.call_boxed(keyset, *args, **kwargs)
-        given = list(_tensors([args, kwargs]))
-        written = list(_tensors([self._argument(name, args, kwargs) for name in self.written]))
+        result = self._call(partial(self.cuda_kernel.call_boxed, keyset), given)
+        read = list(_tensors(given))
+        written = list(_tensors([given[name] for name in self.written]))
         outputs = [
             tensor
             for tensor in written or _tensors(result)
             if tensor.is_cuda and tensor.layout is torch.strided
         ]
-        read = given
+        have_values = all(map(has_values, [*read, *outputs]))
         if self.name in _OVERWRITING and outputs and outputs[0].nbytes == _storage(outputs[0])[1]:
-            read = given[1:]  # the output fills its storage
+            del read[0]  # the output fills its storage
         origin = _why_made_up(read)
-        can_compute = (
-            self.has_cpu_kernel
-            and all(map(has_values, [*given, *outputs]))
-            and not (origin is not None and self.name in _POSITIONS)
-        )
-        if can_compute:
+        is_made_up_position = origin is not None and self.name in _POSITIONS
+        if self.has_cpu_kernel and have_values and not is_made_up_position:
             for tensor, content in before:
                 on_host(tensor).copy_(content)
             # A CPU kernel may lack a dtype, or refuse values that were not computed.
             with suppress(Exception):
-                values = self._compute(args, kwargs, seed)
+                values = self._compute(given, seed)
                 if not written:
                     for output, value in zip(_tensors(result), _tensors(values), strict=False):
                         if output.is_cuda and output.shape == value.shape:
@@ -339,50 +335,23 @@ class _Operator:
         is_many = "foreach" in self.name or "fused" in self.name
         for tensor in outputs:
             if not (written and is_many):
-                dim = self._argument("dim", args, kwargs) if "dim" in self.arguments else -1
-                _fill_default(tensor, self.name.rstrip("_"), args, dim)
+                arguments = [*given.values()]
+                _fill_default(tensor, self.name.rstrip("_"), arguments, given.get("dim", -1))
             _set_origin(tensor, self.name if origin == "a large tensor" else origin)
         if self.name == "equal":
             _note("value", origin)
             return True
         return result
 
-    def _compute(self, args: Any, kwargs: Any, seed: int | None) -> Any:
+    def _compute(self, given: dict[str, Any], seed: int | None) -> Any:
+        on_cpu = {name: _to_host(value) for name, value in given.items()}
         if seed is not None:
-            generator = torch.Generator()
-            generator.manual_seed(seed)
-            place = self.arguments.index("generator")
-            if place < len(args):
-                args = (*args[:place], generator, *args[place + 1 :])
-            else:
-                kwargs = {**kwargs, "generator": generator}
-        return self.operator(
-            *(_to_host(value) for value in args),
-            **{name: _to_host(value) for name, value in kwargs.items()},
-        )
+            on_cpu["generator"] = torch.Generator().manual_seed(seed)
+        return self._call(self.operator, on_cpu)
 
-    def _argument(self, name: str, args: Any, kwargs: Any) -> Any:
-        place = self.arguments.index(name)
-        return args[place] if place < len(args) else kwargs.get(name, self.defaults[name])
-
-    def _with_tensors(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with wrapped numbers as tensors."""
-        numbers = [
-            name
-            for name in self.tensor_places
-            if isinstance(self._argument(name, args, kwargs), bool | int | float | complex)
-        ]
-        if not numbers:
-            return args, kwargs
-        other = next(_tensors([args, kwargs]), None)
-        args, kwargs = list(args), dict(kwargs)
-        for name in numbers:
-            place = self.tensor_places[name]
-            if place < len(args):
-                args[place] = _number(args[place], other)
-            else:
-                kwargs[name] = _number(kwargs[name], other)
-        return tuple(args), kwargs
+    def _call(self, function: Callable[..., Any], given: dict[str, Any]) -> Any:
+        positional = [given[name] for name in self.positional]
+        return function(*positional, **{name: given[name] for name in self.keyword_only})
 
 
 def _to_host(value: Any) -> Any:
@@ -395,27 +364,23 @@ def _to_host(value: Any) -> Any:
     return value
 
 
-def _number(value: Any, other: torch.Tensor | None) -> torch.Tensor:
+def _as_tensor(value: Any, other: torch.Tensor | None) -> Any:
     """Return a number as a tensor that does not change the type of the result."""
-    dtype = torch.tensor(value, device="cpu").dtype
-    if other is not None and (
-        other.is_complex()
-        or (other.is_floating_point() and not isinstance(value, complex))
-        or (isinstance(value, int) and other.dtype != torch.bool)
-    ):
-        dtype = other.dtype
+    if not isinstance(value, int | float | complex):
+        return value
+    dtype = None if other is None else torch.result_type(other, value)
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-def _seed(args: Any, kwargs: Any) -> int:
-    """Return a seed derived from the state of the operator's generator."""
-    given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
-    generators = given or [torch.cuda.default_generators[torch.cuda.current_device()]]
+def _seed(generator: torch.Generator | None) -> int:
+    """Return a seed derived from the state of an operator's generator."""
+    if generator is None:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
     try:
-        offset = generators[0].get_offset()
+        offset = generator.get_offset()
     except RuntimeError:  # a stream captures
         offset = 0
-    return (generators[0].initial_seed() * 1000003 + offset) % 2**63
+    return (generator.initial_seed() * 1000003 + offset) % 2**63
 
 
 def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
@@ -485,7 +450,7 @@ def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     """
 
     def pow_of_number(keyset: Any, base: Any, exponent: torch.Tensor) -> torch.Tensor:
-        dtype = _number(base, exponent).dtype
+        dtype = torch.result_type(base, exponent)
         return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
 
     return pow_of_number
