@@ -14,6 +14,7 @@ No rank may wait for another (tests/support/fault_injection_on_ranks.py).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import harness
@@ -24,7 +25,6 @@ from support.fault_injection_on_ranks import (
     at_first,
     chosen,
     once_more,
-    record,
     survey,
     sweep,
 )
@@ -64,7 +64,7 @@ def measure(way: Way, *, every: int, lost_of_each_phase: int) -> dict[str, Any]:
         "on_both_ranks": sum(all(outcome.place.operations) for outcome in outcomes),
         "in_the_first_step": sum(outcome.place.first_step for outcome in outcomes),
         "again": sum(bool(outcome.place.again) for outcome in outcomes),
-        "wrong": [record(outcome) for outcome in outcomes if is_wrong(outcome)],
+        "wrong": [asdict(outcome) for outcome in outcomes if is_wrong(outcome)],
         "longest_end": max(ends, default=0),
     }
 

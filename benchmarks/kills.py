@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ def main() -> None:
         return {**row, **hits}
 
     moments = " ".join(f"{name.replace(' ', '_')}:>{len(name)}" for name in MOMENTS)
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    # Processes: a thread that starts a run would read the exit status of another thread's run.
+    with ProcessPoolExecutor(arguments.jobs) as pool:
         begun = [
             pool.submit(measure, way, kills=arguments.kills, seed=arguments.seed)
             # The longest first.

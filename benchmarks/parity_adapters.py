@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,7 +24,7 @@ import harness
 import torch
 from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
 from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup
-from support.stock import Task, run_tasks
+from support.stock import run_tasks
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("accumulation", "clipping", "packed")},
@@ -91,14 +90,11 @@ def whole_on_ranks() -> list[Features]:
     ]
 
 
-def run_all(setup: SmallSetup, tasks: Sequence[Task], ranks: int) -> list[Finished]:
+def run_all(setup: SmallSetup, tasks: Sequence[tuple[str, ...]], ranks: int) -> list[Finished]:
     """Do runs in this process, or all in the same few."""
     if ranks == 1:
-        return [
-            setup.run_in_process(each.recipe, *each.overrides, f"output_dir={each.output_dir}")
-            for each in tasks
-        ]
-    tasks = [replace(task, overrides=(*task.overrides, "batch_size=2")) for task in tasks]
+        return [setup.run_in_process(*task) for task in tasks]
+    tasks = [(*task, "batch_size=2") for task in tasks]
     return run_tasks(setup, tasks, ranks=ranks, timeout=1800)
 
 
@@ -107,7 +103,7 @@ def run_both(
 ) -> list[list[Finished]]:
     """Our runs, and the stock recipe's."""
     tasks = [
-        Task(recipe, setup.fresh_folder(), (*overrides(features), *more))
+        (recipe, *overrides(features), *more)
         for recipe in (OURS, STOCKS[ranks])
         for features in cases
     ]
@@ -129,10 +125,9 @@ def compare_resumed(
     """Compare the second epoch after a stop; each recipe resumes from its own checkpoint."""
     more = ("epochs=2", "max_steps_per_epoch=2")
     tasks = [
-        Task(
-            recipe,
-            interrupted(run, setup),
-            (*overrides(features), *more, "resume_from_checkpoint=True"),
+        (
+            *(recipe, *overrides(features), *more),
+            *(f"output_dir={interrupted(run, setup)}", "resume_from_checkpoint=True"),
         )
         for recipe, begun in zip(
             (OURS, STOCKS[ranks]), run_both(setup, cases, ranks, *more), strict=True

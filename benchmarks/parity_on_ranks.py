@@ -20,7 +20,7 @@ from typing import Any
 import harness
 import torch
 from support.cli import FEATURES, OURS, Finished, SmallSetup, make_setup, same_weights
-from support.stock import STOCK_ON_RANKS, RunsFailedError, Task, resuming, run_tasks
+from support.stock import STOCK_ON_RANKS, resuming, run_tasks
 
 Overrides = tuple[str, ...]
 
@@ -161,11 +161,7 @@ def run_both(setup: SmallSetup, cases: Sequence[Case]) -> list[list[Finished]]:
     process groups, which the recipes create in another order.
     """
     return [
-        run_tasks(
-            setup,
-            [Task(recipe, setup.fresh_folder(), case.overrides) for case in cases],
-            ranks=cases[0].ranks,
-        )
+        run_tasks(setup, [(recipe, *case.overrides) for case in cases], ranks=cases[0].ranks)
         for recipe in (STOCK_ON_RANKS, OURS)
     ]
 
@@ -253,7 +249,7 @@ def main() -> None:
             """Compare cases that share processes, each alone after one has failed."""
             try:
                 return compare(setup, cases)
-            except RunsFailedError as error:
+            except AssertionError as error:
                 if len(cases) > 1:
                     return [row for case in cases for row in rows(compare, [case])]
                 return [{"kind": "failed", "case": cases[0].name, "failed": str(error)}]

@@ -24,7 +24,7 @@ import torch
 from support import distillation, preferences
 from support.adapters import same_epoch
 from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup, same_weights
-from support.stock import Task, run_tasks
+from support.stock import run_tasks
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("bf16", "activation checkpointing", "accumulation")},
@@ -170,7 +170,7 @@ def compare(setup: SmallSetup, kind: str, features: Sequence[str]) -> list[dict[
 def compare_on_ranks(setup: SmallSetup, chosen: Sequence[Case]) -> list[dict[str, Any]]:
     """All on the same ranks, one after another."""
     tasks = [
-        Task(recipe, setup.fresh_folder(), overrides(setup, kind, features))
+        (recipe, *overrides(setup, kind, features))
         for kind, features in chosen
         for recipe in (KINDS[kind].ours, KINDS[kind].stock)
     ]

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT
+from support.processes import run_python
 
 pytestmark = pytest.mark.cuda_stack
 
-EMULATE = [sys.executable, "-m", "adaptive_batch", "emulate"]
+EMULATE = ("-m", "adaptive_batch", "emulate")
 MODEL = """
 import torch
 from torch import nn
@@ -38,20 +39,19 @@ for step in range(4):
 
 
 def emulate(
-    folder: Path, program: str, *words: str, launcher: str = "", **variables: str
+    folder: Path,
+    program: str,
+    *words: str,
+    launcher: str = "",
+    expect: int = 0,
+    **variables: str,
 ) -> tuple[subprocess.CompletedProcess[str], dict]:
     (folder / "train.py").write_text(program)
-    command = [*EMULATE, "--device", "h100", *words, "--json", str(folder / "report.json")]
-    command += ["--", sys.executable, *launcher.split(), "train.py"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done, json.loads((folder / "report.json").read_text())
+    report = folder / "report.json"
+    command = ("--", sys.executable, *launcher.split(), "train.py")
+    words = (*EMULATE, "--device", "h100", *words, "--json", report, *command)
+    done = run_python(*words, folder=folder, expect=expect, PYTHONPATH=str(ROOT), **variables)
+    return done, json.loads(report.read_text())
 
 
 def peaks(report: dict) -> list[tuple[int, int]]:
@@ -105,8 +105,7 @@ assert sorted(first[1].tolist()) == list(range(9)) and first[0].unique().numel()
 
 
 def test_small_tensors_have_the_values_of_the_cpu(tmp_path):
-    done, _ = emulate(tmp_path, SAME_AS_ON_THE_HOST)
-    assert done.returncode == 0, done.stderr[-3000:]
+    emulate(tmp_path, SAME_AS_ON_THE_HOST)
 
 
 DEFAULT_ON_CUDA = """
@@ -121,8 +120,7 @@ assert torch.randn(200, 200).gt(0).nonzero().shape == (40_000, 2)
 
 
 def test_cuda_may_be_the_default_device(tmp_path):
-    done, _ = emulate(tmp_path, DEFAULT_ON_CUDA)
-    assert done.returncode == 0, done.stderr[-3000:]
+    emulate(tmp_path, DEFAULT_ON_CUDA)
 
 
 SCALES = """
@@ -156,7 +154,6 @@ print(torch.cuda.memory_stats()["allocation.all.allocated"])
 def test_peaks_are_the_same_to_the_byte_with_and_without_values(tmp_path):
     program = MODEL.replace(", error_if_nonfinite=True", "") + ADDS_IN_PLACE
     done, report = emulate(tmp_path, program)
-    assert done.returncode == 0, done.stderr[-3000:]
     without, other = emulate(tmp_path, program, EMULATE_VALUES="0")
     assert peaks(report) == peaks(other) != []
     assert done.stdout.splitlines()[-1] == without.stdout.splitlines()[-1]
@@ -174,31 +171,29 @@ def test_the_report_lists_live_bytes_by_line(tmp_path):
 
 def test_the_report_names_the_line_of_an_oom(tmp_path):
     program = "import torch\nheld = torch.empty(60 * 2**30, dtype=torch.uint8, device='cuda')\n"
-    done, report = emulate(tmp_path, program + "torch.empty_like(held)")
-    assert done.returncode == report["exit_status"] == 1
+    done, report = emulate(tmp_path, program + "torch.empty_like(held)", expect=1)
+    assert report["exit_status"] == 1
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 60.00 GiB" in done.stderr
     assert "Out of memory once at train.py:3: 60.000 GiB requested, 18." in done.stderr
 
 
 def test_a_limit_of_steps_ends_the_program(tmp_path):
-    done, report = emulate(tmp_path, MODEL, "--steps", "2")
-    assert done.returncode == 0
+    _, report = emulate(tmp_path, MODEL, "--steps", "2")
     assert report["processes"][0]["steps"] == 2
 
 
 def test_a_time_limit_ends_the_program_with_a_report(tmp_path):
     program = MODEL.replace("range(4)", "range(10**9)")
-    done, report = emulate(tmp_path, program, "--minutes", "0.3")
-    assert done.returncode == 0
+    _, report = emulate(tmp_path, program, "--minutes", "0.3")
     assert report["ended_by_time_limit"]
     assert report["processes"][0]["steps"] > 2
 
 
 def test_ctrl_c_ends_a_background_program(tmp_path):
     (tmp_path / "train.py").write_text("import time; print(1, flush=True); time.sleep(60)")
-    command = [*EMULATE, "--device", "h100", "--", sys.executable, "train.py"]
+    words = [*EMULATE, "--device", "h100", "--", sys.executable, "train.py"]
     program = subprocess.Popen(
-        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command],
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, *words],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -231,8 +226,7 @@ def test_files_of_the_program_are_not_overwritten(tmp_path, kept):
     texts = ("runs/model.pt", "log.txt", "shell.txt", "cut.txt", "log2.txt", "mode.txt")
     for name in (*texts, "trials.db"):
         (folder / name).write_text("" if name == "trials.db" else "precious ")
-    done, report = emulate(folder, WRITES, *(["--output", str(output)] if kept else []))
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, report = emulate(folder, WRITES, *(["--output", str(output)] if kept else []))
     for name in texts:
         assert (folder / name).read_text() == "precious "
     assert (folder / "mode.txt").stat().st_mode & 0o077
@@ -328,8 +322,7 @@ dist.destroy_process_group()
 
 def test_each_rank_is_reported(tmp_path):
     launcher = "-m torch.distributed.run --nproc_per_node 2"
-    done, report = emulate(tmp_path, RANKS, "--devices", "2", launcher=launcher)
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, report = emulate(tmp_path, RANKS, "--devices", "2", launcher=launcher)
     by_rank = {process["rank"]: process["devices"] for process in report["processes"]}
     assert by_rank["0"][0]["allocated"] < by_rank["1"][-1]["allocated"]
 
@@ -359,8 +352,7 @@ assert torch.cuda.device_count() == 1, torch.cuda.device_count()
 
 def test_other_cuda_libraries_work(tmp_path):
     program = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'" + LIBRARY
-    done, report = emulate(tmp_path, program, "--devices", "2")
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, report = emulate(tmp_path, program, "--devices", "2")
     assert "cudnnGetRNNTempSpaceSizes" in report["processes"][0]["not_counted"]
 
 
@@ -378,12 +370,9 @@ def test_a_sitecustomize_of_the_program_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
     (tmp_path / "train.py").write_text(STARTS_A_WORKER)
     device = ["--device", "24GiB", "--architecture", "sm_89"]
-    done = subprocess.run(
-        [*EMULATE, *device, "--", sys.executable, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    done = run_python(
+        *(*EMULATE, *device, "--", sys.executable, "train.py"),
+        folder=tmp_path,
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
     )
     assert done.stdout.splitlines()[-4:] == ["own sitecustomize", "True"] * 2

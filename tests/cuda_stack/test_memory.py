@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from support.cuda_stack.squeezing import leave
-from support.paths import subprocess_environment
+from support.processes import run_python
 
 pytestmark = pytest.mark.cuda_stack
 
@@ -17,14 +14,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def on_the_stack(program: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import torch\n{program}"],
-        env=subprocess_environment(**variables),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
+    return run_python("-c", f"import torch\n{program}", **variables).stdout.strip()
 
 
 def test_reserved_memory_is_taken_from_free_memory():

@@ -4,12 +4,9 @@ numbers of tokens and rows.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from support.paths import subprocess_environment
+from support.processes import run_python
 from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -140,10 +137,5 @@ with isolated_rows([3, 5]) as packed:
         functional.scaled_dot_product_attention(*heads, is_causal=True)
         print(packed._device_cu_seqlens.device)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=subprocess_environment(EMULATE_DEVICE_COUNT="2"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["cuda:0", "cuda:1"], done.stderr[-3000:]
+    done = run_python("-c", program, EMULATE_DEVICE_COUNT="2")
+    assert done.stdout.split() == ["cuda:0", "cuda:1"]

@@ -12,11 +12,12 @@ import pytest
 import torch
 from support.adapters import KINDS, LORA
 from support.adapters import OURS as OURS_WITH_ADAPTERS
-from support.cli import NUM_ROWS, OURS, SmallSetup, make_setup
+from support.cli import NUM_ROWS, OURS, TUNE, SmallSetup, make_setup, records
 from support.cuda_stack.squeezing import leave
+from support.processes import run_python
 
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.report import audit, read_records
+from adaptive_batch.report import audit
 
 pytestmark = pytest.mark.cuda_stack
 
@@ -39,12 +40,13 @@ def setup(tmp_path_factory) -> SmallSetup:
     )
 
 
-def records(folder, kind):
-    return [
-        record
-        for record in read_records(folder / "adaptive_batch" / "run.jsonl")
-        if record["kind"] == kind
-    ]
+def run_in_new_interpreter(setup, *overrides, ranks=None, **variables):
+    """Run the recipe with variables of the emulated CUDA; return its folder."""
+    folder = setup.fresh_folder()
+    keys = ("--config", setup.config, f"output_dir={folder}", *overrides)
+    launch = () if ranks is None else ("--nproc_per_node", ranks)
+    run_python(TUNE, "run", *launch, OURS, *keys, **setup._environment(), **variables)
+    return folder
 
 
 def bound(folder) -> int:
@@ -67,7 +69,7 @@ def test_training_uses_the_bound_and_twice_the_rows_do_not_fit(setup):
         )
 
 
-def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup, monkeypatch):
+def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup):
     lengths = (
         "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
         "dataset.number=4000",
@@ -79,12 +81,12 @@ def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup, mo
             for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
         ),
     )
-
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    monkeypatch.setenv("EMULATE_CAPACITY", str(CONTEXT + 1536 * MIB))
-    folder = setup.run(
-        OURS, *ON_CUDA, *lengths, MAXIMUM, "max_steps_per_epoch=60", "epochs=1"
-    ).output_dir
+    folder = run_in_new_interpreter(
+        setup,
+        *(*ON_CUDA, *lengths, MAXIMUM, "max_steps_per_epoch=60", "epochs=1"),
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False",
+        EMULATE_CAPACITY=str(CONTEXT + 1536 * MIB),
+    )
     # About 30 rows fit with expandable segments.
     assert bound(folder) >= 20
     assert records(folder, "limit") == []
@@ -127,47 +129,19 @@ def test_a_loss_of_memory_during_a_run_loses_no_row(setup):
     assert audit(folder).problems == ()
 
 
-@pytest.mark.parametrize(
-    "saves", ["enable_async_checkpointing=False", "enable_async_checkpointing=True"]
-)
-def test_a_preempted_run_resumes_within_its_epoch(setup, saves):
-    folder = setup.fresh_folder()
-    ends = (
-        "metric_logger._component_=support.stops.AskingToEnd",
-        "metric_logger.at_step=3",
-        "save_every_n_steps=1",
-    )
-    with pytest.raises(AssertionError, match="exit status"):
-        setup.run_in_process(OURS, *ON_CUDA, saves, *ends, f"output_dir={folder}")
-    again = ("save_every_n_steps=1", "resume_from_checkpoint=True", f"output_dir={folder}")
-    setup.run_in_process(OURS, *ON_CUDA, saves, *again)
-    assert [start["progress"]["epoch_steps"] for start in records(folder, "start")] == [0, 3]
-    assert [step["step"] for step in records(folder, "step")] == list(
-        range(1, 2 * NUM_ROWS // 4 + 1)
-    )
-    assert audit(folder).problems == ()
-
-
-def test_two_ranks_probe_survive_an_oom_of_one_and_resume(setup, monkeypatch):
-    monkeypatch.setenv("EMULATE_DEVICE_COUNT", "2")
-    monkeypatch.setenv("EMULATE_COPIED_BYTES", "65536")
-    monkeypatch.setenv("EMULATE_CAPACITY", str(500 * MIB + ROOM - 40 * MIB))
-    folder = setup.run(
-        OURS, *ON_CUDA, MAXIMUM, *SQUEEZED, "save_every_n_steps=1", "epochs=1", ranks=2
-    ).output_dir
+def test_two_ranks_probe_survive_an_oom_of_one_and_resume(setup):
+    two_devices = {"EMULATE_DEVICE_COUNT": "2", "EMULATE_COPIED_BYTES": "65536"}
+    two_devices["EMULATE_CAPACITY"] = str(CONTEXT + ROOM - 40 * MIB)
+    keys = (*ON_CUDA, MAXIMUM, "save_every_n_steps=1")
+    folder = run_in_new_interpreter(setup, *keys, *SQUEEZED, "epochs=1", ranks=2, **two_devices)
     assert 1 < bound(folder) < NUM_ROWS // 2
     change, *_ = records(folder, "limit")
     assert change["out_of_memory"]
     assert change["message"].startswith("out of memory on rank 0 with")
     first, second = (step["micro_batches"] for step in records(folder, "step"))
     assert first == 1 < second
-    resumed = (
-        "save_every_n_steps=1",
-        "epochs=2",
-        "resume_from_checkpoint=True",
-        f"output_dir={folder}",
-    )
-    setup.run(OURS, *ON_CUDA, MAXIMUM, *resumed, ranks=2)
+    resumed = ("epochs=2", "resume_from_checkpoint=True", f"output_dir={folder}")
+    run_in_new_interpreter(setup, *keys, *resumed, ranks=2, **two_devices)
     assert [start["resumed"] for start in records(folder, "start")] == [False, True]
     assert sum(step["batch_size"] for step in records(folder, "step")) == 2 * NUM_ROWS
     assert audit(folder).problems == ()

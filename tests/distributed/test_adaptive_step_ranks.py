@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from support.sharded_model import (
     Decoder,
     by_hand,
@@ -113,8 +113,6 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
         ("backward", True, False, True),
         pytest.param("forward", True, True, False, marks=pytest.mark.slow),
         pytest.param("backward", False, True, True, marks=pytest.mark.slow),
-        pytest.param("forward", False, True, True, marks=pytest.mark.nightly),
-        pytest.param("backward", True, True, False, marks=pytest.mark.nightly),
     ],
 )
 def test_a_batch_out_of_memory_on_one_rank_is_retried_on_both(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy

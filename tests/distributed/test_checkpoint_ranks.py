@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 
 from adaptive_batch import distributed
 from adaptive_batch.checkpoint.dcp import Ranks
@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 class HoldsALambda(Exception):
+    """An error that cannot be sent."""
+
     def __init__(self, text="held"):
         super().__init__(text)
         self.function = lambda: None
@@ -39,71 +41,46 @@ def caught(call):
 
 
 def rank_facts():
-    group = dist.new_group(backend="gloo")
-    ranks = Ranks(group)
+    ranks = Ranks(dist.new_group(backend="gloo"))
+
+    def on_rank_one(act, *arguments):
+        return caught(lambda: ranks.each(lambda: act(*arguments) if ranks.rank == 1 else None))
+
+    def as_it_is(error):
+        def act():
+            return failing(error) if ranks.rank == 1 else None
+
+        return caught(lambda: distributed.from_each_rank(act, ranks.group))
+
     errors = [OSError(28, "full"), HoldsALambda(), CheckpointError("truncated"), TypeError("a set")]
-    is_last = ranks.rank == 1
     return {
-        "wrapped": caught(lambda: ranks.each(lambda: wrapped() if is_last else None)),
-        "failed": [
-            caught(lambda error=error: ranks.each(lambda: failing(error) if is_last else None))
-            for error in errors
-        ],
+        "wrapped": on_rank_one(wrapped),
+        "failed": [on_rank_one(failing, error) for error in errors],
         "failed on zero": caught(lambda: ranks.first(wrapped)),
-        "interrupted": caught(
-            lambda: ranks.each(lambda: failing(KeyboardInterrupt()) if is_last else None)
-        ),
-        "as itself": [
-            caught(
-                lambda error=error: distributed.from_each_rank(
-                    lambda: failing(error) if is_last else None, group
-                )
-            )
-            for error in errors
-        ],
+        "interrupted": on_rank_one(failing, KeyboardInterrupt()),
+        "as it is": [as_it_is(error) for error in errors[:2]],
         "afterwards": ranks.each(lambda: "still together"),
     }
 
 
-@pytest.fixture(scope="module")
-def facts():
-    return run_on_ranks(rank_facts, 2)
-
-
-def test_a_failure_of_one_rank_is_raised_on_all_with_its_cause_and_the_rank(facts):
-    full = ("CheckpointError", "rank 1: [Errno 28] No space left on device")
-    for one in facts:
-        assert one["wrapped"] == full
-        assert one["failed"] == [
-            ("CheckpointError", "rank 1: [Errno 28] full"),
-            ("CheckpointError", "rank 1: held"),
-            ("CheckpointError", "rank 1: truncated"),
-            ("TypeError", "rank 1: a set"),
-        ]
-        assert one["failed on zero"] == (
-            "CheckpointError",
-            "rank 0: [Errno 28] No space left on device",
-        )
-
-
-def test_an_error_without_rank_is_raised_unchanged_if_it_can_be_sent(facts):
-    for rank, one in enumerate(facts):
-        assert one["as itself"] == [
-            ("OSError", "[Errno 28] full"),
-            (
-                ("HoldsALambda", "held")
-                if rank == 1
-                else ("RuntimeError", "rank 1 failed with HoldsALambda: held")
-            ),
-            ("CheckpointError", "truncated"),
-            ("TypeError", "a set"),
-        ]
-
-
-def test_an_interruption_of_one_rank_ends_all_and_ranks_are_together_afterwards(facts):
-    for one in facts:
-        assert one["interrupted"] == ("KeyboardInterrupt", "")
-        assert one["afterwards"] == ["still together"] * 2
+def test_a_failure_of_one_rank_is_raised_on_all_and_ranks_are_together_afterwards():
+    # An error that cannot be sent is named on the other ranks.
+    held = [("RuntimeError", "rank 1 failed with HoldsALambda: held"), ("HoldsALambda", "held")]
+    for rank, facts in enumerate(run_on_ranks(rank_facts, 2)):
+        full = "[Errno 28] No space left on device"
+        assert facts == {
+            "wrapped": ("CheckpointError", f"rank 1: {full}"),
+            "failed": [
+                ("CheckpointError", "rank 1: [Errno 28] full"),
+                ("CheckpointError", "rank 1: held"),
+                ("CheckpointError", "rank 1: truncated"),
+                ("TypeError", "rank 1: a set"),
+            ],
+            "failed on zero": ("CheckpointError", f"rank 0: {full}"),
+            "interrupted": ("KeyboardInterrupt", ""),
+            "as it is": [("OSError", "[Errno 28] full"), held[rank]],
+            "afterwards": ["still together"] * 2,
+        }
 
 
 def test_one_process_needs_no_group_and_sees_the_error_itself():

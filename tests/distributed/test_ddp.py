@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import end_of_ranks, run_on_ranks
+from support.processes import run, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import mse_loss
@@ -81,37 +80,37 @@ def state_of(model: DDP) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
 
 
-def trained_by_ddp(
-    accumulation: int = 1, make: Callable[..., DDP] = replicated, **options: Any
+def train(
+    model: DDP,
+    script: Script | None = None,
+    *,
+    room: tuple[list[int], ...] = (),
+    accumulation: int = 1,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
-    model = make(**options)
+    """Train a few steps, as DDP does it where there is no script; return the weights.
+
+    Args:
+        model: model that is trained.
+        script: function of a part.
+        room: rows that fit on each rank, step by step.
+        accumulation: batches of a step.
+        options: of the adaptive step.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step_of = None if script is None else AdaptiveStep(model, script, **options)
     for step in range(STEPS):
+        if script is not None and room:
+            script.most_rows = room[step % len(room)]
         for number in range(accumulation):
             inputs, targets = batch_of(step * accumulation + number, ROWS[distributed.rank()])
-            mse_loss(model(inputs), targets).backward()
+            if step_of is None:
+                mse_loss(model(inputs), targets).backward()
+            else:
+                step_of((inputs, targets))
         optimizer.step()
         optimizer.zero_grad()
     return state_of(model)
-
-
-def trained(
-    room: tuple[list[int], ...],
-    accumulation: int = 1,
-    make: Callable[..., DDP] = replicated,
-    **options: Any,
-) -> tuple[dict[str, torch.Tensor], list[int]]:
-    model = make(**options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    script = Script(model)
-    step_of = AdaptiveStep(model, script)
-    for step in range(STEPS):
-        script.most_rows = room[step % len(room)]
-        for number in range(accumulation):
-            step_of(batch_of(step * accumulation + number, ROWS[distributed.rank()]))
-        optimizer.step()
-        optimizer.zero_grad()
-    return state_of(model), script.parts
 
 
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -130,9 +129,11 @@ PLENTY = [10**9, 10**9]
 def compared(
     room: tuple[list[int], ...], accumulation: int, options: dict[str, Any]
 ) -> tuple[float, list[int]]:
-    expected = trained_by_ddp(accumulation, **options)
-    weights, parts = trained(room, accumulation, **options)
-    return largest_difference(weights, expected), parts
+    expected = train(replicated(**options), accumulation=accumulation)
+    model = replicated(**options)
+    script = Script(model)
+    weights = train(model, script, room=room, accumulation=accumulation)
+    return largest_difference(weights, expected), script.parts
 
 
 @pytest.mark.parametrize(
@@ -164,17 +165,12 @@ class FailingOnce(Script):
 
 
 def overlapped(fails_at: int) -> tuple[float, list[int]]:
-    expected = trained_by_ddp()
+    expected = train(replicated())
     model = replicated()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     script = FailingOnce(model)
     script.fails_at = fails_at
-    step_of = AdaptiveStep(model, script, micro_batch_size=2, options=OVERLAPS)
-    for step in range(STEPS):
-        step_of(batch_of(step, ROWS[distributed.rank()]))
-        optimizer.step()
-        optimizer.zero_grad()
-    return largest_difference(state_of(model), expected), script.parts
+    weights = train(model, script, micro_batch_size=2, options=OVERLAPS)
+    return largest_difference(weights, expected), script.parts
 
 
 @pytest.mark.parametrize("fails_at", [10**9, 0, 4])
@@ -186,7 +182,7 @@ def test_the_last_part_may_overlap_with_its_reduction(fails_at):
 
 
 def test_a_rank_that_runs_out_of_memory_in_the_last_part_is_lost_where_it_overlaps():
-    _, second = end_of_ranks(overlapped, 2, 3, timeout=60)
+    _, second = run(overlapped, 3, ranks=2, timeout=60, joins_group=True)
     assert second.error is not None
     assert "RankLostError" in second.error
 
@@ -195,12 +191,13 @@ def many_failures(num_runs: int) -> float:
     """In each run, memory runs out at random parts of random ranks."""
     # What is imported need not be looked through after each failure.
     gc.freeze()
-    expected = trained_by_ddp()
+    expected = train(replicated())
     differences = []
     for seed in range(num_runs):
         chance = random.Random(seed)
         room = tuple([chance.choice([1, 2, 3, 5, 99]) for _ in range(2)] for _ in range(STEPS))
-        differences.append(largest_difference(trained(room)[0], expected))
+        model = replicated()
+        differences.append(largest_difference(train(model, Script(model), room=room), expected))
     return max(differences)
 
 
@@ -258,8 +255,9 @@ def replicated_words(*, sparse: bool) -> DDP:
 
 
 def sparse_and_dense(most_rows: int) -> float:
-    expected = trained_by_ddp(2, replicated_words, sparse=False)
-    weights, _ = trained(([10**9, most_rows],), 2, replicated_words, sparse=True)
+    expected = train(replicated_words(sparse=False), accumulation=2)
+    model = replicated_words(sparse=True)
+    weights = train(model, Script(model), room=([10**9, most_rows],), accumulation=2)
     return largest_difference(weights, expected)
 
 
@@ -314,26 +312,14 @@ def test_communication_hooks_and_mixed_precision_of_ddp_are_refused():
 
 def trained_with_hook() -> float:
     """Return the largest difference from weights that DDP trains with the same hook."""
-    weights = []
-    for in_parts in (False, True):
-        model = replicated()
+    plain, whole, split = replicated(), replicated(), replicated()
+    for model in (whole, split):
         model.register_comm_hook(None, fp16_compress_hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        script = Script(model)
-        step_of = AdaptiveStep(model, script, micro_batch_size=2, options=OVERLAPS)
-        for step in range(STEPS):
-            batch = batch_of(step, ROWS[distributed.rank()])
-            if in_parts:
-                step_of(batch)
-            else:
-                script(Part(batch, len(batch[0])))
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append(state_of(model))
-    plain = trained_by_ddp()
-    rounding = max((weights[0][name] - plain[name]).abs().max().item() for name in plain)
+    exact, expected = train(plain), train(whole)
+    found = train(split, Script(split), micro_batch_size=2, options=OVERLAPS)
+    rounding = max((expected[name] - exact[name]).abs().max().item() for name in exact)
     assert rounding > 1e-6, "the hook ran"
-    return max((weights[0][name] - weights[1][name]).abs().max().item() for name in plain)
+    return max((expected[name] - found[name]).abs().max().item() for name in exact)
 
 
 def test_a_communication_hook_runs_where_the_reduction_overlaps():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 from support.packed_batches import FORMS, FORMS_IN_ROWS, Attends
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from support.sharded_model import whole_gradients
 from torch.distributed.fsdp import fully_shard
 

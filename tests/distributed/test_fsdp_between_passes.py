@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from support.sharded_model import Decoder, divided, make_rows, runner_of, whole_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.losses import CASES, Batch, Page, taken_gradients, whole_gradients_of
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from support.sharded_model import Decoder, divided, relative_error, whole
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,15 +135,7 @@ def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("how", "over"),
-    [
-        ("FSDP", "ranks"),
-        ("DDP", "rank"),
-        pytest.param("FSDP", "rank", marks=pytest.mark.nightly),
-        pytest.param("DDP", "ranks", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("how", "over"), [("FSDP", "ranks"), ("DDP", "rank")])
 @pytest.mark.parametrize("fails_in", ["statistics", "loss"])
 def test_memory_that_runs_out_in_either_pass_on_one_rank_is_retried_by_both(how, fails_in, over):
     first, second = run_on_ranks(out_of_memory, 2, how, fails_in, over)

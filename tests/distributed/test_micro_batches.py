@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from support.runners import HeldSizer
 from support.sharded_model import (
     IGNORED,
-    WIDTH,
     Decoder,
     by_hand,
     divided,
@@ -27,8 +25,6 @@ from support.sharded_model import (
     whole_gradients,
     whole_parameters,
 )
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, MicroBatchTime
@@ -94,48 +90,15 @@ def ways(number: int) -> list[Way]:
     ]
 
 
-class Positioned(Decoder):
-    """The small transformer with an embedding of positions, which packed rows give."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.positions = nn.Embedding(80, WIDTH, dtype=torch.float64)
-        self.given: torch.Tensor | None = None
-        self.add_positions()
-
-    def add_positions(self) -> None:
-        """Add positions to what is embedded, as a hook of this model and not of its twin."""
-        self.embed._forward_hooks.clear()
-        self.embed.register_forward_hook(self._add_positions)
-
-    def _add_positions(
-        self, _: nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor
-    ) -> torch.Tensor:
-        given = torch.arange(inputs[0].shape[1])[None] if self.given is None else self.given
-        return embedded + self.positions(given)
-
-
-def mean_loss(model: Positioned, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    model.given = batch.get("input_pos")
-    try:
-        logits = model(batch["tokens"])[:, :-1]
-    finally:
-        model.given = None
-    return cross_entropy(
-        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED
-    )
-
-
 def packed(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
     """Return rows laid end to end, and the tokens of each."""
     return pack_rows(rows, ignore_index=IGNORED), [len(row["tokens"]) for row in rows]
 
 
-def runner(model: Positioned, way: Way, **options: Any) -> RecipeStep:
+def runner(model: Decoder, way: Way, **options: Any) -> RecipeStep:
     layout = MicroBatchLayout(kind=way.kind, time=MicroBatchTime(fixed=20.0))
     syncs = {"syncs_every_micro_batch": way.syncs_every_micro_batch} if not options else {}
-    loss = partial(mean_loss, model)
-    run = runner_of(model, way.limit, mean_loss=loss, layout=layout, **syncs, **options)
+    run = runner_of(model, way.limit, layout=layout, **syncs, **options)
     run.loss = replace(run.loss, pack=packed)
     return run
 
@@ -144,7 +107,7 @@ def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list
     """The rows of each rank, and all of them."""
     of_two, of_four, unlabelled = DEALS[deal]
     rows = make_rows(LENGTHS, unlabelled=unlabelled)
-    numbers: Sequence[Sequence[int]] = {1: [sum(of_two, ())], 2: of_two, 4: of_four}[world_size]
+    numbers: Sequence[Sequence[int]] = {2: of_two, 4: of_four}[world_size]
     return [[rows[number] for number in mine] for mine in numbers], [
         rows[n] for mine in numbers for n in mine
     ]
@@ -154,9 +117,8 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
     """Return the relative errors of a step, clipped and stepped, and whether counts differ."""
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
-    model = Positioned(checkpointing=way.checkpointing)
+    model = Decoder(checkpointing=way.checkpointing)
     reference = twin(model)
-    reference.add_positions()
     divided(model, reshard_after_forward=way.reshards)
     free = runner(model, way)
     most = max(1, *(len(free.divide(mine)) for mine in dealt))
@@ -182,9 +144,8 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
             len(rows),
             sum(len(row["tokens"]) for row in rows),
         )
-        found[f"{name}: micro-batches"] = world_size > 1 and result.micro_batches != (
-            most if label_tokens else 0
-        )
+        num_parts = most if label_tokens else 0
+        found[f"{name}: micro-batches"] = result.micro_batches != num_parts
         found[f"{name}: padding"] = way.kind == "packed" and result.padding_fraction > 0
         if name != "clipped":
             model.zero_grad(set_to_none=True)
@@ -246,23 +207,19 @@ def _everything() -> dict[str, Any]:
     for number, deal in enumerate(DEALS):
         for way in ways(number)[number % 4 :: 4] if world_size == 4 else ways(number):
             facts["steps"][str(way), deal] = errors_of(way, deal)
-    if world_size > 1:
-        facts["fillers"] = fillers_that_do_not_fit()
+    facts["fillers"] = fillers_that_do_not_fit()
     return facts
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(1, marks=pytest.mark.slow),
         pytest.param(2, marks=pytest.mark.slow),
         pytest.param(4, marks=pytest.mark.nightly),
     ],
     ids=lambda n: f"{n} ranks",
 )
 def ranks(request):
-    if request.param == 1:
-        return [everything()]
     return run_on_ranks(everything, request.param, timeout=300)
 
 
@@ -280,7 +237,7 @@ def test_gradients_loss_and_norms_are_those_of_one_device(ranks):
 
 def test_a_rank_without_rows_that_runs_out_of_memory_says_that_one_row_does_not_fit(ranks):
     where = f"ran out of memory on rank {len(ranks) - 1}, alone in its micro-batch"
-    for facts in ranks[: len(ranks) if len(ranks) > 1 else 0]:  # one rank always has rows
+    for facts in ranks:
         training, evaluation = facts["fillers"]
         assert training.startswith(f"one row of 3 tokens {where}")
         assert evaluation.startswith(f"one row of 5 tokens {where}")

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 from support.mean_estimation import TokenMeans
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchao.optim
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
+from support.same_state import assert_same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -74,6 +75,9 @@ class Wide(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Linear(64, 129), nn.Linear(129, 64), nn.Linear(64, 128))
+
+
+EIGHT_BITS = {"optimizer": torchao.optim.AdamW8bit}
 
 
 def host_group():
@@ -161,29 +165,12 @@ def state_of(model, optimizers, names):
     return {"model": model.state_dict(), "optimizer": named_optimizer_state(optimizers, names)}
 
 
-def assert_equal(found, expected, path="state"):
-    assert type(found) is type(expected), path
-    if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
-        assert torch.equal(found, expected), path
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), path
-        for key in expected:
-            assert_equal(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(one, other, f"{path}.{number}")
-    else:
-        assert found == expected, path
-
-
 def loaded(folder, group, kind=Small, **options):
     """A model whose tensors are empty and new optimizers, with what the newest point of a folder
     holds.
     """
     model, optimizers, names = made(kind, group, empty=True, **options)
-    point, _ = newest_complete(*checkpoints_in(folder))
+    point = point_in(folder)
     point.load_into({"model": model.state_dict()}, process_group=group)
     load_named_optimizer_state(
         point.load_optimizer(optimizers, names, process_group=group), optimizers, names
@@ -207,6 +194,10 @@ def saved(folder, group, kind=Small, *, asynchronous=False, **options):
     return expected
 
 
+def point_in(folder):
+    return newest_complete(*checkpoints_in(folder))[0]
+
+
 def message_of(call):
     try:
         call()
@@ -225,16 +216,16 @@ def two_ranks(folder):
         "two": saved(folder / "two", group),
         "two async": saved(folder / "two async", group, asynchronous=True),
         "two in backward": saved(folder / "two in backward", group, in_backward=True),
-        "eight bits": saved(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit),
+        "eight bits": saved(folder / "eight bits", group, Wide, **EIGHT_BITS),
         "one, loaded": whole(state_of(*loaded(folder / "one", group))),
         "eight bits, loaded": parts(
-            state_of(*loaded(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit))
+            state_of(*loaded(folder / "eight bits", group, Wide, **EIGHT_BITS))
         ),
     }
     model, optimizers, names = loaded(folder / "two in backward", group, in_backward=True)
     facts["in backward, loaded"] = whole(state_of(model, optimizers, names))
     facts["eight bits of one"] = message_of(
-        lambda: loaded(folder / "eight bits of one", group, Wide, optimizer=torchao.optim.AdamW8bit)
+        lambda: loaded(folder / "eight bits of one", group, Wide, **EIGHT_BITS)
     )
     facts["another model"] = message_of(lambda: loaded(folder / "one", group, Wide))
     checkpoint._SEEN_SECONDS = 0.2
@@ -252,9 +243,7 @@ def goes_on(folder, group):
     train(model, optimizers)
     train(model, optimizers)
     resumed = loaded(folder, group)
-    state = newest_complete(*checkpoints_in(folder))[0].load_optimizer(
-        *resumed[1:], process_group=group
-    )
+    state = point_in(folder).load_optimizer(*resumed[1:], process_group=group)
     kinds = {
         key: type(tensor).__name__
         for entries in state["state"].values()
@@ -298,23 +287,16 @@ def failures(folder, group):
     return found
 
 
-def sharded(model):
-    fully_shard(model)
-    return model
-
-
 def sharded_tensor(rows):
-    return sharded(nn.Linear(1, rows, bias=False)).weight.detach()
+    return fully_shard(nn.Linear(1, rows, bias=False)).weight.detach()
 
 
 def four_ranks(folder):
     group = host_group()
-    tied, tied_again = (sharded(Tied()) for _ in range(2))
+    tied, tied_again = (fully_shard(Tied()) for _ in range(2))
     with closing(CheckpointManager(folder / "tied", process_group=group)) as points:
         points.save(1, {"model": tied.state_dict()}, None)
-    newest_complete(*checkpoints_in(folder / "tied"))[0].load_into(
-        {"model": tied_again.state_dict()}, process_group=group
-    )
+    point_in(folder / "tied").load_into({"model": tied_again.state_dict()}, process_group=group)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return {
         "replicated": saved(folder / "replicated", group, mesh=mesh),
@@ -332,9 +314,7 @@ def four_ranks(folder):
         "in backward, loaded": whole(
             state_of(*loaded(folder / "two in backward", group, in_backward=True))
         ),
-        "eight bits": message_of(
-            lambda: loaded(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit)
-        ),
+        "eight bits": message_of(lambda: loaded(folder / "eight bits", group, Wide, **EIGHT_BITS)),
     }
 
 
@@ -387,9 +367,7 @@ def one(folder):
         "one": saved(folder / "one", None),
         "parallel": saved(folder / "parallel one", None, Parallel, groups=1),
         "by column": saved(folder / "columns of one", None, optimizer=ByColumn),
-        "eight bits": saved(
-            folder / "eight bits of one", None, Wide, optimizer=torchao.optim.AdamW8bit
-        ),
+        "eight bits": saved(folder / "eight bits of one", None, Wide, **EIGHT_BITS),
     }
 
 
@@ -409,20 +387,20 @@ def four(folder, two):
 @pytest.mark.slow
 def test_ranks_resume_from_a_point_of_more_or_fewer(folder, one, two, four):
     for facts in [*two, *four]:
-        assert_equal(facts["one, loaded"], one["one"])
+        assert_same(facts["one, loaded"], one["one"])
     for facts in four:
-        assert_equal(facts["two, loaded"], two[0]["two"])
+        assert_same(facts["two, loaded"], two[0]["two"])
     for facts in run_on_ranks(two_ranks_again, 2, folder):
-        assert_equal(facts["four, loaded"], four[0]["four"])
+        assert_same(facts["four, loaded"], four[0]["four"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two", "two async", "four"])
 def test_one_process_resumes_from_a_point_of_several_ranks(folder, two, four, name):
     expected = {**two[0], **four[0]}[name]
-    assert_equal(whole(state_of(*loaded(folder / name, None))), expected)
-    tree, small = newest_complete(*checkpoints_in(folder / name))[0].load()
-    assert_equal(tree, expected)
+    assert_same(whole(state_of(*loaded(folder / name, None))), expected)
+    tree, small = point_in(folder / name).load()
+    assert_same(tree, expected)
     assert small == {"from": 0}
 
 
@@ -431,8 +409,8 @@ def test_any_number_of_ranks_resumes_with_the_optimizer_in_backward(folder, two,
     expected = two[0]["two in backward"]
     assert len(expected["optimizer"]["param_groups"]) == 6
     for facts in [*two, *four]:
-        assert_equal(facts["in backward, loaded"], expected)
-    assert_equal(
+        assert_same(facts["in backward, loaded"], expected)
+    assert_same(
         whole(state_of(*loaded(folder / "two in backward", None, in_backward=True))), expected
     )
 
@@ -441,9 +419,9 @@ def test_any_number_of_ranks_resumes_with_the_optimizer_in_backward(folder, two,
 def test_a_point_of_tensor_parallel_ranks_is_resumed_from_by_any(folder, one, four):
     for facts in four:
         found = facts["two by two"]
-        assert_equal(found["one, loaded"], one["parallel"])
-        assert_equal(found["loaded"], found["saved"])
-    assert_equal(
+        assert_same(found["one, loaded"], one["parallel"])
+        assert_same(found["loaded"], found["saved"])
+    assert_same(
         whole(state_of(*loaded(folder / "two by two", None, Parallel, groups=1))),
         four[0]["two by two"]["saved"],
     )
@@ -452,24 +430,24 @@ def test_a_point_of_tensor_parallel_ranks_is_resumed_from_by_any(folder, one, fo
 @pytest.mark.slow
 def test_ranks_that_replicate_shards_resume_and_one_process_reads_their_point(folder, four):
     for facts in four:
-        assert_equal(facts["replicated, loaded"], four[0]["replicated"])
+        assert_same(facts["replicated, loaded"], four[0]["replicated"])
     found = loaded(folder / "replicated", None)
-    assert_equal(whole(state_of(*found)), four[0]["replicated"])
+    assert_same(whole(state_of(*found)), four[0]["replicated"])
 
 
 @pytest.mark.slow
 def test_states_of_another_shape_than_their_parameter_are_the_same_on_every_rank(folder, one, four):
     for facts in four:
-        assert_equal(facts["by column, loaded"], one["by column"])
+        assert_same(facts["by column, loaded"], one["by column"])
     found = loaded(folder / "columns of four", None, optimizer=ByColumn)
-    assert_equal(whole(state_of(*found)), four[0]["by column"])
+    assert_same(whole(state_of(*found)), four[0]["by column"])
 
 
 @pytest.mark.slow
 def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
     for facts in four:
-        assert_equal(facts["tied, loaded"], facts["tied"])
-    model, _ = newest_complete(*checkpoints_in(folder / "tied"))[0].load()
+        assert_same(facts["tied, loaded"], facts["tied"])
+    model, _ = point_in(folder / "tied").load()
     assert model["model"]["embedding.weight"] is model["model"]["output.weight"]
     metadata = dist.checkpoint.FileSystemReader(folder / "tied" / "step_1").read_metadata()
     assert list(metadata.state_dict_metadata) == ["model.embedding.weight"]
@@ -478,12 +456,12 @@ def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, 
 def test_resumed_training_has_the_same_bits_and_each_rank_reads_its_own_part(two):
     for facts in two:
         at_once, resumed, kinds = facts["goes on"]
-        assert_equal(resumed, at_once)
+        assert_same(resumed, at_once)
         assert kinds == {"step": "Tensor", "exp_avg": "DTensor", "exp_avg_sq": "DTensor"}
 
 
 def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(folder, two):
-    point, _ = newest_complete(*checkpoints_in(folder / "two"))
+    point = point_in(folder / "two")
     assert sorted(point.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
     assert {name: (point.path / name).stat().st_size for name in point.files} == {
         name: file.bytes for name, file in point.files.items()
@@ -522,7 +500,7 @@ def test_a_point_that_rank_zero_does_not_see_whole_is_not_saved(folder, two):
         assert "rank zero does not see all that was saved" in facts["not shared"]
         assert "__1_0.distcp is missing" in facts["not shared"]
         assert "output_dir must be on a file system that all ranks share" in facts["not shared"]
-    assert newest_complete(*checkpoints_in(folder / "on machine 0"))[0] is None
+    assert point_in(folder / "on machine 0") is None
 
 
 def test_a_point_of_another_model_is_refused_on_all_ranks(two):
@@ -535,7 +513,7 @@ def test_a_point_of_another_model_is_refused_on_all_ranks(two):
 
 def test_low_bit_states_come_back_on_as_many_ranks_as_saved_them(two):
     for facts in two:
-        assert_equal(facts["eight bits, loaded"], facts["eight bits"])
+        assert_same(facts["eight bits, loaded"], facts["eight bits"])
     first, second = (
         facts["eight bits"]["optimizer"]["state"]["0.weight"]["exp_avg"][1] for facts in two
     )
@@ -556,11 +534,9 @@ def test_low_bit_states_are_not_divided_among_another_number_of_ranks(folder, tw
     for facts in two:
         assert re.search("2.weight.exp_avg " + refused(saved=1, here=2), facts["eight bits of one"])
     with pytest.raises(CheckpointError, match=refused(saved=2, here=1)):
-        loaded(folder / "eight bits", None, Wide, optimizer=torchao.optim.AdamW8bit)
+        loaded(folder / "eight bits", None, Wide, **EIGHT_BITS)
     with pytest.raises(CheckpointError, match=refused(saved=2, here=1)):
-        newest_complete(*checkpoints_in(folder / "eight bits"))[0].load()
+        point_in(folder / "eight bits").load()
     model, _, _ = made(Wide, None, seed=1)
-    newest_complete(*checkpoints_in(folder / "eight bits"))[0].load_into(
-        {"model": model.state_dict()}
-    )  # the weights are
-    assert_equal(parts(model.state_dict())["2.bias"].shape, torch.Size([128]))
+    point_in(folder / "eight bits").load_into({"model": model.state_dict()})  # the weights are
+    assert_same(parts(model.state_dict())["2.bias"].shape, torch.Size([128]))

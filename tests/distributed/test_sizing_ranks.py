@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit

@@ -20,7 +20,7 @@ from support.exact_tasks import (
     pairs,
     rows_of,
 )
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from support.sharded_model import whole
 from support.wired_jobs import largest_difference
 

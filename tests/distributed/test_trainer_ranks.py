@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from adaptive_batch import DoesNotFitError, distributed

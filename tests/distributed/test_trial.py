@@ -9,32 +9,34 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_on_ranks
-from support.sharded_model import (
-    Decoder,
-    Row,
-    divided,
-    make_rows,
-    runner_of,
-    training_state,
-)
+from support.fault_injection_on_ranks import Training, Way
+from support.processes import run_on_ranks
+from support.sharded_model import Row, make_rows, training_state
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.memory import device_memory
-from adaptive_batch.probe import BinarySearch, DryRun, Trial, run_search
-from adaptive_batch.training import RecipeStep
+from adaptive_batch.probe import BinarySearch, Trial, run_search
 
 pytestmark = pytest.mark.slow
 
-CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
+MOST = 6
 # Two threads of gloo may each hold the buffers of a collective, 14 kB, longer than it takes. A row
-# adds 280 kB to a peak.
+# adds more than 100 kB to a peak.
 HELD_BYTES = 30_000
 
 
-def rows(number: int, length: int = 96) -> list[Row]:
-    return make_rows((length,) * number)
+class Trained(Training):
+    """A model that draws random numbers, after a step; its trials have longer rows."""
+
+    def rows_of_trial(self, number: int) -> list[Row]:
+        return make_rows((96,) * number)
+
+    def traces(self, before: dict[str, Any]) -> list[str]:
+        """Names of what differs from an earlier state."""
+        after = self.state()
+        return [name for name, value in before.items() if value != after[name]]
+
+    def state(self) -> dict[str, Any]:
+        return training_state(self.model, self.optimizer)
 
 
 def fitting(run: Callable[[], Trial]) -> int:
@@ -44,53 +46,19 @@ def fitting(run: Callable[[], Trial]) -> int:
     return trial.peak_bytes
 
 
-class Trained:
-    """A model that draws random numbers, after a step, gradients of a micro-batch there."""
-
-    def __init__(self, *, sync: bool) -> None:
-        self.sync = sync
-        model = Decoder(draws=True, dtype=torch.float32)
-        torch.manual_seed(distributed.rank())
-        self.model = divided(model)
-        self.engine: RecipeStep = runner_of(
-            self.model, MicroBatchLimit(2), syncs_every_micro_batch=sync, max_grad_norm=1.0
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.engine.run(rows(3))
-        self.optimizer.step()
-
-    def rehearsal(self, budget_bytes: int = PLENTY) -> DryRun:
-        return DryRun(
-            model=self.model,
-            optimizer=self.optimizer,
-            forward_backward=lambda size: self.engine.try_rows(rows(size)),
-            step=lambda: (self.engine.clip(), self.optimizer.step()),
-            accumulates=True,
-            memory=device_memory(CPU),
-            budget_bytes=budget_bytes,
-            sharding=self.engine.sharding,
-            keep_gradients=(
-                None if self.sync else lambda: self.engine.try_rows(rows(1), is_last=False)
-            ),
-        )
-
-    def state(self) -> dict[str, Any]:
-        return training_state(self.model, self.optimizer)
-
-
 def searched(sync: bool) -> dict[str, Any]:
     """Return the peaks of trials, and the search of all ranks where one has less memory."""
-    trained = Trained(sync=sync)
+    trained = Trained(Way(sync))
     before = trained.state()
-    with trained.rehearsal() as trial:
+    with trained.dry_run() as trial:
         peaks = {size: fitting(partial(trial, size)) for size in range(1, MOST + 1)}
     found: dict[str, Any] = {"peaks": peaks, "searches": {}}
     for smaller in (0, 1):
-        room = [PLENTY, PLENTY]
+        room = [2**40, 2**40]
         room[smaller] = (
             distributed.all_gather(peaks)[smaller][3] + distributed.all_gather(peaks)[smaller][4]
         ) // 2
-        with trained.rehearsal(room[distributed.rank()]) as trial:
+        with trained.dry_run(room[distributed.rank()]) as trial:
             result = run_search(trial, search=BinarySearch(maximum=MOST))
             again = fitting(partial(trial, 3))
         found["searches"][smaller] = (
@@ -98,14 +66,13 @@ def searched(sync: bool) -> dict[str, Any]:
             [(one.batch_size, one.fits, one.peak_bytes) for one in result.trials],
             again,
         )
-    after = trained.state()
-    found["traces"] = [name for name, value in before.items() if value != after[name]]
+    found["traces"] = trained.traces(before)
     return found
 
 
 def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
     """Return the evaluation trials of ranks of which some exceed their budget in one."""
-    trained = Trained(sync=True)
+    trained = Trained(Way(True))
     before = trained.state()
     exceeded = []
 
@@ -114,20 +81,19 @@ def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
         torch.empty(2**30, dtype=torch.uint8)
 
     def evaluate(size: int) -> None:
-        trained.engine.try_evaluation(rows(size))
+        trained.engine.try_evaluation(trained.rows_of_trial(size))
 
-    with trained.rehearsal(2**29) as trial:
+    with trained.dry_run(2**29) as trial:
         alone = fitting(lambda: trial.evaluation(evaluate, 3))
         trained.model.burden = {"forward": exceed} if distributed.rank() in failing else {}
         fits = trial.evaluation(evaluate, 3).fits
         trained.model.burden = {}
         later = fitting(lambda: trial.evaluation(evaluate, 3))
-    after = trained.state()
     return {
         "fits": fits,
         "exceeded": bool(exceeded),
         "peaks": (alone, later),
-        "traces": [name for name, value in before.items() if value != after[name]],
+        "traces": trained.traces(before),
     }
 
 

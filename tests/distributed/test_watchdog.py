@@ -3,16 +3,11 @@ recorded.
 """
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.paths import subprocess_environment
-from support.ranks import reserved_port
+from support.processes import run_python
 
 PROGRAM = """
     import json, os, signal, time
@@ -46,32 +41,14 @@ PROGRAM = """
 
 
 def torchrun(
-    folder: Path,
-    program: str,
-    *arguments: str,
-    ranks: int = 2,
-    nodes: Sequence[str] = ("--standalone",),
-    before: str = PROGRAM,
-) -> subprocess.Popen:
+    folder: Path, program: str, *arguments: str, ranks: int, expect: int = 1, before: str = PROGRAM
+) -> tuple[str, str]:
+    """Run a program; return what ranks printed, and the root cause in torchrun's summary."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(before) + textwrap.dedent(program))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    variables = {
-        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
-    }
-    variables |= {"PYTHONPATH": subprocess_environment()["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
-    with open(folder / "printed", "a") as printed:
-        return subprocess.Popen(
-            [*command, *nodes, *arguments, str(script)],
-            env=variables,
-            stdout=printed,
-            stderr=printed,
-        )
-
-
-def printed(folder: Path) -> tuple[str, str]:
-    """Return what ranks printed, and the root cause in torchrun's summary."""
-    text, _, root_cause = (folder / "printed").read_text().partition("Root Cause")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    done = run_python(*launch, *arguments, script, expect=expect, timeout=60)
+    text, _, root_cause = (done.stdout + done.stderr).partition("Root Cause")
     return text, root_cause
 
 
@@ -92,9 +69,7 @@ def test_a_rank_that_fails_ends_those_that_hang_and_a_restart_trains(tmp_path):
             dist.recv(torch.ones(1), src=2)  # rank 2 lives, until torchrun ends it
         reduce_until_it_fails()
     """
-    process = torchrun(tmp_path, program, "--max-restarts", "1", ranks=3)
-    assert process.wait(60) == 0, (tmp_path / "printed").read_text()
-    text, _ = printed(tmp_path)
+    text, _ = torchrun(tmp_path, program, "--max-restarts", "1", ranks=3, expect=0)
     assert text.splitlines().count("RankLostError: one row needs 25.1 GiB") == 1
     assert "Traceback" not in text
     assert "another rank" not in text
@@ -110,8 +85,7 @@ def test_a_killed_rank_ends_the_others_and_the_summary_names_it(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         reduce_until_it_fails()
     """
-    assert torchrun(tmp_path, program, ranks=3).wait(60) == 1
-    text, root_cause = printed(tmp_path)
+    text, root_cause = torchrun(tmp_path, program, ranks=3)
     assert text.count("another rank exited without an error message") == 1
     assert "rank      : 1 (local_rank: 1)" in root_cause
     assert "Signal 9 (SIGKILL)" in root_cause
@@ -143,52 +117,13 @@ def test_a_rank_whose_collective_times_out_names_the_rank_that_hangs(tmp_path):
     before = PROGRAM.replace(
         "watch = Watchdog()",
         "import adaptive_batch.distributed.endings as endings\n"
-        "    endings._SECONDS_BETWEEN_PLACES = 0.2\n"
+        "    endings._SECONDS_BETWEEN_LINES = 0.2\n"
         "    watch = Watchdog()",
     )
-    assert torchrun(tmp_path, program, ranks=3, before=before).wait(60) == 1
-    text, root_cause = printed(tmp_path)
+    text, root_cause = torchrun(tmp_path, program, ranks=3, before=before)
     assert text.count("a collective timed out") == 1
     assert "; rank 1 is in read_a_row (" in text
     assert text.count(" is in ") == 1
     assert "rank 1 is in read_a_row" in root_cause
     assert text.count("the reason could not be recorded: OSError: no space left") == 1
     assert recorded(tmp_path)[1] == "stalled"
-
-
-@pytest.fixture
-def port():
-    with reserved_port() as port:
-        yield port
-
-
-@pytest.mark.nightly
-def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
-    program = """
-        import os, signal, time
-        from pathlib import Path
-
-        from adaptive_batch import distributed
-
-        folder, rank = Path(__file__).parent, int(os.environ["RANK"])
-        is_first = not (folder / f"started{rank}").exists()
-        (folder / f"started{rank}").touch()
-        if is_first and rank == 1:
-            while not (folder / "started0").exists():
-                time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)  # only its node counts that
-        if is_first:
-            time.sleep(100)
-        distributed.init_process_group("gloo")
-        counts = distributed.all_gather(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if rank == 0:
-            print(f"<met with {'+'.join(sorted(counts))}>", flush=True)
-        distributed.destroy_process_group()
-    """
-    nodes = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
-    both = [
-        torchrun(tmp_path, program, "--max-restarts", "1", ranks=1, nodes=nodes, before="")
-        for _ in range(2)
-    ]
-    assert [process.wait(90) for process in both] == [0, 0], (tmp_path / "printed").read_text()
-    assert "<met with 0+1>" in (tmp_path / "printed").read_text()

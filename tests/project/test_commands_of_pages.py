@@ -17,7 +17,7 @@ import demo
 import pytest
 from omegaconf import OmegaConf
 from support.pages import PAGES, ROOT, Block, blocks, is_read_only
-from support.processes import run_command
+from support.processes import run as run_processes
 
 from adaptive_batch.config_files import config_files
 
@@ -86,14 +86,14 @@ def test_each_command_of_a_page_works_and_prints_its_output(folder, page):
 
 def run(folder, command):
     """Return the output of a command on a machine that has searched nothing yet."""
-    status, printed, errors = run_command(
+    (ended,) = run_processes(
         shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned")),
         folder=folder,
-        environment={"ADAPTIVE_BATCH_CACHE": str(folder / "cache")},
+        environment=lambda rank: {"ADAPTIVE_BATCH_CACHE": str(folder / "cache")},
         timeout=500,
     )
-    assert status == 0, f"{command}\n{errors[-3000:]}"
-    return printed
+    assert ended.exit_status == 0, f"{command}\n{ended.output[-3000:]}"
+    return ended.output
 
 
 def train_the_demo_instead(path):

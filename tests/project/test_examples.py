@@ -6,18 +6,18 @@ The page about them is run by tests/project/test_commands_of_pages.py.
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support import run_example
-from support.ranks import end_of_ranks, reserved_port
-from support.run_example import both_outputs, commanded_sizes
+from support.processes import hosted_store, run, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -28,26 +28,6 @@ PAGE = ROOT / "docs" / "loops.md"
 SNIPPETS = sorted((ROOT / "examples" / "snippets").glob("*.py"))
 RANKS = {"fsdp2": 2}
 MOST_STATEMENTS = 10
-
-
-def run(*command: object) -> str:
-    """Return the output of a Python program."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, command)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def glue(text: str) -> list[str]:
@@ -71,22 +51,44 @@ def numbers(output: str, name: str) -> list[float]:
     ]
 
 
+def printed_by(example: Path, *arguments: object) -> str:
+    """Run an example in this process; return its output."""
+    sys.argv = [str(example), *map(str, arguments)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(example), run_name="__main__")
+    return printed.getvalue()
+
+
+def commanded_sizes(example: Path) -> list[str]:
+    """The batch sizes that the example's own text gives for its second command."""
+    return re.search(r"--plain ([\d ]+\d)", example.read_text())[1].split()
+
+
+def both_outputs(example: Path, other_port: int) -> tuple[str, str]:
+    """The outputs of the example with adaptive_batch, and without at the same batch sizes; ranks
+    meet at another port the second time.
+    """
+    warnings.simplefilter("ignore")
+    adaptive = printed_by(example)
+    printed = re.search(r"^batch sizes: (.*)$", adaptive, re.MULTILINE)
+    os.environ["MASTER_PORT"] = str(other_port)
+    sizes = printed[1].split() if printed else commanded_sizes(example)
+    return adaptive, printed_by(example, "--plain", *sizes)
+
+
 @pytest.fixture(scope="module", params=EXAMPLES, ids=lambda path: path.stem)
 def outputs(request) -> SimpleNamespace:
-    example = request.param
-    if ranks := RANKS.get(example.stem):
-        with reserved_port() as port:
-            ended = end_of_ranks(on_rank, ranks, example, port, begins_group=False)
-        assert [one.error for one in ended] == [None] * ranks
-        adaptive, plain = ended[0].result
-    else:
-        adaptive, plain = run(Path(run_example.__file__), example).split("=====\n")
+    example, store = request.param, hosted_store()
+    ended = run(
+        *(both_outputs, example, store.port),
+        ranks=RANKS.get(example.stem),
+        environment=lambda rank: {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+        timeout=300,
+    )
+    assert [one.exit_status for one in ended] == [0] * len(ended), ended[0].output[-4000:]
+    adaptive, plain = ended[0].result
     return SimpleNamespace(example=example, adaptive=adaptive, plain=plain)
-
-
-def on_rank(example: Path, other_port: int) -> tuple[str, str]:
-    warnings.simplefilter("ignore")
-    return both_outputs(example, other_port=other_port)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -136,4 +138,4 @@ def test_an_example_ends_with_the_loss_of_the_same_training_without_adaptive_bat
 
 @pytest.mark.parametrize("path", SNIPPETS, ids=lambda path: path.stem)
 def test_a_snippet_runs(path):
-    run(path)
+    run_python("-W", "ignore", path)

@@ -13,7 +13,7 @@ import transformers
 from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
+from support.adapters import KINDS, LORA, OURS, adapters, same_epoch
 from support.cli import MODEL, make_setup
 from support.cli import OURS as FULL
 from support.stops import stopped_after
@@ -54,16 +54,6 @@ def test_a_resume_point_of_adapters_holds_no_base_and_resumes_to_the_same_bits(s
         OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True"
     )
     assert resumed.losses == [*begun.losses, *begun.losses[6:]]  # one log
-    assert same_epoch(resumed, begun, 0)
-
-
-@pytest.mark.slow
-def test_a_quantized_base_resumes_from_a_point_to_the_bit(tmp_path):
-    wide = make_wide_setup(tmp_path)
-    own = (*POINTS, *KINDS["QLoRA"], "max_steps_per_epoch=4")
-    begun = wide.run_in_process(OURS, *own)
-    folder = stopped_after(begun, wide, 3)
-    resumed = wide.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
     assert same_epoch(resumed, begun, 0)
 
 

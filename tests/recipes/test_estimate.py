@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from contextlib import contextmanager
+import socket
 
 import pytest
 import torch
@@ -101,36 +100,23 @@ def test_tensor_parallelism_is_estimated_and_divides_the_weights():
 
 # --- what it needs
 
-_reached: list[str] = []
-_is_watching = False
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Fail where anything looks for another machine."""
+
+    def fail(*_, **__):
+        raise AssertionError("a connection is made")
+
+    monkeypatch.setattr(socket.socket, "connect", fail)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
 
 
-def _audit(event, arguments):
-    if _is_watching and event in ("socket.connect", "socket.getaddrinfo"):
-        _reached.append(f"{event} {arguments[1:]}")
-
-
-sys.addaudithook(_audit)
-
-
-@contextmanager
-def no_network():
-    """Fails where anything inside looks for another machine."""
-    global _is_watching
-    _is_watching = True
-    _reached.clear()
-    try:
-        yield
-    finally:
-        _is_watching = False
-    assert not _reached
-
-
+@pytest.mark.usefixtures("no_network")
 def test_given_lengths_need_no_tokenizer_data_weights_or_network(tmp_path):
     cfg = SMALL.to_estimate(sequence_lengths=[32, 64])
     assert "nowhere" in cfg.tokenizer.path
-    with no_network():
-        plan, _ = planned(cfg, output_dir=str(tmp_path / "not_there"))
+    plan, _ = planned(cfg, output_dir=str(tmp_path / "not_there"))
     assert [length.sequence_length for length in plan.lengths] == [32, 64]
     assert list(tmp_path.iterdir()) == []
 
@@ -155,14 +141,13 @@ def _with_a_small_model(cfg):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize("name", [name for name, _ in shipped_configs()])
 def test_every_shipped_configuration_is_estimated(name):
     cfg = OmegaConf.load(config_files()[name])
     world_size = 8 if "8gpu" in name else 1
-    with no_network():
-        plan, said = planned(
-            _with_a_small_model(cfg), estimate={"sequence_lengths": [64], "world_size": world_size}
-        )
+    keys = {"sequence_lengths": [64], "world_size": world_size}
+    plan, said = planned(_with_a_small_model(cfg), estimate=keys)
     (length,) = plan.lengths
     assert length.check.counted_bytes == length.check.expected_bytes
     assert plan.devices[0].lengths[0].max_batch_size > 100
@@ -228,10 +213,11 @@ REFUSED = [
 ]
 
 
+@pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize(("key", "model", "keys"), REFUSED, ids=str)
 def test_a_run_that_cannot_be_estimated_is_refused_by_its_key(key, model, keys):
     cfg = Combination(model, 32, "AdamW").to_estimate()
-    with no_network(), pytest.raises(SettingError) as refused:
+    with pytest.raises(SettingError) as refused:
         planned(cfg, **keys)
     assert refused.value.key == key
 

@@ -1,7 +1,6 @@
 """The training recipe with the batch adapting, through the real command line."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -90,31 +89,20 @@ def test_the_search_recipe_continues_after_a_length_that_does_not_fit(small, cap
 @pytest.mark.slow
 def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
     keys = ("use_maximum_batch_size=True", "probe.device_memory=64MiB", "max_steps_per_epoch=3")
-    run = small.run_in_fork(OURS, *keys)
+    run = small.run(OURS, *keys)
     lines = run.output.splitlines()
     assert len(lines) <= 40, run.output
     assert "resolved config" not in run.output
-    assert "Setting manual seed" not in run.output
     # The second epoch is as the first.
     assert run.output.count("; a micro-batch holds ") == 1
-    assert re.match(
-        r"\d+ steps?, \d+ samples trained: loss \d+\.\d{4} in the last step, [\d,]+ tokens/s in"
-        r" steps, \d+\.\d s in all$",
-        lines[-2],
-    )
     folder = run.output_dir
     report = f"adaptive-batch report {folder}"
     assert lines[-1] == f"saved in {folder / 'epoch_1'}; next: {report}"
-    config = OmegaConf.load(folder / "adaptive_batch" / "config.yaml")
-    assert config.max_steps_per_epoch == 3
     (record,) = records(run, "config")
     assert f"run {OURS} --config {small.config} " in record["settings"]["command"]
-    assert record["settings"]["optimizer"] == "torch.optim.AdamW, lr 0.01"
     page, _ = write_report(folder)
     assert "<h2>Settings</h2>" in page.read_text()
-    verbose = small.run_in_fork(OURS, *keys, "verbose=True").output
-    assert "with resolved config:" in verbose
-    assert "Setting manual seed" in verbose
+    assert "with resolved config:" in small.run(OURS, *keys, "verbose=True").output
 
 
 def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved(small):

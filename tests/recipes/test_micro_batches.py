@@ -1,7 +1,7 @@
 """Neither micro-batches nor out-of-memory errors change the result of a run of the recipe."""
 
 import pytest
-from support.cli import OURS, figures, losses, records, same_weights
+from support.cli import OURS, figures, losses, records, resume_run, same_weights
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.report import read_records
@@ -29,28 +29,6 @@ def audit(finished):
 def whole(small):
     """Each step as one batch."""
     return small.run_in_process(OURS, *BASE, "drop_last=False")
-
-
-def test_only_a_step_that_does_not_fit_is_searched_again_with_gradients_in_memory(
-    small,
-):
-    split = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", SMALL_MEMORY)
-    one = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", MUCH_MEMORY)
-    accumulated = small.run_in_process(
-        OURS,
-        *BASE,
-        "micro_batch_size=auto",
-        "batch_size=4",
-        "gradient_accumulation_steps=4",
-        MUCH_MEMORY,
-    )
-    assert [len(records(finished, "bound")) for finished in (split, one, accumulated)] == [2, 1, 1]
-    first, second = (record["max_batch_size"] for record in records(split, "bound"))
-    assert second < first  # gradients take some of the memory
-    assert set(figures(one, "micro_batches")) == {1}
-    assert set(figures(accumulated, "micro_batches")) == {
-        1
-    }  # what was to be accumulated fits at once
 
 
 def test_a_micro_batch_above_a_known_bound_is_refused(small):
@@ -105,7 +83,7 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
         "metric_logger.after_step=1",
         f"metric_logger.bytes_left={200 * 1024**2}",
     )
-    survived = small.run_in_fork(OURS, *large, *confined)
+    survived = small.run(OURS, *large, *confined)
     undisturbed = small.run_in_process(OURS, *large)
     changes = records(survived, "limit")
     assert changes
@@ -122,41 +100,27 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
 # --- out of memory elsewhere
 
 
-def test_an_optimizer_step_out_of_memory_is_not_retried_and_the_run_resumes(
-    small,
-):
-    optimizer = ("optimizer=support.components.FailingAdamW",)
-    undisturbed = small.run_in_process(
-        OURS, *ROWS, *optimizer, "optimizer.fails_at=-1", "batch_size=16"
-    )
+def test_an_optimizer_step_out_of_memory_is_not_retried_and_the_run_resumes(small):
+    keys = (*ROWS, "optimizer=support.components.FailingAdamW", "batch_size=16")
+    undisturbed = small.run_in_process(OURS, *keys, "optimizer.fails_at=-1")
     output = small.fresh_folder()
+    # In the second epoch.
+    fails = ("optimizer.fails_at=4", f"output_dir={output}")
     with pytest.raises(
         DoesNotFitError,
         match=r"the optimizer step ran out of memory on cpu: .*resume_from_checkpoint",
     ):
-        small.run_in_process(
-            OURS, *ROWS, *optimizer, "optimizer.fails_at=4", "batch_size=16", f"output_dir={output}"
-        )  # in the second epoch
+        small.run_in_process(OURS, *keys, *fails)
     assert [path.name for path in output.glob("epoch_*")] == ["epoch_0"]
     assert len(losses(output)) == 3
-    rest = small.run_in_process(
-        OURS,
-        *ROWS,
-        *optimizer,
-        "optimizer.fails_at=-1",
-        "batch_size=16",
-        f"output_dir={output}",
-        "resume_from_checkpoint=True",
-    )
+    rest = resume_run(small, output, *keys, "optimizer.fails_at=-1")
     assert same_weights(rest.weights(1), undisturbed.weights(1))
 
 
 # --- what is said
 
 
-def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused(
-    small,
-):
+def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused(small):
     in_backward = (*BASE, "optimizer_in_bwd=True", "micro_batch_size=auto")
     with pytest.raises(
         SettingError,

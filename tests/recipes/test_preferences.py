@@ -1,12 +1,10 @@
-"""Preference pairs through the real command line: runs resume, both models are searched and
-estimated, and mistakes are refused.
+"""Preference pairs through the real command line: runs resume, both models are searched, and
+mistakes are refused.
 
-Steps are proved in tests/unit/torchtune/test_task_preference_pairs.py, their bits in tests/parity/.
+Steps are proved in tests/unit/torchtune/test_task.py, their bits in tests/parity/.
 """
 
 from __future__ import annotations
-
-import json
 
 import pytest
 from support.cli import figures, records, same_weights
@@ -57,20 +55,6 @@ def test_a_run_resumes_after_the_reference_moved_into_or_out_of_the_step(small, 
         assert figures(resumed, "loss")[-5:] == expected
         (change,) = records(resumed, "reference_micro_batch_size")
         assert (change["before"], change["after"]) == sizes
-
-
-def test_more_pairs_are_estimated_to_fit_where_the_reference_runs_before_the_step(small, full):
-    estimated = {}
-    for size in ("null", "auto"):
-        finished = small.run_in_process(
-            "adaptive_estimate", *full, "estimate.devices=[20MiB]", "estimate.context=0",
-            "estimate.headroom=0", "estimate.sequence_lengths=[64]", "estimate.changes=False",
-            f"reference_micro_batch_size={size}",
-        )  # fmt: skip
-        path = finished.output_dir / "adaptive_batch" / "estimate.json"
-        (estimated[size],) = json.loads(path.read_text())["devices"]
-    within, apart = (estimated[size]["lengths"][0]["max_batch_size"] for size in ("null", "auto"))
-    assert apart > within
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ REFUSED = {
     SCHEDULE: [
         f"{GROWS} {SCHEDULE}=x.y",
         f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
-        f"{SCHEDULE}=support.batch_rules.takes_two",
+        f"{SCHEDULE}=support.components.takes_two",
         f"{STEPS} {SCHEDULE}.batch_sizes=[4,8,64] drop_last=True",
         f"optimizer_in_bwd=True {BY_NOISE}",
         f"{STEPS} {SCHEDULE}.batch_sizes=[16,2,4] {SCHEDULE}.thresholds=[1sp,2sp]",
@@ -134,7 +134,7 @@ REFUSED = {
         f"{VALIDATED} dataset_val.lengths=[9,65] batch_size_val=auto",
     ],
     "lr_clock": [
-        "lr_scheduler._component_=support.batch_rules.step_lr lr_clock=samples",
+        "lr_scheduler._component_=support.components.step_lr lr_clock=samples",
         f"{SEESAW} lr_clock=steps",
         f"{SEESAW} lr_clock.warmup=steps lr_clock.decay=tokens",
     ],
@@ -149,7 +149,7 @@ REFUSED = {
     "lr_scheduler": [
         f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw micro_batch_size=8",
         "lr_scheduler._component_=torch.optim.lr_scheduler.StepLR lr_scheduler.step_size=2",
-        "lr_scheduler._component_=support.batch_rules.plateau",
+        "lr_scheduler._component_=support.components.plateau",
         f"{COSINE} lr_scheduler.num_cycles=abc",
     ],
     "device": ["device=cuda dtype=bf16", "device=xpu"],
@@ -215,9 +215,9 @@ REFUSED = {
 RULES = [
     f"batch_increase_function={COMPONENTS}.negative_in_second_epoch",
     f"batch_increase_function={COMPONENTS}.exits_in_second_epoch {PROBE}",
-    f"{SCHEDULE}=support.batch_rules.raises_in_second_epoch",
+    f"{SCHEDULE}=support.components.raises_in_second_epoch",
     f"{OF_LENGTHS} batch_tokens=100 long_rows=alone"
-    f" {SCHEDULE}=support.batch_rules.another_each_time",
+    f" {SCHEDULE}=support.components.another_each_time",
 ]
 
 
@@ -274,7 +274,7 @@ def test_a_component_that_ends_the_program_is_an_error_that_names_it(small, reci
 
 @pytest.mark.slow
 def test_a_terminal_shows_an_error_in_one_line(small):
-    finished = small.run_in_fork(OURS, "use_max_batch_size=True", expect=1)
+    finished = small.run(OURS, "use_max_batch_size=True", expect=1)
     last = finished.output.strip().splitlines()[-1]
     assert (
         last

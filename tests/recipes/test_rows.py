@@ -110,7 +110,6 @@ NOW_LENGTHS = (
 SCHEDULED = cosine_after(2)
 STALE = {
     "as they come": ("batch_tokens=60", "micro_batch_tokens=4096"),
-    "dropped rows": ("batch_tokens=40", "long_rows=drop", "micro_batch_tokens=4096"),
     "a rule": (
         "batch_tokens=60",
         "micro_batch_tokens=500",
@@ -120,14 +119,12 @@ STALE = {
         "batch_size_schedule.thresholds=[150tok]",
     ),
     "noticed as trials read rows": ("batch_tokens=60", "probe.objective=largest"),
-    "short to long, by rows": ("sample_order=seqlen", "batch_size=4", "micro_batch_tokens=4096"),
 }
 
 
 @pytest.fixture
 def stale(small, monkeypatch, tmp_path):
     """Run with lengths that were counted before three rows grew and two shrank."""
-    monkeypatch.setitem(components.NOW, "row_length", None)
     cached = tmp_path / "cache"
 
     def run(*overrides, lengths=CHANGED):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT, subprocess_environment
-from support.ranks import reserved_port
+from support.processes import reserved_port
 
 SCRIPT = ROOT / "examples" / "slurm.sh"
 STEPS = ("epochs=3", "max_steps_per_epoch=8", "batch_size=2", "save_every_n_steps=5")

@@ -31,10 +31,6 @@ STEPS = ("batch_size=8", "epochs=1")  # four of them
 DROPOUT = "model.attn_dropout=0.2"
 
 
-def values(finished):
-    return [record["val_loss"] for record in records(finished, "validation")]
-
-
 def evaluated():
     return [seen for seen in components.SEEN if not seen.trained]
 
@@ -44,17 +40,14 @@ def validated(small):
     return small.run_in_process(OURS, *STEPS, *VALIDATED, DROPOUT, "epochs=2")
 
 
-def test_validation_runs_every_n_steps_and_is_logged(validated):
-    assert [record["steps"] for record in records(validated, "validation")] == [2, 4, 6, 8]
-    logged = re.findall(
-        r"^Step (\d+) \| val_loss:(\S+)", (validated.output_dir / "logs" / LOG).read_text(), re.M
-    )
-    assert [(int(step), float(value)) for step, value in logged] == [
+def test_validation_is_logged_and_changes_no_bit_of_training(small, validated):
+    log = (validated.output_dir / "logs" / LOG).read_text()
+    logged = re.findall(r"^Step (\d+) \| val_loss:(\S+)", log, re.M)
+    expected = [
         (record["steps"], record["val_loss"]) for record in records(validated, "validation")
     ]
-
-
-def test_validation_changes_no_bit_of_training(small, validated):
+    assert [(int(step), float(value)) for step, value in logged] == expected
+    assert [step for step, _ in expected] == [2, 4, 6, 8]
     without = small.run_in_process(OURS, *STEPS, DROPOUT, "epochs=2")
     assert validated.losses == without.losses
     assert same_weights(validated.weights(1), without.weights(1))
@@ -108,15 +101,3 @@ def test_one_row_that_does_not_fit_is_refused_with_its_dataset(small, trained, v
             f"output_dir={output}",
         )
     assert not losses(output)
-
-
-def test_a_default_validation_batch_that_follows_a_changed_batch_size_is_logged(small):
-    keys = (*VALIDATED, "max_validation_batches=1", "save_every_n_steps=2", "pad_to_multiple_of=2")
-    first = small.run_in_process(OURS, *keys, "batch_size=8", "epochs=1")
-    folder = f"output_dir={first.output_dir}"
-    again = ("batch_size=4", "epochs=2", "resume_from_checkpoint=True")
-    small.run_in_process(OURS, *keys, *again, folder)
-    (changed,) = records(first, "batch_size_val")
-    assert (changed["before"], changed["after"]) == (8, 4)
-    (lr,) = records(first, "lr")
-    assert "chosen for a global batch of 8 rows, now 4" in lr["message"]

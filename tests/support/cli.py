@@ -2,12 +2,11 @@
 recipes.
 
     setup = make_setup(folder)
-    # The command line, in a process of its own.
-    finished = setup.run("adaptive_full_finetune", "batch_size=2")
-    # The same command line, seconds faster.
+    # The command line, within this process.
     finished = setup.run_in_process("full_finetune_single_device")
-    # What it prints and how it ends, too.
-    finished = setup.run_in_fork("adaptive_full_finetune", "batch_size=0", expect=1)
+    # In processes of their own: what they print and how they end, too.
+    finished = setup.run("adaptive_full_finetune", "batch_size=0", expect=1)
+    finished = setup.run("adaptive_full_finetune", "batch_size=2", ranks=2)
     # The losses as they are in the log: exact.
     finished.losses
 
@@ -24,10 +23,10 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -37,8 +36,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from support.paths import ROOT, subprocess_environment
-from support.processes import run_command
+from support.paths import ROOT
+from support.processes import run
 from torch import nn
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
@@ -130,16 +129,6 @@ _HALF = (
 )
 
 
-# A search whose bound a run takes.
-FINDS = (
-    "use_maximum_batch_size=True",
-    "probe.device_memory=24MiB",
-    "probe.round_to_power_of_two=False",
-    "epochs=1",
-    "max_steps_per_epoch=1",
-)
-
-
 def resume_run(setup: SmallSetup, folder: Path, *overrides: str) -> Finished:
     """Resume the recipe's run of a folder."""
     return setup.run_in_process(
@@ -183,10 +172,12 @@ class Finished:
     Attributes:
         output: what it printed; empty for a run within this process.
         output_dir: where it wrote.
+        spread: seconds from the end of its first process to that of its last.
     """
 
     output: str
     output_dir: Path
+    spread: float = 0.0
 
     @property
     def losses(self) -> list[str]:
@@ -211,44 +202,49 @@ class SmallSetup:
     folder: Path
     config: Path
 
-    def run(self, recipe: str, *overrides: str, ranks: int | None = None) -> Finished:
-        """Run ``tune run RECIPE --config CONFIG key=value ...`` as a person would.
+    def run(
+        self,
+        recipe: str,
+        *overrides: str,
+        config: str | None = None,
+        ranks: int | None = None,
+        expect: int | Sequence[int] | None = 0,
+        environment: Callable[[int], dict[str, str]] = lambda rank: {},
+        before: str = "",
+        during: Callable[[list[int]], object] = lambda processes: None,
+    ) -> Finished:
+        """Run the command line in processes of their own.
 
         Args:
-            recipe: its name.
+            recipe: its module.
             overrides: key=value; a run without ``output_dir`` gets a fresh one.
-            ranks: processes that torchrun starts; None for one process without it.
-        """
-        arguments, output_dir = self._arguments(recipe, overrides, None)
-        launched = [] if ranks is None else ["--nproc_per_node", str(ranks)]
-        command = [str(TUNE), arguments[0], *launched, *arguments[1:]]
-        done = subprocess.run(
-            command,
-            env=subprocess_environment(**self._environment()),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}:\n{done.stdout[-6000:]}"
-        return Finished(done.stdout, output_dir)
-
-    def run_in_fork(
-        self, recipe: str, *overrides: str, config: str | None = None, expect: int = 0
-    ) -> Finished:
-        """The same command line in a process that is forked off one which has imported torch and
-        torchtune: what it prints and how it ends are those of a process of its own.
+            config: in place of the setup's.
+            ranks: number of processes, started as torchrun does; None for one without it.
+            expect: exit statuses, or that of all; None where each fails in any way.
+            environment: returns further variables of a rank; pairs of key=value as ``OVERRIDES`` go
+                to that rank alone.
+            before: the dotted path of a function without arguments that each rank calls first.
+            during: called with the process numbers as soon as all run.
         """
         arguments, output_dir = self._arguments(recipe, overrides, config)
-        status, printed, _ = run_command(
-            ["tune", *arguments],
-            folder=Path.cwd(),
-            environment=self._environment(),
+        launch = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex} if ranks else {}
+        command = (["tune", *arguments],)
+        ended = run(
+            *((_run_on_rank, recipe, arguments[2:], before) if ranks else command),
+            ranks=ranks,
+            environment=lambda rank: {**launch, **self._environment(), **environment(rank)},
             timeout=500,
-            joins_streams=True,
+            terminates=True,
+            during=during,
         )
-        assert status == expect, f"exit status {status} of {arguments}:\n{printed[-6000:]}"
-        return Finished(printed, output_dir)
+        statuses = [one.exit_status for one in ended]
+        output = "\n".join(one.output for one in ended)
+        if isinstance(expect, int):
+            expect = [expect] * len(ended)
+        is_expected = all(statuses) if expect is None else statuses == list(expect)
+        assert is_expected, f"{arguments} ended with {statuses}:\n{output[-6000:]}"
+        ends = [one.seconds for one in ended]
+        return Finished(output, output_dir, max(ends) - min(ends))
 
     def run_in_process(self, recipe: str, *overrides: str, config: str | None = None) -> Finished:
         """The same command line within this process, which saves the import of torch; an error is
@@ -294,6 +290,15 @@ class SmallSetup:
             "ADAPTIVE_BATCH_CACHE": str(self.folder / "lengths"),
             "HF_HUB_OFFLINE": "1",
         }
+
+
+def _run_on_rank(recipe: str, arguments: list[str], before: str) -> None:
+    """Run ``python -m RECIPE ARGUMENTS`` as torchrun does."""
+    sys.argv = [recipe, *arguments, *os.environ.get("OVERRIDES", "").split()]
+    if before:
+        module, _, name = before.rpartition(".")
+        getattr(import_module(module), name)()
+    runpy.run_module(recipe, run_name="__main__", alter_sys=True)
 
 
 def make_setup(folder: Path, **dimensions: int) -> SmallSetup:

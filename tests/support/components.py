@@ -3,6 +3,7 @@ and parts of a run that record it or run out of memory.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from support.cli import MODEL, pictures
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchtune.data import padded_collate_sft
 from torchtune.models.qwen2 import qwen2
 from torchtune.training.metric_logging import DiskLogger
@@ -135,21 +137,17 @@ class Augmented:
 class OfLengths:
     """Rows of given lengths; the first token of each is its number plus 1, so that it is known
     wherever it turns up.
-
-    A row is cut or goes on to :data:`NOW`'s ``row_length`` where that is set, as rows do that are
-    augmented when they are read.
     """
 
     def __init__(self, tokenizer, lengths, **_):
         self.lengths = list(lengths)
-        NOW.pop("row_length", None)
 
     def __len__(self):
         return len(self.lengths)
 
     def __getitem__(self, row):
-        length = NOW.get("row_length") or self.lengths[row]
-        tokens = [row + 1, *(1 + (row * row + 7 * i * i) % 500 for i in range(1, length))]
+        tokens = [row + 1]
+        tokens += [1 + (row * row + 7 * i * i) % 500 for i in range(1, self.lengths[row])]
         return {"tokens": tokens, "labels": [-100, *tokens[1:]]}
 
 
@@ -232,14 +230,15 @@ class Seen(NamedTuple):
 SEEN = []
 
 
-def watched(*, rows_fit=None, rows_fit_evaluated=None, **model):
-    """A Qwen2 that writes down what goes through it, and runs out of memory beyond so many rows."""
+def watched(*, rows_fit=None, **model):
+    """A Qwen2 that writes down what goes through it, and runs out of memory in training beyond so
+    many rows.
+    """
     built = qwen2(**model)
 
     def before(module, args, kwargs):
         tokens = kwargs["tokens"]
-        most_rows = rows_fit if torch.is_grad_enabled() else rows_fit_evaluated
-        if most_rows and len(tokens) > most_rows:
+        if rows_fit and torch.is_grad_enabled() and len(tokens) > rows_fit:
             out_of_memory()
         SEEN.append(Seen((tokens[:, 0] - 1).tolist(), tokens.shape[1], torch.is_grad_enabled()))
 
@@ -371,3 +370,44 @@ def sgd_with_options(parameters, lr, options):
     return torch.optim.SGD(
         parameters, lr=lr, momentum=options["momentum"], dampening=options["dampening"]
     )
+
+
+# --- rules of the batch and of the learning rate
+
+CALLS = itertools.count()
+
+
+def another_each_time(progress):
+    return 4 + next(CALLS) % 3
+
+
+def takes_two(progress, batch_size):
+    return 4
+
+
+def raises_in_second_epoch(progress):
+    if progress.epoch == 1:
+        raise KeyError("no such stage")
+    return 4
+
+
+def doubles_every_fourth_step(progress):
+    """Follows the batch of the step before."""
+    if not progress.batch:
+        return 4
+    return min(16, 2 * progress.batch) if progress.steps % 4 == 0 else progress.batch
+
+
+def doubles_its_tokens(progress):
+    """The same of tokens, with every third step."""
+    if not progress.batch:
+        return 128
+    return min(512, 2 * progress.batch) if progress.steps % 3 == 0 else progress.batch
+
+
+def step_lr(optimizer, num_training_steps, last_epoch):
+    return StepLR(optimizer, step_size=2, last_epoch=last_epoch)
+
+
+def plateau(optimizer, num_training_steps, last_epoch):
+    return ReduceLROnPlateau(optimizer)

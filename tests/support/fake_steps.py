@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 import torchao.optim
+from support import sharded_model
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torchao.optim import subclass_4bit, subclass_8bit
 
 from adaptive_batch.estimate import FakeDevice, FakeStep
@@ -34,38 +34,10 @@ for states in (
     states.get_qmap_unsigned()
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        return x + self.mlp(x)
-
-
-class Decoder(nn.Module):
-    """Tied embeddings, a frozen parameter and a buffer that a forward changes in place."""
-
-    def __init__(self, *, checkpointing: bool = False, words: int = WORDS, layers: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(5))
-        self.checkpointing = checkpointing
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.seen += len(tokens)
-        x = self.embed(tokens) * self.scale
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
-        return x @ self.embed.weight.T
+def Decoder(*, checkpointing=False, words=WORDS, layers=3):
+    """A decoder with tied embeddings and a frozen layer."""
+    size = {"width": WIDTH, "vocabulary": words, "layers": layers}
+    return sharded_model.Decoder(**size, checkpointing=checkpointing, dtype=torch.float32)
 
 
 def run(model, put, rows, *, length=LENGTH):

@@ -276,9 +276,7 @@ def differences(faulted: Trained, undisturbed: Trained) -> list[str]:
     ]
 
 
-def sweep(
-    way: Way, *, every: int = 1, at_steps: Sequence[int] = (0, 1)
-) -> Iterator[tuple[str, list[str]]]:
+def sweep(way: Way, *, every: int = 1) -> Iterator[tuple[str, list[str]]]:
     """Run out at every operation of a step, or at every so many-th, each time in a training of its
     own.
 
@@ -286,7 +284,7 @@ def sweep(
         The phase in which it first ran out, and the names of what differs from one that never did.
     """
     undisturbed = Undisturbed()
-    for at_step in at_steps:
+    for at_step in (0, 1):
         operation = 1
         while True:
             second = (1 + operation * 7 % 400,) if way.nested else ()

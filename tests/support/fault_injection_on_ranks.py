@@ -11,18 +11,16 @@ import faulthandler
 import gc
 import json
 import random
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.ranks import end_of_ranks
+from support.processes import Ended, run
 from support.runners import SmallRunner
 from support.sharded_model import (
     Decoder,
@@ -123,6 +121,11 @@ class Outcome:
     seconds: float | None = None
 
 
+def note(**facts: Any) -> None:
+    """Print facts for the process that started this rank, and outlives it."""
+    print(json.dumps({**facts, "at": time.monotonic()}), flush=True)
+
+
 class RunsOut(TorchDispatchMode):
     """Out of memory at an operation, and perhaps once more so many later; operations of a DTensor's
     parts are counted.
@@ -132,9 +135,10 @@ class RunsOut(TorchDispatchMode):
         phases: in which it ran out.
     """
 
-    def __init__(self, operation: int, again: int, training: Training, note: Any) -> None:
+    def __init__(self, place: Place, training: Training) -> None:
         super().__init__()
-        self._left, self._again, self._training, self._note = operation, again, training, note
+        self._left, self._again = place.operations[distributed.rank()], place.again
+        self._training = training
         self.seen: list[tuple[str, bool]] = []
         self.phases: list[str] = []
 
@@ -147,7 +151,7 @@ class RunsOut(TorchDispatchMode):
         if self._left == 0:
             self._left, self._again = self._again, 0
             self.phases.append(phase)
-            self._note(self.phases)
+            note(phases=self.phases)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return func(*args, **(kwargs or {}))
 
@@ -265,30 +269,75 @@ class Training:
         state = training_state(self.model, self.optimizer)
         return {**state, "steps": steps}
 
-    def trial(self, rows: int) -> None:
-        """Run forward and backward of a trial."""
+    @contextmanager
+    def steps(self) -> Iterator[Callable[[RunsOut], tuple[bool, list[str]]]]:
+        """Return a function that runs two steps with a fault: whether it was replayed, and what
+        differs from ranks that had the smaller limit from the start.
+        """
+        undisturbed: dict[int, dict[str, Any]] = {}
+
+        def check(fault: RunsOut) -> tuple[bool, list[str]]:
+            found = self.two_steps(fault)
+            limit = self.engine.sizer.limit()
+            if limit.amount not in undisturbed:
+                undisturbed[limit.amount] = self.two_steps(None, limit)
+            expected = undisturbed[limit.amount]
+            differing = [name for name, value in found.items() if value != expected[name]]
+            if any(rows != list(range(len(LENGTHS[0]))) for _, rows in found["steps"]):
+                differing.append("rows")
+            return limit != START, differing
+
+        yield check
+
+    @contextmanager
+    def trials(self) -> Iterator[Callable[[RunsOut], tuple[bool, list[str]]]]:
+        """Return a function that runs a trial with a fault: whether it did not fit, and which peaks
+        of later trials differ.
+        """
+
+        def peak(rows: int) -> int:
+            # A thread of gloo's may hold a buffer a little longer than its collective takes.
+            return min(trial(rows).peak_bytes or 0 for _ in range(4))
+
+        def check(fault: RunsOut) -> tuple[bool, list[str]]:
+            with fault:
+                failed = not trial(3).fits
+            # Alone and after a failure alike, to the byte; each rank for itself.
+            return failed, [f"peak of {rows} rows" for rows in peaks if peak(rows) != peaks[rows]]
+
+        before = training_state(self.model, self.optimizer)
+        with self.dry_run() as trial:
+            peaks = {rows: peak(rows) for rows in (2, 3)}
+            yield check
+        after = training_state(self.model, self.optimizer)
+        note(after_all=[name for name, value in before.items() if value != after[name]])
+
+    def _try(self, rows: int) -> None:
         self._in_trial = True
         try:
-            self.engine.try_rows(make_rows(LENGTHS[0][:rows]))
+            self.engine.try_rows(self.rows_of_trial(rows))
         finally:
             self._in_trial = False
 
-    def rehearsal(self) -> DryRun:
+    def rows_of_trial(self, number: int) -> list[Row]:
+        return make_rows(LENGTHS[0][:number])
+
+    def dry_run(self, budget_bytes: int = 2**40) -> DryRun:
         """Return trials of this training."""
+
+        def keep_gradients() -> None:
+            self.engine.try_rows(self.rows_of_trial(1), is_last=False)
+
         return DryRun(
             model=self.model,
             optimizer=self.optimizer,
-            forward_backward=self.trial,
+            forward_backward=self._try,
             step=lambda: (self.engine.clip(), self.optimizer.step()),
             accumulates=True,
             memory=device_memory(torch.device("cpu")),
-            budget_bytes=2**40,
+            budget_bytes=budget_bytes,
             sharding=self.sharding,
-            keep_gradients=(
-                None
-                if self.way.syncs_every_micro_batch
-                else lambda: self.engine.try_rows(make_rows(LENGTHS[0][:1]), is_last=False)
-            ),
+            keep_gradients=None if self.way.syncs_every_micro_batch else keep_gradients,
         )
 
     def _mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -304,98 +353,29 @@ class Training:
         return collate(rows)
 
 
-class _Notes:
-    """Notes of a rank for the process that started it, which outlives the rank."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / f"rank{distributed.rank()}").open("a")
-
-    def write(self, **facts: Any) -> None:
-        self._file.write(json.dumps({**facts, "at": time.monotonic()}) + "\n")
-        self._file.flush()
-
-
-def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
+def run_places(way: Way, places: Sequence[Place]) -> None:
     """Run each place; a rank that cannot go on ends all, as the recipe has it."""
     watch = Watchdog()
-    notes = _Notes(Path(folder))
     gc.collect()
-    # a release collects garbage, and what is imported need not be looked through every time
+    # A release collects garbage, and what is imported need not be looked through every time.
     gc.freeze()
     try:
-        run = _run_trials if way.trials else _run_steps
-        run(way, places, notes)
+        training = Training(way, warm=not any(place.first_step for place in places))
+        with training.trials() if way.trials else training.steps() as check:
+            for number, place in enumerate(places):
+                note(begins=number)
+                fault = RunsOut(place, training)
+                # A rank that hangs is ended with its stack.
+                faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
+                replayed, differing = check(fault)
+                faulthandler.cancel_dump_traceback_later()
+                if not any(place.operations):
+                    note(seen=fault.seen)
+                note(ends=number, replayed=replayed, differing=differing)
     except BaseException as error:
-        notes.write(error=f"{type(error).__name__}: {error}")
+        note(error=f"{type(error).__name__}: {error}")
         watch.fail(error)
     dist.barrier()
-
-
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """Context manager that ends a rank that hangs, with its stack."""
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
-    training = Training(way, warm=not any(place.first_step for place in places))
-    undisturbed: dict[int, Any] = {}
-    for number, place in enumerate(places):
-        notes.write(begins=number)
-        fault = RunsOut(
-            place.operations[distributed.rank()],
-            place.again,
-            training,
-            lambda phases: notes.write(phases=phases),
-        )
-        with _time_limit():
-            found = training.two_steps(fault)
-        capacity = training.engine.sizer.limit()
-        if not any(place.operations):
-            notes.write(seen=fault.seen)
-        if capacity.amount not in undisturbed:
-            undisturbed[capacity.amount] = training.two_steps(None, capacity)
-        expected = undisturbed[capacity.amount]
-        differing = [name for name, value in found.items() if value != expected[name]]
-        if any(sorted(rows) != list(range(len(LENGTHS[0]))) for _, rows in found["steps"]):
-            differing.append("rows")
-        notes.write(ends=number, replayed=capacity != START, differing=differing)
-
-
-def _run_trials(way: Way, places: Sequence[Place], notes: _Notes) -> None:
-    training = Training(way)
-    before = training_state(training.model, training.optimizer)
-    with training.rehearsal() as trial:
-        peaks = {rows: _peak(trial, rows) for rows in (2, 3)}
-        for number, place in enumerate(places):
-            notes.write(begins=number)
-            fault = RunsOut(
-                place.operations[distributed.rank()],
-                place.again,
-                training,
-                lambda phases: notes.write(phases=phases),
-            )
-            with _time_limit(), fault:
-                failed = not trial(3).fits
-            if not any(place.operations):
-                notes.write(seen=fault.seen)
-            # Alone and after a failure alike, to the byte; each rank for itself.
-            differing = [
-                f"peak of {rows} rows" for rows, peak in peaks.items() if _peak(trial, rows) != peak
-            ]
-            notes.write(ends=number, replayed=failed, differing=differing)
-    after = training_state(training.model, training.optimizer)
-    differing = [name for name, value in before.items() if value != after[name]]
-    notes.write(after_all=differing)
-
-
-def _peak(trial: DryRun, rows: int) -> int:
-    """To the byte: a thread of gloo's may hold a buffer a little longer than its
-    collective takes.
-    """
-    return min(trial(rows).peak_bytes or 0 for _ in range(4))
 
 
 def sweep(way: Way, places: Sequence[Place]) -> Iterator[Outcome]:
@@ -409,96 +389,66 @@ def sweep(way: Way, places: Sequence[Place]) -> Iterator[Outcome]:
     left = list(places)
     while left:
         some = [place for place in left[:AT_ONCE] if place.first_step == left[0].first_step]
-        with tempfile.TemporaryDirectory() as folder:
-            begin = time.monotonic()
-            ended = end_of_ranks(
-                run_places, RANKS, way, some, folder, timeout=3 * PATIENCE_SECONDS + 10 * len(some)
-            )
-            logs = [_read(Path(folder) / f"rank{rank}") for rank in range(RANKS)]
-        outcomes = _outcomes(some, logs)
-        if len(outcomes) < len(some):
-            outcomes.append(
-                _last(some[len(outcomes)], logs, [begin + one.seconds for one in ended])
-            )
-        elif any(one.exit_status != 0 for one in ended):
-            raise RuntimeError(
-                f"ranks ended with {[one.exit_status for one in ended]} after the last place:"
-                f" {logs}"
-            )
+        begin = time.monotonic()
+        timeout = 3 * PATIENCE_SECONDS + 10 * len(some)
+        ended = run(run_places, way, some, ranks=RANKS, timeout=timeout, joins_group=True)
+        outcomes = list(_outcomes(some, ended, begin))
+        if outcomes[-1].ended in ("replayed", "unharmed") and any(one.exit_status for one in ended):
+            raise RuntimeError(f"ranks ended after the last place: {ended}")
         yield from outcomes
         left = left[len(outcomes) :]
 
 
-def survey(way: Way, *, first_step: bool = False) -> list[tuple[str, bool]]:
+def survey(way: Way) -> list[tuple[str, bool]]:
     """The phase of each operation of a step or trial of rank zero, and whether a failure there can
     be told.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ended = end_of_ranks(run_places, RANKS, way, [Place((0, 0), first_step=first_step)], folder)
-        log = _read(Path(folder) / "rank0")
-        assert any("ends" in note for note in log), ended
-        for rank, one in enumerate(ended):
-            if one.exit_status != 0:  # gloo's threads, as the interpreter ends
-                print(f"rank {rank} had done all, and ended with {one.exit_status}")
-    return [tuple(one) for note in log if "seen" in note for one in note["seen"]]
+    first, _ = run(run_places, way, [Place((0, 0))], ranks=RANKS, joins_group=True)
+    (seen,) = (one["seen"] for one in _notes(first) if "seen" in one)
+    return [tuple(one) for one in seen]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def _notes(ended: Ended) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ended.output.splitlines() if line.startswith('{"')]
 
 
-def _outcomes(places: Sequence[Place], logs: Sequence[Sequence[dict[str, Any]]]) -> list[Outcome]:
-    """Return the outcomes of the places that all ranks have passed."""
-    done = min(sum("ends" in note for note in log) for log in logs)
-    outcomes = [Outcome(place) for place in places[:done]]
-    for rank, log in enumerate(logs):
-        number = -1
-        for note in log:
-            number = note.get("begins", number)
-            if not 0 <= number < done:
-                continue
-            outcomes[number].phases += (
-                note["phases"] if "phases" in note and len(note["phases"]) == 1 else []
-            )
-            if "ends" in note:
-                outcomes[number].ended = (
-                    "replayed" if note["replayed"] else outcomes[number].ended or "unharmed"
-                )
-                outcomes[number].differing += [
-                    f"{name} of rank {rank}" for name in note["differing"]
-                ]
-            if "after_all" in note and done == len(places):
-                outcomes[-1].differing += [
-                    f"{name} of rank {rank} at the end" for name in note["after_all"]
-                ]
-    return outcomes
+def _of_place(log: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return the notes of a rank from the begin of a place to that of the next."""
+    begins = [at for at, one in enumerate(log) if "begins" in one]
+    return log[slice(*[*begins, len(log)][number : number + 2])] if number < len(begins) else []
 
 
-def _last(place: Place, logs: Sequence[Sequence[dict[str, Any]]], ends: Sequence[float]) -> Outcome:
-    """Return the outcome of the place at which the ranks ended."""
-    phases: list[str] = []
-    errors: list[str] = []
-    failed_at: list[float] = []
-    for log in logs:
-        begun = max((n for n, note in enumerate(log) if "begins" in note), default=0)
-        for note in log[begun:]:
-            if "phases" in note and len(note["phases"]) == 1:
-                phases += note["phases"]
-            if "phases" in note:
-                failed_at.append(note["at"])
-            if "error" in note:
-                errors.append(note["error"])
-    lost = any("RankLostError" in error for error in errors)
-    too_large = bool(place.again and errors) and all("DoesNotFitError" in error for error in errors)
-    seconds = round(max(ends) - min(failed_at), 2) if failed_at else None
-    return Outcome(
-        place,
-        phases,
-        "lost" if lost else "one row too large" if too_large else "hung or broken",
-        [],
-        "; ".join(errors)[:300],
-        seconds,
-    )
+def _outcomes(places: Sequence[Place], ended: Sequence[Ended], begin: float) -> Iterator[Outcome]:
+    """Yield the outcomes of the places up to that at which the ranks ended."""
+    logs = [_notes(one) for one in ended]
+    for number, place in enumerate(places):
+        outcome, errors, failed_at, num_done = Outcome(place), [], [], 0
+        for rank, log in enumerate(logs):
+            for one in _of_place(log, number):
+                if "phases" in one:
+                    failed_at.append(one["at"])
+                    outcome.phases += one["phases"] if len(one["phases"]) == 1 else []
+                if "error" in one:
+                    errors.append(one["error"])
+                if "ends" in one:
+                    num_done += 1
+                    if one["replayed"] or not outcome.ended:
+                        outcome.ended = "replayed" if one["replayed"] else "unharmed"
+                for name in (*one.get("differing", ()), *one.get("after_all", ())):
+                    outcome.differing.append(f"{name} of rank {rank}")
+        if num_done < RANKS:
+            outcome.ended, outcome.differing = "hung or broken", []
+            if any("RankLostError" in error for error in errors):
+                outcome.ended = "lost"
+            elif place.again and errors and all("DoesNotFitError" in error for error in errors):
+                outcome.ended = "one row too large"
+            outcome.error = "; ".join(errors)[:300]
+            if failed_at:
+                last = begin + max(one.seconds for one in ended)
+                outcome.seconds = round(last - min(failed_at), 2)
+            yield outcome
+            return
+        yield outcome
 
 
 def chosen(
@@ -538,8 +488,3 @@ def at_first(replayed: Sequence[Place], number: int) -> list[Place]:
         replace(place, first_step=True)
         for place in replayed[:: max(1, len(replayed) // number)][:number]
     ]
-
-
-def record(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as plain values."""
-    return asdict(outcome)

@@ -18,7 +18,7 @@ from typing import Any
 
 from support import adapters, distillation, preferences
 from support.cli import OURS, SmallSetup, cosine_after
-from support.processes import start_child
+from support.processes import start
 from support.trajectories import SCHEDULE, TOKENS, VALIDATION, run_differences
 
 from adaptive_batch.report import read_records
@@ -109,34 +109,27 @@ def signal_ranks(
     ranks: Sequence[int],
     *,
     count: int = 1,
-    delay: float = 0.0,
     number: signal.Signals = signal.SIGKILL,
 ) -> Callable[[list[int]], None]:
-    """Return a function for ``launch(during=...)``, which sends a signal to ranks of the first
-    attempt when their run reaches a moment.
+    """Return a function for ``during`` of a run, which sends a signal to ranks when their run
+    reaches a moment.
 
     Args:
         folder: where the run writes.
         aim: a key of ``MOMENTS``.
         ranks: that get the signal.
         count: number of steps before the signal, of ``among steps``.
-        delay: seconds after the moment.
         number: the signal.
     """
-    sent: list[int] = []
 
     def send(processes: list[int]) -> None:
-        if sent:
-            return
         watch = Watchdog(folder)
         while not watch.is_at(aim, count):
             if not all(Path(f"/proc/{process}").exists() for process in processes):
                 return
             time.sleep(PAUSE)
-        time.sleep(delay)
         for rank in ranks:
             os.kill(processes[rank], number)
-            sent.append(rank)
 
     return send
 
@@ -171,8 +164,8 @@ class Run:
         resumes = ("resume_from_checkpoint=True",) if saved else ()
         recipe = next((RECIPES[mark] for mark in RECIPES if mark in self.overrides), OURS)
         keys = (f"output_dir={self.folder}", *self.overrides, *resumes)
-        call = (self.setup.run_in_process, recipe, *keys)
-        return start_child(*call, environment={}, streams=[self.folder / "printed.txt"])
+        output = self.folder / "printed.txt"
+        return start(self.setup.run_in_process, recipe, *keys, output=output)
 
     def finish(self) -> None:
         """Run to the end."""
@@ -310,7 +303,6 @@ def experiment(
     *,
     kills: int,
     seed: int,
-    report: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Kill and resume runs of a way `kills` times, and let each run come to its end."""
     begin = time.perf_counter()
@@ -339,7 +331,6 @@ def experiment(
                 break
             hits[hit] += 1
             in_run += 1
-            report(f"{way}: aimed at {aim}, killed {hit}, {sum(hits.values())} of {kills}")
         else:
             run.finish()
         found = run_differences(run.folder, whole.folder)

@@ -1,25 +1,37 @@
-"""Start a function or a command line in a child process that has imported torch and torchtune.
+"""Start a function or a command line in one process, or on several ranks, and return how it ended.
 
-Children are forked off a server, which saves seconds of imports for each. Everything that starts a
-process goes through :func:`start_child`: commands here, ranks in support.ranks, recipes on several
-ranks in support.launch.
+    (ended,) = run(["tune", "run", "adaptive_full_finetune", "--config", "small.yaml"])
+    first, second = run(function, argument, ranks=2)
+    results = run_on_ranks(function, 2, argument)
+    done = run_python("-m", "adaptive_batch", "check", EMULATE_DEVICE="H100")
+
+Processes are forked off a server that has imported torch and torchtune, which saves seconds each.
+:func:`run_python` starts a new interpreter, for variables that are read as Python starts.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
-import multiprocessing.context
 import os
+import pickle
 import runpy
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from support.paths import subprocess_environment
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
@@ -30,124 +42,250 @@ FORKED.set_forkserver_preload(
         "support.components",
     ]
 )
-SPAWNED = multiprocessing.get_context("spawn")
+# Seconds from the end of a rank with an error to the others' SIGTERM and SIGKILL: torchrun sends
+# the first at once, and here ranks that end by themselves keep their exit status.
+TERMINATE_AFTER, KILL_AFTER = 2.0, 8.0
 
 
-def start_child(
-    function: Callable[..., object],
+@dataclass
+class Ended:
+    """The end of one process.
+
+    Attributes:
+        exit_status: negative where a signal ended it; None where it was killed for its timeout.
+        output: the text of both its streams.
+        result: the value that the function returned.
+        error: the traceback of the function's error.
+        seconds: from the start of all processes to its end.
+    """
+
+    exit_status: int | None = None
+    output: str = ""
+    result: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+def run(
+    target: Callable[..., Any] | Sequence[str],
     *arguments: Any,
-    environment: Mapping[str, str],
-    streams: Sequence[Path] = (),
-    context: multiprocessing.context.BaseContext = FORKED,
-) -> Any:
-    """Start a process that calls a module's own function; its exit status is that of a program.
+    ranks: int | None = None,
+    environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    folder: Path | None = None,
+    timeout: float = 150.0,
+    joins_group: bool = False,
+    terminates: bool = False,
+    during: Callable[[list[int]], object] = lambda processes: None,
+) -> list[Ended]:
+    """Run processes to their end, or kill them.
 
     Args:
-        function: function that is called.
-        arguments: its arguments.
-        environment: variables that are set first.
-        streams: files that stdout and stderr are appended to; one for both.
-        context: how the process starts.
+        target: a module's own function, or the words of a command: ``tune``, ``adaptive-batch`` or
+            ``python FILE``.
+        arguments: of the function.
+        ranks: number of processes, with the variables that torchrun sets; None for a single one.
+        environment: returns further variables of a rank.
+        folder: current folder of a command.
+        timeout: seconds until all are killed.
+        joins_group: whether ranks join a process group of gloo first.
+        terminates: whether an error of one rank ends the others soon.
+        during: called with the process numbers as soon as all run.
     """
-    child = (function, arguments, dict(environment), [str(path) for path in streams])
-    process = context.Process(target=_run, args=child)
+    function = target if callable(target) else _run_command
+    given = arguments if callable(target) else (list(target), folder or Path.cwd())
+    with tempfile.TemporaryDirectory() as notes:
+        store = hosted_store() if ranks else None
+        outputs = [Path(notes) / f"{rank}.txt" for rank in range(ranks or 1)]
+        begin = time.monotonic()
+        processes = []
+        for rank, output in enumerate(outputs):
+            variables = environment_of_rank(rank, ranks, store.port) if ranks and store else {}
+            variables |= environment(rank)
+            child = (function, given, variables, output, joins_group)
+            processes.append(_started(*child))
+        during([process.pid or 0 for process in processes])
+        ended = [Ended() for _ in processes]
+        _wait(processes, ended, begin, timeout, terminates)
+        for one, output in zip(ended, outputs, strict=True):
+            # A process that was killed at once has not made its file.
+            one.output = output.read_text(errors="replace") if output.exists() else ""
+            result = output.with_suffix(".pickle")
+            if result.exists():
+                one.result, one.error = pickle.loads(result.read_bytes())
+        return ended
+
+
+def run_on_ranks(
+    function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0
+) -> list[Any]:
+    """Call `function(*arguments)` on each rank with a process group of gloo; return the results."""
+    ended = run(function, *arguments, ranks=ranks, timeout=timeout, joins_group=True)
+    for rank, one in enumerate(ended):
+        assert one.exit_status == 0, (
+            f"rank {rank} ended with {one.exit_status} after {one.seconds:.0f} s:"
+            f"\n{one.error or one.output[-3000:]}"
+        )
+    return [one.result for one in ended]
+
+
+def run_python(
+    *words: object,
+    folder: Path | None = None,
+    expect: int | None = 0,
+    timeout: float | None = 300.0,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS`` in a new interpreter.
+
+    Args:
+        words: arguments of Python.
+        folder: current folder.
+        expect: the exit status; None for any.
+        timeout: seconds until it is killed.
+        variables: of its environment.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env=subprocess_environment(**{"OMP_NUM_THREADS": "1", **variables}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert expect in (None, done.returncode), done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def run_torchrun(ranks: int, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program on ranks under torchrun, with an emulated NCCL that carries small messages."""
+    launch = ("-m", "torch.distributed.run", "--nproc_per_node", ranks)
+    return run_python(*launch, *words, **{"EMULATE_COPIED_BYTES": "65536", **options})
+
+
+def start(function: Callable[..., Any], *arguments: Any, output: Path) -> Any:
+    """Start a process that calls a module's own function and appends its output to a file."""
+    return _started(function, arguments, {}, output, False)
+
+
+def hosted_store() -> dist.TCPStore:
+    """Return a store that this process hosts, as torchrun does."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Return a port that a process of ours can listen on, and that the system gives to nobody else
+    until the end.
+    """
+    with socket.socket() as held:
+        # Bound and not listening: with this option on both, as torch's store sets it, another may
+        # listen there by its number.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
+
+
+def environment_of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _started(*child: Any) -> Any:
+    process = FORKED.Process(target=_call, args=child)
     process.start()
     return process
 
 
-def wait_for(
-    processes: Sequence[Any], seconds: float, each: Callable[[], object] = lambda: None
-) -> None:
-    """Wait until all processes have ended, and kill those that run longer.
-
-    Args:
-        processes: that are waited for.
-        seconds: before they are killed.
-        each: function that is called now and then, and once before any is killed.
-    """
-    deadline = time.monotonic() + seconds
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
-        each()
-    each()
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def _run(
-    function: Callable[..., object],
+def _call(
+    function: Callable[..., Any],
     arguments: tuple[Any, ...],
     environment: dict[str, str],
-    streams: list[str],
+    output: Path,
+    joins_group: bool,
 ) -> None:
-    for stream, path in zip((1, 2), streams * 2, strict=False):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    """Run the function in a child; its exit status is that of a program."""
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     # Trials and retries collect garbage, and imported objects need not be traversed each time.
     gc.freeze()
     os.environ.update(environment)
     # Two workers of pytest share two cores.
     torch.set_num_threads(1)
-    status = 0
+    status, result, error = 0, None, None
     try:
-        function(*arguments)
+        if joins_group:
+            dist.init_process_group("gloo")
+            # A rank that ends before another has connected to it makes that one fail.
+            dist.barrier()
+        result = function(*arguments)
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
     except BaseException:
+        status, error = 1, traceback.format_exc()
         sys.excepthook(*sys.exc_info())
-        status = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    if "RANK" in environment:
-        # A thread of gloo that releases a tensor while Python ends would abort the process.
-        os._exit(status)
-    sys.exit(status)
+    aside = output.with_suffix(".tmp")
+    aside.write_bytes(pickle.dumps((result, error)))
+    aside.rename(output.with_suffix(".pickle"))
+    if "RANK" not in environment:
+        sys.exit(status)
+    if dist.is_initialized() and not status:
+        dist.destroy_process_group()
+    # A thread of gloo that releases a tensor while Python ends would abort the process.
+    os._exit(status)
 
 
-def run_command(
-    arguments: list[str],
-    *,
-    folder: Path,
-    environment: Mapping[str, str],
-    timeout: float,
-    joins_streams: bool = False,
-) -> tuple[int | None, str, str]:
-    """Run ``tune ...``, ``adaptive-batch ...``, ``python FILE ...`` or ``python -m MODULE ...``
-    in a folder.
+def _wait(
+    processes: list[Any], ended: list[Ended], begin: float, timeout: float, terminates: bool
+) -> None:
+    """Wait until all have ended, and kill those that run for too long."""
+    signals = [(TERMINATE_AFTER, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL)] * terminates
+    first_end: float | None = None
+    while any(one.exit_status is None for one in ended):
+        time.sleep(0.02)
+        seconds = time.monotonic() - begin
+        for one, process in zip(ended, processes, strict=True):
+            if one.exit_status is None:
+                one.exit_status, one.seconds = process.exitcode, seconds
+                if one.exit_status is not None and first_end is None:
+                    first_end = seconds
+        has_failed = any(one.exit_status for one in ended)
+        if has_failed and signals and first_end and seconds - first_end > signals[0][0]:
+            _, number = signals.pop(0)
+            for one, process in zip(ended, processes, strict=True):
+                if one.exit_status is None:
+                    os.kill(process.pid, number)
+        if seconds > timeout:
+            for process in processes:
+                process.kill()
+                process.join()
+            return
 
-    Returns:
-        The exit status, None where the process was killed after `timeout` seconds; and what it
-        wrote to stdout and stderr, all of it as both where streams are joined, as on a terminal.
-    """
-    with tempfile.TemporaryDirectory() as written:
-        stdout = Path(written) / "stdout"
-        stderr = stdout if joins_streams else Path(written) / "stderr"
-        streams = [stdout, stderr]
-        process = start_child(_command, arguments, folder, environment=environment, streams=streams)
-        process.join(timeout)
-        status = process.exitcode
-        wait_for([process], 0)
-        return status, stdout.read_text(), stderr.read_text()
 
-
-def _command(arguments: list[str], folder: Path) -> None:
+def _run_command(words: list[str], folder: Path) -> None:
     os.chdir(folder)
     # The server's way to start processes is not the usual one.
     multiprocessing.set_start_method(None, force=True)
-    program, *rest = arguments
-    if program in ("tune", "adaptive-batch"):
-        script = Path(sys.executable).parent / program
-        sys.argv = [str(script), *rest]
-        sys.path.insert(0, str(script.parent))
-        runpy.run_path(str(script), run_name="__main__")
-    elif rest[0] == "-m":
+    program, *rest = words
+    script = folder / rest[0] if program == "python" else Path(sys.executable).parent / program
+    if program == "python" and rest[0] == "-m":
         sys.argv = rest[1:]
         sys.path.insert(0, str(folder))
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = rest
-        sys.path.insert(0, str((folder / rest[0]).parent))
-        runpy.run_path(rest[0], run_name="__main__")
+        sys.argv = rest if program == "python" else [str(script), *rest]
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")

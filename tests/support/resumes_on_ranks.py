@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.cli import FEATURES, SmallSetup
-from support.launch import Attempt, launch
+from support.cli import FEATURES, OURS, Finished, SmallSetup
 from support.trajectories import (
     OF_DATA,
     SCHEDULE,
@@ -118,31 +117,20 @@ WAYS: dict[str, Way] = {
 }
 
 
-def train_in_parts(setup: SmallSetup, way: Way) -> list[Attempt]:
-    """Train the parts of a way, each going on from the one before; AssertionError where one ends
-    otherwise than it was asked to.
-    """
+def train_in_parts(setup: SmallSetup, way: Way) -> list[Finished]:
+    """Train the parts of a way, each going on from the one before."""
     folder, done = setup.fresh_folder(), []
-    for number, part in enumerate(way.parts):
-        goes_on = ("resume_from_checkpoint=True",) if number else ()
-        (ended,) = launch(
-            setup, part.ranks, *way.overrides, *part.overrides(), f"output_dir={folder}", *goes_on
-        )
-        expected = [0 if part.is_last else EXIT_STATUS] * part.ranks
-        if ended.exit_statuses != expected:
-            raise AssertionError(
-                f"{part} ended with {ended.exit_statuses}, not {expected}:\n{ended.output[-6000:]}"
-            )
-        done.append(ended)
+    for part in way.parts:
+        goes_on = ("resume_from_checkpoint=True",) if done else ()
+        keys = (*way.overrides, *part.overrides(), f"output_dir={folder}", *goes_on)
+        ends = 0 if part.is_last else EXIT_STATUS
+        done.append(setup.run(OURS, *keys, ranks=part.ranks, expect=ends))
     return done
 
 
 def train_alone(setup: SmallSetup, way: Way) -> Path:
     """Train it on one device from beginning to end; returns its folder."""
-    (whole,) = launch(setup, 1, *way.overrides, *way.alone)
-    if whole.exit_statuses != [0]:
-        raise AssertionError(whole.output[-6000:])
-    return whole.output_dir
+    return setup.run(OURS, *way.overrides, *way.alone, ranks=1).output_dir
 
 
 def compare(folder: Path, whole: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
+from adaptive_batch.memory import plain_tensors
 from adaptive_batch.training import RecipeStep, StepResult
 
 VOCABULARY, WIDTH, LAYERS = 53, 16, 2
@@ -38,6 +39,7 @@ class Layer(nn.Module):
 
     def __init__(self, *, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.RMSNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.mlp = nn.Sequential(
@@ -48,7 +50,10 @@ class Layer(nn.Module):
         q, k, v = (
             self.qkv(self.norm(x)).unflatten(-1, (3, 2, x.shape[-1] // 2)).permute(2, 0, 3, 1, 4)
         )
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout * self.training
+        )
+        x = x + attended.transpose(1, 2).flatten(-2)
         return x + self.mlp(x)
 
 
@@ -60,8 +65,10 @@ class Decoder(nn.Module):
         draws: dropout, random scales, a counter that a forward changes in place and a mean that it
             replaces.
         checkpointing: recompute each layer's activations.
-        width: of the residual stream; the sharded sizes are uneven on purpose (53 words, 2 or 4
+        width: of the residual stream.
+        vocabulary: number of words; the sharded sizes are uneven on purpose (53 words, 2 or 4
             ranks).
+        layers: number of layers.
         dtype: of the parameters.
     """
 
@@ -74,21 +81,23 @@ class Decoder(nn.Module):
         draws: bool = False,
         checkpointing: bool = False,
         width: int = WIDTH,
+        vocabulary: int = VOCABULARY,
+        layers: int = LAYERS,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, width, dtype=dtype)
+        self.embed = nn.Embedding(vocabulary, width, dtype=dtype)
         self.layers = nn.ModuleList(
-            Layer(width=width, dropout=0.1 if draws else 0.0).to(dtype) for _ in range(LAYERS)
+            Layer(width=width, dropout=0.1 if draws else 0.0).to(dtype) for _ in range(layers)
         )
         self.frozen = nn.Linear(width, width, dtype=dtype).requires_grad_(False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(width, dtype=dtype))
         self.draws, self.checkpointing = draws, checkpointing
-        self.burden: dict[
-            str, Callable[[], object]
-        ] = {}  # what happens half-way through the layers in a phase
+        # The bytes that are allocated and freed half-way through the layers, by phase, or a
+        # function that is called there.
+        self.burden: dict[str, int | Callable[[], object]] = {}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits, ``[batch, sequence, vocabulary]``."""
@@ -98,16 +107,19 @@ class Decoder(nn.Module):
             self.seen += len(tokens)
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
         for number, layer in enumerate(self.layers):
-            if number == 1:
-                self._burden(x)
+            if number == 1 and self.burden:
+                self._bear("forward", x)
+                if x.requires_grad:
+                    x.register_hook(lambda gradient: self._bear("backward", gradient))
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
         return self.frozen(x) @ self.embed.weight.T
 
-    def _burden(self, x: torch.Tensor) -> None:
-        if happens := self.burden.get("forward"):
-            happens()
-        if x.requires_grad and "backward" in self.burden:
-            x.register_hook(lambda _: self.burden["backward"]() and None)
+    def _bear(self, phase: str, x: torch.Tensor) -> None:
+        burden = self.burden.get(phase, 0)
+        if callable(burden):
+            burden()
+        else:
+            torch.empty(burden, dtype=torch.uint8, device=x.device)
 
 
 def divided(
@@ -263,10 +275,13 @@ def plain(result: StepResult) -> tuple[Any, ...]:
 
 def bits(value: Any) -> Any:
     """Replace each tensor and array by its bytes, of this rank's part where it is divided."""
-    if hasattr(value, "to_local"):
-        value = value.to_local()
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
+        found = []
+        for part in plain_tensors(value):
+            plain = part.detach().cpu().contiguous()
+            content = plain.flatten().view(torch.uint8).numpy().tobytes()
+            found.append((type(value).__name__, plain.dtype, tuple(plain.shape), content))
+        return found
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, dict):
@@ -274,15 +289,23 @@ def bits(value: Any) -> Any:
     return [bits(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def training_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     """All that this rank goes on from, bit by bit."""
-    return {
-        "parameters": bits(dict(model.named_parameters())),
-        "gradients": bits({name: parameter.grad for name, parameter in model.named_parameters()}),
-        "buffers": bits(dict(model.named_buffers())),
-        "optimizer": bits(optimizer.state_dict()),
-        "torch": bits(torch.get_rng_state()),
+    numpy = np.random.get_state(legacy=False)
+    found: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": bits(np.random.get_state(legacy=False)),
-        "training": [module.training for module in model.modules()],
+        "numpy": bits(numpy),
+        "torch": bits(torch.get_rng_state()),
     }
+    for name, parameter in model.named_parameters():
+        found[f"parameter {name}"] = bits(parameter)
+        found[f"gradient {name}"] = bits(parameter.grad)
+    found |= {f"buffer {name}": bits(buffer) for name, buffer in model.named_buffers()}
+    found |= {f"training {name}": module.training for name, module in model.named_modules()}
+    for number, optimizer in enumerate(optimizers):
+        found[f"state {number}"] = bits(optimizer.state_dict())
+        attributes = vars(optimizer).items()
+        found[f"optimizer {number}"] = [
+            (name, value) for name, value in attributes if isinstance(value, int | float | str)
+        ]
+    return found

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from array import array
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from support.paths import subprocess_environment
+from support.processes import run_torchrun
 from support.runners import HeldSizer, report_of
 from support.stack_runs import NoWeights
 
@@ -146,24 +145,8 @@ def on_ranks(
     """Return the log of rank zero of several processes, and the most bytes that it requested from
     the second step on.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(ranks),
-        __file__,
-    ]
-    variables = subprocess_environment(
-        EMULATE_DEVICE_COUNT=str(ranks), EMULATE_COPIED_BYTES="65536", OMP_NUM_THREADS="1"
-    )
-    done = subprocess.run(
-        [*command, name, str(rows), str(tokens), *overrides],
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = (__file__, name, rows, tokens, *overrides)
+    done = run_torchrun(ranks, *words, timeout=None, EMULATE_DEVICE_COUNT=str(ranks))
     log, peak = json.loads(done.stdout.splitlines()[-1])
     return array("q", log), peak
 

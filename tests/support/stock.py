@@ -1,9 +1,8 @@
 """torchtune's distributed recipe and ours, in turns on the same gloo ranks: processes start once
 for many runs.
 
-tasks = [Task(recipe, setup.fresh_folder(), ("clip_grad_norm=0.5",)) for recipe in (STOCK_ON_RANKS,
-OURS)] stock, ours = run_tasks(setup, tasks, ranks=2) same_weights(ours.weights(1),
-stock.weights(1))
+    tasks = [(recipe, "clip_grad_norm=0.5") for recipe in (STOCK_ON_RANKS, OURS)]
+    stock, ours = run_tasks(setup, tasks, ranks=2)
 """
 
 from __future__ import annotations
@@ -11,112 +10,53 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from support.cli import OURS, Finished, SmallSetup, interrupted, typed_files
-from support.ranks import end_of_ranks, reserved_port
+from support.processes import hosted_store, run
 from torchtune import training
 from torchtune.datasets import SFTDataset, instruct_dataset
 from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 STOCK_ON_RANKS = "full_finetune_distributed"
-
-
-@dataclass(frozen=True)
-class Task:
-    """A run to do on all ranks.
-
-    Attributes:
-        recipe: its name.
-        output_dir: where it writes.
-        overrides: key=value.
-    """
-
-    recipe: str
-    output_dir: Path
-    overrides: tuple[str, ...] = ()
-
-
-class RunsFailedError(AssertionError):
-    """A run that should have ended well did not; its text has what the ranks printed."""
+# The name of a recipe, and key=value; as run_in_process takes them.
+Task = tuple[str, ...]
 
 
 def run_tasks(
     setup: SmallSetup, tasks: Sequence[Task], *, ranks: int, timeout: float = 600.0
 ) -> list[Finished]:
     """Do runs one after another in the same processes, each with a process group and a store of its
-    own.
-
-    Args:
-        setup: what they run on.
-        tasks: the runs.
-        ranks: how many there are.
-        timeout: seconds for all of them.
-
-    Raises:
-        RunsFailedError: one of them did not end well.
+    own; AssertionError with what ranks printed where one does not end well.
     """
-    if not tasks:
-        return []
-    printed = setup.fresh_folder()
-    with ExitStack() as held:
-        ports = [held.enter_context(reserved_port()) for _ in tasks]
-        ended = end_of_ranks(
-            _run_tasks,
-            ranks,
-            setup,
-            tuple(tasks),
-            ports,
-            printed,
-            timeout=timeout,
-            begins_group=False,
+    folders = [setup._arguments(task[0], task[1:], None)[1] for task in tasks]
+    own = [(*task, f"output_dir={folder}") for task, folder in zip(tasks, folders, strict=True)]
+    stores = [hosted_store() for _ in tasks]
+    ports = [store.port for store in stores]
+    for rank, one in enumerate(run(_run_tasks, setup, own, ports, ranks=ranks, timeout=timeout)):
+        assert one.exit_status == 0, (
+            f"rank {rank} ended with {one.exit_status}:\n{one.output[-3000:]}"
         )
-    if any(one.exit_status != 0 for one in ended):
-        said = [
-            f"rank {rank} ended with {one.exit_status}:\n{_end_of(printed, rank)}"
-            for rank, one in enumerate(ended)
-        ]
-        raise RunsFailedError("\n\n".join(said))
-    return [Finished("", task.output_dir) for task in tasks]
+    return [Finished("", folder) for folder in folders]
 
 
 def resuming(setup: SmallSetup, recipe: str, begun: Finished, overrides: Sequence[str]) -> Task:
     """The second epoch of a run that was stopped after its first, each recipe in its own way."""
     folder = interrupted(begun, setup)
     own = () if recipe == OURS else typed_files(folder)
-    return Task(recipe, folder, (*overrides, "resume_from_checkpoint=True", *own))
+    return (recipe, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True", *own)
 
 
-def _end_of(printed: Path, rank: int) -> str:
-    return (printed / f"{rank}.txt").read_text(errors="replace")[-3000:]
-
-
-def _run_tasks(
-    setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int], printed: Path
-) -> None:
-    with (printed / f"{os.environ['RANK']}.txt").open("w") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
+def _run_tasks(setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int]) -> None:
     with on_a_cpu():
         for task, port in zip(tasks, ports, strict=True):
             os.environ["MASTER_PORT"] = str(port)
-            try:
-                setup.run_in_process(task.recipe, *task.overrides, f"output_dir={task.output_dir}")
-            except BaseException:
-                print(
-                    f"{task.recipe} {' '.join(task.overrides)}\n{traceback.format_exc()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                raise
-            assert not dist.is_initialized(), f"{task.recipe} has left its process group"
+            print(*task, flush=True)
+            setup.run_in_process(*task)
+            assert not dist.is_initialized(), f"{task} has left its process group"
 
 
 @contextmanager

@@ -21,19 +21,17 @@ def ask_to_end(by=signal.SIGTERM):
 
 
 class AskingToEnd(DiskLogger):
-    """A log that asks its process to end when a step is logged, by a signal; null for none."""
+    """A log that asks its process to end when a step is logged, by a signal."""
 
-    def __init__(self, log_dir, filename, at_step, by=signal.SIGTERM, times=1):
+    def __init__(self, log_dir, filename, at_step, by=signal.SIGTERM):
         super().__init__(log_dir, filename)
         self.at_step = at_step
         self.by = by
-        self.times = times
 
     def log_dict(self, payload, step):
         super().log_dict(payload, step)
         if step == self.at_step and "loss" in payload:
-            for _ in range(self.times):
-                ask_to_end(self.by)
+            ask_to_end(self.by)
 
 
 class WaitingToBeAsked(DiskLogger):

@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 import torch
 import torchao.optim
+from support.sharded_model import Decoder, bits, training_state
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, device_memory, plain_tensors
+from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, device_memory
 from adaptive_batch.probe import DryRun
 
 VOCABULARY, WIDTH, LENGTH = 128, 64, 24
@@ -172,62 +172,6 @@ def put_adapters(model: nn.Module, kind: str) -> None:
     peft.set_trainable_params(model, peft.get_adapter_params(model))
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0
-        )
-        x = x + attended.transpose(1, 2).flatten(-2)
-        return x + self.mlp(x)
-
-
-class Decoder(nn.Module):
-    """A causal transformer with tied embeddings, dropout, and buffers that a forward changes in
-    place and replaces.
-    """
-
-    seen: torch.Tensor
-    mean: torch.Tensor
-
-    def __init__(self, *, checkpointing: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
-        self.checkpointing = checkpointing
-        self.burden: dict[
-            str, int
-        ] = {}  # bytes that half-way through the layers are allocated in a phase, and freed
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of each token, ``[batch, sequence]``, from those before it."""
-        x = self.embed(tokens)
-        if self.training:
-            self.seen += len(tokens)
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1)).float()
-        for index, layer in enumerate(self.layers):
-            if index == 1 and self.burden:
-                torch.empty(self.burden.get("forward", 0), dtype=torch.uint8, device=x.device)
-                if x.requires_grad:
-                    x.register_hook(self._allocate_in_backward)
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
-        return self.frozen(x) @ self.embed.weight.T
-
-    def _allocate_in_backward(self, gradient: torch.Tensor) -> None:
-        torch.empty(self.burden.get("backward", 0), dtype=torch.uint8, device=gradient.device)
-
-
 class Training:
     """A model and its optimizer after a step or none, gradients of a first micro-batch there unless
     stepped in backward.
@@ -242,7 +186,7 @@ class Training:
         self.case, self.device = case, device
         self.memory = device_memory(device)
         self._make = optimizers[case.optimizer]
-        self.model = Decoder(checkpointing=case.checkpointing).to(device, case.dtype)
+        self.model = self._decoder(checkpointing=case.checkpointing)
         if case.adapters:
             put_adapters(self.model, case.adapters)
         self.model.frozen.eval()
@@ -254,7 +198,7 @@ class Training:
 
             second = None
             if case.task == "distillation" or not case.adapters:
-                second = Decoder(checkpointing=False).to(device, case.dtype)
+                second = self._decoder(checkpointing=False)
             self._learned = LearnedTask(case.task, self.model, second)
             self.models = self._learned.models
         self.phase = ""
@@ -268,6 +212,11 @@ class Training:
             self.optimizer = self._optimizer(states)
         if not case.in_backward:
             self.forward_backward(2)
+
+    def _decoder(self, *, checkpointing: bool) -> Decoder:
+        size = {"width": WIDTH, "vocabulary": VOCABULARY}
+        kind = {"draws": True, "checkpointing": checkpointing, "dtype": self.case.dtype}
+        return Decoder(**size, **kind).to(self.device)
 
     def _optimizer(self, states: list[Any] | None) -> Optimizer | OptimizerInBackward:
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -347,33 +296,10 @@ class Training:
         )
 
     def everything(self) -> dict[str, Any]:
-        """All that training goes on from, bit by bit; a tensor as its dtype, shape and bytes."""
-        python, numpy = random.getstate(), np.random.get_state(legacy=False)
-        found: dict[str, Any] = {
-            "python": python,
-            "numpy": bits(numpy),
-            "torch": bits(torch.get_rng_state()),
-        }
+        """All that training goes on from, bit by bit."""
+        found = training_state(self.models, *self.optimizers)
         if self.device.type != "cpu":
             found["device"] = bits(getattr(torch, self.device.type).get_rng_state(self.device))
-        for name, parameter in self.models.named_parameters():
-            found[f"parameter {name}"] = bits(parameter)
-            found[f"gradient {name}"] = bits(parameter.grad)
-        for name, buffer in self.models.named_buffers():
-            found[f"buffer {name}"] = bits(buffer)
-        for name, module in self.models.named_modules():
-            found[f"training {name}"] = module.training
-        for index, optimizer in enumerate(self.optimizers):
-            numbers = {id(p): n for n, p in self.models.named_parameters()}
-            found[f"optimizer {index}"] = {
-                k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))
-            }
-            found[f"groups {index}"] = [
-                bits({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups
-            ]
-            found[f"state {index}"] = {
-                numbers[id(p)]: bits(state) for p, state in optimizer.state.items()
-            }
         return found
 
     def objects(self) -> dict[str, int]:
@@ -389,25 +315,6 @@ class Training:
                     if isinstance(v, torch.Tensor)
                 }
         return found
-
-
-def bits(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        plain = [p.detach().cpu().contiguous() for p in plain_tensors(value)]
-        return [
-            (
-                type(value).__name__,
-                p.dtype,
-                tuple(p.shape),
-                p.flatten().view(torch.uint8).numpy().tobytes(),
-            )
-            for p in plain
-        ]
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    return [bits(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager

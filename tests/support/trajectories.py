@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.cli import SmallSetup, cosine_after, make_setup, same_weights, weights
-from support.launch import launch
+from support.cli import OURS, SmallSetup, cosine_after, make_setup, same_weights, weights
 from support.loops import ROWS, RunsOut, seed_all, training
 from support.padded_rows import collate as pad_rows
-from support.ranks import end_of_ranks
+from support.processes import run
 from support.sharded_model import Decoder, collate
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -404,7 +403,7 @@ def _compare_programs(driver: str, case: str, disturbance: str, folder: Path) ->
         disturbed = replace(disturbed, micro_batch_size=FEWER_ROWS)
     elif disturbance == "kill":
         killed = replace(disturbed, kill_at=KILLED_AT)
-        (ended,) = end_of_ranks(killed.train, 1, begins_group=False)
+        (ended,) = run(killed.train)
         assert ended.exit_status == -signal.SIGKILL, ended.error
     disturbed.train()
     whole.train()
@@ -444,15 +443,18 @@ def compare_recipes(
     whole = disturbed = keys
     folder, of_whole = setup.fresh_folder(), setup.fresh_folder()
     if disturbance in ("kill", "other ranks"):
-        _run(setup, folder, ranks, *keys, *KILLS, is_killed=True)
+        # Rank zero has the log that kills it, and others report that they have lost it.
+        kills = [-signal.SIGKILL, 1][:ranks]
+        setup.run(OURS, *keys, *KILLS, f"output_dir={folder}", ranks=ranks, expect=kills)
         disturbed = (*keys, "resume_from_checkpoint=True")
     elif disturbance == "OOM":
         whole = (*keys, *WATCHED, f"micro_batch_size={FEWER_ROWS // ranks}")
         disturbed = (*keys, *WATCHED, f"model.rows_fit={FEWER_ROWS // ranks}")
     elif disturbance == "split":
         disturbed = (*keys, f"micro_batch_size={FEWER_ROWS // ranks}")
-    _run(setup, folder, 3 - ranks if disturbance == "other ranks" else ranks, *disturbed)
-    _run(setup, of_whole, ranks, *whole)
+    resuming = 3 - ranks if disturbance == "other ranks" else ranks
+    setup.run(OURS, *disturbed, f"output_dir={folder}", ranks=resuming)
+    setup.run(OURS, *whole, f"output_dir={of_whole}", ranks=ranks)
     found, expected = read_run(folder), read_run(of_whole)
     log = read_records(folder / "adaptive_batch" / "run.jsonl")
     if disturbance in ("kill", "other ranks"):
@@ -467,11 +469,3 @@ def compare_recipes(
             step.pop("oom_count", None)
         return found.differences(expected)
     return found.differences(expected, rounding=ROUNDING, only=(*OF_DATA, "loss"))
-
-
-def _run(setup: SmallSetup, folder: Path, ranks: int, *keys: str, is_killed: bool = False) -> None:
-    (ended,) = launch(setup, ranks, *keys, f"output_dir={folder}")
-    if is_killed:
-        assert ended.exit_statuses[0] == -signal.SIGKILL, ended.output[-6000:]
-    else:
-        assert ended.exit_statuses == [0] * ranks, ended.output[-6000:]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from support.sharded_model import bits
 from torch.utils.data import (
     BatchSampler,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 
 from adaptive_batch import distributed
 from adaptive_batch.distributed import collectives

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import IdealDevice
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 
 from adaptive_batch import distributed
 from adaptive_batch.memory import GIB

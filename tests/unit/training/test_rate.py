@@ -15,7 +15,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loops import RATE, train, training
-from support.ranks import run_on_ranks
+from support.processes import run_on_ranks
 from torch.optim import SGD, Adafactor, Adam, AdamW
 from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR

@@ -1,0 +1,254 @@
+"""With everything adaptive off, each recipe trains as torchtune's does, to the bit, but for the
+defects of torchtune's.
+
+The full sweeps: benchmarks/parity.py, parity_adapters.py, parity_tasks.py and parity_on_ranks.py.
+Distillation is compared with tests/support/corrected_distillation.py. On a CPU torchtune's recipe
+of adapters merges them into the model that goes on training wherever it saves an epoch, so its runs
+of two epochs save the adapters alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+from support import adapters, distillation, preferences
+from support.cli import FEATURES, LOG, MODEL, OURS, STOCK, same_weights, write_vision_base
+from support.stock import STOCK_ON_RANKS, run_tasks
+
+
+class Recipe(NamedTuple):
+    """One of our recipes, torchtune's for one device and for ranks, and the metrics of both."""
+
+    ours: str
+    stock: str
+    stock_on_ranks: str
+    keys: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+
+
+RECIPES = {
+    "full": Recipe(OURS, STOCK, STOCK_ON_RANKS),
+    "adapters": Recipe(adapters.OURS, adapters.STOCK, adapters.STOCK_ON_RANKS, adapters.LORA),
+    "pairs": Recipe(
+        *(preferences.OURS, preferences.STOCK, preferences.STOCK_ON_RANKS),
+        *(preferences.LORA, preferences.METRICS),
+    ),
+    "pairs, full": Recipe(preferences.OURS, "", preferences.STOCK_FULL, preferences.PAIRS),
+    "distillation": Recipe(
+        *(distillation.OURS, distillation.CORRECTED, distillation.CORRECTED),
+        *(distillation.LORA, distillation.METRICS),
+    ),
+}
+ALONE = "save_adapter_weights_only=True"
+ACCUMULATED = ("batch_size=3", "gradient_accumulation_steps=3")
+ONCE = "epochs=1"
+
+
+def of(*features: str) -> tuple[str, ...]:
+    return tuple(override for feature in features for override in FEATURES[feature])
+
+
+# The first two of each recipe in `make test`. Features that could spoil one another are together.
+CASES = [
+    ("full", of("packed", "accumulation", "clipping")),
+    ("full", of("bf16", "activation checkpointing", "clipping", "dropout")),
+    ("full", of("plain cross-entropy", "dropout", "max_steps_per_epoch")),
+    ("full", of("SGD with momentum", "cosine", "accumulation", "concatenated")),
+    ("adapters", (*of("accumulation", "clipping", "bf16"), "model.lora_dropout=0.1", ONCE)),
+    ("adapters", (*adapters.KINDS["DoRA"], *of("plain cross-entropy"), ONCE)),
+    ("adapters", (*of("activation checkpointing", "packed"), ALONE)),
+    ("adapters", (*adapters.KINDS["QLoRA"], ONCE, "max_steps_per_epoch=3")),
+    ("pairs", (ONCE,)),
+    ("pairs", (ONCE, "loss.label_smoothing=0.1", "model.lora_dropout=0.1", "batch_size=3")),
+    ("pairs", ("dtype=bf16", ALONE)),
+    ("pairs", (*adapters.KINDS["QLoRA"], ONCE)),
+    # The chunks of two rows do not lie in one piece.
+    (
+        "distillation",
+        (*of("activation checkpointing"), "batch_size=2", "model.use_dora=True", ONCE),
+    ),
+    ("distillation", (*distillation.PLAIN, "model.lora_dropout=0.1", ONCE)),
+    ("distillation", (*ACCUMULATED, *of("clipping"), "model.use_dora=True", ONCE)),
+]
+SLOW = [
+    number
+    for number, (name, _) in enumerate(CASES)
+    if [other for other, _ in CASES[:number]].count(name) > 1
+]
+# Of pairs on ranks torchtune logs the sum of their losses, and the difference of two rounded means.
+ON_RANKS = {
+    "full": [
+        (),
+        of("accumulation"),
+        of("clipping", "activation checkpointing"),
+        ("optimizer_in_bwd=True",),
+    ],
+    "adapters": [
+        (ONCE, "max_steps_per_epoch=3", *of("clipping")),
+        (ONCE, "max_steps_per_epoch=3", *adapters.KINDS["DoRA"], *of("accumulation")),
+        (ONCE, "max_steps_per_epoch=3", *adapters.KINDS["QLoRA"], ALONE),
+    ],
+    "pairs": [(ONCE,), (ONCE, *ACCUMULATED, "dtype=bf16")],
+    "pairs, full": [
+        (ONCE, "optimizer.lr=1e-3", *of("clipping")),
+        (ONCE, "optimizer.lr=1e-3", *ACCUMULATED, *of("activation checkpointing")),
+    ],
+    "distillation": [
+        (ONCE, *of("activation checkpointing")),
+        (ONCE, "batch_size=2", *of("accumulation", "bf16")),
+    ],
+}
+
+
+def own_keys(setup, name):
+    """The keys of a recipe, with the files that it reads."""
+    keys = RECIPES[name].keys
+    if name.startswith("pairs"):
+        keys = (*keys, *preferences.write_pairs(setup))
+    if name == "pairs, full":
+        keys = (*keys, *preferences.reference_of(setup))
+    if name == "distillation":
+        keys = (*keys, *distillation.write_teacher(setup))
+    return keys
+
+
+def assert_alike(name, ours, stock, *, logs=True):
+    """Figures of each step and everything that was saved are the same."""
+    assert ours.losses
+    for figure in ("loss", "grad_norm", *RECIPES[name].metrics) if logs else ():
+        assert ours.figures(figure) == stock.figures(figure), figure
+    epochs = [int(path.name[6:]) for path in stock.output_dir.glob("epoch_*")]
+    assert epochs
+    for epoch in epochs:
+        if "full" in name:
+            assert same_weights(ours.weights(epoch), stock.weights(epoch))
+        else:
+            assert adapters.same_epoch(ours, stock, epoch)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return adapters.make_wide_setup(tmp_path_factory.mktemp("wide"))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (number in SLOW), id=f"{case[0]}-{number}")
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_each_recipe_trains_as_the_stock_recipe(small, wide, name, overrides):
+    setup = wide if "model.quantize_base=True" in overrides else small
+    keys = (*own_keys(setup, name), *overrides)
+    recipe = RECIPES[name]
+    ours, stock = (setup.run_in_process(one, *keys) for one in (recipe.ours, recipe.stock))
+    assert_alike(name, ours, stock)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name == "adapters")) for name in ON_RANKS],
+)
+def test_two_ranks_train_as_the_stock_recipe(small, wide, name):
+    setup = wide if name == "adapters" else small
+    keys, recipe = own_keys(setup, name), RECIPES[name]
+    tasks = [
+        (one, *keys, *overrides)
+        for overrides in ON_RANKS[name]
+        for one in (recipe.ours, recipe.stock_on_ranks)
+    ]
+    finished = run_tasks(setup, tasks, ranks=2)
+    for ours, stock in zip(finished[::2], finished[1::2], strict=True):
+        assert_alike(name, ours, stock, logs=not name.startswith("pairs"))
+        assert name != "full" or ours.figures("lr") == stock.figures("lr")
+
+
+# --- where the stock recipe has a defect
+
+
+def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
+    five_batches_in_twos = ("batch_size=6", "gradient_accumulation_steps=2")
+    ours = small.run_in_process(OURS, *five_batches_in_twos).losses
+    stock_without_the_rest = small.run_in_process(
+        STOCK, *five_batches_in_twos, "max_steps_per_epoch=2"
+    ).losses
+    stock = small.run_in_process(STOCK, *five_batches_in_twos).losses
+    assert ours == stock_without_the_rest
+    assert ours[:2] == stock[:2]
+    assert ours[2] != stock[2]
+
+
+def test_accumulated_losses_of_pairs_are_those_of_the_stock_recipe(small):
+    """It logs the metrics of the last micro-batch."""
+    keys = (*own_keys(small, "pairs"), *ACCUMULATED, ONCE)
+    ours, stock = (small.run_in_process(one, *keys) for one in RECIPES["pairs"][:2])
+    assert ours.losses == stock.losses != []
+    assert adapters.same_epoch(ours, stock, 0)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_rows_have_no_label_does_not_make_the_loss_nan(small):
+    unlabelled = (
+        *(ONCE, "shuffle=False", "dataset=support.stock.partly_labelled"),
+        # Those of rank one's second batch.
+        "dataset.without_labels=[9,11,13,15]",
+    )
+    tasks = [(recipe, *unlabelled) for recipe in (STOCK_ON_RANKS, OURS)]
+    stock, ours = ([float(loss) for loss in run.losses] for run in run_tasks(small, tasks, ranks=2))
+    assert len(stock) == len(ours) == 4
+    assert ours[0] == stock[0]
+    assert math.isnan(stock[1])
+    assert all(map(math.isfinite, ours))
+
+
+# --- stock configurations, by their names
+
+
+def test_a_stock_configuration_trains_by_its_name_as_in_the_stock_recipe(small):
+    overrides = [
+        "model=torchtune.models.qwen2.qwen2",
+        *(f"model.{key}={value}" for key, value in MODEL.items()),
+        "tokenizer=torchtune.models.qwen2.qwen2_tokenizer",
+        f"tokenizer.path={small.base / 'vocab.json'}",
+        f"tokenizer.merges_file={small.base / 'merges.txt'}",
+        f"tokenizer.special_tokens_path={small.base / 'tokenizer.json'}",
+        f"tokenizer.max_seq_len={MODEL['max_seq_len']}",
+        f"checkpointer.checkpoint_dir={small.base}",
+        "dataset=torchtune.datasets.instruct_dataset",
+        "dataset.source=json",
+        f"dataset.data_files={small.folder / 'train.jsonl'}",
+        f"dataset.cache_dir={small.folder / 'cache'}",
+        "dataset.split=train",
+        "dataset.column_map={input: signature, output: docstring}",
+    ]
+    assert_trains_as_stock(small, "qwen2_5/0.5B_full_single_device", overrides)
+
+
+def test_the_stock_vision_configuration_trains_by_its_name_as_in_the_stock_recipe(small):
+    write_vision_base(small.folder / "vision")
+    overrides = [
+        "model=support.cli.VisionModel",
+        "tokenizer=support.cli.vision_tokenizer",
+        f"tokenizer.path={small.base}",
+        "checkpointer=torchtune.training.FullModelTorchTuneCheckpointer",
+        f"checkpointer.checkpoint_dir={small.folder / 'vision'}",
+        "~checkpointer.checkpoint_files",
+        "checkpointer.checkpoint_files=[model.pt]",
+        "dataset=support.cli.pictures",
+        "optimizer=torch.optim.AdamW",
+        "gradient_accumulation_steps=2",
+    ]
+    assert_trains_as_stock(small, "llama3_2_vision/11B_full_single_device", overrides)
+
+
+def assert_trains_as_stock(small, name, overrides):
+    here = ["device=cpu", "seed=7", f"metric_logger.filename={LOG}"]
+    stock, ours = (
+        small.run_in_process(recipe, *overrides, *here, config=name) for recipe in (STOCK, OURS)
+    )
+    assert len(stock.losses) == 2
+    assert ours.losses == stock.losses
