@@ -202,11 +202,11 @@ class PartStep(Step):
         """Run one row as a trial to record its collectives before an OOM."""
         self._records_collectives = False
 
-        def run() -> None:
+        def run_trials() -> None:
             for is_last in (False, True):
                 self.try_part(lambda: (rows.dummy(), 1), is_last=is_last)
 
-        self.record_collectives(run, MicroBatch([0], 1))
+        self.record_collectives(run_trials, MicroBatch([0], 1))
 
     def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
         """Run a batch as one part in a trial, and drop its result.
@@ -261,7 +261,7 @@ class LabelShares(Weighting[list[Any]]):
 
     @property
     def _rows(self) -> BatchSource:
-        # The check may have found after construction that parts must keep all columns.
+        # The check of a split may find during the step that parts must keep all columns.
         return self._given_rows.uncut() if self._step.check.keeps_columns else self._given_rows
 
     def drop(self) -> None:
@@ -280,13 +280,15 @@ class LabelShares(Weighting[list[Any]]):
         layout = self._step.sizer.layout
         if rows.is_packed:
             layout = layout.of_kind("packed", time=layout.time)
-        if rows.knows_lengths or not layout.keeps_order(limit):
-            if rows.lengths is None:
-                raise SettingError("micro_batch_tokens", "of a batch", _LENGTHS_REMEDY)
-            return micro_batches(rows.lengths, limit, layout)
-        width = rows.width
-        pieces = split_by_rows(range(rows.num_rows), limit.amount)
-        return [MicroBatch(piece, width) for piece in pieces]
+        needs_lengths = not layout.keeps_order(limit)
+        if not needs_lengths and not rows.knows_lengths:
+            # Reading lengths from tensors would wait for the device.
+            width = rows.width
+            pieces = split_by_rows(range(rows.num_rows), limit.amount)
+            return [MicroBatch(piece, width) for piece in pieces]
+        if rows.lengths is None:
+            raise SettingError("micro_batch_tokens", "of a batch", _LENGTHS_REMEDY)
+        return micro_batches(rows.lengths, limit, layout)
 
     def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """Make the parts with their shares and statistics, before the first backward.
@@ -299,15 +301,19 @@ class LabelShares(Weighting[list[Any]]):
         """
         step = self._step
         rows = self._rows
-        own = plan.micro_batches
+
+        def make_batches() -> list[Any]:
+            return [rows.part(micro_batch.rows) for micro_batch in plan.micro_batches]
+
         # After an OOM here, this rank runs only the collectives, like a rank without rows.
-        batches = step.runner.prepare(lambda: [rows.part(each.rows) for each in own]) or []
+        batches = step.runner.prepare(make_batches) or []
         if plan.number == 1 and not step.counts_over_ranks:
             self._parts = [Part(batch, rows.num_rows) for batch in batches] or [None]
         else:
             kept_columns = step.check.keeps_columns
             self._parts = self._parts_with_shares(plan, batches)
             if step.check.keeps_columns and not kept_columns:
+                # Wider rows may need another division.
                 limit = step.sizer.limit(plan.batch_size)
                 return self.begin(plan.with_micro_batches(self.divide(limit)))
         if step.statistics is not None:
@@ -320,27 +326,33 @@ class LabelShares(Weighting[list[Any]]):
         """
         step = self._step
         own = plan.micro_batches
-        counts = [
+        # Labels of each part without and with the first label of each row.
+        candidates = [
             step.labels.candidates(batch, len(micro_batch.rows))
+            # After an OOM, this rank has no batches.
             for batch, micro_batch in zip(batches, own, strict=False)
         ]
         if plan.number > 1:
-            step.check.check(self._rows, own, counts, num_parts=plan.number)
-        labels = [count[step.check.counts_first_label] for count in counts]
-        total: float = sum(labels)
+            # The check decides which of the two counts is right.
+            step.check.check(self._rows, own, candidates, num_parts=plan.number)
+        counts = [
+            including if step.check.counts_first_label else without
+            for without, including in candidates
+        ]
+        total: float = sum(counts)
         if step.counts_over_ranks:
             # FSDP takes the mean over ranks.
             total = sum(distributed.all_gather(total)) / distributed.world_size()
-        with_labels = [number for number, count in enumerate(labels) if count]
+        # A part without labels runs no loss, but its statistics may count.
+        with_labels = [number for number, count in enumerate(counts) if count]
         parts: list[Part | None] = [None] * plan.number
-        for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
+        for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             part = Part(batch, len(own[number].rows))
             if len(own) > 1 or step.counts_over_ranks:
-                # A part without labels runs no loss, but its statistics may count.
                 part = part._replace(
                     share=count / total if count else 0.0,
-                    is_first=number in with_labels[:1],
-                    is_last=number in with_labels[-1:],
+                    is_first=bool(with_labels) and number == with_labels[0],
+                    is_last=bool(with_labels) and number == with_labels[-1],
                 )
             parts[number] = part
         return parts
@@ -349,20 +361,12 @@ class LabelShares(Weighting[list[Any]]):
         """Call the function with the next part, or with a dummy of share 0 if other ranks wait."""
         # Remove the part, so that it is freed before the next one runs.
         part = self._parts.pop(0)
-        function = self._step.forward_backward
+        forward_backward = self._step.forward_backward
         if part is not None and part.share:
-            self._results.append(function(part._replace(statistics=self._sums)))
+            self._results.append(forward_backward(part._replace(statistics=self._sums)))
         elif self._step.sharding.needs_dummy(is_last=is_last):
-            function(
-                Part(
-                    self._rows.dummy(),
-                    1,
-                    share=0.0,
-                    is_first=False,
-                    is_last=is_last,
-                    statistics=self._sums,
-                )
-            )
+            dummy = Part(self._rows.dummy(), 1, share=0.0, is_first=False, is_last=is_last)
+            forward_backward(dummy._replace(statistics=self._sums))
 
     def end(self) -> list[Any]:
         """Return the function's results of the parts with labels."""
@@ -433,6 +437,7 @@ class BatchStatistics:
         restore()
         of_parts = [statistics for micro_batch, statistics in results if micro_batch is not None]
         if self._step.counts_over_ranks:
+            # A gathered tensor would be on the device of the rank that sent it.
             on_host = [_moved(statistics, torch.device("cpu")) for statistics in of_parts]
             of_all_ranks = list(chain(*distributed.all_gather(on_host)))
             return _moved(self.sum_of(of_all_ranks), self._step.memory.device)
@@ -453,13 +458,14 @@ class BatchStatistics:
         total, *others = statistics
         for other in others:
             if other.keys() != total.keys():
-                value = f"{sorted(total)} of one part and {sorted(other)} of another"
-                raise SettingError("statistics", value, _STATISTICS_REMEDY)
+                problem = f"{sorted(total)} of one part and {sorted(other)} of another"
+                raise SettingError("statistics", problem, _STATISTICS_REMEDY)
             for name in total:
-                shapes = [tuple(torch.as_tensor(each[name]).shape) for each in (total, other)]
-                if shapes[0] != shapes[1]:
-                    value = f"{name} of shape {shapes[0]} in one part and {shapes[1]} in another"
-                    raise SettingError("statistics", value, _STATISTICS_REMEDY)
+                shape = tuple(torch.as_tensor(total[name]).shape)
+                other_shape = tuple(torch.as_tensor(other[name]).shape)
+                if shape != other_shape:
+                    problem = f"{name} of shape {shape} in one part and {other_shape} in another"
+                    raise SettingError("statistics", problem, _STATISTICS_REMEDY)
             total = {name: value + other[name] for name, value in total.items()}
         return total
 
@@ -676,24 +682,24 @@ class AdaptiveStep(PartStep):
             is_last: whether gradients are reduced.
         """
 
-        def whole() -> tuple[Any, int]:
+        def make_whole() -> tuple[Any, int]:
             rows = self._split_batch.split_sample(make_batch())
             return rows.part(range(rows.num_rows)), rows.num_rows
 
-        def run() -> None:
-            checking = gradients_must_come(self.model, self.forward_backward)
-            # Parameters have no gradients before the reduction.
-            with checking if is_last else nullcontext():
-                self.try_part(whole, is_last=is_last)
+        def try_whole() -> None:
+            must_come = gradients_must_come(self.model, self.forward_backward)
+            # Before the reduction, FSDP's parameters have no gradients to check.
+            with must_come if is_last else nullcontext():
+                self.try_part(make_whole, is_last=is_last)
 
         if not has_gradients:
-            run()
+            try_whole()
             return
         gradients = self.save_gradients()
         if self.sizer.may_split:
             # From the second part on, the gradients of the batch are in memory too.
             gradients.fill_new()
-        run()
+        try_whole()
         gradients.add_up()
 
     def estimate(
@@ -737,8 +743,8 @@ class AdaptiveStep(PartStep):
         def forward_backward(fake: FakeDevice, num_rows: int) -> None:
             with private.disable_current_modes():
                 tensors = {"batch": sample(num_rows)}
-            # If the model is on the CPU, a script moves no tensors of a sample to its device.
-            # FakeDevice.move_batch() replaces the tensors in place.
+            # FakeDevice.move_batch() replaces the tensors in place. If the model is on the CPU, a
+            # script does not move the tensors of a sample, so they count as already on the device.
             fake.move_batch(tensors, is_on_device=device.type == "cpu")
             with DevicesAsHost(fake):
                 part = Part(tensors["batch"], num_rows, is_trial=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ _LATER_LABELS, _LABELS, _ROWS, _SUM = range(4)
 # Shares by which results may differ by rounding, in float32 and in 16 bits.
 _TOLERANCE_FLOAT32 = 1e-3
 _TOLERANCE_16_BITS = 0.05
-# Wrong weights make a larger difference.
+# Share by which rounding alone changes a loss.
 _ROUNDING = 1e-6
 
 
@@ -85,10 +85,10 @@ class EvaluationParts:
             RowSplitter(trims=False, keeps_rows=True) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
-        # Weights that no check has excluded, the likeliest first.
-        self._possible_weightings = (
-            [_SUM, _ROWS] if is_sum else [_LATER_LABELS, _LABELS, _ROWS, _SUM]
-        )
+        # Weightings that no check has excluded, the likeliest first.
+        self._possible_weightings = [_LATER_LABELS, _LABELS, _ROWS, _SUM]
+        if is_sum:
+            self._possible_weightings = [_SUM, _ROWS]
         self._parameter = next(model.parameters())
         memory = options.memory or device_memory(
             self._parameter.device, shared_by=distributed.local_world_size()
@@ -130,6 +130,7 @@ class EvaluationParts:
             DoesNotFitError: one row alone ran out of memory, or parts have other results than the
                 batch.
         """
+        # Rows are counted only once there is a limit: many batches cannot be split.
         rows: BatchSource | None = None
         # Other ranks take no part in this batch.
         with distributed.alone():
@@ -146,6 +147,7 @@ class EvaluationParts:
                 random_state.restore()
                 if rows is None:
                     rows = self._rows_of(batch)
+                    # The whole batch ran out of memory; the smaller limit depends on its size.
                     self._runner.suspect_fullest([MicroBatch([*range(rows.num_rows)], rows.width)])
 
             for attempt in self._runner.attempts(undo=undo_attempt, doing="in an evaluation"):
@@ -179,8 +181,8 @@ class EvaluationParts:
         losses, outputs, counts = self._run_each(rows, parts, forward)
         if len(parts) == 1:
             return losses[0], outputs[0], [1.0]
-        candidates = {tuple(_factors(each, counts)) for each in self._possible_weightings}
-        if len(candidates) > 1:
+        distinct_factors = {tuple(_factors(each, counts)) for each in self._possible_weightings}
+        if len(distinct_factors) > 1:
             self._check(rows, parts[0], forward, snapshot)
         weighting = self._possible_weightings[0]
         # Metrics of rows whose losses are added up are means over rows.
@@ -196,12 +198,17 @@ class EvaluationParts:
         losses = []
         outputs = []
         counts = []
-        error = self._cannot_split("other ranks would wait for the collectives of its parts")
+        collective_error = self._cannot_split(
+            "other ranks would wait for the collectives of its parts"
+        )
         for numbers in parts:
             part = rows.part(numbers)
             # Before the function pops the labels.
             counts.append((*self._labels.candidates(part, len(numbers)), len(numbers)))
-            with distributed.refuse_collectives(error) if self._has_others else nullcontext():
+            refusing: AbstractContextManager[object] = nullcontext()
+            if self._has_others:
+                refusing = distributed.refuse_collectives(collective_error)
+            with refusing:
                 loss, output = forward(part)
             if any(tensor.shape[:1] != (len(numbers),) for tensor in arrays_in(output)):
                 raise self._cannot_split("an output has no entry per row")
@@ -216,17 +223,18 @@ class EvaluationParts:
         forward: Callable[[Any], tuple[Any, Any]],
         snapshot: Callable[[], Callable[[], object]],
     ) -> None:
-        """Compare the results of a part with those of its halves; keep the weights that fit."""
+        """Compare the results of a part with those of its halves; keep the weightings that fit."""
         if len(part) == 1:
             self._leave_unchecked("no two rows fit at once")
             return
         undo = snapshot()
         random_state = RandomState(self._parameter.device)
         middle = len(part) // 2
-        (loss,), (whole,), _ = self._run_each(rows, [part], forward)
+        (loss,), (outputs,), _ = self._run_each(rows, [part], forward)
         state = self._state()
         undo()
-        losses, outputs, counts = self._run_each(rows, [part[:middle], part[middle:]], forward)
+        halves = [part[:middle], part[middle:]]
+        losses, outputs_of_halves, counts = self._run_each(rows, halves, forward)
         state_of_halves = self._state()
         undo()
         if random_state.changed():
@@ -236,30 +244,47 @@ class EvaluationParts:
         # Evaluation may cast the model.
         is_float32 = self._is_exact and self._parameter.dtype.itemsize >= torch.float32.itemsize
         tolerance = _TOLERANCE_FLOAT32 if is_float32 else _TOLERANCE_16_BITS
-        for ours, halves in zip(arrays_in(whole), arrays_in(self._join(outputs)), strict=True):
+        joined_outputs = self._join(outputs_of_halves)
+        for of_part, of_halves in zip(arrays_in(outputs), arrays_in(joined_outputs), strict=True):
             # Generated tokens may differ by rounding.
-            if ours.is_floating_point() and _differ(ours, halves, tolerance):
-                raise self._cannot_split(f"outputs {tuple(ours.shape)} depend on other rows")
-        for ours, halves in zip(state, state_of_halves, strict=True):
-            if _differ(ours, halves, tolerance):
+            if of_part.is_floating_point() and _differ(of_part, of_halves, tolerance):
+                raise self._cannot_split(f"outputs {tuple(of_part.shape)} depend on other rows")
+        for of_part, of_halves in zip(state, state_of_halves, strict=True):
+            if _differ(of_part, of_halves, tolerance):
                 raise self._cannot_split("it counts batches, not rows, in a metric or attribute")
         if loss is None:
             del self._possible_weightings[1:]
         elif not loss.isnan().any():
-            # Losses of both signs may cancel out.
-            scale = torch.stack([loss, *losses]).abs().amax(dim=0) + torch.finfo(loss.dtype).tiny
-            totals = [_add_up(weight, losses, counts) for weight in self._possible_weightings]
-            # NaN if a weight counts a half without labels.
-            errors = (torch.stack(totals) - loss).abs().div(scale).nan_to_num(math.inf)
-            differences = errors.reshape(len(totals), -1).amax(dim=1)
-            if differences.min() > tolerance:
-                raise self._cannot_split(
-                    "a loss or logged number is not a mean or a sum over rows or labels"
-                )
-            fits = differences <= 10 * differences.min() + _ROUNDING
-            self._possible_weightings = [
-                self._possible_weightings[number] for number in fits.nonzero()
-            ]
+            self._exclude_weightings(loss, losses, counts, tolerance)
+
+    def _exclude_weightings(
+        self,
+        loss: torch.Tensor,
+        losses: Sequence[torch.Tensor],
+        counts: Sequence[_Counts],
+        tolerance: float,
+    ) -> None:
+        """Keep the weightings that give the loss of a part from those of its halves."""
+        # Compare with the largest of the losses: losses of both signs may cancel out.
+        largest = torch.stack([loss, *losses]).abs().amax(dim=0)
+        scale = largest + torch.finfo(loss.dtype).tiny
+        totals = [_add_up(weighting, losses, counts) for weighting in self._possible_weightings]
+        # The difference is NaN if a weighting counts a half without labels.
+        errors = (torch.stack(totals) - loss).abs().div(scale).nan_to_num(math.inf)
+        # The loss may be a vector of numbers.
+        differences = errors.reshape(len(totals), -1).amax(dim=1)
+        smallest = differences.min()
+        if smallest > tolerance:
+            raise self._cannot_split(
+                "a loss or logged number is not a mean or a sum over rows or labels"
+            )
+        # Wrong weightings make a larger difference than rounding.
+        fits = differences <= 10 * smallest + _ROUNDING
+        self._possible_weightings = [
+            weighting
+            for weighting, does_fit in zip(self._possible_weightings, fits.tolist(), strict=True)
+            if does_fit
+        ]
 
     def _leave_unchecked(self, reason: str) -> None:
         """Use the likeliest weight from now on."""
@@ -287,17 +312,21 @@ def _differ(ours: torch.Tensor, halves: torch.Tensor, tolerance: float) -> bool:
     return bool((ours - halves).norm() > tolerance * ours.norm())
 
 
-def _factors(weight: int, counts: Sequence[_Counts]) -> list[float]:
+def _factors(weighting: int, counts: Sequence[_Counts]) -> list[float]:
     """Return the factor of the loss of each part."""
-    total: float = 0 if weight == _SUM else sum(count[weight] for count in counts)
-    # Without any label each loss is NaN or 0.
-    return [count[weight] / total if total else 1.0 for count in counts]
+    if weighting == _SUM:
+        return [1.0] * len(counts)
+    total = sum(count[weighting] for count in counts)
+    if not total:
+        # Without any label, each loss is NaN or 0.
+        return [1.0] * len(counts)
+    return [count[weighting] / total for count in counts]
 
 
-def _add_up(weight: int, losses: Sequence[Any], counts: Sequence[_Counts]) -> Any:
+def _add_up(weighting: int, losses: Sequence[Any], counts: Sequence[_Counts]) -> Any:
     """Return the loss of all parts; None without losses."""
     if losses[0] is None:
         return None
-    weighted = zip(_factors(weight, counts), losses, strict=True)
-    # The loss of a part without labels may be NaN.
+    weighted = zip(_factors(weighting, counts), losses, strict=True)
+    # Skip a factor of 0: the loss of a part without labels may be NaN.
     return sum(factor * loss for factor, loss in weighted if factor)

@@ -62,7 +62,7 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
     attention = functional.scaled_dot_product_attention
     batch_norm = functional.batch_norm
 
-    def without_dropout(
+    def attention_without_dropout(
         query: Any,
         key: Any,
         value: Any,
@@ -73,7 +73,7 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
     ) -> torch.Tensor:
         return attention(query, key, value, attn_mask, 0.0, *rest, **options)
 
-    def with_running_statistics(
+    def batch_norm_with_running_statistics(
         input: Any,
         running_mean: Any,
         running_var: Any,
@@ -83,29 +83,30 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
         *rest: Any,
         **options: Any,
     ) -> torch.Tensor:
-        training = training and running_mean is None
+        # Without running statistics, those of the batch are the only ones.
+        uses_batch = training and running_mean is None
         return batch_norm(
-            input, running_mean, running_var, weight, bias, training, *rest, **options
+            input, running_mean, running_var, weight, bias, uses_batch, *rest, **options
         )
 
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
-            # attention_dropout, layerdrop, drop_prob, drop_path_rate, the dropout of an LSTM.
-            values: dict[str, Any] = {
+            # Rates such as attention_dropout, layerdrop, drop_prob, and the dropout of an LSTM.
+            replacements: dict[str, Any] = {
                 name: 0.0
                 for name, value in vars(module).items()
                 if "drop" in name and type(value) is float
             }
             if is_batch_norm(module):
-                values["training"] = module.training and module.running_mean is None
-            if values:
-                stack.enter_context(replaced(module, **values))
+                replacements["training"] = module.training and module.running_mean is None
+            if replacements:
+                stack.enter_context(replaced(module, **replacements))
         stack.enter_context(
             replaced(
                 functional,
-                scaled_dot_product_attention=without_dropout,
-                batch_norm=with_running_statistics,
+                scaled_dot_product_attention=attention_without_dropout,
+                batch_norm=batch_norm_with_running_statistics,
                 **dict.fromkeys(_DROPOUTS, _identity),
             )
         )
@@ -121,13 +122,14 @@ def without_autocast(device: torch.device) -> Iterator[Callable[[], bool]]:
     was_on = torch.is_autocast_enabled(device.type)
 
     @contextmanager
-    def disabled(autocast: Any) -> Iterator[None]:
+    def turn_off_again(autocast: Any) -> Iterator[None]:
         nonlocal was_on
+        # The function's own `with torch.autocast(...)` turns autocast on here.
         yield
         was_on = was_on or torch.is_autocast_enabled(autocast.device)
         torch.set_autocast_enabled(autocast.device, False)
 
-    with around_autocast(disabled), torch.autocast(device.type, enabled=False):
+    with around_autocast(turn_off_again), torch.autocast(device.type, enabled=False):
         yield lambda: was_on
 
 
@@ -160,12 +162,14 @@ class Sample:
 
     def shares(self, labels: LabelCounter, *, counts_first: bool) -> tuple[float, ...]:
         """Return the share of each part in the labels; 0 for a part without labels."""
-        counts = [
-            labels.count(self.batch.part(part), len(part), counts_first=counts_first)
-            if part
-            else 0.0
-            for part in self.parts
-        ]
+        counts = []
+        for part in self.parts:
+            num_labels = 0.0
+            # A rank without rows has empty parts.
+            if part:
+                batch = self.batch.part(part)
+                num_labels = labels.count(batch, len(part), counts_first=counts_first)
+            counts.append(num_labels)
         return shares_of(counts)
 
 
@@ -203,18 +207,25 @@ class Comparison:
         """Norm of whole - sum of parts, as a share of `norm`; infinite if the gradient of a part
         is not finite.
         """
+        # With signs s, s @ products @ s is the squared norm of whole - first - second.
         signs = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
         square = float(signs @ self.products @ signs)
-        return math.sqrt(max(0.0, square)) / self.norm if math.isfinite(square) else math.inf
+        if not math.isfinite(square):
+            return math.inf
+        # Rounding may make it slightly negative.
+        return math.sqrt(max(0.0, square)) / self.norm
 
     def fitted_shares(self) -> tuple[list[float], float]:
         """Return the shares with which the parts fit the whole best, by least squares, and the
         remaining difference as a share of `norm`.
         """
-        parts = self.products[1:, 1:].nan_to_num()
-        target = self.products[1:, 0].nan_to_num()
-        weights = torch.linalg.pinv(parts, rtol=1e-9, hermitian=True) @ target
-        residual = (self.products[0, 0] - weights @ target).clamp(min=0).sqrt() / self.norm
+        # Solve the normal equations. The parts already have their shares, so the weights are
+        # factors of them.
+        parts_by_parts = self.products[1:, 1:].nan_to_num()
+        parts_by_whole = self.products[1:, 0].nan_to_num()
+        weights = torch.linalg.pinv(parts_by_parts, rtol=1e-9, hermitian=True) @ parts_by_whole
+        squared_residual = self.products[0, 0] - weights @ parts_by_whole
+        residual = squared_residual.clamp(min=0).sqrt() / self.norm
         return (weights * torch.tensor(self.shares)).tolist(), float(residual)
 
 
@@ -304,7 +315,7 @@ class GradientPasses:
             has_labels: whether the sample has labels on this rank.
             by_row: see :meth:`compare`.
         """
-        # Both in the same order: among equal losses, a top-k may depend on the order.
+        # Both runs have the rows in the same order: among equal losses, a top-k depends on it.
         passes = [
             Pass(sample.batch.uncut(), sample.rows, share * has_labels, sample.dummy)
             for share in (1.0, _SECOND_RUN_SHARE)
@@ -312,8 +323,10 @@ class GradientPasses:
         measured = self._gradients(passes, by_row=by_row)
         if measured is None:
             return 0.0
-        products = _products(measured[0])
-        # Return the sine of the angle between both, since a function may ignore the share.
+        gradients, _ = measured
+        products = _products(gradients)
+        # Return the sine of the angle between both gradients: their lengths differ by the share,
+        # unless the function ignores it.
         cosine = products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()
         return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
 
@@ -336,7 +349,7 @@ class GradientPasses:
                     except SettingError:
                         if not was_on():
                             raise
-                # Some kernels exist only for 16-bit types.
+                # The function fails without autocast: some kernels exist only for 16-bit types.
                 self.keeps_autocast = True
             return self._run(passes, by_row, accumulates)
 
@@ -344,10 +357,13 @@ class GradientPasses:
         self, passes: Sequence[Pass], by_row: bool, accumulates: bool
     ) -> tuple[torch.Tensor, bool] | None:
         step = self._step
-        statistics: list[Mapping[str, Any]] = []
+        statistics: list[Mapping[str, Any]] = [{} for _ in passes]
+        # Projected gradient of each leaf by its id, for each pass.
         gradients: list[dict[int, torch.Tensor]] = []
         sizes_of_draws: list[list[int | None]] = []
         generators: set[str] = set()
+        # Of three passes, the first is the whole, and the second part follows the first part.
+        has_two_parts = len(passes) == 3
 
         def run_pass(number: int) -> None:
             one = passes[number]
@@ -360,30 +376,25 @@ class GradientPasses:
             if not one.share and not step.sharding.needs_dummy(is_last=False):
                 gradients.append(gradients[-1] if adds else {})
                 return
+            another_part_follows = accumulates and has_two_parts and number == 1
             with _row_seeds(one.rows, enabled=by_row) as sizes:
                 part = one.part()._replace(
                     is_first=not adds,
-                    is_last=not (accumulates and number == 1 and len(passes) == 3),
-                    statistics=statistics[number] if statistics else {},
+                    is_last=not another_part_follows,
+                    statistics=statistics[number],
                 )
                 step.forward_backward(part)
             sizes_of_draws.append(sizes)
             generators.update(random_state.changed())
             written = self._versions().items() - versions.items()
             self.written.update(name for name, _ in written)
-            external = [leaf for leaf, _ in step.saved_gradients.external()]
-            current = step.gradients() | {
-                leaf: leaf.grad
-                for leaf in external
-                if isinstance(leaf, nn.Parameter) and leaf.grad is not None
-            }
-            gradients.append({id(leaf): _projected(grad) for leaf, grad in current.items()})
+            gradients.append(self._projected_gradients())
 
         if step.statistics is not None:
             of_part = step.statistics.of_part
 
             def measure(number: int) -> None:
-                statistics.append(of_part(passes[number].part()))
+                statistics[number] = of_part(passes[number].part())
 
             if not self._run_and_undo(passes, measure, step.statistics.KIND):
                 return None
@@ -393,23 +404,22 @@ class GradientPasses:
             return None
         has_other_draws = bool(generators)
         if by_row:
-            sizes_of_pass = set(map(tuple, sizes_of_draws))
-            # If there are several entries per row, they may be ordered by view, and not by row.
-            belong_to_rows = len(sizes_of_pass) == 1 and set(chain(*sizes_of_pass)) <= {0, 1}
-            has_other_draws = not belong_to_rows or bool(generators & {"python", "numpy"})
-        zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
-        # torch.cat() needs a tensor even if there is no gradient.
-        start = torch.zeros(1, dtype=torch.float64)
-        vectors = torch.stack(
-            [
-                torch.cat([start, *(each.get(key, zero) for key, zero in zeros.items())])
-                for each in gradients
-            ]
-        )
+            has_other_draws = not _belong_to_rows(sizes_of_draws)
+            # RowDraws does not seed these generators.
+            has_other_draws |= bool(generators & {"python", "numpy"})
+        vectors = _as_vectors(gradients)
         if accumulates:
             # The gradients of the second part contain those of the first.
             vectors[2:] -= vectors[1:-1].clone()
         return vectors, has_other_draws
+
+    def _projected_gradients(self) -> dict[int, torch.Tensor]:
+        """Return the projected gradients of the model and of parameters outside of it, by id."""
+        gradients = self._step.gradients()
+        for leaf, _ in self._step.saved_gradients.external():
+            if isinstance(leaf, nn.Parameter) and leaf.grad is not None:
+                gradients[leaf] = leaf.grad
+        return {id(leaf): _projected(gradient) for leaf, gradient in gradients.items()}
 
     def _run_and_undo(
         self,
@@ -430,7 +440,7 @@ class GradientPasses:
 
         return self._step.run_trials(
             [partial(run, number) for number in range(len(passes))],
-            # For errors: row 0 on a rank without rows, length unknown.
+            # Errors name these rows, without their length; row 0 on a rank without rows.
             MicroBatch(list(whole.rows) or [0], 0),
             evaluates=evaluates,
             doing="in the check of a split",
@@ -478,6 +488,34 @@ def _row_seeds(rows: Sequence[int], *, enabled: bool) -> Iterator[list[int | Non
         yield draws.sizes
 
 
+def _belong_to_rows(sizes_of_draws: Sequence[Sequence[int | None]]) -> bool:
+    """Return whether all random numbers of passes belong to rows.
+
+    Args:
+        sizes_of_draws: entries per row that each operator of a pass drew, see :class:`RowDraws`.
+    """
+    if not sizes_of_draws:
+        return False
+    first, *others = sizes_of_draws
+    # Passes that ran different operators drew different numbers for the same row.
+    if any(sizes != first for sizes in others):
+        return False
+    # Several entries per row may be ordered by view, and not by row.
+    return all(size in (0, 1) for size in first)
+
+
+def _as_vectors(gradients: Sequence[Mapping[int, torch.Tensor]]) -> torch.Tensor:
+    """Return one vector for each pass, with zeros for a gradient that only other passes have."""
+    zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
+    # torch.cat() needs a tensor even if there is no gradient.
+    start = torch.zeros(1, dtype=torch.float64)
+    vectors = []
+    for each in gradients:
+        entries = [each.get(key, zero) for key, zero in zeros.items()]
+        vectors.append(torch.cat([start, *entries]))
+    return torch.stack(vectors)
+
+
 def _products(gradients: torch.Tensor) -> torch.Tensor:
     """Return the inner products of gradients: float64 `[passes, passes]`, summed over ranks."""
     gathered = distributed.all_gather((gradients @ gradients.T).tolist())
@@ -492,13 +530,16 @@ def _projected(gradient: torch.Tensor) -> torch.Tensor:
     entries = local_part(gradient.detach())
     if entries.is_sparse:
         entries = entries.to_dense()
-    entries = entries.reshape(-1)
-    # An odd stride samples all columns of a matrix. Copy, since a later part adds to the gradient.
-    entries = entries[:: entries.numel() // _MOST_ENTRIES | 1].to("cpu", torch.float64, copy=True)
-    if entries.numel() <= _NUMBERS:
-        return entries
-    padding = -entries.numel() % _NUMBERS
-    signed = entries * _signs(entries.numel())
+    stride = entries.numel() // _MOST_ENTRIES
+    # Matrices have an even number of columns, so an even stride would miss some of them.
+    if stride % 2 == 0:
+        stride += 1
+    # Copy, since a later part adds to the gradient.
+    sampled = entries.reshape(-1)[::stride].to("cpu", torch.float64, copy=True)
+    if sampled.numel() <= _NUMBERS:
+        return sampled
+    signed = sampled * _signs(sampled.numel())
+    padding = -sampled.numel() % _NUMBERS
     return nn.functional.pad(signed, (0, padding)).view(-1, _NUMBERS).sum(dim=0)
 
 

@@ -59,20 +59,20 @@ class SavedGradients:
         Raises:
             SettingError: the batch is split, and a leaf has a hook that may step an optimizer.
         """
-        # Replace the private function: `from torch.autograd import backward` keeps the old public
-        # one.
+        # Replace the private function that all backwards call: code that did
+        # `from torch.autograd import backward` would still call the old public one.
         name = "_engine_run_backward"
         if not hasattr(torch.autograd, name):
             name = "backward"
         run_backward = getattr(torch.autograd, name)
 
-        def run(roots: Any, *arguments: Any, **options: Any) -> Any:
+        def set_aside_and_run(roots: Any, *arguments: Any, **options: Any) -> Any:
             # torch.autograd.grad accumulates nothing.
             if options.get("accumulate_grad", True):
                 self._set_aside_external(roots)
             return run_backward(roots, *arguments, **options)
 
-        setattr(torch.autograd, name, run)
+        setattr(torch.autograd, name, set_aside_and_run)
         try:
             yield
         finally:
@@ -86,7 +86,8 @@ class SavedGradients:
             if self.is_split:
                 check_hooks([leaf])
             reference, _ = self._external.get(id(leaf), (None, None))
-            if reference is None or reference() is not leaf:
+            is_set_aside = reference is not None and reference() is leaf
+            if not is_set_aside:
                 self._external[id(leaf)] = (weakref.ref(leaf), leaf.grad)
                 leaf.grad = None
 
@@ -117,12 +118,13 @@ class SavedGradients:
     def add_up(self) -> None:
         """Add the batch's gradients to the earlier ones, in place, as autograd does."""
         for leaf, earlier in (*self._earlier.items(), *self.external()):
-            new = leaf.grad
             if earlier is None:
                 continue
+            new = leaf.grad
             if new is None:
                 leaf.grad = earlier
             elif new.is_sparse or earlier.is_sparse:
+                # torch cannot add in place if only one of them is sparse.
                 leaf.grad = earlier + new
             else:
                 leaf.grad = earlier.add_(new)
@@ -132,15 +134,19 @@ class SavedGradients:
 
 def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:
     """Yield the leaves in whose gradients a backward from these roots accumulates."""
-    unvisited: list[Any] = [
-        root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-        for root in ([roots] if isinstance(roots, torch.Tensor) else roots)
-        if isinstance(root, GradientEdge) or root.requires_grad
-    ]
+    if isinstance(roots, torch.Tensor):
+        roots = [roots]
+    unvisited: list[Any] = []
+    for root in roots:
+        if isinstance(root, GradientEdge):
+            unvisited.append(root.node)
+        elif root.requires_grad:
+            unvisited.append(get_gradient_edge(root).node)
     visited = set(unvisited)
     while unvisited:
         node = unvisited.pop()
         following = node.next_functions
+        # Ask only nodes at the end of the graph for their name, which takes time.
         if not following and node.name() == "torch::autograd::AccumulateGrad":
             yield node.variable
         for next_node, _ in following:
@@ -165,6 +171,7 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     if len(by_mesh) <= 1:
         return whole_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
+    # torch cannot combine tensors of several meshes, so combine the norms of each mesh.
     norms = []
     for parameters in by_mesh.values():
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -163,7 +163,7 @@ class AdaptiveLoop:
             self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
         if options.event is not None:
             self._batches.tell(options.event)
-        # Without a generator, each epoch would draw a random number.
+        # Without a generator of its own, DataLoader would draw a global random number each epoch.
         self._loader: DataLoader[Any] = DataLoader(
             rows, batch_sampler=self._batches, collate_fn=list, generator=torch.Generator()
         )
@@ -233,6 +233,7 @@ class AdaptiveLoop:
         batches = self._batches
         batching = batches.batching
         ranks = distributed.data_parallel_size()
+        # Check `maximum` as given; then no more rows are tried than a rank has in an epoch.
         options = ProbeOptions(
             device_memory,
             headroom,
@@ -404,15 +405,17 @@ class AdaptiveLoop:
 
     def _check_rows_of_step(self, rows: Sequence[Any]) -> None:
         """Raise if the rows are not those of the next step."""
-        waiting = self._waiting
-        if not waiting or len(rows) != len(waiting[0]):
-            next_rows = f"{len(waiting[0])} rows come next" if waiting else "none are waiting"
+        expected = self._waiting[0] if self._waiting else []
+        if not self._waiting or len(rows) != len(expected):
+            next_rows = f"{len(expected)} rows come next" if self._waiting else "none are waiting"
             raise ValueError(
                 f"{len(rows)} rows were given, but {next_rows}: run each step once, in the order of"
                 " the loop"
             )
-        # A script may copy rows, so compare identities only with those of later steps.
-        if not _are_same(rows, waiting[0]) and any(_are_same(rows, later) for later in waiting):
+        if _are_same(rows, expected):
+            return
+        # A script may run copies of the expected rows, but not the rows of a later step.
+        if any(_are_same(rows, later) for later in self._waiting):
             raise ValueError(
                 "an earlier step has not been run: run each step once, in the order of the loop"
             )

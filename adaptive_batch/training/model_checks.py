@@ -100,8 +100,9 @@ class Compilations(AbstractContextManager["Compilations"]):
     def _end(self, compilation: Any) -> None:
         self.number += 1
         # The id is "function/variant_attempt"; a backward has the id of its forward.
-        function, _, variant = compilation.compile_id.partition("/")
-        self.variants[function].add(variant.partition("_")[0])
+        function, _, variant_attempt = compilation.compile_id.partition("/")
+        variant, _, _ = variant_attempt.partition("_")
+        self.variants[function].add(variant)
         self.seconds += time.perf_counter() - self._start
         # The error of a kernel that needs too much shared memory is in a cycle with the frames of
         # its callers, and keeps their logits alive. Torch collects only younger generations.
@@ -245,6 +246,7 @@ def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
     for leaf in leaves:
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
+            # DDP registers a functools.partial.
             function = getattr(hook, "func", hook)
             if getattr(function, "__module__", "") == "torch.nn.parallel.distributed":
                 continue
@@ -320,6 +322,7 @@ def gradients_must_come(model: nn.Module, function: Callable[..., object]) -> It
         SettingError: no gradient has changed.
     """
     before = [_gradient_version(parameter) for parameter in model.parameters()]
+    # Not in a finally block: an error of the function explains missing gradients better.
     yield
     for parameter, version in zip(model.parameters(), before, strict=True):
         # Such a hook may step an optimizer and clear the gradient.

@@ -75,18 +75,7 @@ class PackedAttention:
                 f" of {tokens} tokens; both shapes must be [1, heads, tokens, head_dim]"
             )
         options.update(zip(("attn_mask", "dropout_p", "is_causal"), arguments, strict=False))
-        mask = options.get("attn_mask")
-        # `pack_rows` gives a mask of one element; a fake mask has no values.
-        is_known = mask is not None and (mask.numel() == 1 or isinstance(mask, private.FakeTensor))
-        if not is_known:
-            difference = not_causal(
-                mask, is_causal=options.get("is_causal", False), lengths=self._lengths
-            )
-            if difference:
-                raise ValueError(
-                    f"attention {difference}, and that of packed rows is causal; set"
-                    " micro_batch_layout=grouped"
-                )
+        self._check_mask(options.get("attn_mask"), is_causal=options.get("is_causal", False))
         self.calls += 1
         self.dtype = query.dtype
         options.update(attn_mask=None, is_causal=True)
@@ -96,31 +85,44 @@ class PackedAttention:
             and not options.get("dropout_p")
         )
         if suits_kernel:
+            # Within a memory estimate, the kernel of the estimated device is simulated.
             estimated = memory.estimated_attention(*tensors, self._lengths, self._device_cu_seqlens)
             if estimated is not None:
                 output, self._device_cu_seqlens = estimated
                 return output
-        if (
-            query.is_cuda
-            and suits_kernel
-            and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
-        ):
-            # Layers may be on several devices.
-            if self._device_cu_seqlens is None or self._device_cu_seqlens.device != query.device:
-                self._device_cu_seqlens = self.cu_seqlens.to(query.device)
-            flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
-            bounds = (
-                self._device_cu_seqlens,
-                self._device_cu_seqlens,
-                self._longest,
-                self._longest,
-            )
-            output = _varlen_attention()(*flat, *bounds, scale=options.get("scale"))
-            return output.transpose(0, 1)[None]
+            if query.is_cuda and can_use_flash_attention(
+                SDPAParams(*tensors, None, 0.0, True, True)
+            ):
+                return self._attend_in_one_kernel(*tensors, scale=options.get("scale"))
         rows = zip(*(torch.split(tensor, self._lengths, 2) for tensor in tensors), strict=True)
         outputs = [self._attend(*row, **options).transpose(1, 2) for row in rows]
         # Joined as [1, tokens, heads, head_dim], the layout that kernels return.
         return torch.cat(outputs, 1).transpose(1, 2)
+
+    def _check_mask(self, mask: Tensor | None, *, is_causal: bool) -> None:
+        """Raise if a mask is not causal within each row."""
+        # `pack_rows` gives a mask of one element; a fake mask has no values to check.
+        if mask is not None and (mask.numel() == 1 or isinstance(mask, private.FakeTensor)):
+            return
+        difference = not_causal(mask, is_causal=is_causal, lengths=self._lengths)
+        if difference:
+            raise ValueError(
+                f"attention {difference}, and that of packed rows is causal; set"
+                " micro_batch_layout=grouped"
+            )
+
+    def _attend_in_one_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None
+    ) -> Tensor:
+        # Layers may be on several devices.
+        cu_seqlens = self._device_cu_seqlens
+        if cu_seqlens is None or cu_seqlens.device != query.device:
+            cu_seqlens = self._device_cu_seqlens = self.cu_seqlens.to(query.device)
+        # The kernel takes [tokens, heads, head_dim], and the ends of queries and of keys.
+        flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+        longest = self._longest
+        output = _varlen_attention()(*flat, cu_seqlens, cu_seqlens, longest, longest, scale=scale)
+        return output.transpose(0, 1)[None]
 
 
 def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool = False) -> str:
@@ -140,22 +142,26 @@ def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool =
     tokens = sum(lengths)
     if any(size not in (1, tokens) for size in mask.shape[-2:]):
         return f"has a mask of {list(mask.shape[-2:])} for {tokens} tokens"
-    row = torch.repeat_interleave(torch.tensor(lengths)).to(mask.device)
-    is_same_row = row[:, None] == row
-    seen = mask
+    row_of_token = torch.repeat_interleave(torch.tensor(lengths)).to(mask.device)
+    is_same_row = row_of_token[:, None] == row_of_token
+    is_seen = mask
     if mask.dtype != torch.bool:
-        seen = mask == 0
-        # A bias below -1e4 is zero after softmax, like a hidden token.
-        is_bias = ~(seen | (mask < -1e4)) & is_same_row
-        if bool(is_bias.any()):
+        # The mask is a bias that is added to the scores. One below -1e4 hides a token, since it is
+        # zero after softmax.
+        is_seen = mask == 0
+        is_hidden = mask < -1e4
+        if bool((~(is_seen | is_hidden) & is_same_row).any()):
             return "adds a bias to the scores"
-    differs = ((seen != torch.ones_like(is_same_row).tril()) & is_same_row).view(-1, tokens, tokens)
+    is_seen_if_causal = torch.ones_like(is_same_row).tril()
+    # The mask may have dimensions of batch and heads.
+    differs = ((is_seen != is_seen_if_causal) & is_same_row).view(-1, tokens, tokens)
     if not bool(differs.any()):
         return ""
-    number, token, _ = differs.nonzero()[0].tolist()
-    all_seen = (seen & is_same_row).view(-1, tokens, tokens)
-    num_seen = int(all_seen[number, token].sum())
-    place = token - int((row < row[token]).sum())
+    head, token, _ = differs.nonzero()[0].tolist()
+    is_seen_in_row = (is_seen & is_same_row).view(-1, tokens, tokens)
+    num_seen = int(is_seen_in_row[head, token].sum())
+    num_before_row = int((row_of_token < row_of_token[token]).sum())
+    place = token - num_before_row
     return f"lets token {place} of a row see {num_seen} tokens and not all {place + 1} up to itself"
 
 
@@ -166,10 +172,12 @@ def _varlen_attention() -> Callable[..., Tensor]:
     """
     # Imported here, since the import takes two seconds.
     attend: Any = import_module("torch.nn.attention.varlen").varlen_attn
+    # Versions differ in the arguments; (-1, 0) is the window of all earlier tokens.
     options = {"window_size": (-1, 0), "is_causal": True, "enable_gqa": True}
-    return partial(
-        attend, **{name: options[name] for name in signature(attend).parameters if name in options}
-    )
+    known_options = {
+        name: options[name] for name in signature(attend).parameters if name in options
+    }
+    return partial(attend, **known_options)
 
 
 # Attention inside of `isolated_rows`; empty outside of it.
@@ -190,12 +198,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **option
     if not torch.compiler.is_compiling():
         return _active[0](query, key, value, *arguments, **options)
     if _operator_takes(query, key, value, *arguments, **options):
-        tensors = [query, key, value]
         if not query.is_cuda and key.shape[1] != query.shape[1]:
+            # On a CPU the operator needs a head of keys and values for each head of queries.
             repeats = query.shape[1] // key.shape[1]
-            tensors[1:] = [tensor.repeat_interleave(repeats, 1) for tensor in tensors[1:]]
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
         # The compiler fuses these copies with the operations that produced the tensors.
-        flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in tensors]
+        flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value)]
         output: Tensor = memory.packed_attention(*flat, _active_cu_seqlens, options.get("scale"))[0]
         return output.transpose(0, 1)[None]
     attended: Tensor = _attend_without_compiler(query, key, value, *arguments, **options)
@@ -296,11 +305,11 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
         transformers builds a mask `[1, 1, tokens, tokens]`.
     """
     name = tokens_key(rows[0])
-    ids, labels = (
-        torch.cat([torch.as_tensor(row[key]).long() for row in rows]) for key in (name, "labels")
-    )
+    tokens = torch.cat([torch.as_tensor(row[name]).long() for row in rows])
+    labels = torch.cat([torch.as_tensor(row["labels"]).long() for row in rows])
     positions = torch.cat([torch.arange(len(row[name])) for row in rows])
-    batch = {name: ids[None], "labels": labels.masked_fill(positions == 0, ignore_index)[None]}
+    labels = labels.masked_fill(positions == 0, ignore_index)
+    batch = {name: tokens[None], "labels": labels[None]}
     if name == "tokens":
         return batch | {"input_pos": positions[None]}
     return batch | {
@@ -355,10 +364,6 @@ def why_not_packed(
             f"a layer attends to {window} tokens, but in packed rows to all {longest} of the"
             f" longest row: cut rows to {window} tokens"
         )
-    short_rows = [
-        _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
-    ]
-    lengths = [len(row[name]) for row in short_rows]
     try:
         with (
             RandomState(next(model.parameters()).device),
@@ -367,47 +372,84 @@ def why_not_packed(
             # Compiled code does not call the replaced attention.
             torch.compiler.set_stance("force_eager"),
         ):
-            for row in rows:
-                whole_row = _first_tokens(row, name, longest)
-                num_tokens = len(row[name])
-                changed = _changed_by_collate(collate([row], num_tokens), pack([row]), name)
-                if changed:
-                    return (
-                        f"collate changes the {changed} of the longest row, but packed rows are not"
-                        " collated: change rows in the dataset"
-                    )
-                batch = collate([whole_row], num_tokens)
-                if isinstance(batch, Mapping) and is_table(batch.get(name)):
-                    # Collated rows may be padded.
-                    num_tokens = batch[name].shape[1]
-                with isolated_rows([num_tokens]) as attention:
-                    token_loss(batch)
-            if not attention.calls:
-                problem = "it does not call torch.nn.functional.scaled_dot_product_attention"
-                remedy = (
-                    "its own attention, flex_attention, or a function that was imported by name"
-                    " cannot isolate packed rows"
-                )
-                if hasattr(model, "config"):
-                    remedy = "load it with attn_implementation='sdpa'"
-                return f"{problem}: {remedy}"
-            alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short_rows)
-            with isolated_rows(lengths):
-                packed = float(token_loss(pack(short_rows)))
-            with isolated_rows(lengths[::-1]):
-                reversed_order = float(token_loss(pack(short_rows[::-1])))
-            # Joined to one row, so that the second row attends to the first.
-            with isolated_rows([sum(lengths)]) as joined:
-                mixed = float(token_loss(pack(short_rows)))
+            return _problem_of_whole_rows(
+                model, token_loss, rows, collate=collate, pack=pack
+            ) or _problem_of_two_rows(token_loss, rows, collate=collate, pack=pack)
     except (TypeError, ValueError) as error:
         reshard(model)
         return f"it does not run on packed rows: {error}"
     except Exception as error:
-        # Other ranks would wait for this one.
+        # On several ranks, the others would wait for this one.
         if distributed.world_size() > 1 or not is_out_of_memory(error):
             raise
         return f"memory ran out in the check of its attention: {error}"
-    allowed = _allowed_difference([packed, reversed_order, mixed], alone, joined.dtype)
+
+
+def _problem_of_whole_rows(
+    model: nn.Module,
+    token_loss: Callable[[Batch], Tensor | float],
+    rows: Sequence[Row],
+    *,
+    collate: Callable[[Sequence[Row], int], Batch],
+    pack: Callable[[Sequence[Row]], Batch],
+) -> str:
+    """Return the reason why the longest rows cannot be packed; empty without one. Arguments as in
+    :func:`why_not_packed`.
+
+    Raises:
+        ValueError: attention is not causal.
+    """
+    name = tokens_key(rows[0])
+    longest = max(len(row[name]) for row in rows)
+    for row in rows:
+        num_tokens = len(row[name])
+        changed = _changed_by_collate(collate([row], num_tokens), pack([row]), name)
+        if changed:
+            return (
+                f"collate changes the {changed} of the longest row, but packed rows are not"
+                " collated: change rows in the dataset"
+            )
+        batch = collate([_first_tokens(row, name, longest)], num_tokens)
+        if isinstance(batch, Mapping) and is_table(batch.get(name)):
+            # Collated rows may be padded.
+            num_tokens = batch[name].shape[1]
+        with isolated_rows([num_tokens]) as attention:
+            token_loss(batch)
+    if attention.calls:
+        return ""
+    remedy = (
+        "its own attention, flex_attention, or a function that was imported by name cannot isolate"
+        " packed rows"
+    )
+    if hasattr(model, "config"):
+        remedy = "load it with attn_implementation='sdpa'"
+    return f"it does not call torch.nn.functional.scaled_dot_product_attention: {remedy}"
+
+
+def _problem_of_two_rows(
+    token_loss: Callable[[Batch], Tensor | float],
+    rows: Sequence[Row],
+    *,
+    collate: Callable[[Sequence[Row], int], Batch],
+    pack: Callable[[Sequence[Row]], Batch],
+) -> str:
+    """Return the difference between the loss of two short rows packed and alone; empty if they
+    differ by rounding only. Arguments as in :func:`why_not_packed`.
+    """
+    name = tokens_key(rows[0])
+    short_rows = [
+        _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
+    ]
+    lengths = [len(row[name]) for row in short_rows]
+    alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short_rows)
+    with isolated_rows(lengths):
+        packed = float(token_loss(pack(short_rows)))
+    with isolated_rows(lengths[::-1]):
+        reversed_order = float(token_loss(pack(short_rows[::-1])))
+    # Joined to one row, so that the second row attends to the first.
+    with isolated_rows([sum(lengths)]) as attention:
+        mixed = float(token_loss(pack(short_rows)))
+    allowed = _allowed_difference([packed, reversed_order, mixed], alone, attention.dtype)
     if abs(packed - alone) <= allowed and abs(reversed_order - alone) <= allowed:
         return ""
     if abs(packed - reversed_order) <= allowed:
@@ -435,12 +477,14 @@ def _changed_by_collate(collated: Batch, packed: Batch, name: str) -> str:
         name: key of the row's tokens.
     """
     # The first label has no loss, so the batches may differ in it.
-    for key, begin in ((name, 0), ("labels", 1)):
+    for key, first in ((name, 0), ("labels", 1)):
         value = collated.get(key) if isinstance(collated, Mapping) else None
         if not is_table(value) or len(value) != 1:
             return ""
         expected = packed[key][0]
-        if not torch.equal(value[0, begin : len(expected)].to(expected), expected[begin:]):
+        # Leave out padding at the end of the collated row.
+        unpadded = value[0, : len(expected)].to(expected)
+        if not torch.equal(unpadded[first:], expected[first:]):
             return key
     return ""
 
@@ -452,21 +496,19 @@ def _attention_window(model: nn.Module) -> int | None:
         config = config.get_text_config()
     if set(getattr(config, "layer_types", None) or ()) == {"full_attention"}:
         return None
-    sizes = (
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    )
-    return min((size for size in sizes if size), default=None)
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    return min((size for size in (window, chunk) if size), default=None)
 
 
 def _first_tokens(row: Row, name: str, tokens: int) -> dict[str, Any]:
     """Return the first tokens of a row, with all of them as labels."""
-    short: dict[str, Any] = {}
+    cut: dict[str, Any] = {}
     for key, value in row.items():
-        has_tokens = isinstance(value, list | tuple) or getattr(value, "ndim", False)
-        short[key] = value[:tokens] if has_tokens else value
-    short["labels"] = row[name][:tokens]
-    return short
+        is_sequence = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
+        cut[key] = value[:tokens] if is_sequence else value
+    cut["labels"] = row[name][:tokens]
+    return cut
 
 
 def _allowed_difference(losses: Sequence[float], alone: float, dtype: torch.dtype) -> float:
@@ -479,8 +521,11 @@ def _allowed_difference(losses: Sequence[float], alone: float, dtype: torch.dtyp
     """
     eps = torch.finfo(dtype).eps
     # CUDA may multiply float32 in TF32, which rounds by 2**-10.
-    allowed: float = max(eps, 2**-10) ** 0.5 * abs(losses[-1] - alone)
-    exact = torch.tensor(losses, dtype=torch.float64)
+    effect_of_mixing = abs(losses[-1] - alone)
+    allowed: float = max(eps, 2**-10) ** 0.5 * effect_of_mixing
+    relative = 2**-13
     # Losses are rounded if the logits have the dtype of attention.
-    is_rounded = exact.to(dtype).tolist() == list(losses)
-    return allowed + (2 * eps * is_rounded + 2**-13) * abs(alone)
+    in_dtype = torch.tensor(losses, dtype=torch.float64).to(dtype).tolist()
+    if in_dtype == list(losses):
+        relative += 2 * eps
+    return allowed + relative * abs(alone)

@@ -35,13 +35,14 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         # A higher-order operator, such as flex_attention, has no tags.
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        # Attention has no dropout here.
+        # Operators of attention have this tag for their dropout, which is off here.
         if not draws or "attention" in func.name():
             return func(*args, **kwargs)
         if "generator" in kwargs:
-            # The script's own generator stays as it is.
+            # Draw from the global generator, so that the script's own generator does not change.
             kwargs["generator"] = None
         seed = int(torch.empty((), dtype=torch.int64).random_())
+        # _draw() seeds the global generator for each row.
         state = torch.get_rng_state()
         try:
             return self._draw(func, args, kwargs, seed)
@@ -53,13 +54,14 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         that dimension cannot be divided by rows.
         """
         num_rows = len(self._rows)
+        # A tensor has the shape that is drawn, or an argument such as that of torch.rand() is it.
         shapes = [
             tuple(getattr(arg, "shape", arg))
             for arg in args
             if isinstance(arg, torch.Tensor | list | tuple)
         ]
-        shape = next(filter(None, shapes), ())
-        if not shape or not shape[0] or shape[0] % num_rows:
+        shape = next((each for each in shapes if each), ())
+        if not shape or shape[0] == 0 or shape[0] % num_rows != 0:
             self.sizes.append(None if shape else 0)
             torch.manual_seed(seed)
             return func(*args, **kwargs)
@@ -75,7 +77,9 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         drawn = []
         for number, row in enumerate(self._rows):
+            # The seed depends on the row's number in the batch, not on the part that has it.
             torch.manual_seed((seed + 7919 * row) % 2**63)
             drawn.append(func(*[of_row(number, arg) for arg in args], **kwargs))
+        is_in_place = str(func.overloadpacket).endswith("_")
         # An operator in place has drawn into views of its first argument.
-        return args[0] if str(func.overloadpacket).endswith("_") else torch.cat(drawn)
+        return args[0] if is_in_place else torch.cat(drawn)

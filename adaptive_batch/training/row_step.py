@@ -183,7 +183,7 @@ class RowStep(PartStep):
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, float] | None:
         num_labels = self.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
-            # The mean over 0 labels is NaN.
+            # The mean over 0 labels is NaN. On several ranks, others wait for the collectives.
             return None
         with self._isolate_rows(part.batch):
             loss = check_loss(self._mean_loss(self._to_device(part.batch)))
@@ -225,22 +225,26 @@ class RowStep(PartStep):
             raise SettingError("batch_size", report.batch_size, remedy)
         step_rows = RowsOfStep(self, rows)
         results = self.run_rows(step_rows, report)
-        with_labels = list(filter(None, results))
+        # Loss and number of labels of each part; _forward_backward() returned None without labels.
+        with_labels = [result for result in results if result is not None]
         num_parts = len(with_labels)
+        num_labels: float = sum(labels for _, labels in with_labels)
         loss = 0.0
-        num_labels: float = 0
-        if with_labels:
-            losses, labels = zip(*with_labels, strict=True)
-            loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
-            num_labels = sum(labels)
+        if num_parts == 1:
+            loss = float(with_labels[0][0])
+        elif with_labels:
+            loss = float(torch.stack([loss_of_part for loss_of_part, _ in with_labels]).sum())
         num_tokens = sum(step_rows.lengths)
         run_tokens = sum(micro_batch.run_tokens for micro_batch in self.plan.micro_batches)
         ranks = distributed.world_size()
         if ranks > 1:
+            # Shares are relative to the mean number of labels of a rank, so the losses of all ranks
+            # add up to `ranks` times the mean loss.
             own: list[Any] = [loss / ranks, num_labels, num_tokens, run_tokens]
             loss, num_labels, num_tokens, run_tokens = (
                 sum(of_ranks) for of_ranks in zip(*distributed.all_gather(own), strict=True)
             )
+            # All ranks ran the same number of parts, some of them as dummies.
             num_parts = self.plan.number if num_labels else 0
             if not num_labels:
                 self.drop_gradients()
@@ -389,14 +393,8 @@ class RowStep(PartStep):
         """
         # A row of one token has no label.
         rows = self.dataset.longest(min(2, len(self.dataset)))
-        for row in rows:
-            if not (
-                isinstance(row, Mapping)
-                and "labels" in row
-                and row.keys() & {"tokens", "input_ids"}
-            ):
-                return "rows are not mappings with `labels` and `tokens` or `input_ids`"
-
+        if not all(map(_can_be_packed, rows)):
+            return "rows are not mappings with `labels` and `tokens` or `input_ids`"
         return why_not_packed(
             self.model,
             self._token_loss,
@@ -420,3 +418,8 @@ class RowStep(PartStep):
         self.bound_excludes_gradients = not state["bound_accumulates"]
         if state["sizer"]["throughput"] and self.sizer.micro_batch_tokens == "auto":
             self.sizer.load_throughput(state["sizer"], kinds=self._compare_layouts())
+
+
+def _can_be_packed(row: Row) -> bool:
+    has_keys = isinstance(row, Mapping) and "labels" in row
+    return has_keys and ("tokens" in row or "input_ids" in row)

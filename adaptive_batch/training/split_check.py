@@ -80,22 +80,33 @@ class SplitCheck:
         self._warned: set[str] = set()
 
     def _begin_split(self, counts: Sequence[tuple[float, float]], rows: BatchSource) -> bool:
-        """Count a split; return whether to check it."""
+        """Count a split; return whether to check it.
+
+        Args:
+            counts: see :meth:`check`.
+            rows: rows of the batch.
+        """
         self._num_splits += 1
         is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
+        # Repeat a check that measured nothing at the next split.
         is_due |= self._lacks_gradient and self._num_splits < max(_CHECKED)
         # Check the first batch that is cut, and the first packed one.
         if not (self._has_seen_cut and self._has_seen_packed):
-            cuts, packs = distributed.all_reduce_max([int(rows.cuts), int(rows.is_packed)])
-            is_due |= cuts > self._has_seen_cut or packs > self._has_seen_packed
-            self._has_seen_cut |= bool(cuts)
-            self._has_seen_packed |= bool(packs)
+            cuts, packs = map(
+                bool, distributed.all_reduce_max([int(rows.cuts), int(rows.is_packed)])
+            )
+            is_due |= cuts and not self._has_seen_cut
+            is_due |= packs and not self._has_seen_packed
+            self._has_seen_cut |= cuts
+            self._has_seen_packed |= packs
         if is_due or self._knows_first_label:
             return is_due
-        shares = set(map(shares_of, zip(*counts, strict=True)))
-        differs = distributed.any_of_ranks(len(shares) > 1)
-        self._num_label_checks += differs
-        return differs and self._num_label_checks <= _MAX_LABEL_CHECKS
+        # Check a batch whose shares depend on first labels, which shows whether they count.
+        shares_without = shares_of([without for without, _ in counts])
+        shares_including = shares_of([including for _, including in counts])
+        depends_on_first = distributed.any_of_ranks(shares_without != shares_including)
+        self._num_label_checks += depends_on_first
+        return depends_on_first and self._num_label_checks <= _MAX_LABEL_CHECKS
 
     def check(
         self,
@@ -131,7 +142,7 @@ class SplitCheck:
             batch = rows.to_check()
             if batch.num_rows:
                 try:
-                    # A CustomSplit checks the part of all rows.
+                    # A CustomSplit raises here if the part of all rows lacks some.
                     batch.part(range(batch.num_rows))
                 except Exception as error:
                     if not is_out_of_memory(error):
@@ -190,10 +201,10 @@ class SplitCheck:
         if not distributed.any_of_ranks(other_shares != result.shares):
             return result
         other = self._passes.compare(sample, counts_first=not counts_first, by_row=by_row)
-        if other is None or other.difference >= result.difference / 2:
-            return result
-        self.counts_first_label = not counts_first
-        return other
+        if other is not None and other.difference < result.difference / 2:
+            self.counts_first_label = not counts_first
+            return other
+        return result
 
     def _explain(
         self, sample: Sample, result: Comparison, tolerance: float, *, can_keep_columns: bool
@@ -205,52 +216,62 @@ class SplitCheck:
         """
         by_row = result.has_other_draws
         if by_row:
+            # Random numbers explain the difference if it vanishes with the row's own seeds.
             result = self._measure(sample, by_row=True) or result
         noise = self._passes.noise(sample, has_labels=any(result.shares), by_row=by_row)
         tolerance = max(tolerance, 2 * noise)
         difference_if_cut = 0.0
         if result.difference > tolerance and distributed.any_of_ranks(sample.batch.cuts):
+            # Padding explains the difference if it vanishes when parts keep all columns.
             difference_if_cut = result.difference
             sample = sample.uncut()
             result = self._measure(sample, by_row=by_row) or result
+        if noise > _MAX_NOISE:
+            self._warn_incomparable(f"two runs of the same rows differ by {noise:.2%}")
+            return
         is_equal = result.difference <= tolerance
-        coefficient = _auxiliary_coefficient(self._step.model)
-        if noise > _MAX_NOISE or (result.has_other_draws and not is_equal):
-            reason = "the loss draws random numbers that belong to no row"
-            if noise > _MAX_NOISE:
-                reason = f"two runs of the same rows differ by {noise:.2%}"
-            self._warn("noise", f"a batch and its parts cannot be compared, since {reason}")
-        elif is_equal and (can_keep_columns or not difference_if_cut):
-            if difference_if_cut:
-                self.keeps_columns = True
-                self._warn(
-                    "columns",
-                    f"the gradient depends on padding (it differs by {difference_if_cut:.2%}"
-                    " without), so parts of a batch keep all columns",
-                )
+        if is_equal and not difference_if_cut:
             self._learn_first_label(sample, tolerance)
-        elif not is_equal and result.difference <= 2 * coefficient:
+            return
+        if is_equal and can_keep_columns:
+            self.keeps_columns = True
             self._warn(
-                "auxiliary loss",
-                f"gradients of a batch and of its parts differ by {result.difference:.2%}, since"
-                f" each part has an auxiliary loss of its own, with coefficient {coefficient:g}",
+                "columns",
+                f"the gradient depends on padding (it differs by {difference_if_cut:.2%}"
+                " without), so parts of a batch keep all columns",
             )
-        else:
-            noun = sample.batch.noun
-            measured = (
-                f"gradients of {count(len(sample.rows), noun)} and of their two parts differ by"
-                f" {result.difference:.2%} (noise {noise:.2%}"
-            )
-            if difference_if_cut:
-                measured += f", {difference_if_cut:.2%} if the parts leave padding out"
+            self._learn_first_label(sample, tolerance)
+            return
+        if is_equal:
             remedy = (
                 "the model sees padding, of which a part has less; mask it, or pad all rows to one"
                 " length"
             )
-            if not is_equal:
-                remedy = self._remedy(sample, result, tolerance, coefficient, by_row=by_row)
-            problem = f"{measured}), so a split would train something else; {remedy}"
-            raise SettingError(self._step.terms.function, self._step.name, problem)
+        else:
+            if result.has_other_draws:
+                self._warn_incomparable("the loss draws random numbers that belong to no row")
+                return
+            coefficient = _auxiliary_coefficient(self._step.model)
+            if result.difference <= 2 * coefficient:
+                self._warn(
+                    "auxiliary loss",
+                    f"gradients of a batch and of its parts differ by {result.difference:.2%},"
+                    " since each part has an auxiliary loss of its own, with coefficient"
+                    f" {coefficient:g}",
+                )
+                return
+            remedy = self._remedy(sample, result, tolerance, coefficient, by_row=by_row)
+        measured = (
+            f"gradients of {count(len(sample.rows), sample.batch.noun)} and of their two parts"
+            f" differ by {result.difference:.2%} (noise {noise:.2%}"
+        )
+        if difference_if_cut:
+            measured += f", {difference_if_cut:.2%} if the parts leave padding out"
+        problem = f"{measured}), so a split would train something else; {remedy}"
+        raise SettingError(self._step.terms.function, self._step.name, problem)
+
+    def _warn_incomparable(self, reason: str) -> None:
+        self._warn("noise", f"a batch and its parts cannot be compared, since {reason}")
 
     def _remedy(
         self,
@@ -283,45 +304,52 @@ class SplitCheck:
         given = " and ".join(f"{share:.3g}" for share in result.shares)
         fitted = " and ".join(f"{share:.3g}" for share in shares)
         if residual > tolerance or fitted == given:
-            noun = sample.batch.noun
-            remedy = f"a loss that compares {noun}s, such as a contrastive one"
-            if sample.batch.is_packed:
-                remedy = "attention across documents or a loss that compares them"
-            if coefficient:
-                remedy += f" or an auxiliary loss with coefficient {coefficient:g}"
-            remedy += (
-                ', must stay whole: set on_out_of_memory="raise", without micro_batch_size and'
-                " micro_batch_tokens;"
-            )
-            if 0 in result.shares and any(result.shares):
-                remedy += (
-                    f" if {noun}s without labels add to the loss, give {terms.num_labels}, a"
-                    " function that counts them;"
-                )
-            treatment = sample.batch.treatment and f" ({sample.batch.treatment})"
-            return (
-                f"{remedy}{terms.totals} if {noun}s{treatment} are not those of the batch,"
-                f" {terms.split}"
-            )
+            # No shares make the parts add up to the whole.
+            return self._remedy_of_whole(sample.batch, result, coefficient)
         if all(abs(share - 1) < _SAME_SHARE for share in shares):
             return f"the loss is a sum over rows, not a mean: {terms.sum}"
-        weighted = f"the parts have the shares {given}, but {fitted} would fit"
         remedy = terms.share
         if abs(sum(shares) - 1) < _SAME_SHARE:
+            # The loss is a mean with other weights.
             remedy = (
                 f"give {terms.num_labels}, a function that returns what the mean of a batch is"
                 " over, such as the sum of its class weights"
             )
+        weighted = f"the parts have the shares {given}, but {fitted} would fit"
         return f"{weighted}; {remedy};{terms.totals}".rstrip(";")
+
+    def _remedy_of_whole(self, batch: BatchSource, result: Comparison, coefficient: float) -> str:
+        """Return the fix for a loss that no shares divide."""
+        terms = self._step.terms
+        noun = batch.noun
+        loss = f"a loss that compares {noun}s, such as a contrastive one"
+        if batch.is_packed:
+            loss = "attention across documents or a loss that compares them"
+        if coefficient:
+            loss += f" or an auxiliary loss with coefficient {coefficient:g}"
+        remedy = (
+            f'{loss}, must stay whole: set on_out_of_memory="raise", without micro_batch_size and'
+            " micro_batch_tokens;"
+        )
+        if 0 in result.shares and any(result.shares):
+            remedy += (
+                f" if {noun}s without labels add to the loss, give {terms.num_labels}, a function"
+                " that counts them;"
+            )
+        treatment = f" ({batch.treatment})" if batch.treatment else ""
+        return (
+            f"{remedy}{terms.totals} if {noun}s{treatment} are not those of the batch,"
+            f" {terms.split}"
+        )
 
     def _rounding(self) -> float:
         """Return the difference on this rank that rounding may cause if parts have several rows."""
         types = {parameter.dtype for parameter in self._step.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
-        many_parts = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
-        float32 = min(_TOLERANCE_FLOAT32, many_parts)
-        tolerance = max(_TOLERANCES.get(dtype, float32) for dtype in types)
+        per_part = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
+        of_float32 = min(_TOLERANCE_FLOAT32, per_part)
+        tolerance = max(_TOLERANCES.get(dtype, of_float32) for dtype in types)
         if self._step.memory.device.type == "cuda" and _has_tf32(self._step.model):
             tolerance = max(tolerance, _TOLERANCE_TF32)
         return tolerance
@@ -360,10 +388,9 @@ class SplitCheck:
         """Record whether first labels count if this sample can distinguish the two cases."""
         if self._knows_first_label:
             return
-        without, including = (
-            sample.shares(self._step.labels, counts_first=counts_first)[0]
-            for counts_first in (False, True)
-        )
+        # The share of the first part under both ways to count.
+        without = sample.shares(self._step.labels, counts_first=False)[0]
+        including = sample.shares(self._step.labels, counts_first=True)[0]
         self._knows_first_label = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
         if not self._knows_first_label:
             return
@@ -413,21 +440,25 @@ class _Candidates:
         self._number = number
         # In 16 bits, parts of one document would not show attention to other documents.
         has_room = batch.is_packed or 4 * length <= largest
-        self._size = 2 if has_room and num_rows >= 4 else 1
-        # Among rows of equal values, the order decides.
+        self._rows_per_part = 2 if has_room and num_rows >= 4 else 1
+        # Sorting is stable, so this order decides among rows of equal values.
         order = random.Random(number).sample(range(num_rows), num_rows)[:_CANDIDATES]
+        # Labels of each row without and with its first one.
         self._counts = {row: labels.candidates(batch.part([row]), 1) for row in order}
 
     def by_first_labels(self) -> Iterator[Parts]:
         """Yield the parts whose shares differ most with and without first labels; none if no
         shares differ.
         """
+        # The shares differ most between rows that lose a large and a small part of their labels
+        # with the first one. Among equal ratios, prefer rows with more labels.
         ratios = {
-            row: (without / number, -number)
-            for row, (without, number) in self._counts.items()
-            if number
+            row: (without / including, -including)
+            for row, (without, including) in self._counts.items()
+            if including
         }
-        if distributed.any_of_ranks(len({ratio for ratio, _ in ratios.values()}) > 1):
+        distinct_ratios = {ratio for ratio, _ in ratios.values()}
+        if distributed.any_of_ranks(len(distinct_ratios) > 1):
             yield self._extremes(ratios)
 
     def by_values(self, *, counts_first: bool, is_precise: bool) -> Iterator[Parts]:
@@ -438,24 +469,26 @@ class _Candidates:
             counts_first: whether the first label of each row counts.
             is_precise: whether parts of one row show a difference beyond rounding.
         """
-        values = {
-            row: [counts[counts_first], *_values(self._batch.part([row]))]
-            for row, counts in self._counts.items()
-        }
+        # The number of labels of each row, and then the sums of its tensors.
+        values: dict[int, list[float]] = {}
+        for row, (without, including) in self._counts.items():
+            num_labels = including if counts_first else without
+            values[row] = [num_labels, *_values(self._batch.part([row]))]
         yield self._extremes(values)
         if distributed.maximum(self._batch.num_rows) <= 2:
             return
-        # Compare other values first at later splits.
-        shift = self._number.bit_length()
-        by_value = {}
-        for row, row_values in values.items():
-            start = -shift % len(row_values)
-            by_value[row] = row_values[start:] + row_values[:start]
-        lowest, highest = self._extremes(by_value)
+        # Rotate the values of each row, so that later splits compare other values first.
+        rotated: dict[int, list[float]] = {}
+        for row, of_row in values.items():
+            num_rotated = self._number.bit_length() % len(of_row)
+            start = len(of_row) - num_rotated
+            rotated[row] = of_row[start:] + of_row[:start]
+        lowest, highest = self._extremes(rotated)
         yield lowest, highest
         if is_precise:
-            # Rows with labels first: padding between documents has none.
-            rows = sorted(by_value, key=lambda row: (not values[row][0], by_value[row]))
+            # Two rows with similar values. Rows with labels come first: padding between documents
+            # has none.
+            rows = sorted(rotated, key=lambda row: (values[row][0] == 0, rotated[row]))
             yield rows[:1], rows[1:2]
         else:
             # Parts of one row show little, so mix the rows of both parts.
@@ -465,9 +498,10 @@ class _Candidates:
             )
 
     def _extremes(self, values: Mapping[int, Any]) -> Parts:
-        """Return a part of the rows with the lowest values, and one of those with the highest."""
+        """Return the rows with the lowest values, and other rows with the highest values."""
         rows = sorted(values, key=values.__getitem__)
-        return sorted(rows[: self._size]), sorted(rows[self._size :][-self._size :])
+        lowest, others = rows[: self._rows_per_part], rows[self._rows_per_part :]
+        return sorted(lowest), sorted(others[-self._rows_per_part :])
 
 
 def _values(row: Any) -> list[float]:
@@ -479,21 +513,21 @@ def _values(row: Any) -> list[float]:
         for each in arrays_in(row)
         if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_nested
     ]
+    # False sorts before True.
     tensors.sort(key=lambda each: (each.numel() <= 1, not each.is_floating_point()))
     return [float(each.sum(dtype=torch.float64)) for each in tensors]
 
 
 def _auxiliary_coefficient(model: nn.Module) -> float:
     """Return the coefficient of a mixture of experts' auxiliary loss; 0 without one."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    values = [
-        value
-        for config in configs
-        if hasattr(config, "__dict__")
-        for name, value in vars(config).items()
-        if "aux_loss" in name and isinstance(value, float)
-    ]
-    return max(values, default=0.0)
+    largest = 0.0
+    for module in model.modules():
+        # Models of transformers have the coefficient in their config.
+        config = getattr(module, "config", None)
+        for name, value in getattr(config, "__dict__", {}).items():
+            if "aux_loss" in name and isinstance(value, float):
+                largest = max(largest, value)
+    return largest
 
 
 def _has_tf32(model: nn.Module) -> bool:

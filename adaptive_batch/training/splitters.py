@@ -31,7 +31,7 @@ _POSITIONS = ("position_ids", "positions")
 # Prefix of the keys for document ends and for the length of the longest document.
 _ENDS = "cu_seq"
 _LONGEST = ("max_length", "max_seqlen")
-# Keys of values with one entry per token, which documents of several rows have in one row.
+# Keys whose values may have one entry per token, `[rows, columns]`.
 _OF_TOKENS = (*_TOKENS, *_POSITIONS, "labels", "seq_idx", "attention_mask")
 
 
@@ -57,37 +57,39 @@ class CustomSplit:
             remedy = "give a function that returns SplitBatch(num_rows, part)"
             raise SettingError("split", type(rows).__name__, remedy)
 
-        def part(numbers: Sequence[int]) -> Any:
+        def checked_part(numbers: Sequence[int]) -> Any:
             some_rows = rows.part(list(numbers))
-            # A single part, and the check before the first split, have all rows.
+            # A batch in a single part, and the check before the first split, need all rows.
             if len(numbers) == rows.num_rows:
                 self._check_all_rows(some_rows, batch, rows.num_rows)
             return some_rows
 
-        return replace(rows, part=part)
+        return replace(rows, part=checked_part)
 
     split_sample = __call__
 
     def _check_all_rows(self, all_rows: Any, batch: Any, num_rows: int) -> None:
         """Raise if a tensor in the part of all rows has more or fewer rows than in the batch."""
-        tensors = {"a tensor": (batch, all_rows)}
+        pairs = {"a tensor": (batch, all_rows)}
         if isinstance(all_rows, Mapping) and isinstance(batch, Mapping):
-            tensors = {key: (batch[key], all_rows[key]) for key in all_rows.keys() & batch.keys()}
-        for key, pair in tensors.items():
-            # Skip values that are no tensors, and tensors whose second dimension is the rows.
-            have_rows_first = (
-                isinstance(tensor, torch.Tensor)
-                and tensor.dim()
-                and tensor.shape[1:2] != (num_rows,)
-                for tensor in pair
-            )
-            if all(have_rows_first) and len(pair[0]) != len(pair[1]):
+            pairs = {key: (batch[key], all_rows[key]) for key in all_rows.keys() & batch.keys()}
+        for key, (in_batch, in_part) in pairs.items():
+            if not (_may_have_rows(in_batch, num_rows) and _may_have_rows(in_part, num_rows)):
+                continue
+            if len(in_batch) != len(in_part):
                 split = f"SplitBatch of {count(num_rows, 'row')}"
                 remedy = (
-                    f"in the part of all rows, {key} has {len(pair[1])} rows, but in the batch"
-                    f" {len(pair[0])}; num_rows and part must cover the whole batch"
+                    f"in the part of all rows, {key} has {len(in_part)} rows, but in the batch"
+                    f" {len(in_batch)}; num_rows and part must cover the whole batch"
                 )
                 raise SettingError("split", split, remedy)
+
+
+def _may_have_rows(value: Any, num_rows: int) -> bool:
+    """Return whether the first dimension of a value may be the rows, and its second is not."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return False
+    return value.shape[1:2] != (num_rows,)
 
 
 class RowSplitter:
@@ -122,7 +124,8 @@ class RowSplitter:
     ) -> RowsOfBatch | DocumentsOfBatch:
         """Return a sample of a search as rows, which does not decide on keys of later batches."""
         documents = documents_of(batch)
-        if documents is not None and not (self._keeps_rows and documents.num_packed_rows > 1):
+        divides_rows = documents is None or (self._keeps_rows and documents.num_packed_rows > 1)
+        if documents is not None and not divides_rows:
             return documents
         return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
 
@@ -191,34 +194,37 @@ class DocumentsOfBatch(BatchSource):
             SettingError: a value has neither one entry per token nor one per document, or the
                 first label of a document would be lost.
         """
-        if len(rows) == self.num_rows:
+        documents = rows
+        if len(documents) == self.num_rows:
             return copy_containers(self._batch)
         problem = self._problem or self._lost_labels()
         if problem:
             raise SettingError("batch", self.treatment, f"{problem}; {SPLIT_REMEDY}")
-        some = {
-            key: self._of_documents(str(key), value, rows) for key, value in self._batch.items()
+        values = {
+            key: self._part_of_value(str(key), value, documents)
+            for key, value in self._batch.items()
         }
-        return like_mapping(self._batch, some)
+        return like_mapping(self._batch, values)
 
     def dummy(self) -> Any:
         """Return the document with the most labels: the mean loss of no label is NaN."""
         labels = self._batch.get("labels")
-        most = 0
+        document = 0
         if isinstance(labels, torch.Tensor) and labels.numel() == self.width:
             is_label = labels.flatten() != IGNORE_INDEX
             counts = [is_label[begin:end].count_nonzero() for begin, end in self._spans]
-            most = int(torch.stack(counts).argmax())
-        return self.part([most])
+            document = int(torch.stack(counts).argmax())
+        return self.part([document])
 
     @cached_property
-    def _shifted_labels(self) -> torch.Tensor | None:
+    def _unshifted_labels(self) -> torch.Tensor | None:
         """Labels that the model will shift, since they equal the tokens; None if they differ."""
         labels = self._batch.get("labels")
         if not is_table(labels) or labels.shape != self._tokens.shape:
             return None
         is_label = labels != IGNORE_INDEX
-        return labels if bool((labels == self._tokens)[is_label].all()) else None
+        equal_tokens = bool((labels == self._tokens)[is_label].all())
+        return labels if equal_tokens else None
 
     def _lost_labels(self) -> str:
         """Return the problem if a split would lose labels; empty if not.
@@ -226,17 +232,20 @@ class DocumentsOfBatch(BatchSource):
         In the batch, the last token of a document predicts the first label of the next document. In
         a part, no token may predict it.
         """
-        labels = self._shifted_labels
+        labels = self._unshifted_labels
+        if labels is None:
+            return ""
         # The first token of a row is never predicted.
-        begins = [begin for begin, _ in self._spans if begin % self._shape[1]]
-        if labels is None or not bool((labels.flatten()[begins] != IGNORE_INDEX).any()):
+        _, columns = self._shape
+        begins = [begin for begin, _ in self._spans if begin % columns != 0]
+        if bool((labels.flatten()[begins] == IGNORE_INDEX).all()):
             return ""
         return (
             "the last token of a document predicts the first token of the next one; give first"
             " tokens the label -100"
         )
 
-    def _of_documents(self, key: str, value: Any, documents: Sequence[int]) -> Any:
+    def _part_of_value(self, key: str, value: Any, documents: Sequence[int]) -> Any:
         """Return the part of a value that belongs to some documents."""
         lengths = [self.lengths[number] for number in documents]
         is_tensor = isinstance(value, torch.Tensor)
@@ -247,53 +256,59 @@ class DocumentsOfBatch(BatchSource):
             ends = torch.tensor([0, *lengths]).cumsum(0)
             if not is_tensor:
                 return type(value)(ends.tolist())
-            return ends.to(value).reshape(*[1] * (value.dim() - 1), -1)
-        if is_tensor:
-            tokens = self._tokens_in(key, value, documents)
-            if tokens is not None:
-                is_mask = key == "attention_mask" and _has_numbers(value)
-                if key == "seq_idx" or is_mask:
-                    counted = [torch.full([n], number) for number, n in enumerate(lengths)]
-                    numbers = torch.cat(counted).to(value).reshape(tokens.shape)
-                    # 0 in a mask is padding.
-                    return torch.where(tokens == 0, 0, numbers + 1) if is_mask else numbers
-                return tokens
+            # Keep the number of dimensions: [documents + 1] or [1, documents + 1].
+            leading_ones = [1] * (value.dim() - 1)
+            return ends.to(value).reshape(*leading_ones, -1)
+        entries = self._entries_of_tokens(key, value, documents) if is_tensor else None
+        if entries is not None:
+            is_numbered_mask = key == "attention_mask" and _has_numbers(value)
+            if not is_numbered_mask and key != "seq_idx":
+                return entries
+            # Number the documents of the part: from 0, and in a mask from 1, where 0 is padding.
+            numbers = torch.repeat_interleave(torch.tensor(lengths))
+            numbers = numbers.to(value).reshape(entries.shape)
+            return torch.where(entries == 0, 0, numbers + 1) if is_numbered_mask else numbers
         if isinstance(value, list | tuple) and len(value) == self.num_rows:
             return type(value)(value[number] for number in documents)
         if is_array(value) and value.ndim and len(value) == self.num_rows:
             return value[list(documents)]
-        if value is None or isinstance(value, int | float | str) or not getattr(value, "ndim", 1):
+        is_scalar = not getattr(value, "ndim", 1)
+        if value is None or isinstance(value, int | float | str) or is_scalar:
             return value
         size = f"its size is neither {self.num_rows} documents nor {self.width} tokens"
         raise SettingError("batch", key, f"{self.treatment}, and {size}; {SPLIT_REMEDY}")
 
-    def _tokens_in(
+    def _entries_of_tokens(
         self, key: str, value: torch.Tensor, documents: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return the entries for the tokens of some documents; None if the tensor has no dimension
-        of tokens.
+        """Return the entries for the tokens of some documents, in one row; None if the tensor has no
+        tokens.
         """
         rows, columns = self._shape
         shape = value.shape
         if rows == 1 and "mask" in key and shape[-2:] == (columns, columns):
-            return self._along(-1, self._along(-2, value, documents), documents)
-        if rows > 1 and value is self._shifted_labels:
+            of_queries = self._along(-2, value, documents)
+            return self._along(-1, of_queries, documents)
+        if rows > 1 and value is self._unshifted_labels:
             # In a part, the first token of a row may follow another document.
             value = value.clone()
             value[:, 0] = IGNORE_INDEX
         if shape[:2] == (rows, columns):
+            # [rows, columns, ...] becomes [1, rows * columns, ...].
             return self._along(1, value.flatten(0, 1)[None], documents)
         if rows == 1 and (shape == (columns,) or shape[:1] == self._tokens.shape):
             return self._along(0, value, documents)
         if shape[-2:] == (rows, columns):
+            # [..., rows, columns] becomes [..., 1, rows * columns].
             return self._along(-1, value.flatten(-2)[..., None, :], documents)
         return None
 
     def _along(self, axis: int, value: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
         """Return the entries of some documents along an axis."""
         spans = [self._spans[number] for number in documents]
-        # Return a view of adjacent documents.
-        if all(end == begin for (_, end), (begin, _) in pairwise(spans)):
+        are_adjacent = all(end == next_begin for (_, end), (next_begin, _) in pairwise(spans))
+        if are_adjacent:
+            # A view of all of them takes no memory.
             begin, end = spans[0][0], spans[-1][1]
             return value.narrow(axis, begin, end - begin)
         return torch.cat([value.narrow(axis, begin, end - begin) for begin, end in spans], axis)
@@ -332,30 +347,39 @@ def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
     if not isinstance(tokens, torch.Tensor) or tokens.is_nested or tokens.dim() not in (1, 2):
         return None
     num_rows, columns = tokens.shape if tokens.dim() == 2 else (1, len(tokens))
-    ends, problem = _ends_in(batch, num_rows, columns) if tokens.numel() else ([], "")
-    if sum(map(len, ends)) > num_rows:
+    ends_of_rows: list[list[int]] = []
+    problem = ""
+    if tokens.numel():
+        ends_of_rows, problem = _ends_in(batch, num_rows, columns)
+    num_documents = sum(map(len, ends_of_rows))
+    if num_documents > num_rows:
         if num_rows > 1 and not _has_only_documents(batch, num_rows, columns):
             return None
+        # Each document begins where the one before it ends.
         spans = [
             (row * columns + begin, row * columns + end)
-            for row, of_row in enumerate(ends)
-            for begin, end in pairwise([0, *of_row])
+            for row, ends in enumerate(ends_of_rows)
+            for begin, end in pairwise([0, *ends])
         ]
         return DocumentsOfBatch(batch, spans, num_rows, problem)
     labels: Any = batch.get("labels")
     has_labels = isinstance(labels, torch.Tensor) and labels.shape == tokens.shape
-    if not ends and tokens.dim() == 1 and has_labels and not labels.is_floating_point():
+    if not ends_of_rows and tokens.dim() == 1 and has_labels and not labels.is_floating_point():
         return TokensWithoutEnds(batch)
     return None
 
 
 def _has_only_documents(batch: Mapping[str, Any], num_rows: int, columns: int) -> bool:
     """Return whether the batch has labels, and all its values are those of tokens or documents."""
-    return "labels" in batch and all(
-        str(key).startswith((_ENDS, *_LONGEST))
-        or (key in _OF_TOKENS and getattr(value, "shape", None) == (num_rows, columns))
-        for key, value in batch.items()
-    )
+    if "labels" not in batch:
+        return False
+    for key, value in batch.items():
+        is_of_documents = str(key).startswith((_ENDS, *_LONGEST))
+        has_shape = getattr(value, "shape", None) == (num_rows, columns)
+        is_of_tokens = key in _OF_TOKENS and has_shape
+        if not (is_of_documents or is_of_tokens):
+            return False
+    return True
 
 
 def _tokens_of(batch: Mapping[str, Any]) -> Any:
@@ -371,7 +395,7 @@ def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[lis
     """Return the ends of the documents of each row, empty if unknown, and the reason why the
     documents cannot be separated, empty if they can.
     """
-    found: list[list[list[int]]] = []
+    ends_by_key: list[list[list[int]]] = []
     for key, value in batch.items():
         if str(key).startswith(_ENDS) and (isinstance(value, list) or is_array(value)):
             try:
@@ -381,26 +405,52 @@ def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[lis
                 return [], ""
             if num_rows > 1 and numbers.shape[:-1] != (num_rows,):
                 return [], ""
+            # The numbers begin with 0. At the end, the last one may be repeated as padding;
             # Automodel pads with a negative number.
-            rows = numbers.reshape(num_rows, -1).tolist()
-            found.append([[end for end in dict.fromkeys(row) if end > 0] for row in rows])
-    labels = _table(batch, "labels", num_rows, columns)
-    for row, ends in enumerate(found[0] if found else []):
-        if any(others[row] != ends for others in found):
-            return found[0], f"keys that begin with {_ENDS} show different documents"
-        if ends != sorted(ends) or ends[-1:] > [columns]:
-            return found[0], f"ends {ends} do not ascend to {columns} tokens"
-        if labels is not None and ends and bool((labels[row, ends[-1] :] != IGNORE_INDEX).any()):
-            return found[0], "there are labels after the last document"
-    if found:
-        return found[0], ""
+            ends_by_key.append(
+                [
+                    [end for end in dict.fromkeys(row) if end > 0]
+                    for row in numbers.reshape(num_rows, -1).tolist()
+                ]
+            )
+    if ends_by_key:
+        return ends_by_key[0], _problem_of_ends(ends_by_key, batch, num_rows, columns)
     begins = _begins_in(batch, num_rows, columns)
     if begins is None:
         return [], ""
+    # A document ends where the next one begins, and the last one at the end of the row.
     ends_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
     for row, column in begins.nonzero().tolist():
         ends_of_rows[row].append(column)
-    return [[*ends, columns] for ends in ends_of_rows], ""
+    for ends in ends_of_rows:
+        ends.append(columns)
+    return ends_of_rows, ""
+
+
+def _problem_of_ends(
+    ends_by_key: Sequence[Sequence[list[int]]],
+    batch: Mapping[str, Any],
+    num_rows: int,
+    columns: int,
+) -> str:
+    """Return the reason why documents with these ends cannot be separated; empty if they can.
+
+    Args:
+        ends_by_key: ends in each row, for each key that has them.
+        batch: tokens and other values by name.
+        num_rows: rows of the batch.
+        columns: tokens of a row.
+    """
+    labels = _table(batch, "labels", num_rows, columns)
+    for row, ends in enumerate(ends_by_key[0]):
+        if any(of_key[row] != ends for of_key in ends_by_key):
+            return f"keys that begin with {_ENDS} show different documents"
+        last_end = ends[-1] if ends else 0
+        if ends != sorted(ends) or last_end > columns:
+            return f"ends {ends} do not ascend to {columns} tokens"
+        if labels is not None and ends and bool((labels[row, last_end:] != IGNORE_INDEX).any()):
+            return "there are labels after the last document"
+    return ""
 
 
 def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.Tensor | None:
@@ -415,17 +465,22 @@ def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.T
         # With a mask of padding only, the documents of a row attend to each other.
         return None
     begins = None
-    for positions in (_table(batch, key, num_rows, columns) for key in _POSITIONS):
-        if positions is not None and begins is None:
-            first = positions[:, :1]
-            if num_rows > 1 and bool((first != positions.min()).any()):
-                # A row continues a document of the row before. In a part, it might follow another
-                # document.
-                return None
-            is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
-            begins = functional.pad(is_begin & (is_begin.cumsum(1) > 1), (0, 1))
-    has_begins = begins is not None and bool(begins.any())
-    if not has_begins and num_rows == 1 and mask is not None and _has_numbers(mask):
+    position_tables = [_table(batch, key, num_rows, columns) for key in _POSITIONS]
+    positions = next((table for table in position_tables if table is not None), None)
+    if positions is not None:
+        first = positions[:, :1]
+        if num_rows > 1 and bool((first != positions.min()).any()):
+            # A row continues a document of the row before. In a part, it might follow another
+            # document.
+            return None
+        # A document begins where positions restart and then count up: padding may repeat the first
+        # position.
+        is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
+        is_first_of_row = is_begin.cumsum(1) <= 1
+        begins = functional.pad(is_begin & ~is_first_of_row, (0, 1))
+        if bool(begins.any()):
+            return begins
+    if num_rows == 1 and mask is not None and _has_numbers(mask):
         return _changes(mask)
     return begins
 
@@ -442,5 +497,7 @@ def _changes(numbers: torch.Tensor) -> torch.Tensor:
     """Return a bool tensor, true where the number of the document changes. In a mask, 0 is padding
     after the last document.
     """
-    changes = (numbers[:, 1:] != numbers[:, :-1]) & (numbers[:, 1:] != 0)
+    is_other_number = numbers[:, 1:] != numbers[:, :-1]
+    changes = is_other_number & (numbers[:, 1:] != 0)
+    # The first token of a row changes nothing.
     return functional.pad(changes, (1, 0))

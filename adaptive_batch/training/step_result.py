@@ -91,9 +91,9 @@ class StepResult(NamedTuple):
         """True if the loss and the norm of the gradients, if measured, are finite; waits for the
         norm.
         """
-        return math.isfinite(self.loss) and (
-            self.grad_norm is None or math.isfinite(float(self.grad_norm))
-        )
+        if self.grad_norm is not None and not math.isfinite(float(self.grad_norm)):
+            return False
+        return math.isfinite(self.loss)
 
 
 class FullBatchLoss:
@@ -217,34 +217,32 @@ class NonfiniteSteps:
         if self._num_in_a_row > 1:
             in_a_row = f" ({self._num_in_a_row} steps in a row)"
         message = f"step {step}: {problem}{in_a_row}, lr {lr:g}{self._last_finite}"
-        skips = self._policy == "skip"
-        if skips:
-            what_next = "it is skipped: weights and optimizer do not change"
+        if self._policy == "skip":
+            consequence = "it is skipped: weights and optimizer do not change"
         elif self._is_taken:
-            what_next = "on_nonfinite_loss=stop would end training"
+            consequence = "on_nonfinite_loss=stop would end training"
         else:
-            what_next = "on_nonfinite_loss=skip or stop would not take it"
+            consequence = "on_nonfinite_loss=skip or stop would not take it"
+        is_first_or_hundredth = self._num_in_a_row == 1 or self._num_in_a_row % 100 == 0
         self._event(
             "nonfinite_loss",
-            f"{message}; {what_next}",
-            prints=(self._num_in_a_row == 1 or self._num_in_a_row % 100 == 0)
-            and self._policy != "stop",
+            f"{message}; {consequence}",
+            # The error of "stop" is printed instead.
+            prints=is_first_or_hundredth and self._policy != "stop",
             step=step,
             loss=result.loss,
-            skipped=skips,
+            skipped=self._policy == "skip",
         )
         if self._policy == "warn":
             return False
         self._drop_gradients()
-        if self._policy == "stop":
-            state = " before this step is taken"
-            if self._is_taken:
-                state = "; the weights have been stepped by it"
-            remedy = f"; {self._remedy()}" if self._remedy else ""
-            raise NonfiniteLossError(
-                f"{message}; on_nonfinite_loss=stop ends training{state}{remedy}"
-            )
-        return True
+        if self._policy == "skip":
+            return True
+        state = " before this step is taken"
+        if self._is_taken:
+            state = "; the weights have been stepped by it"
+        remedy = f"; {self._remedy()}" if self._remedy else ""
+        raise NonfiniteLossError(f"{message}; on_nonfinite_loss=stop ends training{state}{remedy}")
 
     def count(self) -> int:
         """Return the number of steps that were not finite since the last call."""
