@@ -281,8 +281,8 @@ class DocumentsOfBatch(BatchSource):
     def _entries_of_tokens(
         self, key: str, value: torch.Tensor, documents: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return the entries for the tokens of some documents, in one row; None if the tensor has no
-        tokens.
+        """Return the entries for the tokens of some documents in one row; None if the tensor has
+        no tokens.
         """
         rows, columns = self._shape
         shape = value.shape
