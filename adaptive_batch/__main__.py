@@ -53,12 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DEST",
         help="a folder, or the new file; never overwritten",
     )
-    keys = commands.add_parser(
-        "keys", help="print tables of the configuration keys, or rewrite those of a page"
-    )
-    keys.add_argument(
-        "page", nargs="?", metavar="PAGE", help="docs/configuration.md, whose tables are rewritten"
-    )
+    commands.add_parser("keys", help="print tables of the configuration keys")
     audit = commands.add_parser(
         "audit",
         help=(
@@ -220,12 +215,9 @@ def _run(options: argparse.Namespace) -> int:
 
         return 0 if check() else 1
     if options.command == "keys":
-        from adaptive_batch.torchtune import reference_tables, write_reference
+        from adaptive_batch.torchtune import reference_tables
 
-        if options.page is None:
-            print("\n\n".join(reference_tables().values()))
-        else:
-            write_reference(Path(options.page))
+        print("\n\n".join(reference_tables().values()))
     elif options.name is None:
         configs = shipped_configs()
         width = max((len(name) for name, _ in configs), default=0)

@@ -19,7 +19,7 @@ from .model import AdapterModel, FullModel, builder_of
 from .preview import TrainingPreview
 from .rate import build_rate
 from .resume import ResumedRun
-from .settings import Settings, reference_tables, write_reference
+from .settings import Settings, reference_tables
 from .store import RunStore, Saver
 from .task import Distillation, NextTokens, PreferencePairs, Task
 from .trainer import Trainer, Validation
@@ -58,5 +58,4 @@ __all__ = [
     "show_details",
     "use_shipped_config",
     "without_effect",
-    "write_reference",
 ]

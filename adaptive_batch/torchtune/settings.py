@@ -1,6 +1,6 @@
 """All configuration keys of ours: name, type, default, range, effect on resuming, documentation.
 
-``adaptive-batch keys docs/configuration.md`` writes the tables of the page from here.
+``python docs/tools/keys.py`` writes the tables of docs/configuration.md from here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -493,14 +492,3 @@ def reference_tables() -> dict[str, str]:
             ]
         ),
     }
-
-
-def write_reference(page: Path) -> None:
-    """Rewrite the tables of a page of the documentation; each is between ``<!-- NAME: ... -->`` and
-    ``<!-- end -->``.
-    """
-    text = page.read_text(encoding="utf-8")
-    for name, rows in reference_tables().items():
-        begin = text.index("-->", text.index(f"<!-- {name}: ")) + len("-->")
-        text = f"{text[:begin]}\n\n{rows}\n\n{text[text.index('<!-- end -->', begin) :]}"
-    page.write_text(text, encoding="utf-8")

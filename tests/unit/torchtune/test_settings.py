@@ -47,11 +47,11 @@ def test_null_and_absent_keys_mean_torchtunes_behaviour():
     assert plain.probe == ProbeSettings()
 
 
-def test_the_tables_of_the_documentation_are_those_of_the_settings(tmp_path):
-    copy = tmp_path / "configuration.md"
-    copy.write_text(PAGE.read_text())
-    assert main(["keys", str(copy)]) == 0
-    assert copy.read_text() == PAGE.read_text(), "run: adaptive-batch keys docs/configuration.md"
+def test_the_tables_of_the_documentation_are_those_of_the_settings(capsys):
+    assert main(["keys"]) == 0
+    page = PAGE.read_text()
+    for table in capsys.readouterr().out.strip().split("\n\n"):
+        assert table in page, "run: python docs/tools/keys.py"
 
 
 def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
