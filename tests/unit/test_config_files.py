@@ -37,8 +37,6 @@ def test_a_missing_folder_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("llama3_1_8b", "llama3_1_8B"),
-        ("Demo-CPU", "demo_cpu"),
         ("qwen2_5_0.5B", "qwen2_5_0_5B"),
         ("zzz", "phi4_14B"),
     ],

@@ -12,10 +12,8 @@ import torch
 import torchao.optim
 from support.same_state import assert_same
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from adaptive_batch.checkpoint import load_named_optimizer_state, named_optimizer_state
-from adaptive_batch.checkpoint.optimizer_state import parameter_name
 from adaptive_batch.errors import CheckpointError
 
 OPTIMIZERS = {
@@ -78,22 +76,6 @@ def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, i
     for one, its in [(model, optimizers), (again, its_optimizers)]:
         train(one, its)
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
-
-
-@pytest.mark.parametrize(
-    "wrap", [checkpoint_wrapper, torch.compile, lambda m: torch.compile(checkpoint_wrapper(m))]
-)
-def test_names_are_the_same_with_checkpointing_and_compile(wrap):
-    _, optimizers, names = made(wrap=wrap)
-    assert all("_" in name for name in names.values())
-    _, saved, its_names = trained(seed=1)
-    state = named_optimizer_state(saved, its_names)
-    load_named_optimizer_state(state, optimizers, names)
-    assert_same(named_optimizer_state(optimizers, names), state)
-    assert (
-        parameter_name("a._orig_mod._checkpoint_wrapped_module.b_orig_mod.weight")
-        == "a.b_orig_mod.weight"
-    )
 
 
 def test_one_optimizer_may_become_one_for_each_parameter():

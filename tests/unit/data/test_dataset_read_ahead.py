@@ -163,23 +163,6 @@ def test_an_error_is_raised_where_its_row_is_used():
         epoch.take(16)
 
 
-def test_a_dataset_that_only_its_own_thread_may_read_is_read_by_that():
-    class Owned(Squares):
-        def __getitem__(self, number):
-            if threading.current_thread() is not threading.main_thread():
-                self.by_thread.append(number)
-                raise RuntimeError("made in another thread")
-            return super().__getitem__(number)
-
-    dataset = Owned()
-    epoch = started(dataset)
-    for _ in range(5):
-        first = epoch.position
-        assert epoch.take(8) == [number * number for number in range(first, first + 8)]
-    wait_until(lambda: not threads())
-    assert len(dataset.by_thread) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

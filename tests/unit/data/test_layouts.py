@@ -2,8 +2,6 @@
 wait little for each other.
 """
 
-from itertools import combinations, pairwise
-
 import pytest
 import torch
 from hypothesis import given
@@ -112,51 +110,9 @@ def test_by_tokens_no_grouping_is_better_although_a_row_above_limit_is_alone(
     assert tokens < max(padded) or sizes == sorted(sizes, reverse=True)
 
 
-@given(LENGTHS, CAPACITIES, st.sampled_from(["rows", "lengths", "both"]))
-def test_uniform_micro_batches_are_as_few_as_there_can_be(lengths, capacity, uniform):
-    """Each holds the longest row or is as large as the one that does, so so many of it must fit."""
-    most = max(
-        n for n in range(1, len(lengths) + 1) if n == 1 or may_hold(capacity, n, max(lengths))
-    )
-    if uniform != "lengths":
-        most = max(n for n in range(1, most + 1) if len(lengths) % n == 0)
-    assert len(micro_batches(lengths, capacity, MicroBatchLayout(uniform))) == -(
-        -len(lengths) // most
-    )
-
-
 FACTORS = st.floats(0, 10, allow_subnormal=False)
 TIMES = st.builds(MicroBatchTime, fixed=st.floats(0, 100), token=FACTORS)
 PACKED = MicroBatchLayout(kind="packed")
-
-
-def time_by_hand(groups, time):
-    """Return the time of groups of padded lengths."""
-    return sum(time.fixed + time.token * len(group) * max(group) for group in groups)
-
-
-def cuts(ordered):
-    """Every way to cut rows into neighbours."""
-    for number in range(len(ordered)):
-        for places in combinations(range(1, len(ordered)), number):
-            yield [ordered[begin:end] for begin, end in pairwise((0, *places, len(ordered)))]
-
-
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=9),
-    st.builds(MicroBatchLimit, st.integers(1, 60), UNITS),
-    TIMES,
-    st.integers(1, 4),
-)
-def test_grouped_rows_take_the_least_time_of_all_cuts(lengths, limit, time, multiple):
-    layout = MicroBatchLayout(kind="grouped", time=time, pad_to_multiple_of=multiple)
-    pieces = micro_batches(lengths, limit, layout)
-    least = min(
-        time_by_hand(groups, time)
-        for groups in cuts(sorted(map(layout.padded, lengths)))
-        if all(len(group) == 1 or may_hold(limit, len(group), max(group)) for group in groups)
-    )
-    assert time_by_hand([piece.lengths for piece in pieces], time) == pytest.approx(least)
 
 
 @given(LENGTHS, CAPACITIES, st.sampled_from(["grouped", "packed"]), TIMES)

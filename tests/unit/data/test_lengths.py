@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from adaptive_batch.data import (
-    DatasetAdapter,
-    largest_rows,
-    longest_rows,
-    measure_rows,
-)
+from adaptive_batch.data import DatasetAdapter, largest_rows, longest_rows, measure_rows
 from adaptive_batch.errors import SettingError
 
 

@@ -35,12 +35,6 @@ LAYERS = (
 )
 LLAMA = ("model._component_=torchtune.models.llama3_2.llama3_2", *LAYERS)
 QWEN = ("model._component_=torchtune.models.qwen2.qwen2", *LAYERS)
-GEMMA = (
-    "model._component_=torchtune.models.gemma2.gemma2",
-    *LAYERS,
-    "model.head_dim=64",
-    "model.query_pre_attn_scalar=64",
-)
 ADAPTERS = (
     "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
     "model.apply_lora_to_mlp=True",
@@ -51,27 +45,18 @@ SMALL_LORA = ("model._component_=torchtune.models.llama3_2.lora_llama3_2", *LAYE
 LORA = ("model._component_=torchtune.models.llama3_2.lora_llama3_2_1b", *ADAPTERS)
 QLORA = ("model._component_=torchtune.models.llama3_2.qlora_llama3_2_1b", *ADAPTERS)
 OFFLOADED = (RECOMPUTED, "enable_activation_offloading=True")
-SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9")
 
 LOGS = {
     "foreach": ("llama3_2_1B", 2, 512, 1, (PLAIN, "optimizer.fused=null")),
     "chunked, fused": ("llama3_2_1B", 3, 500, 1, ()),
-    "fp32, accumulated": ("llama3_2_1B", 1, 512, 3, ("dtype=fp32", PLAIN)),
-    "sorted tokens, clipped": ("llama3_2_1B", 2, 2048, 1, ("clip_grad_norm=1.0",)),
     "in backward": ("llama3_2_1B", 2, 512, 1, ("optimizer_in_bwd=True", "optimizer.fused=null")),
     "tied, biased": ("qwen2_5_0_5B", 2, 700, 2, ()),
-    "soft caps": ("gemma2_2B", 1, 512, 1, ()),
     "packed": ("llama3_2_1B", 4, (512, 37, 300, 1200), 1, PACKED),
-    "packed alike, accumulated": ("qwen2_5_0_5B", 8, 128, 2, PACKED),
     "recomputed": ("llama3_2_1B", 2, 2048, 1, (RECOMPUTED,)),
     "LoRA": ("llama3_2_1B", 2, 512, 1, LORA),
-    "LoRA, recomputed": ("llama3_2_1B", 2, 512, 1, (*LORA, RECOMPUTED)),
-    "DoRA": ("llama3_2_1B", 2, 512, 1, (*LORA, "model.use_dora=True")),
     "QLoRA": ("llama3_2_1B", 2, 512, 1, QLORA),
-    "packed, recomputed": ("llama3_2_1B", 4, (512, 37, 300, 1200), 1, (*PACKED, RECOMPUTED)),
-    "7B, recomputed": ("qwen2_5_7B", 1, 512, 1, ("optimizer_in_bwd=False", *SGD)),
 }
-LONG = {"soft caps", "packed alike, accumulated", "fp32, accumulated", "QLoRA"}
+LONG = {"QLoRA"}
 
 
 def assert_reserves_alike(expected, got, *, rel):
@@ -132,18 +117,12 @@ def test_the_log_of_a_rank_has_its_streams():
 # Compiled steps: rows, tokens of each, micro-batches of a step, settings.
 CASES = {
     "bf16": (4, 1024, 1, (*LLAMA, PLAIN)),
-    "fp32": (4, 512, 1, (*LLAMA, PLAIN, "dtype=fp32")),
     "recomputed": (8, 1024, 1, (*LLAMA, PLAIN, RECOMPUTED)),
     "chunked": (4, 1024, 1, LLAMA),
     "accumulated": (2, 512, 2, (*LLAMA, PLAIN)),
     "LoRA": (4, 1024, 1, (*SMALL_LORA, PLAIN)),
-    "LoRA, dropout": (4, 1024, 1, (*SMALL_LORA, PLAIN, "model.lora_dropout=0.1")),
-    "biased": (4, 700, 1, (*QWEN, PLAIN)),
-    "soft caps": (2, 512, 1, (*GEMMA, PLAIN)),
-    "packed": (16, [128, 300, 40, 700], 1, (*QWEN, PLAIN, *PACKED)),
-    "packed, many short rows, recomputed": (512, 16, 1, (*LLAMA, *PACKED, RECOMPUTED)),
+    "packed, biased": (16, [128, 300, 40, 700], 1, (*QWEN, PLAIN, *PACKED)),
     "half of the activations": (8, 1024, 1, ("activation_memory_budget=0.5", *LLAMA, PLAIN)),
-    "least activations": (8, 1024, 1, ("activation_memory_budget=0.0", *LLAMA, PLAIN)),
 }
 
 
@@ -176,18 +155,9 @@ def test_a_compiled_step_needs_at_most_the_estimate(case):
     check(log, peak_of_run(compiled, rows, tokens, micro_batches), case)
 
 
-# Rows of a rank, tokens of each, settings.
-DIVIDED = {
-    "chunked, recomputed": (8, 1024, (*LLAMA, RECOMPUTED)),
-    "LoRA": (4, 1024, (*SMALL_LORA, PLAIN)),
-}
-
-
-@pytest.mark.parametrize("case", DIVIDED)
-def test_a_compiled_step_of_one_of_two_ranks_needs_at_most_the_estimate(case):
-    rows, tokens, overrides = DIVIDED[case]
-    overrides = ("compile=True", *overrides)
+def test_a_compiled_step_of_one_of_two_ranks_needs_at_most_the_estimate():
+    overrides = ("compile=True", *LLAMA, RECOMPUTED)
     with distributed.fake_process_group(2):
-        log = estimated(read("llama3_2_1B", *overrides), rows, tokens)
-    _, peak = on_ranks("llama3_2_1B", rows, tokens, *overrides, ranks=2)
-    check(log, peak, case)
+        log = estimated(read("llama3_2_1B", *overrides), 8, 1024)
+    _, peak = on_ranks("llama3_2_1B", 8, 1024, *overrides, ranks=2)
+    check(log, peak, "recomputed")

@@ -38,7 +38,6 @@ def test_the_names_of_torch_are_known(name, device):
 @pytest.mark.parametrize(
     ("size", "total_bytes", "shown"),
     [
-        ("80GiB", 80 * GIB, "80.00 GiB"),
         ("900 MiB", 900 * 1024**2, "0.879 GiB"),
         ("24GB", 24 * 10**9, "22.35 GiB"),
         (16 * GIB, 16 * GIB, "16.00 GiB"),
@@ -53,9 +52,7 @@ def test_a_size_is_a_device(size, total_bytes, shown):
     ("value", "remedy"),
     [
         ("A100", "near it: A100-..GB, A100-..GB$"),
-        ("v100", "near it: V100-..GB, V100-..GB$"),
         ("H1000", "near it: H100, "),
-        ("RTX4080", "near it: RTX"),
         ("potato", "there are: T4, V100-16GB"),
         *((value, "; ") for value in ("", "80", "80 apples", "-80GiB", "0GiB")),
         *((value, "$") for value in (0.9, 1.0, float("nan"), 4090, -1, 0, True, None, {"H100": 1})),

@@ -9,10 +9,7 @@ import torch
 from support.fake_steps import OPTIMIZERS, Decoder, fake_step, made, run, stepped
 from torch._subclasses.fake_tensor import FakeTensor
 
-from adaptive_batch.estimate import (
-    DevicesAsHost,
-    FakeDevice,
-)
+from adaptive_batch.estimate import DevicesAsHost, FakeDevice
 from adaptive_batch.memory import (
     MemoryCurve,
     device_memory,
@@ -86,21 +83,6 @@ def test_no_tensor_of_a_fake_step_is_real(in_backward):
     ]
     assert len(tensors) > 3 * len(list(model.parameters()))
     assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
-
-
-def test_rows_of_another_length_are_traced():
-    with torch.device("meta"):
-        model = Decoder()
-    device = FakeDevice()
-    step = fake_step(model=model, device=device)
-    other = max(
-        step.trace(3, forward_backward=partial(run, model, device.move_batch, length=40)).live_bytes
-    )
-    plain = max(step.trace(3).live_bytes)
-    with rehearsal() as trial:
-        assert plain == trial(3).peak_bytes
-        trial._forward_backward = partial(run, trial._model, lambda batch: None, length=40)
-        assert other == trial(3).peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -111,58 +111,6 @@ def test_a_low_bit_optimizer_is_estimated_with_its_states():
     assert not optimizer.state
 
 
-def states_of(optimizer, model):
-    """Return the estimated bytes of the optimizer's state, and the uncounted memory."""
-    estimate = estimate_memory(
-        model, sample(), optimizer, "1GiB", mean_loss=mean_loss(model), maximum=8
-    )
-    return estimate.lengths[0].resident.optimizer, estimate.left_out
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer that wraps another one and shares its parameters, as for SAM."""
-
-    def __init__(self, parameters, inner):
-        super().__init__(parameters, {})
-        self.inner = inner(self.param_groups)
-        self.inner.outer = self
-        self.param_groups = self.inner.param_groups
-
-    def step(self, closure=None):
-        self.inner.step()
-
-
-class QuantizedAdamW(torchao.optim.AdamW8bit):
-    """A subclass of AdamW8bit in a user's module."""
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, QuantizedAdamW])
-def test_the_state_of_a_wrapped_optimizer_counts(kind):
-    model = Tied()
-    expected = states_of(kind(model.parameters()), model)
-    assert expected[0] > 0
-    optimizer = Wrapper(model.parameters(), kind)
-    assert states_of(optimizer, model) == expected
-    mean_loss(model)(sample()).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            optimizer.inner.state[parameter]["moment"] = torch.ones_like(parameter)
-    assert states_of(optimizer, model) == expected
-    assert all(state["moment"].sum() for state in optimizer.inner.state.values())
-
-
-def test_foreach_is_chosen_as_on_cuda():
-    model = Tied(dim=256)
-    peaks = {}
-    for foreach in (None, True, False):
-        optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
-        estimate = estimate_memory(
-            model, sample(), optimizer, "1GiB", mean_loss=mean_loss(model), maximum=8
-        )
-        peaks[foreach] = estimate.lengths[0].optimizer_peak_bytes
-    assert peaks[None] == peaks[True] > peaks[False]
-
-
 @pytest.mark.parametrize("entry", ["estimate_memory", "AdaptiveStep", "AdaptiveLoop"])
 def test_a_convolution_as_first_layer_is_estimated(entry):
     shape = (3, 8, 8)

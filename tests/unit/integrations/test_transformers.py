@@ -47,18 +47,10 @@ def rows():
 
 def llama(dropout=0.0):
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            attention_dropout=dropout,
-        )
-    )
+    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    shape = {**sizes, **dict.fromkeys(counts, 2), "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=dropout))
 
 
 class MeanOfRows(nn.Module):
@@ -359,59 +351,16 @@ def test_arguments_are_checked_as_they_are_given(given, message):
         AdaptiveArguments(**given)
 
 
-class CountsInItsLoss(Trainer):
-    """As TRL's trainers are: makes batches and collects metrics in methods that it overrides."""
-
-    def __init__(self, *arguments, **keywords):
-        super().__init__(*arguments, **keywords)
-        self.num_prepared = 0
-        self._num_tokens = 0
-        self.num_rows = 0
-        self.row_counts = []
-        self.calls = Counter()
-        self.custom_metrics = {"train": defaultdict(SumMetric)}
-
-    def _prepare_inputs(self, inputs):
-        self.num_prepared += 1
-        return super()._prepare_inputs(inputs)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self._num_tokens += int(inputs["attention_mask"].sum())
-        num_rows = len(inputs["input_ids"])
-        self.num_rows += num_rows
-        self.calls["rows"] += num_rows
-        self.row_counts.append(torch.tensor(num_rows))
-        self.custom_metrics["train"]["rows"].update(num_rows)
-        seen = getattr(self.state, "tokens", {"total": torch.zeros(1)})
-        self.state.tokens = {"total": seen["total"] + num_rows}
-        self.num_seen_later = getattr(self, "num_seen_later", 0) + num_rows
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-class Counts(CountsInItsLoss, AdaptiveTrainer):
-    adaptive = AdaptiveArguments(options=StepOptions())
-
-
-def test_counts_of_a_loss_leave_out_trials_and_failed_attempts(tmp_path):
-    plain, losses, _ = trained(CountsInItsLoss, tmp_path)
-    ours, own_losses, _ = trained(Counts, tmp_path, fails_above(2))
-    assert own_losses == pytest.approx(losses, rel=2e-6)
-    assert ours._num_tokens == plain._num_tokens
-    assert ours.num_rows == ours.num_seen_later == plain.num_rows
-    assert ours.calls == plain.calls
-    assert ours.state.tokens == plain.state.tokens
-    assert ours.custom_metrics["train"]["rows"].compute() == plain.num_rows
-    assert sum(ours.row_counts) == sum(plain.row_counts)
-    assert ours.num_prepared == plain.num_prepared
-
-
 class LogsInItsLoss(Trainer):
-    """Logs numbers of a batch, and collects them as TRL's trainers do."""
+    """Logs, counts and collects numbers of a batch, as TRL's trainers do."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         self._metrics = {"train": defaultdict(list)}
         self.num_tokens = 0
+        self.row_counts = []
+        self.calls = Counter()
+        self.custom_metrics = {"train": defaultdict(SumMetric)}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"][:, 1:]
@@ -435,6 +384,13 @@ class LogsInItsLoss(Trainer):
         self._metrics["train"]["last"].extend(labels[-2:].tolist())
         self.num_tokens += len(labels)
         self._metrics["train"]["num_tokens"] = [self.num_tokens]
+        num_rows = len(inputs["input_ids"])
+        self.calls["rows"] += num_rows
+        self.row_counts.append(torch.tensor(num_rows))
+        self.custom_metrics["train"]["rows"].update(num_rows)
+        seen = getattr(self.state, "tokens", {"total": torch.zeros(1)})
+        self.state.tokens = {"total": seen["total"] + num_rows}
+        self.num_seen_later = getattr(self, "num_seen_later", 0) + num_rows
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
@@ -448,13 +404,18 @@ class LogsInItsLoss(Trainer):
     ],
     ids=["whole", "out of memory", "parts", "auto"],
 )
-def test_logs_of_a_loss_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
+def test_logs_and_counts_of_a_loss_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
     given = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
     plain, _, _ = trained(LogsInItsLoss, tmp_path, **given)
     ours, _, _ = trained(
         in_parts(LogsInItsLoss), tmp_path, fails_above(limit), adaptive=adaptive, **given
     )
     assert ours.adaptive_step.num_micro_batches == num_parts
+    for name in ("num_tokens", "num_seen_later", "calls"):
+        assert getattr(ours, name) == getattr(plain, name)
+    assert ours.state.tokens == plain.state.tokens
+    assert sum(ours.row_counts) == sum(plain.row_counts)
+    assert ours.custom_metrics["train"]["rows"].compute() == plain.calls["rows"]
     history = plain.state.log_history[:-1]
     assert len(ours.state.log_history[:-1]) == len(history)
     for entry, own in zip(history, ours.state.log_history, strict=False):
@@ -479,9 +440,11 @@ class NotesTheMode(Trainer):
         return super()._prepare_inputs(inputs)
 
 
-def test_a_batch_is_prepared_in_training_mode_from_the_first_one(tmp_path):
-    trainer, _, _ = trained(in_parts(NotesTheMode), tmp_path, llama().eval(), num_train_epochs=1)
-    assert trainer.modes == [True] * 4
+def test_a_batch_is_prepared_once_and_in_training_mode_from_the_first_one(tmp_path):
+    model, given = limited(llama().eval(), 2, in_training=True), {"num_train_epochs": 1}
+    run = trained(in_parts(NotesTheMode), tmp_path, model, **given)
+    assert run.trainer.adaptive_step.num_micro_batches > 1
+    assert run.trainer.modes == [True] * 4
 
 
 class DividesBySteps(Trainer):
@@ -590,7 +553,7 @@ def test_a_split_that_is_given_is_taken_before_pairs():
     assert by_pairs(adaptive) is adaptive
 
 
-class Makes(CountsInItsLoss, AdaptiveTrainer):
+class Makes(NotesTheMode, AdaptiveTrainer):
     adaptive = AdaptiveArguments(micro_batch_size="auto")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -53,17 +52,3 @@ def test_fractions_of_bytes_are_rounded_up():
 def test_a_falling_line_is_taken_as_flat():
     curve = MemoryCurve.from_traces((2, Trace(1, [50, 20])), (3, Trace(1, [40, 30])))
     assert [curve.peak_bytes(rows) for rows in (3, 4, 5)] == [40, 40, 50]
-
-
-@pytest.mark.parametrize(
-    ("fewer", "more"),
-    [
-        ((1, Trace(1, [5, 6])), (2, Trace(2, [7, 8]))),
-        ((2, Trace(1, [5, 6])), (2, Trace(1, [5, 6]))),
-        ((3, Trace(1, [5, 6])), (2, Trace(1, [7, 8]))),
-    ],
-    ids=["other programs", "the same size", "the larger first"],
-)
-def test_traces_need_the_same_program_and_growing_sizes(fewer, more):
-    with pytest.raises(AssertionError):
-        MemoryCurve.from_traces(fewer, more)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
+import os
+import sys
 
 import pytest
 import torch
@@ -14,14 +14,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import (
+    ALLOCATOR_VARIABLES,
     GIB,
     Room,
+    allocator_settings,
     budget_bytes,
+    check_segments,
     device_memory,
+    expand_segments,
     is_out_of_memory,
     optimizer_state_tensors,
     parse_size,
-    recover,
+    segments_expand,
     storage_bytes,
     wanted_bytes,
 )
@@ -284,40 +288,9 @@ def test_allocated_and_requested_bytes_are_read_from_the_message():
     assert wanted_bytes("std::bad_alloc") is None
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-def test_recover_frees_the_graph_of_a_failed_backward():
-    """The first of two queued branches fails, so the engine never runs the other."""
-
-    def failed_backward():
-        x = torch.ones(8, requires_grad=True)
-        kept = x.exp()
-        reference = weakref.ref(kept.untyped_storage())
-        branch = kept.sin()
-        assert isinstance(
-            raised((branch.sum() + FailsInBackward.apply(x).sum()).backward), torch.OutOfMemoryError
-        )
-        return reference
-
-    reference = failed_backward()
-    gc.collect()
-    left = reference() is not None
-    recover(device_memory(CPU))
-    assert (left, reference()) == (True, None)
-
-
 @pytest.mark.parametrize(
     ("device_memory", "available", "headroom", "budget"),
     [
-        (None, 8 * GIB, 0.0, 8 * GIB),
         (None, 8 * GIB, 0.25, 6 * GIB),
         ("4GiB", 8 * GIB, 0.5, 2 * GIB),
         # No more than is available.
@@ -332,3 +305,51 @@ def test_the_budget_is_what_is_available_of_the_request_without_headroom(
 ):
     given = {"headroom": headroom, "total_bytes": 16 * GIB, "available_bytes": available}
     assert budget_bytes(device_memory, **given) == budget
+
+
+# --- expandable segments
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch):
+    for variable in ALLOCATOR_VARIABLES:
+        # Set first, so that monkeypatch removes the values that a test sets.
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def test_segments_expand_without_other_settings():
+    assert not segments_expand()
+    expand_segments()
+    assert segments_expand()
+
+
+@pytest.mark.parametrize("variable", ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("settings", ["", "expandable_segments:False", "max_split_size_mb:64"])
+def test_settings_of_the_environment_are_kept(monkeypatch, variable, settings):
+    monkeypatch.setenv(variable, settings)
+    before = dict(os.environ)
+    expand_segments()
+    assert dict(os.environ) == before
+    assert not segments_expand()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(sys, "platform", "win32"), (sys, "platform", "darwin"), (torch.version, "hip", "6.4")],
+)
+def test_nothing_is_set_if_pytorch_does_not_support_them(monkeypatch, module, name, value):
+    monkeypatch.setattr(module, name, value)
+    expand_segments()
+    assert allocator_settings() == ("", {})
+
+
+def test_the_driver_is_checked_only_for_cuda(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    expand_segments()
+    check_segments(torch.device("cpu"))
+    assert told == []
+    assert segments_expand()

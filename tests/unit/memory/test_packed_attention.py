@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional
 
 from adaptive_batch.memory import packed_attention
 
-LENGTHS = [5, 1, 7, 3]
 ENDS = torch.tensor([0, 5, 6, 13, 16], dtype=torch.int32)
 
 
@@ -18,31 +16,6 @@ def heads(dtype=torch.float64, number=2):
         torch.randn(16, number, 8, generator=generator, dtype=dtype).requires_grad_()
         for _ in range(3)
     ]
-
-
-def of_each_row(query, key, value, scale):
-    rows = zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True)
-    return torch.cat(
-        [
-            functional.scaled_dot_product_attention(
-                *(tensor.transpose(0, 1)[None] for tensor in row), is_causal=True, scale=scale
-            )[0].transpose(0, 1)
-            for row in rows
-        ]
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_output_and_gradients_are_those_of_each_row_alone(dtype, scale):
-    tensors = heads(dtype)
-    gradient = torch.linspace(-1, 1, 256, dtype=dtype).view(16, 2, 8)
-    output, sums = packed_attention(*tensors, ENDS, scale)
-    expected = of_each_row(*tensors, scale)
-    torch.testing.assert_close(output, expected)
-    assert sums.shape == (2, 16)
-    gradients = torch.autograd.grad(output, tensors, gradient)
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, tensors, gradient))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -105,13 +105,6 @@ def test_for_any_device_the_result_was_tried_and_fits(answers, search):
 # Files.
 
 
-def test_the_peak_includes_the_optimizers_step():
-    device = IdealDevice(
-        lambda rows: rows * GIB, budget_bytes=BUDGET, optimizer_peak_bytes=15 * GIB
-    )
-    assert run_search(device, search=Halving(start=2)).peak_bytes() == 15 * GIB
-
-
 @pytest.fixture
 def result() -> ProbeResult:
     return run_search(

@@ -89,17 +89,6 @@ def test_any_search_ends_and_tries_each_size_once_within_its_range(
     assert search.best == max((trial.batch_size for trial in trials if trial.fits), default=0)
 
 
-def test_halving_halves_its_start_until_one_fits() -> None:
-    search = Halving(start=100)
-    assert [t.batch_size for t in run(search, lambda rows: Trial(rows, rows <= 13))] == [
-        100,
-        50,
-        25,
-        12,
-    ]
-    assert search.best == 12
-
-
 @given(st.integers(1, 100_000), st.data())
 def test_binary_search_finds_the_true_maximum_in_log2_trials(
     maximum: int, data: st.DataObject
@@ -177,17 +166,6 @@ def test_any_maximum_of_lines_is_found_to_a_percent(
     if out_of_memory(trials) == 0 or true_maximum < 80:
         assert search.best == true_maximum
     assert true_maximum / 1.012 - 1 <= search.best <= true_maximum
-
-
-def test_an_optimizer_step_that_does_not_fit_counts() -> None:
-    search = Predictive(budget_bytes=1000, maximum=64)
-    run(
-        search,
-        lambda rows: Trial(
-            rows, rows <= 5, 10 * rows, optimizer_peak_bytes=900 if rows <= 5 else 1100
-        ),
-    )
-    assert search.best == 5
 
 
 # Traces of the bytes alive after each operation.

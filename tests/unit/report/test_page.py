@@ -1,6 +1,7 @@
 """The report shows all recorded values of a run on a self-contained page."""
 
 import base64
+import html
 import io
 import json
 import re
@@ -8,14 +9,18 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from fractions import Fraction
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from support.run_records import NASTY, PROBE, Records, full_records
+from support.targets import counted
 
 from adaptive_batch.__main__ import main
-from adaptive_batch.report import read_records, write_report
+from adaptive_batch.estimate import Change, LengthEstimate, MemoryEstimate, Target
+from adaptive_batch.estimate.fake_step import Resident
+from adaptive_batch.memory import GIB, Line, MemoryCurve
+from adaptive_batch.report import read_records, write_estimate_picture, write_report
 from adaptive_batch.report.page import run_facts
 from adaptive_batch.report.picture import RunData, run_panels
 from adaptive_batch.report.run_log import last_run
@@ -29,22 +34,6 @@ def facts(records: Records, probe=None):
     return run_facts(RunData.from_entries(run_of(records).entries), probe)
 
 
-def panels_of(records: Records):
-    panels = run_panels(RunData.from_entries(run_of(records).entries))
-    return {panel.title: panel for panel in panels}
-
-
-def lines_of(panel):
-    """Return each named line of a panel with its points, and the places of vertical lines."""
-    axes = Figure().subplots()
-    panel.draw(axes)
-    lines = {
-        line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.get_lines()
-    }
-    across = [line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == ":"]
-    return lines, across
-
-
 def short(num_steps=5, **values) -> Records:
     records = Records()
     records.start()
@@ -54,24 +43,6 @@ def short(num_steps=5, **values) -> Records:
 
 
 # Contents of the page.
-
-
-@pytest.mark.slow
-def test_values_means_and_events_have_their_recorded_places():
-    records = full_records()
-    steps = {
-        record["step"]: record
-        for record in map(json.loads, records.lines)
-        if record["kind"] == "step"
-    }
-    panels = panels_of(records)
-    lines, across = lines_of(panels["Rows per step"])
-    assert lines["rows"] == [(step["samples_seen"], step["batch_size"]) for step in steps.values()]
-    assert sorted(across) == [steps[300]["samples_seen"], steps[420]["samples_seen"]]
-    loss, _ = lines_of(panels["Loss"])
-    last = [step["loss"] for step in steps.values()][-15:]
-    assert loss["loss, mean of 15"][-1] == pytest.approx((28_800, sum(last) / 15))
-    assert [y for _, y in loss["validation"]] == [2.4 + 40 / n for n in range(100, 700, 100)]
 
 
 def test_the_page_begins_with_the_facts_of_the_run():
@@ -213,3 +184,50 @@ def test_the_page_shows_the_picture_and_the_text_of_the_run(tmp_path, width):
     text = done.stdout.decode()
     assert NASTY.replace("<", "&lt;").replace(">", "&gt;").replace("&b", "&amp;b")[:14] in text
     assert "<script" not in text
+
+
+# --- estimates
+
+
+def length_of(tokens):
+    """An estimate of 4 GiB and half a GiB for each row, or 3.2 GiB and one."""
+    lines = ((4.0, 0.5), (3.2, 1.0))
+    curve = MemoryCurve(
+        tuple(
+            Line(Fraction(int(fixed * GIB)), Fraction(int(each * GIB)), number)
+            for number, (fixed, each) in enumerate(lines)
+        )
+    )
+    resident = Resident(GIB, GIB // 1000, 2 * GIB, GIB // 8)
+    return LengthEstimate(tokens, resident, curve, curve.peak_bytes(1), 3 * GIB)
+
+
+def estimate_of(*tokens):
+    lengths = tuple(map(length_of, tokens))
+    targets = [Target(name, 80 * GIB, gib * GIB) for name, gib in (("H100", 75), ("L4", 20))]
+    return MemoryEstimate(
+        tuple(counted(target, lengths, maximum=4096) for target in targets),
+        4096,
+        lengths=lengths,
+        left_out=("a <thing>",),
+        changes=(Change(("enable=True",), "more <compute>", (None, 30)),),
+    )
+
+
+@pytest.mark.parametrize("tokens", [(512,), (512, 1024, 2048)], ids=len)
+def test_the_picture_is_not_blank(tmp_path, tokens):
+    write_estimate_picture(estimate_of(*tokens), tmp_path / "estimate.png")
+    picture = Image.open(io.BytesIO((tmp_path / "estimate.png").read_bytes())).convert("RGB")
+    assert (picture.size[0] > 1000) == (len(tokens) > 1)
+    colours = picture.getcolors(maxcolors=1 << 24)
+    assert len({colour for count, colour in colours if count > 500}) >= 4
+
+
+def test_an_estimate_alone_has_a_page_with_its_tables(tmp_path):
+    estimate = estimate_of(512, 2048)
+    estimate.save(tmp_path / "adaptive_batch" / "estimate.json")
+    page = write_report(tmp_path)[0].read_text()
+    assert html.escape(estimate.table()) in page
+    assert "more &lt;compute&gt;" in page
+    assert "left out: a &lt;thing&gt;" in page
+    assert "<dt>steps</dt>" not in page

@@ -22,7 +22,6 @@ from adaptive_batch.schedules import (
     linear_ramp,
     needs_noise_scale,
     ramp_by_doubling,
-    relative_decay,
     request_batch,
     seesaw,
     steps,
@@ -323,14 +322,6 @@ def test_a_clock_in_tokens_measures_the_fraction_of_tokens():
         optimizer.step()
         optimizer.zero_grad()
     assert done == total
-
-
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.data())
-def test_the_decay_is_relative_to_the_running_maximum(values, data):
-    decay = relative_decay(lambda time: values[min(int(time), len(values) - 1)])
-    for time in data.draw(st.lists(st.floats(0, len(values) - 0.01), min_size=1)):
-        peak = max(values[: int(time) + 1])
-        assert decay(time) == (values[int(time)] / peak if peak else 1.0)
 
 
 @pytest.mark.parametrize(

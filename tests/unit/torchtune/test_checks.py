@@ -14,19 +14,8 @@ from torchtune import config
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.torchtune import (
-    FullModel,
-    Job,
-    NextTokens,
-    Settings,
-    use_shipped_config,
-)
-from adaptive_batch.torchtune.checks import (
-    TO_TRAIN,
-    check_output_dir,
-    check_parallel,
-    complete,
-)
+from adaptive_batch.torchtune import FullModel, Job, NextTokens, Settings, use_shipped_config
+from adaptive_batch.torchtune.checks import TO_TRAIN, check_output_dir, check_parallel, complete
 from adaptive_batch.torchtune.configuration import plainly
 from adaptive_batch.torchtune.job import check_keys_of_others
 from adaptive_batch.torchtune.resume import check_fewer_ranks

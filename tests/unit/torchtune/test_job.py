@@ -12,14 +12,10 @@ from adaptive_batch.torchtune import Job, Settings
 from adaptive_batch.torchtune.job import own_compiler
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.second = nn.Linear(16, 16)
-
+class Layer(nn.Linear):
     def forward(self, rows):
-        return self.second(torch.sigmoid(self.first(torch.sin(self.second(rows)))))
+        hidden = super().forward(torch.sin(super().forward(rows)))
+        return super().forward(torch.sigmoid(hidden))
 
 
 def bytes_kept_within(budget):
@@ -27,7 +23,7 @@ def bytes_kept_within(budget):
     cfg = OmegaConf.load(config_files()["demo_cpu"])
     cfg.merge_with({"compile": True, "activation_memory_budget": budget})
     Job(cfg, Settings.from_config(cfg))
-    layer = Layer()
+    layer = Layer(16, 16)
     layer.compile(backend="aot_eager_decomp_partition")
     kept = {}
 

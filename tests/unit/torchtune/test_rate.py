@@ -33,12 +33,6 @@ def test_each_group_is_set_back_to_its_own_base_rate_in_place_where_it_is_a_tens
     assert one.param_groups[1]["lr"] is kept
 
 
-def test_a_rate_that_was_never_scheduled_stays():
-    one = optimizer(0.1, 0.3)
-    rewind_rates([one])
-    assert rates(one) == [0.1, 0.3]
-
-
 def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_ones():
     """As torchtune saves them: only the optimizer that its scheduler was built around knows the
     base.

@@ -80,6 +80,3 @@ def test_rows_without_a_label_are_counted(caplog, monkeypatch, tmp_path):
         _ = rows.lengths
     assert "2 of 3 rows have no label" in caplog.text
     assert "3 rows may be cut to tokenizer.max_seq_len=3" in caplog.text
-
-
-# --- rows that are read ahead

@@ -184,13 +184,11 @@ TWICE = {"gradient_accumulation_steps": 2}
     [
         ({}, False, None, False),
         (TWICE, False, None, True),
-        ({"micro_batch_size": 1}, False, None, True),
         (AUTO, True, 2, True),
         (AUTO | LARGEST, False, 2, False),
         # The whole step is tried as one micro-batch first.
         (AUTO | LARGEST | TWICE, False, 4, False),
         (AUTO | LARGEST | GROWING, False, None, False),
-        (AUTO | LARGEST | GROWING | TWICE, False, None, True),
         (AUTO | LARGEST | GROWING | {"grow_beyond_maximum": True}, False, None, True),
         (AUTO | LARGEST | {"micro_batch_layout": "grouped"}, False, 2, True),
         ({"batch_tokens": 100} | LARGEST, False, None, True),

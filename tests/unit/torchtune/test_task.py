@@ -31,13 +31,7 @@ from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune import (
-    Distillation,
-    Job,
-    PreferencePairs,
-    Settings,
-    builder_of,
-)
+from adaptive_batch.torchtune import Distillation, Job, PreferencePairs, Settings, builder_of
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 
 
@@ -286,18 +280,6 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
         assert result.metrics == pytest.approx(means, rel=1e-6)
         loss = (1 - RATIO) * means["class_loss"] + RATIO * means["kd_loss"]
         assert result.loss == pytest.approx(loss, rel=1e-6)
-
-
-def test_the_teacher_gets_no_gradient_and_drops_nothing():
-    rows = rows_of(4)
-    wired = distilling("full", rows, limit=MicroBatchLimit(2))
-    student, teacher = wired.trainer.models
-    wired.run(rows)
-    assert all(parameter.grad is not None for parameter in student.parameters())
-    assert all(parameter.grad is None for parameter in teacher.parameters())
-    assert not any(parameter.requires_grad for parameter in teacher.parameters())
-    assert student.training
-    assert not teacher.training
 
 
 # --- keys of distillation

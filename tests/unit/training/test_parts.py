@@ -101,7 +101,6 @@ TARGETS = [{"score": torch.ones(()), "boxes": torch.zeros(row + 2, 4)} for row i
 GRAPHS = [
     {"x": x, "edges": torch.zeros(2, 5), "y": Y[row]} for row, x in enumerate(rows_of(5, 5, 3, 7))
 ]
-SPARSE = torch.eye(4)
 
 EXACT = {
     "boxes beside a mask": (
@@ -146,12 +145,6 @@ EXACT = {
     "jagged rows": (
         {"x": torch.nested.nested_tensor(rows_of(2, 4, 3, 5), layout=torch.jagged), "y": Y},
         of_sequences(lambda batch: batch["x"].unbind()),
-    ),
-    "sparse rows": (
-        {"x": SPARSE.to_sparse(), "y": Y},
-        lambda model, batch: cross_entropy(
-            torch.sparse.mm(batch["x"], model.linear.weight.T), batch["y"]
-        ),
     ),
     "an array of texts": (
         {"x": torch.randn(4, 2, 4, generator=random), "y": np.array(["0", "2", "1", "2"], object)},

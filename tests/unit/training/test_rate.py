@@ -9,9 +9,6 @@ import math
 import pytest
 import torch
 import torchao
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loops import RATE, train, training
@@ -60,37 +57,6 @@ def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
     rates = [step.rate for step in train(one, epochs=2)]
     clock = [*range(10), *range(10, 20, 2)]
     assert rates == pytest.approx([RATE / (1 + step) for step in clock], rel=1e-12)
-
-
-def test_optimizers_and_schedulers_of_accelerate_are_unwrapped():
-    """As its scripts have it, which step both; the rate is that of the clock, however often they
-    do.
-    """
-
-    def factor(step):
-        return 1 / (1 + step)
-
-    Accelerator(cpu=True)
-    built = training()
-    optimizer = AcceleratedOptimizer(built.optimizer)
-    scheduler = AcceleratedScheduler(LambdaLR(built.optimizer, factor), optimizer)
-    loop = training(
-        model=built.model,
-        optimizer=lambda *_, **__: optimizer,
-        lr_scheduler=scheduler,
-        batch_size=8,
-        lr_scaling="linear",
-    ).loop
-    rates = []
-    built.optimizer.register_step_pre_hook(
-        lambda one, *_: rates.append(float(one.param_groups[0]["lr"]))
-    )
-    for rows in loop:
-        loop.run(rows)
-        built.optimizer.step()
-        built.optimizer.zero_grad()
-        scheduler.step()
-    assert rates == pytest.approx([RATE * factor(step) for step in range(5)], rel=1e-12)
 
 
 def rate_of(**arguments):
@@ -483,17 +449,6 @@ def stepped(optimizer, weights, batches, *, first=0):
         assert values["beta2"] == float(group["betas"][1])
         assert values["weight_decay"] == float(group["weight_decay"])
     return seen
-
-
-@given(st.floats(0.9, 0.9999), st.floats(1 / 64, 64))
-def test_the_half_life_of_beta2_stays_in_rows(beta2, ratio):
-    scaled = scale_beta2(beta2, ratio)
-    if 0.9 < scaled < 0.9999:
-        assert math.log(0.5) / math.log(scaled) * ratio == pytest.approx(
-            math.log(0.5) / math.log(beta2), rel=1e-6
-        )
-    assert 0.9 <= scaled <= 0.9999
-    assert scale_beta2(beta2, 1.0) == beta2
 
 
 def test_beta2_is_kept_within_bounds_that_what_is_configured_widens():

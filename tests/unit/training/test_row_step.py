@@ -11,21 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.loops import (
-    ROWS,
-    of_ranks,
-    peak_by_hand,
-    train,
-    training,
-)
+from support.loops import ROWS, of_ranks, peak_by_hand, train, training
 from support.packed_models import loss_of, padded, transformers_model
-from support.sharded_model import (
-    Decoder,
-    collate,
-    relative_error,
-    training_state,
-    whole_parameters,
-)
+from support.sharded_model import Decoder, collate, relative_error, training_state, whole_parameters
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -139,9 +127,6 @@ def test_any_rows_fit_in_one_micro_batch_although_the_longest_rows_are_not_the_l
     budget = (largest_peak(expected) + largest_peak(expected + 1)) // 2
     found = begin().loop.find_bound(device_memory=budget, headroom=0.0)
     assert found.max_batch_size == expected
-
-
-# --- a step
 
 
 # --- rows and batches of any kind

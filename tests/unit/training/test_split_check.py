@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import cross_entropy, dropout, normalize
 
 from adaptive_batch import AdaptiveStep, SettingError
 
@@ -87,22 +87,37 @@ def summed(model, batch):
     return cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
 
 
+def contrastive(model, batch):
+    outputs = normalize(model(batch["x"]))
+    return cross_entropy(4 * outputs @ outputs.T, torch.arange(len(outputs)))
+
+
 @pytest.mark.parametrize(
     ("loss", "has_share", "says"),
     [
         (entropy_of_batch, True, r"differ by \d.*must stay whole.*give split="),
+        (contrastive, True, r"differ by \d.*must stay whole.*give split="),
         (summed, True, "is a sum over rows, not a mean: do not multiply it"),
         (mean, False, r"but 0\.25 and 0\.25 would fit; multiply a mean by"),
     ],
 )
-def test_the_error_names_the_measure_and_the_remedy_that_fits(loss, has_share, says):
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_the_error_names_the_remedy_that_fits_before_anything_changes(
+    loss, has_share, says, runs_out
+):
     model = Net()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
     def forward_backward(part):
+        if runs_out and part.num_rows > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         (loss(model, part.batch) * (part.share if has_share else 1)).backward()
 
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=None if runs_out else 4)
     with pytest.raises(SettingError, match=says):
-        AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows())
+        step(rows())
+    assert all((parameter.grad == 1).all() for parameter in model.parameters())
 
 
 def noisy(model, batch, weight=None):

@@ -6,15 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packed_batches import (
-    FORMS,
-    FORMS_IN_ROWS,
-    VOCABULARY,
-    Attends,
-    flat,
-    nested,
-    row_of,
-)
+from support.packed_batches import FORMS, FORMS_IN_ROWS, VOCABULARY, Attends, flat, nested, row_of
 
 from adaptive_batch import AdaptiveStep, SettingError
 from adaptive_batch.training.splitters import documents_of
