@@ -678,8 +678,9 @@ def test_a_search_and_an_estimate_run_both_passes(page):
         rows["loss"].append(part.num_rows)
         (page.token_losses(part.batch).sum() / part.statistics["loss"].abs()).backward()
 
+    row = page.batch([9])
+
     def sample(number: int) -> Batch:
-        row = page.batch([9])
         return {key: tensor.repeat_interleave(number, dim=0) for key, tensor in row.items()}
 
     step = AdaptiveStep(page.model, loss, statistics=sums)
