@@ -36,8 +36,8 @@ class Finding:
         return f"ok     {self.text}"
 
 
-def check(write: Callable[[str], None] = print) -> bool:
-    """Write a line for each check and return whether all pass."""
+def check() -> bool:
+    """Print a line for each check and return whether all pass."""
     findings: list[Finding] = []
     for part in (check_versions, check_devices, check_torchtune):
         findings += part()
@@ -46,7 +46,7 @@ def check(write: Callable[[str], None] = print) -> bool:
             break
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
-        write(f"{finding.subject:<{width}}  {finding}")
+        print(f"{finding.subject:<{width}}  {finding}")
     return not any(finding.fix for finding in findings)
 
 

@@ -187,9 +187,8 @@ def stub_folder(package: Path) -> Path:
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    packages = [
-        Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))
-    ]
+    folders = filter(os.path.isdir, sys.path)
+    packages = [Path(path) for path in folders if path.endswith(("site-packages", "dist-packages"))]
     for folder in packages:
         digest.update("".join(sorted(os.listdir(folder))).encode())
     stubs = cache_folder() / f"torch-{version}-{digest.hexdigest()[:16]}"
