@@ -195,9 +195,11 @@ class CachingAllocator:
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self._is_expandable = settings is not None and settings.expandable_segments
+        # Pools by stream and whether blocks are small.
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self.segments: list[Block] = []
-        self._lowest = _TOP
+        self._lowest_address = _TOP
+        # Blocks by the number of their allocation in replayed logs; None once freed.
         self._replayed: list[Block | None] = []
         self.allocated_bytes = 0
         self.requested_bytes = 0
@@ -309,8 +311,8 @@ class CachingAllocator:
 
     def _new_segment(self, pool: _Pool, num_addresses: int, size: int) -> Block:
         """Return the only block of a new segment below all others."""
-        self._lowest -= num_addresses
-        block = Block(pool, self._lowest, self._lowest, size)
+        self._lowest_address -= num_addresses
+        block = Block(pool, self._lowest_address, self._lowest_address, size)
         pool.last = block
         self.segments.append(block)
         return block

@@ -284,6 +284,7 @@ def real_functions() -> Iterator[None]:
     with ExitStack() as stack:
         for module, names in _REPLACED.items():
             functions = {name: getattr(module, name) for name in names}
+            # Outside of CudaKernels.in_place(), the functions are PyTorch's own already.
             real = {
                 name: function.real
                 for name, function in functions.items()

@@ -330,7 +330,7 @@ class FakeStep:
         self._keep_gradients = keep_gradients if accumulates else None
         model.train()
         self.optimizer_peak_bytes: int | None = None
-        # Traced phases of a function by rows, those of the first micro-batch (True) apart.
+        # Traced phases by rows, for each function; True: as the first micro-batch.
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
         # The optimizer's first step, which creates its state, and its second one, which is like all
         # later ones; empty if the optimizer runs in backward.
@@ -482,7 +482,7 @@ class FakeStep:
                 if phases[near].differs_only_in_sizes(phases[far]):
                     share = Fraction(rows - near, far - near)
                     return phases[near].interpolate(phases[far], share)
-        # No two traced sizes run the same operations.
+        # A single row, or sizes that run different operations.
         phases[rows], _ = self._trace_micro_batch(rows, run, is_first=is_first)
         return phases[rows]
 
@@ -524,7 +524,7 @@ class FakeStep:
         yield from self._more_states()
 
     def _prepare_gradients(self) -> None:
-        """Leave only the gradients that exist before a micro-batch, except the first one."""
+        """Set the gradients to those before a micro-batch that is not the first one."""
         self._sharding.reset()
         self.model.zero_grad()
         if self._keep_gradients:
@@ -568,6 +568,7 @@ class DevicesAsHost(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return self._moved(args[0])
+        # The result of these calls is on the device: a copy, if the tensor was on the host.
         moves = func is torch.Tensor.type_as
         if "device" in kwargs:
             moves = True
@@ -608,7 +609,7 @@ class _FakeCopies(TorchFunctionMode):
         self._fake = fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Parameters clone their data.
+        # deepcopy() of a parameter clones its data.
         if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
             return self._fake(args[0])
         return func(*args, **(kwargs or {}))

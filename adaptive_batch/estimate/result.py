@@ -186,6 +186,7 @@ class Target:
 
     def is_called(self, name: str) -> bool:
         """Return whether a name or size refers to this device."""
+        # devices.py imports this module.
         from .devices import find_device
 
         if name in (self.name, self.name.partition(" (")[0]):

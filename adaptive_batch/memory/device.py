@@ -230,7 +230,8 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     itself.
     """
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
             inner = getattr(tensor, name)
             # A DTensor also has its mesh as an inner attribute.
             if isinstance(inner, torch.Tensor):
@@ -282,7 +283,7 @@ class CountedMemory:
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
         """Measure a block; it raises ``torch.OutOfMemoryError`` above the budget."""
-        # Imported lazily: its base class is a private name of torch.
+        # Imported lazily, so that a torch without its private base class fails only here.
         from .tracker import MemoryTracker
 
         counter = MemoryTracker(budget_bytes)
@@ -425,14 +426,14 @@ DeviceMemory: TypeAlias = CountedMemory | AcceleratorMemory
 
 def host_available_bytes() -> int:
     """Return the host memory available without swapping, limited by a cgroup v2 limit."""
-    system = _kernel_fields("/proc/meminfo")
+    system = _read_numbers("/proc/meminfo")
     available = 1024 * system.get("MemAvailable:", _physical_bytes() // 1024)
     limit = _cgroup_bytes("memory.max")
     used = _cgroup_bytes("memory.current")
     if limit is None or used is None:
         return available
     # The kernel reclaims the page cache on demand.
-    group = _kernel_fields("/sys/fs/cgroup/memory.stat")
+    group = _read_numbers("/sys/fs/cgroup/memory.stat")
     cached = group.get("active_file", 0) + group.get("inactive_file", 0)
     return min(available, max(0, limit - used + cached))
 
@@ -441,7 +442,7 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _kernel_fields(path: str) -> dict[str, int]:
+def _read_numbers(path: str) -> dict[str, int]:
     """Read a file of names and numbers; return {} if the file is missing."""
     try:
         lines = Path(path).read_text().splitlines()

@@ -55,6 +55,7 @@ def packed_attention(
         return output.contiguous(), logsumexp
     output = query.new_empty(query.shape)
     logsumexp_of_rows = []
+    # `row` has query, key and value of a row, and row_output is its view of `output`.
     for *row, row_output in _by_rows(lengths, query, key, value, output):
         attention, row_logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
             *row,
@@ -110,6 +111,7 @@ def packed_attention_backward(
     grad_query = query.new_empty(query.shape)
     grad_key = key.new_empty(key.shape)
     grad_value = value.new_empty(value.shape)
+    # `row` has the first five tensors of a row, and the others are its views of the gradients.
     rows = _by_rows(lengths, gradient, query, key, value, output, grad_query, grad_key, grad_value)
     for (*row, row_grad_query, row_grad_key, row_grad_value), row_logsumexp in zip(
         rows, torch.split(logsumexp, lengths, 1), strict=True

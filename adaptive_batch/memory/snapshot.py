@@ -259,6 +259,7 @@ class OptimizerInBackward:
         self._fresh: set[nn.Parameter] = set()
         for parameter in self.optimizers:
             if parameter.requires_grad:
+                # torch does not declare the type of the method.
                 register: Any = parameter.register_post_accumulate_grad_hook
                 register(self._step)
 
@@ -269,8 +270,7 @@ class OptimizerInBackward:
             optimizer.step()
             optimizer.zero_grad()
             return
-        # Copied, stepped and restored one by one, so the copies take the host memory of one
-        # parameter.
+        # Undo the step right away, so that only the copies of one parameter are on the host.
         weights = TensorSnapshot([parameter])
         state = OptimizerSnapshot(optimizer)
         keeps_state = False

@@ -34,10 +34,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references_of_autograd = _references_of_autograd()
         self._program = 0
         self._live_bytes_after_each = array("q")
+        # Storages are identified by their address (`_cdata`).
         self._resident: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        # Storages that FSDP has gathered, in order.
+        # Storages that FSDP has gathered, as an ordered set.
         self._gathered: dict[int, None] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -191,6 +192,7 @@ def _references_of_autograd() -> tuple[int, ...] | None:
     They are measured, since a graph break of the compiler adds one.
     """
     first_sum = _FirstSum()  # type: ignore[no-untyped-call]
+    # Backward adds the gradient of one branch of `leaf` to that of the other one.
     with private.disable_current_modes(), torch.enable_grad(), first_sum:
         leaf = torch.ones(2, device="cpu", requires_grad=True)
         (leaf.exp() + leaf.sin()).sum().backward()  # type: ignore[no-untyped-call]

@@ -202,6 +202,7 @@ class Predictive(Search):
         self._budget_bytes = budget_bytes
         self._resident_bytes = resident_bytes
         self._free_bytes = max(1, budget_bytes - resident_bytes)
+        # A peak may have two partly free blocks.
         self._rounding = 2 * granularity_bytes / self._free_bytes
         self._granularity_bytes = granularity_bytes
         self._expected = expected
@@ -270,10 +271,10 @@ class Predictive(Search):
         """Return measured / expected peak without resident bytes; infinity if unknown."""
         if trial.peak_bytes is None:
             return math.inf
-        rise = curve.peak_bytes(trial.batch_size) - self._resident_bytes
-        if rise <= 0:
+        expected_bytes = curve.peak_bytes(trial.batch_size) - self._resident_bytes
+        if expected_bytes <= 0:
             return math.inf
-        return (trial.peak_bytes - self._resident_bytes) / rise
+        return (trial.peak_bytes - self._resident_bytes) / expected_bytes
 
     def _rows_by_expectation(self, curve: MemoryCurve) -> int | None:
         """Return the maximum of a curve scaled to the last trial; None if not above `best`."""
