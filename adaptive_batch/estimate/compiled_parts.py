@@ -100,7 +100,7 @@ class CompiledParts:
                 vars(module).update(self._taken_over(module))
 
     def _taken_over(self, module: nn.Module) -> dict[str, Any]:
-        """Return the attributes with which a compiled module, or a wrapper, runs on fake tensors."""
+        """Return the attributes with which a compiled module or wrapper runs on fake tensors."""
         if _is_wrapper(module):
             original: Any = module._orig_mod
             return {"forward": self.compiled(original, type(original).__name__)}

@@ -367,10 +367,10 @@ class DryRun:
             RuntimeError: `run` failed for a reason other than memory.
         """
         budget_bytes = self.budget_bytes if within is None else within
-        # Counting on a CPU runs Python code for each operation, which would slow down a timed run.
+        # Counting, as on a CPU, runs Python code for each operation and would slow down a timed run.
         is_counted = not is_timed or self._memory.granularity_bytes > 1
         usage: Usage | None = None
-        is_out = False
+        ran_out = False
         message = ""
         is_prepared = has_run = False
         try:
@@ -387,23 +387,23 @@ class DryRun:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{part} failed, not because of memory: {error}") from error
-            is_out = True
+            ran_out = True
             message = str(error) or type(error).__name__
         # Below the except block, whose traceback would keep tensors alive during the cleanup.
-        retried = not is_out and usage is not None and usage.retried
-        held_bytes = usage.peak_bytes if is_out and usage is not None else None
+        retried = not ran_out and usage is not None and usage.retried
+        held_bytes = usage.peak_bytes if ran_out and usage is not None else None
         # If a rank failed in the middle, the others wait in collectives that it has to complete.
         others_wait = not has_run and distributed.world_size() > 1
         if others_wait and not (is_prepared and self._sharding.can_finish):
             if is_first:
                 raise self._does_not_fit(part, f"more than {format_bytes(budget_bytes)}")
             raise self._lost(part, message, budget_bytes)
-        fits = not (is_out or retried)
-        fits_everywhere = self._clean_up(fits, part, budget_bytes)
+        fits = not (ran_out or retried)
+        fits_everywhere = self._agree_on_fit(fits, part, budget_bytes)
         return _Outcome(usage if fits_everywhere else None, retried, held_bytes)
 
-    def _clean_up(self, fits: bool, part: str, budget_bytes: int) -> bool:
-        """Free the memory of a part that does not fit, and return whether it fits on all ranks."""
+    def _agree_on_fit(self, fits: bool, part: str, budget_bytes: int) -> bool:
+        """Return whether a part fits on all ranks; if it does not, free its memory."""
         try:
             if not fits:
                 self._drop_gradients()
