@@ -156,6 +156,7 @@ def estimate_step(
     if headroom == "auto":
         headroom = auto_headroom(expands=settings.expandable_segments)
     targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
+    # By the index of the device.
     fits: dict[int, Fit] = {}
     # Sentences about memory that is not counted, in order and each once.
     not_counted: dict[str, None] = {}

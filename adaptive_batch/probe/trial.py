@@ -367,7 +367,7 @@ class DryRun:
             RuntimeError: `run` failed for a reason other than memory.
         """
         budget_bytes = self.budget_bytes if within is None else within
-        # Counting, as on a CPU, runs Python code for each operation and would slow down a timed run.
+        # Counting, as on a CPU, runs Python code for each operation, which slows down a timed run.
         is_counted = not is_timed or self._memory.granularity_bytes > 1
         usage: Usage | None = None
         ran_out = False
