@@ -70,6 +70,12 @@ def test_dropout_saves_a_boolean_mask():
         assert functional.dropout(tensor, 0.5, training=False) is tensor
 
 
+def test_values_may_be_wider_than_keys():
+    with FakeTensorMode(), CudaKernels((8, 0)).in_place():
+        key, value = torch.empty(1, 2, 16, 64), torch.empty(1, 2, 16, 128)
+        assert functional.scaled_dot_product_attention(key, key, value).shape == value.shape
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "kept", "taken"),
     [
