@@ -199,6 +199,7 @@ class FastestSearch:
         large = self._cut(Choice(layout, largest), rows=slice(1, None, 2))
         small_seconds, large_seconds = self._medians([small, large])
         small_tokens, large_tokens = _run_tokens(small), _run_tokens(large)
+        # Pieces begin with the list of micro-batches.
         small_number, large_number = len(small[0]), len(large[0])
         # Solve seconds = fixed * number + token * tokens for both splits.
         determinant = small_number * large_tokens - large_number * small_tokens
@@ -265,6 +266,7 @@ class FastestSearch:
         speeds = [
             self._seconds[choice] / seconds[choice] for choice in seconds if choice in self._seconds
         ]
+        # A slower machine needs more seconds now than in the first timings.
         speed = min(speeds, default=1.0)
         for choice in seconds:
             if choice not in self._seconds:

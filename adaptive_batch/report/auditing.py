@@ -303,18 +303,15 @@ class _Walk:
             return
         self.num_repeated += 1
         for attempt, num_starts in attempts:
-            # The text of each difference; lists of rows would be long.
-            differences = {
-                name: f"{name} ({attempt.get(name)}, then {step.record.get(name)})"
+            names = [
+                name
                 for name in ("rows", "loss", "lr")
                 if attempt.get(name) != step.record.get(name)
-            }
-            if "rows" in differences:
-                differences["rows"] = "rows"
-            if differences:
-                text = ", ".join(differences.values())
-                sentence = f"step {step.steps} differs from its first run: {text}"
-                reason = self._reason_of_difference(num_starts, list(differences))
+            ]
+            if names:
+                differences = [_describe_difference(name, attempt, step.record) for name in names]
+                sentence = f"step {step.steps} differs from its first run: {', '.join(differences)}"
+                reason = self._reason_of_difference(num_starts, names)
                 if reason:
                     self.notes.append(f"{sentence}: {reason}")
                 else:
@@ -388,6 +385,13 @@ class _Epoch:
         line = f"{steps}: {self.used:,} of {count(self.num_rows, 'row', ',')} used"
         reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in self.reasons.items())
         return f"{line}, {self.num_rows - self.used:,} left out ({reasons})" if reasons else line
+
+
+def _describe_difference(name: str, first: Record, second: Record) -> str:
+    """Return a value of two records as text; lists of rows would be long."""
+    if name == "rows":
+        return name
+    return f"{name} ({first.get(name)}, then {second.get(name)})"
 
 
 def _listed_rows(record: Record) -> list[Any]:
