@@ -206,6 +206,7 @@ class CudaKernels:
         Order and constraints are those of native/transformers/cuda/sdp_utils.cpp.
         """
         tensors = (query, key, value)
+        # (8, x) is Ampere or Ada, (9, 0) Hopper, (10, x) and (12, x) Blackwell.
         capability = self.capability
         if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors):
             return "math"
@@ -226,7 +227,7 @@ class CudaKernels:
             and max(head_dim, value_dim) <= (256 if capability == (9, 0) else 128)
             and head_dim % 8 == value_dim % 8 == 0
             and key.shape[2] > 1
-            and 16 * dropout % 1 == 0
+            and 16 * dropout % 1 == 0  # a multiple of 1/16
             and not (dropout and query.shape[2] == 1)
         )
         if cudnn and fits_cudnn and _CUDA.cudnn_sdp_enabled():
