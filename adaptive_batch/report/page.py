@@ -81,18 +81,16 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         probe = entry.record.get("search", probe)
         if entry.kind == "config":
             settings = entry.record.get("settings")
-    # The name of a folder can be arbitrary bytes, and a record any text.
+    # The name of a folder can have bytes that are no text, which a page cannot hold.
     name = Path(output_dir).resolve().name.encode(errors="backslashreplace").decode()
     panels = run_panels(data)
-    picture = draw_picture(
-        [
-            *(estimate_panels(estimate) if estimate else ()),
-            *(probe_panels(probe) if probe else ()),
-            *panels,
-        ],
-        heading=name,
-        events=sorted({mark for mark, _ in data.marks()}) if panels else (),
-    )
+    # Only the panels of the run mark events.
+    events = sorted({mark for mark, _ in data.marks()}) if panels else []
+    if probe:
+        panels = [*probe_panels(probe), *panels]
+    if estimate:
+        panels = [*estimate_panels(estimate), *panels]
+    picture = draw_picture(panels, heading=name, events=events)
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
