@@ -10,17 +10,8 @@ import torch
 from adaptive_batch.doctor import Finding, check_torchtune, check_versions
 
 PROJECT = Path(__file__).parents[2]
-GOOD = {
-    "torch": "2.13.0+cpu",
-    "torchtune": "0.6.1",
-    "torchao": "0.15.0",
-    "torchdata": "0.11.0",
-    "omegaconf": "2.4.0",
-    "datasets": "5.2.0",
-    "tokenizers": "0.23.3",
-    "safetensors": "0.8.0",
-    "tqdm": "4.70.1",
-}
+CONSTRAINTS = (PROJECT / "constraints.txt").read_text()
+TRIED = dict(re.findall(r"^(\S+)==(\S+)$", CONSTRAINTS, re.MULTILINE))
 AGAIN = "pip install --force-reinstall --no-deps"
 
 
@@ -29,16 +20,12 @@ def wrong(findings):
 
 
 def versions(**others):
-    return (GOOD | others).get
+    return (TRIED | others).get
 
 
 def test_the_tested_versions_pass():
     assert wrong(check_versions(versions())) == {}
     assert wrong(check_versions(versions(torch="2.100.0", tqdm="4.100"))) == {}
-    tried = dict(
-        re.findall(r"^(\S+)==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.MULTILINE)
-    )
-    assert wrong(check_versions(tried.get)) == {}
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,11 @@ plain = st.recursive(
 
 
 def typed(value):
-    """Return a value as text with types, independent of the order of keys."""
+    """Return a value with its types, independent of the order of keys."""
     if isinstance(value, dict):
-        return (
-            "{"
-            + ",".join(sorted(f"{typed(key)}:{typed(item)}" for key, item in value.items()))
-            + "}"
-        )
+        return [(key, typed(value[key])) for key in sorted(value)]
     if isinstance(value, list):
-        return "[" + ",".join(map(typed, value)) + "]"
+        return tuple(map(typed, value))
     return f"{type(value).__name__}({value!r})"
 
 

@@ -309,12 +309,9 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
 # Damage
 
 
-FILES = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
-
-
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.pt", "resume.json"])
 def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, data):
     if not (tmp_path / "step_2").exists():
         save(tmp_path, 1, 2)

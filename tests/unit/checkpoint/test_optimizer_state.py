@@ -114,17 +114,8 @@ def without_last(state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            renamed,
-            (
-                "the saved optimizer state has the parameter head.weight, but this model does not"
-                " train it; the state belongs to another model"
-            ),
-        ),
-        (
-            without_last,
-            "the saved optimizer state has no parameter 1.bias; it belongs to another model",
-        ),
+        (renamed, "has the parameter head.weight, but this model does not train it"),
+        (without_last, "has no parameter 1.bias; it belongs to another model"),
     ],
 )
 def test_a_state_of_other_parameters_is_refused_and_nothing_is_loaded(change, message):

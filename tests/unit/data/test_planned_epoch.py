@@ -27,13 +27,8 @@ def batches_of(plan):
 
 
 @st.composite
-def plans(draw, **fixed):
-    """Lengths, arguments and what they are planned to; cases where min_rows does not fit at all are
-    left out.
-    """
-    most = draw(st.sampled_from([5, 20, 100]))
-    lengths = draw(st.lists(st.integers(1, most), max_size=120))
-    min_rows = draw(st.integers(1, 6))
+def limits(draw, **fixed):
+    min_rows = draw(st.sampled_from([1, 1, 2, 4, 6]))
     arguments = {
         "min_rows": min_rows,
         "max_rows": draw(st.none() | st.integers(min_rows, min_rows + 40)),
@@ -43,6 +38,17 @@ def plans(draw, **fixed):
     }
     if arguments["min_rows"] > 1:
         arguments["long_rows"] = "drop"
+    return arguments
+
+
+@st.composite
+def plans(draw, **fixed):
+    """Lengths, arguments and what they are planned to; cases where min_rows does not fit at all are
+    left out.
+    """
+    most = draw(st.sampled_from([5, 20, 100]))
+    lengths = draw(st.lists(st.integers(1, most), max_size=120))
+    arguments = draw(limits(**fixed))
     max_tokens = draw(st.integers(most // 2 + 8, 40 * most))
     order = row_order(
         len(lengths),
@@ -138,17 +144,7 @@ def epochs(draw, **fixed):
     lengths = draw(st.lists(st.integers(1, most), max_size=draw(st.sampled_from([30, 300]))))
     numbers = draw(st.permutations(range(len(lengths))))
     order = torch.tensor(numbers[: draw(st.integers(0, len(lengths)))], dtype=torch.int64)
-    min_rows = draw(st.sampled_from([1, 1, 2, 4]))
-    arguments = {
-        "min_rows": min_rows,
-        "max_rows": draw(st.none() | st.integers(min_rows, min_rows + 30)),
-        "long_rows": draw(st.sampled_from(["drop", "alone"])),
-        "divisible": draw(st.booleans()),
-        **fixed,
-    }
-    if arguments["min_rows"] > 1:
-        arguments["long_rows"] = "drop"
-    return torch.tensor(lengths, dtype=torch.int64), order, arguments, most
+    return torch.tensor(lengths, dtype=torch.int64), order, draw(limits(**fixed)), most
 
 
 def started(order, **values):

@@ -571,17 +571,9 @@ def test_trainers_and_datasets_without_a_search_are_refused_with_the_key(tmp_pat
         def __iter__(self):
             return iter(rows())
 
-    with pytest.raises(
-        SettingError,
-        match="micro_batch_tokens='auto': the search needs one map-style training dataset",
-    ):
-        trained(
-            AdaptiveTrainer,
-            tmp_path,
-            data=Stream(),
-            max_steps=2,
-            adaptive=AdaptiveArguments(micro_batch_tokens="auto"),
-        )
+    adaptive = AdaptiveArguments(micro_batch_tokens="auto")
+    with pytest.raises(SettingError, match="the search needs one map-style training dataset"):
+        trained(AdaptiveTrainer, tmp_path, data=Stream(), max_steps=2, adaptive=adaptive)
 
 
 class Scaler(torch.amp.GradScaler):

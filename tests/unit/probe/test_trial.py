@@ -218,20 +218,11 @@ def test_trials_of_evaluation_leave_no_trace(in_backward, resumed):
         training.model.burden = {}
         assert trial(2).fits
         assert trial.evaluation(lambda rows: evaluate(training, rows), 3).fits
-    assert (
-        differences(before, training.everything()) + differences(objects, training.objects()) == []
-    )
-    with (
-        pytest.raises(
-            RuntimeError,
-            match=r"a trial of evaluating 3 rows failed.*: index out",
-        ),
-        training.rehearsal() as trial,
-    ):
+    says = "a trial of evaluating 3 rows failed.*: index out"
+    with pytest.raises(RuntimeError, match=says), training.rehearsal() as trial:
         trial.evaluation(fail, 3)
-    assert (
-        differences(before, training.everything()) + differences(objects, training.objects()) == []
-    )
+    assert differences(before, training.everything()) == []
+    assert differences(objects, training.objects()) == []
 
 
 def test_modules_keep_their_mode_of_training_and_evaluation():

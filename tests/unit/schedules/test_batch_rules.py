@@ -97,10 +97,8 @@ class Rule:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda *numbers: 1,
         lambda epoch, batch_size, extra=3, *, key=None: 1,
         Rule(),
-        Rule().__call__,
         functools.partial(lambda step, epoch, batch_size: 1, 8),
         max,  # a builtin without a signature
         divmod,

@@ -20,7 +20,6 @@ from adaptive_batch.schedules import (
     by_noise_scale,
     geometric,
     linear_ramp,
-    needs_noise_scale,
     ramp_by_doubling,
     request_batch,
     seesaw,
@@ -154,11 +153,6 @@ RULES = [
 )
 def test_the_repr_of_a_rule_builds_it_and_it_can_be_pickled(rule):
     assert eval(repr(rule), vars(batch_rules)) == rule == pickle.loads(pickle.dumps(rule))
-
-
-def test_only_by_noise_scale_needs_the_noise_scale():
-    assert [needs_noise_scale(rule) for rule in RULES] == [False, False, False, True]
-    assert not needs_noise_scale(lambda progress: 8)
 
 
 @pytest.mark.parametrize("build", EXAMPLES, ids=lambda build: build.__name__)

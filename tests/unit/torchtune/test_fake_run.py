@@ -16,11 +16,8 @@ STASHED = 5
 
 @pytest.mark.parametrize(
     ("elements", "kept", "brought_back"),
-    [
-        # Backward begins with the last, which is still there, and then drops what is stashed.
-        pytest.param(256, STASHED, OPERATIONS - 1, id="of 1024 bytes: offloaded"),
-        pytest.param(255, OPERATIONS, 0, id="smaller: not"),
-    ],
+    # Of 1024 bytes on. Backward begins with the last, which is still there.
+    [(256, STASHED, OPERATIONS - 1), (255, OPERATIONS, 0)],
 )
 def test_only_the_last_offloaded_tensors_are_on_the_device_until_backward(
     elements, kept, brought_back

@@ -211,13 +211,11 @@ def test_keys_decide_which_sizes_a_search_tries(
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (GROWING, True, True, False),
-        ({"micro_batch_size": 1}, True, False, False),
         ({"micro_batch_size": "auto"}, True, True, True),
         ({"micro_batch_tokens": 100}, True, False, False),
         (AUTO, True, True, True),
         ({"batch_tokens": 100}, True, True, True),
         ({"sample_order": "random"}, True, False, False),
-        ({"uniform_micro_batches": "rows"}, True, False, False),
         ({"pad_to_multiple_of": 8}, True, False, False),
         # These leave batches, and how they run, unchanged.
         ({"pad_to_multiple_of": 1, "sample_order": "dataloader"}, False, False, False),

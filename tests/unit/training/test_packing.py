@@ -34,7 +34,6 @@ from adaptive_batch.training import isolated_rows, pack_rows, why_not_packed
 MODELS = {
     "llama3_2": lambda: torchtune_model(llama3_2),
     "llama3_2, checkpointing": lambda: torchtune_model(llama3_2, checkpointing=True),
-    "llama3_2, as many heads": lambda: torchtune_model(llama3_2, num_kv_heads=4),
     "qwen2": lambda: torchtune_model(qwen2),
     "qwen2, checkpointing": lambda: torchtune_model(qwen2, checkpointing=True),
     "transformers": transformers_model,
