@@ -60,13 +60,12 @@ class NoiseSample:
         For rows of equal length both are unbiased (equations A.3 and A.2). Either can be negative.
         """
         small_rows, big_rows = float(self.small_rows), self.big_rows
-        small_norm, big_norm = float(self.small_squared_norm), float(self.big_squared_norm)
+        small_square, big_square = float(self.small_squared_norm), float(self.big_squared_norm)
         ratio = float(self.label_ratio)
         assert 0 < small_rows < big_rows, (small_rows, big_rows)
-        noise = (ratio * small_norm - big_norm) / (1 / small_rows - 1 / big_rows)
-        squared_gradient = (big_rows * big_norm - small_rows * ratio**2 * small_norm) / (
-            big_rows - small_rows
-        )
+        noise = (ratio * small_square - big_square) / (1 / small_rows - 1 / big_rows)
+        difference = big_rows * big_square - small_rows * ratio**2 * small_square
+        squared_gradient = difference / (big_rows - small_rows)
         return noise, squared_gradient
 
 

@@ -174,20 +174,21 @@ class LongestRows:
         """
         lengths = rows.lengths
         numbers = largest_rows(lengths, rows.other_bytes)
-        read: list[Any] = []
+        prepared: list[Any] = []
 
         def first(size: int) -> list[Any]:
-            for place in range(len(read), size):
-                read.append(prepare(rows[numbers[place % len(numbers)]]))
-            return read[:size]
+            # A small dataset is repeated.
+            for place in range(len(prepared), size):
+                prepared.append(prepare(rows[numbers[place % len(numbers)]]))
+            return prepared[:size]
 
         def in_order(begin: int, size: int) -> list[Any]:
             assert order is not None
-            ordered = order()[:]
-            if not len(ordered):
+            numbers_in_order = order()[:]
+            if not len(numbers_in_order):
                 return first(size)
-            places = torch.arange(begin, begin + size) % len(ordered)
-            return [rows[number] for number in ordered[places].tolist()]
+            places = torch.arange(begin, begin + size) % len(numbers_in_order)
+            return [rows[number] for number in numbers_in_order[places].tolist()]
 
         largest_length = int(lengths[numbers[0]]) if length is None else length
         name = "one row" if are_alike else _name(largest_length) + source
@@ -195,6 +196,7 @@ class LongestRows:
         (longest,) = longest_rows(lengths, 1)
         longest_length = int(lengths[longest])
         if length is not None or longest_length == largest_length:
+            # The row with the most bytes also has the most tokens.
             return largest
 
         @cache
@@ -222,7 +224,9 @@ def length_in_sample(
         except SettingError:
             # A batch without a tensor can be tried, but not split.
             return 0
-        return (sum if rows.is_packed else max)(rows.lengths or [0])
+        if not rows.lengths:
+            return 0
+        return sum(rows.lengths) if rows.is_packed else max(rows.lengths)
 
 
 def counted_sample(
@@ -233,11 +237,13 @@ def counted_sample(
     The number of rows of some batches is unknown. The function raises only if an earlier batch had
     the requested number of rows, or if the batch is not larger than one of fewer requested rows.
     """
-    has_rows = False
-    first: tuple[int, int] | None = None
+    has_had_requested_rows = False
+    # Requested rows and entries of the first batch.
+    first_request: int | None = None
+    first_size = 0
 
-    def make(num_rows: int) -> Any:
-        nonlocal has_rows, first
+    def make_and_count(num_rows: int) -> Any:
+        nonlocal has_had_requested_rows, first_request, first_size
         batch = sample(num_rows)
         try:
             rows = split(batch)
@@ -246,17 +252,19 @@ def counted_sample(
             return batch
         if rows.is_packed:
             return batch
-        found = rows.num_rows
-        has_rows |= found == num_rows
+        counted = rows.num_rows
+        has_had_requested_rows |= counted == num_rows
         size = sum(each.numel() for each in arrays_in(batch) if isinstance(each, torch.Tensor))
-        first = first or (num_rows, size)
-        is_constant = num_rows > first[0] and size == first[1]
-        if found < num_rows and (has_rows or not found or is_constant):
+        if first_request is None:
+            first_request, first_size = num_rows, size
+        has_not_grown = num_rows > first_request and size == first_size
+        is_counted_right = has_had_requested_rows or counted == 0 or has_not_grown
+        if counted < num_rows and is_counted_right:
             remedy = "return the requested number of rows; repeat the longest ones if necessary"
-            raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
+            raise SettingError("sample", f"sample({num_rows}) of {count(counted, 'row')}", remedy)
         return batch
 
-    return make
+    return make_and_count
 
 
 def _name(length: int) -> str:
@@ -462,7 +470,7 @@ class BoundSearch:
         ]
         available = self._memory.available_bytes([*copied, *frozen])
         if self._memory.device.type == "cpu":
-            # The copies of the dry run are in the same memory.
+            # On a CPU, the dry run copies these tensors within the memory that trials use.
             available = max(1, available - storage_bytes(copied))
         return budget_bytes(
             self._options.device_memory,
@@ -500,6 +508,54 @@ class BoundSearch:
         engine = self._tried.engine
         compiles = is_compiled(engine.model)
         budgets = distributed.all_gather(self._budget)
+        # The result must fit on all ranks.
+        budget = min(budgets)
+        self._log_start()
+        # Trials also add to gradients outside of the model: set these aside, and put them back.
+        gradients = SavedGradients({}, lambda: None, engine.own_leaves)
+        try:
+            # Reading a row of some datasets draws random numbers.
+            with RandomState(self._memory.device), ExitStack() as stack:
+                stack.callback(gradients.put_back)
+                stack.enter_context(gradients.watch_backward())
+                stack.enter_context(self._dry_run)
+                resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
+                result = self._search(budget, resident_bytes)
+                # On a device without an allocator, memory is counted without the compiler.
+                if compiles and self._memory.granularity_bytes == 1:
+                    result = replace(result, counts_eager=True)
+                if self._scope.layouts and result.max_batch_size and result.throughput is None:
+                    result = replace(result, throughput=self._find_fastest(result.max_batch_size))
+        finally:
+            if compiles:
+                # Training must not share the compiler's limit of variants with trials.
+                torch.compiler.reset()
+        if self._leaves_cache:
+            # The allocator's cache already has room for this micro-batch.
+            largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
+            engine.largest_size = largest.size
+        if not result.max_batch_size:
+            row = self._scope.rows.name
+            if self._scope.evaluation:
+                row += ", even without gradients,"
+            raise DoesNotFitError(
+                f"{row} does not fit in {format_bytes(budget)}; {engine.runner.remedies}"
+            )
+        # 0 means that sizes were tried and none fits only with retries of the allocator; None, that
+        # there is no allocator.
+        if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
+            result = replace(result, max_batch_size_with_retries=0)
+        result = replace(
+            result,
+            resident_bytes=resident_bytes,
+            budget_bytes=budget,
+            budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
+        )
+        if self._cache is not None and distributed.is_rank_zero():
+            self._cache.learn(result)
+        return result
+
+    def _log_start(self) -> None:
         length = self._scope.rows.length
         log.info(
             "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
@@ -510,63 +566,25 @@ class BoundSearch:
             format_bytes(self._budget),
             100 * self.headroom,
         )
-        # Trials also add to gradients outside of the model: set these aside, and put them back.
-        gradients = SavedGradients({}, lambda: None, engine.own_leaves)
-        try:
-            # Reading a row of some datasets draws random numbers.
-            with RandomState(self._memory.device), ExitStack() as stack:
-                stack.callback(gradients.put_back)
-                stack.enter_context(gradients.watch_backward())
-                stack.enter_context(self._dry_run)
-                resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
-                result = self._search(min(budgets), resident_bytes)
-                # Memory is counted without the compiler.
-                if compiles and self._memory.granularity_bytes == 1:
-                    result = replace(result, counts_eager=True)
-                if self._scope.layouts and result.max_batch_size and result.throughput is None:
-                    search = ThroughputSearch(
-                        self._tried, self._dry_run, self._scope, result.max_batch_size
-                    )
-                    config: Any = torch.compiler.config
-                    # Timed micro-batches have more shapes than torch compiles by default.
-                    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
-                    with config.patch(limits) if compiles else nullcontext():
-                        result = replace(result, throughput=search())
-        finally:
-            if compiles:
-                # Training must not share the compiler's limit of variants with trials.
-                torch.compiler.reset()
-        if self._leaves_cache:
-            # The cache already has room for this micro-batch.
-            largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
-            engine.largest_size = largest.size
-        if not result.max_batch_size:
-            budget = format_bytes(min(budgets))
-            row = self._scope.rows.name
-            if self._scope.evaluation:
-                row += ", even without gradients,"
-            raise DoesNotFitError(f"{row} does not fit in {budget}; {engine.runner.remedies}")
-        # 0: tried, and none fits. Without an allocator, retries do not exist.
-        if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
-            result = replace(result, max_batch_size_with_retries=0)
-        result = replace(
-            result,
-            resident_bytes=resident_bytes,
-            budget_bytes=min(budgets),
-            budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
-        )
-        if self._cache is not None and distributed.is_rank_zero():
-            self._cache.learn(result)
-        return result
+
+    def _find_fastest(self, max_batch_size: int) -> Throughput | None:
+        """Return the fastest micro-batches within the bound; None if none can be chosen."""
+        search = ThroughputSearch(self._tried, self._dry_run, self._scope, max_batch_size)
+        if not is_compiled(self._tried.engine.model):
+            return search()
+        config: Any = torch.compiler.config
+        # Timed micro-batches have more shapes than torch compiles by default.
+        with config.patch({"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}):
+            return search()
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try the result of an earlier search; search if there is none or it no longer fits."""
         earlier = None
         if self._cache is not None:
             earlier = distributed.from_rank_zero(partial(self._cache.known, budget))
-        if self._scope.evaluation and not self._tried.engine.sharding.has_recorded(
-            evaluates=self._scope.evaluation.kind
-        ):
+        evaluation = self._scope.evaluation
+        sharding = self._tried.engine.sharding
+        if evaluation and not sharding.has_recorded(evaluates=evaluation.kind):
             # Record the collectives, so that a rank can finish them after an OOM.
             self._run_trial(1)
         if earlier is not None:
@@ -591,7 +609,7 @@ class BoundSearch:
     def _run_trial(self, size: int) -> Trial:
         """Run a trial of training, or of evaluation if the scope has one."""
         rows = self._scope.rows
-        # Cache the rows, so that the trial does not measure reading.
+        # Read the rows before the trial, which would measure the time and memory of reading.
         rows.first(size)
         evaluation = self._scope.evaluation
         if evaluation is None:
@@ -603,6 +621,7 @@ class BoundSearch:
                 in_training_mode=evaluation.in_training_mode,
             )
         except RankLostError as lost:
+            # A restart then tries fewer rows.
             lost.facts[evaluation.lost_key] = size
             raise
 
@@ -623,8 +642,10 @@ class BoundSearch:
         for step in range(_DRAWN_STEPS):
             drawn = rows.in_order(step * step_rows, step_rows)
             lengths = [min(rows.length, tried.row_length(row)) for row in drawn]
-            pieces = micro_batches(lengths, limit, layout)
-            yield [partial(tried.try_rows, [drawn[row] for row in piece.rows]) for piece in pieces]
+            yield [
+                partial(tried.try_rows, [drawn[number] for number in micro_batch.rows])
+                for micro_batch in micro_batches(lengths, limit, layout)
+            ]
         yield [longest] * num_micro_batches
 
     def _strategy(self, budget: int, resident_bytes: int) -> Search:
@@ -706,6 +727,7 @@ class ThroughputSearch:
             step_seconds=seconds[1],
         )
         for found in search():
+            # The timed rows are shorter than the longest, so the choice may not fit.
             trial = self._try_largest(found)
             if trial.fits:
                 return replace(
@@ -717,13 +739,16 @@ class ThroughputSearch:
 
     def _sample(self, layouts: Sequence[MicroBatchLayout]) -> list[list[int]]:
         """Return the row lengths of the steps that are timed."""
-        limits = [self._limits(layout)[1] for layout in layouts]
-        largest_tokens = max(
-            limit.amount * (1 if limit.unit == "tokens" else self._longest) for limit in limits
-        )
-        tokens = min(_LARGEST_IN_SAMPLE * largest_tokens, sum(self._lengths[: self._step_rows]))
-        tokens_so_far = list(accumulate(self._lengths))
-        num_rows = bisect_left(tokens_so_far, max(_MIN_TOKENS, tokens)) + 1
+        largest_tokens = 0
+        for layout in layouts:
+            _, largest = self._limits(layout)
+            tokens_of_unit = 1 if largest.unit == "tokens" else self._longest
+            largest_tokens = max(largest_tokens, largest.amount * tokens_of_unit)
+        step_tokens = sum(self._lengths[: self._step_rows])
+        sample_tokens = max(_MIN_TOKENS, min(_LARGEST_IN_SAMPLE * largest_tokens, step_tokens))
+        # The fewest first rows with these tokens.
+        tokens_of_first_rows = list(accumulate(self._lengths))
+        num_rows = bisect_left(tokens_of_first_rows, sample_tokens) + 1
         return self._in_steps(self._lengths[:num_rows])
 
     def _in_steps(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -733,12 +758,13 @@ class ThroughputSearch:
     def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
         """Return the smallest and the largest useful limit of a layout that may fit."""
         unit = self._tried.engine.sizer.limit().unit if layout.is_usual else "tokens"
-        row_amount = layout.amount(1, self._longest, unit=unit)
-        step_amount = self._step_rows
+        smallest = layout.amount(1, self._longest, unit=unit)
+        # More than a whole step is of no use.
+        of_whole_step = self._step_rows
         if unit == "tokens":
-            step_amount = max(map(layout.run_tokens, self._in_steps(self._lengths)))
-        amount = max(row_amount, min(self._max_batch_size * row_amount, step_amount))
-        return MicroBatchLimit(row_amount, unit), MicroBatchLimit(amount, unit)
+            of_whole_step = max(map(layout.run_tokens, self._in_steps(self._lengths)))
+        largest = max(smallest, min(self._max_batch_size * smallest, of_whole_step))
+        return MicroBatchLimit(smallest, unit), MicroBatchLimit(largest, unit)
 
     def _try_largest(self, found: Throughput) -> Trial:
         """Run a trial of the longest rows, filled to the limit of a choice."""
@@ -753,34 +779,43 @@ class ThroughputSearch:
         smallest, largest = self._limits(layout)
         quarter = replace(largest, amount=max(smallest.amount, largest.amount // 4))
         limits = [quarter, largest]
-        num_variants = {name: len(found) for name, found in compilations.variants.items()}
+        variants_before = {
+            function: len(variants) for function, variants in compilations.variants.items()
+        }
         for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
             rows = self._in_order(begin, _WARM_ROWS)
-            lengths = list(map(self._tried.row_length, rows))
-            num_compilations = compilations.number
-            for limit in limits:
-                for piece in micro_batches(lengths, limit, layout):
-                    with self._tried.engine.sizer.trying(layout):
-                        micro_batch = partial(
-                            self._tried.try_rows, [rows[row] for row in piece.rows]
-                        )
-                        if self._dry_run.time_each([micro_batch]) is None:
-                            # Warm up only a quarter; the search rejects the largest limit too.
-                            limits = [quarter]
-            new_variants = [
-                len(found) - num_variants.get(name, 0)
-                for name, found in compilations.variants.items()
+            compilations_before = compilations.number
+            have_fit = [self._warm_up(rows, limit, layout) for limit in limits]
+            if not all(have_fit):
+                # Warm up only a quarter; the search rejects the largest limit too.
+                limits = [quarter]
+            num_new_variants = [
+                len(variants) - variants_before.get(function, 0)
+                for function, variants in compilations.variants.items()
             ]
-            if distributed.any_of_ranks(max(new_variants, default=0) > _MAX_VARIANTS):
+            if distributed.any_of_ranks(max(num_new_variants, default=0) > _MAX_VARIANTS):
                 log.info(
                     "%s micro-batches are excluded: a function was compiled more than %d times",
                     layout.kind,
                     _MAX_VARIANTS,
                 )
                 return False
-            if not distributed.any_of_ranks(compilations.number > num_compilations):
+            if not distributed.any_of_ranks(compilations.number > compilations_before):
                 break
         return True
+
+    def _warm_up(
+        self, rows: Sequence[Any], limit: MicroBatchLimit, layout: MicroBatchLayout
+    ) -> bool:
+        """Run rows in micro-batches within a limit; return whether all of them fit."""
+        lengths = list(map(self._tried.row_length, rows))
+        all_fit = True
+        for piece in micro_batches(lengths, limit, layout):
+            micro_batch = partial(self._tried.try_rows, [rows[row] for row in piece.rows])
+            with self._tried.engine.sizer.trying(layout):
+                if self._dry_run.time_each([micro_batch]) is None:
+                    all_fit = False
+        return all_fit
 
     def _time(self, cuts: Sequence[Pieces]) -> list[list[float] | None]:
         """Return the seconds of each micro-batch of each split; None for a split that does not
@@ -788,19 +823,13 @@ class ThroughputSearch:
         """
         timings = []
         for pieces, layout in cuts:
-            last = len(pieces)
+            runs = []
+            for number, piece in enumerate(pieces, start=1):
+                rows = [self._rows[row] for row in piece.rows]
+                is_last = number == len(pieces)
+                runs.append(partial(self._tried.try_rows, rows, is_last=is_last))
             with self._tried.engine.sizer.trying(layout):
-                seconds = self._dry_run.time_each(
-                    [
-                        partial(
-                            self._tried.try_rows,
-                            [self._rows[row] for row in piece.rows],
-                            is_last=place == last,
-                        )
-                        for place, piece in enumerate(pieces, start=1)
-                    ]
-                )
-            timings.append(seconds)
+                timings.append(self._dry_run.time_each(runs))
         return timings
 
 
@@ -815,9 +844,13 @@ def kinds_to_choose_from(
         configured: configured kind; None allows several.
         uniform: see :class:`.MicroBatchLayout`.
     """
-    if configured or uniform:
-        return (configured or "padded",)
-    return ("grouped",) if why_not_packed() else ("grouped", "packed")
+    if configured:
+        return (configured,)
+    if uniform:
+        return ("padded",)
+    if why_not_packed():
+        return ("grouped",)
+    return ("grouped", "packed")
 
 
 def find_limit(
@@ -912,9 +945,9 @@ def find_max_batch_size(
     engine = Step(model, MicroBatchSizer())
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
-        # Parameters have no gradients before the reduction.
-        checking = gradients_must_come(model, forward_backward) if is_last else nullcontext()
-        with checking, engine.trial(is_last=is_last):
+        # Before the reduction, FSDP's parameters have no gradients to check.
+        must_come = gradients_must_come(model, forward_backward) if is_last else nullcontext()
+        with must_come, engine.trial(is_last=is_last):
             forward_backward(make_batch())
 
     tried = TriedStep(engine, optimizer, try_sample)

@@ -117,7 +117,7 @@ class EvaluationParts:
         *,
         snapshot: Callable[[], Callable[[], object]],
     ) -> tuple[Any, Any, list[float]]:
-        """Return the loss and the outputs of a batch, and the weight of each part.
+        """Return the loss and the outputs of a batch, and the factor of each part's metrics.
 
         Args:
             batch: batch on the device.
@@ -195,6 +195,7 @@ class EvaluationParts:
         parts: Sequence[Sequence[int]],
         forward: Callable[[Any], tuple[Any, Any]],
     ) -> tuple[list[Any], list[Any], list[_Counts]]:
+        """Run each part; return the losses, the outputs and the counts of the parts."""
         losses = []
         outputs = []
         counts = []
@@ -203,7 +204,7 @@ class EvaluationParts:
         )
         for numbers in parts:
             part = rows.part(numbers)
-            # Before the function pops the labels.
+            # Count before the function, which may pop the labels from the batch.
             counts.append((*self._labels.candidates(part, len(numbers)), len(numbers)))
             refusing: AbstractContextManager[object] = nullcontext()
             if self._has_others:

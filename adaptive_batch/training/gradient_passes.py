@@ -356,6 +356,7 @@ class GradientPasses:
     def _run(
         self, passes: Sequence[Pass], by_row: bool, accumulates: bool
     ) -> tuple[torch.Tensor, bool] | None:
+        """Run passes and undo them; see :meth:`_gradients`."""
         step = self._step
         statistics: list[Mapping[str, Any]] = [{} for _ in passes]
         # Projected gradient of each leaf by its id, for each pass.
@@ -366,19 +367,19 @@ class GradientPasses:
         has_two_parts = len(passes) == 3
 
         def run_pass(number: int) -> None:
-            one = passes[number]
+            current = passes[number]
             random_state = RandomState(step.memory.device)
             versions = self._versions()
             # The second part adds to the gradients of the first, as in training.
             adds = accumulates and number == 2
             if not adds:
                 step.saved_gradients.drop_new()
-            if not one.share and not step.sharding.needs_dummy(is_last=False):
+            if not current.share and not step.sharding.needs_dummy(is_last=False):
                 gradients.append(gradients[-1] if adds else {})
                 return
             another_part_follows = accumulates and has_two_parts and number == 1
-            with _row_seeds(one.rows, enabled=by_row) as sizes:
-                part = one.part()._replace(
+            with _row_seeds(current.rows, enabled=by_row) as sizes:
+                part = current.part()._replace(
                     is_first=not adds,
                     is_last=not another_part_follows,
                     statistics=statistics[number],

@@ -369,9 +369,10 @@ def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
     num_rows = _most_common(_lengths_in(values[name] for name in values if name not in lists))
     if num_rows is not None or not lists:
         return num_rows, ()
-    if _have_item_per_row(list(lists.values())):
-        return len(next(iter(lists.values()))), lists
-    return _most_common(_lengths_in(lists.values())), ()
+    columns = list(lists.values())
+    if _have_item_per_row(columns):
+        return len(columns[0]), lists
+    return _most_common(_lengths_in(columns)), ()
 
 
 def _have_item_per_row(lists: Sequence[Sequence[Any]]) -> bool:

@@ -364,14 +364,14 @@ class SumThenDivide(Weighting[StepResult]):
         """Return the first micro-batch of each rank, whose reduced gradients are the only ones so
         far.
         """
-        gradient_norm = self._squared_norm()
+        squared = self._squared_norm()
         if self._loss.counts_rows:
             # Convert to the gradients of a summed loss.
-            gradient_norm = gradient_norm * (self._global_rows / distributed.world_size()) ** 2
+            squared = squared * (self._global_rows / distributed.world_size()) ** 2
         num_rows = 0
         if self._step.plan.micro_batches:
             num_rows = len(self._step.plan.micro_batches[0].rows)
-        return SmallBatch(num_rows, self._label_tokens, gradient_norm, self._num_labelled > 0)
+        return SmallBatch(num_rows, self._label_tokens, squared, self._num_labelled > 0)
 
     def _noise(self, small: SmallBatch) -> NoiseSample | None:
         """Return a sample of the noise over all ranks; None if the small batch has no labels, or
@@ -385,7 +385,7 @@ class SumThenDivide(Weighting[StepResult]):
                 [torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums]
             )
             distributed.all_reduce_sum(sums)
-        rows, label_tokens, norm_of_small, norm_of_step = sums
+        rows, label_tokens, squared_of_small, squared_of_step = sums
         if ranks > 1:
             has_part_of_labels = bool(0 < label_tokens < self._label_tokens)
         else:
@@ -395,8 +395,8 @@ class SumThenDivide(Weighting[StepResult]):
             return None
         label_ratio = label_tokens / rows * self._num_rows / self._label_tokens
         # The gradients of a summed loss become those of the mean as in end().
-        norm_of_small = norm_of_small * (ranks / label_tokens) ** 2
-        return NoiseSample(rows, norm_of_small, self._num_rows, norm_of_step, label_ratio)
+        squared_of_mean = squared_of_small * (ranks / label_tokens) ** 2
+        return NoiseSample(rows, squared_of_mean, self._num_rows, squared_of_step, label_ratio)
 
 
 @dataclass(frozen=True)

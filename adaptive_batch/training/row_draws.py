@@ -54,7 +54,7 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         that dimension cannot be divided by rows.
         """
         num_rows = len(self._rows)
-        # A tensor has the shape that is drawn, or an argument such as that of torch.rand() is it.
+        # The shape to draw: that of a tensor argument, or the size that torch.rand() is given.
         shapes = [
             tuple(getattr(arg, "shape", arg))
             for arg in args

@@ -222,29 +222,31 @@ class MicroBatchSizer:
             batch_size: most rows at once if no size is configured.
             is_lowered: whether an OOM lowers it.
         """
+        limit = _smaller(self._limit_of_settings(batch_size), self._limit_for_longer_rows)
+        return _smaller(limit, self._lowered) if is_lowered else limit
+
+    def _limit_of_settings(self, batch_size: int) -> MicroBatchLimit:
+        """Return the limit that is configured, or found by a search."""
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
+        # None before a search.
         max_rows = self.max_batch_size
-        is_from_search = tokens is None and not isinstance(rows, int) and max_rows is not None
-        if is_from_search and self.is_packed:
-            # A search tries packed rows, not documents, so the limit counts tokens.
-            tokens = "auto"
         if self.throughput is not None:
-            # `auto`, by the default objective.
-            limit = self.throughput.limit
-        elif tokens == "auto":
+            # A search has timed the micro-batches of `auto`.
+            return self.throughput.limit
+        if isinstance(tokens, int):
+            return MicroBatchLimit(tokens, "tokens")
+        if isinstance(rows, int):
+            return MicroBatchLimit(rows)
+        # A search tries packed rows, not documents, so its limit of documents counts tokens.
+        is_of_documents = self.is_packed and max_rows is not None
+        if tokens == "auto" or is_of_documents:
             amount = self.layout.amount(max_rows or 0, self.tried_length, unit="tokens")
-            limit = MicroBatchLimit(amount or NO_LIMIT, "tokens")
-        elif tokens is not None:
-            limit = MicroBatchLimit(int(tokens), "tokens")
-        elif rows == "auto":
-            limit = MicroBatchLimit(max_rows or NO_LIMIT)
-        elif rows is not None:
-            limit = MicroBatchLimit(int(rows))
-        else:
-            limit = MicroBatchLimit(min(batch_size, max_rows or batch_size))
-        limit = _smaller(limit, self._limit_for_longer_rows)
-        return _smaller(limit, self._lowered) if is_lowered else limit
+            return MicroBatchLimit(amount or NO_LIMIT, "tokens")
+        if rows == "auto":
+            return MicroBatchLimit(max_rows or NO_LIMIT)
+        # Without a configured size, a step runs at once if it fits.
+        return MicroBatchLimit(min(batch_size, max_rows or batch_size))
 
     @property
     def may_split(self) -> bool:
@@ -274,15 +276,17 @@ class MicroBatchSizer:
         """Raise SettingError if the configured size is above the result of a search."""
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
-        max_batch_size = result.max_batch_size
+        max_rows = result.max_batch_size
         length = result.sequence_length
-        fitting_tokens = self.layout.amount(max_batch_size, length, unit="tokens")
-        if isinstance(rows, int) and rows > max_batch_size:
-            remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
+        max_tokens = self.layout.amount(max_rows, length, unit="tokens")
+        if isinstance(rows, int) and rows > max_rows:
+            remedy = f"{rows_fit(max_rows)}; give {max_rows} or less"
             raise SettingError("micro_batch_size", rows, remedy)
-        if isinstance(tokens, int) and tokens > fitting_tokens:
-            fit = f"{count(max_batch_size, 'row')} of {length} tokens fit"
-            remedy = f"{fit}; give {fitting_tokens} or less, or auto"
+        if isinstance(tokens, int) and tokens > max_tokens:
+            remedy = (
+                f"{count(max_rows, 'row')} of {length} tokens fit; give {max_tokens} or less, or"
+                " auto"
+            )
             raise SettingError("micro_batch_tokens", tokens, remedy)
 
     def set_bound(self, result: ProbeResult) -> None:
@@ -315,8 +319,10 @@ class MicroBatchSizer:
         max_rows = result.max_batch_size
         limit = self.limit(batch_size, is_lowered=False)
         if not can_split:
+            # A step is one micro-batch, so the rows of a step are limited.
             self.max_batch_size = min(self.max_batch_size or max_rows, max_rows)
         elif max_rows < tried_rows:
+            # Fewer of the longer rows fit.
             amount = self.layout.amount(max_rows, length, unit=limit.unit)
             self._limit_for_longer_rows = _smaller(limit, replace(limit, amount=amount))
         elif self.micro_batch_tokens == "auto":
@@ -345,16 +351,22 @@ class MicroBatchSizer:
         rows = len(failed.rows)
         if rows == 1:
             return ShrinkRequest(rows, failed.length, None, error)
-        row_amount = 1 if limit.unit == "rows" else failed.length
-        amount = rows * row_amount // 2
-        room = self._memory.room() if self._memory is not None and failures == 1 else None
+        # Amounts are rows or tokens, as in the limit.
+        amount_of_row = 1 if limit.unit == "rows" else failed.length
+        failed_amount = rows * amount_of_row
+        amount = failed_amount // 2
+        room = None
+        if self._memory is not None and failures == 1:
+            room = self._memory.room()
         needed_bytes = wanted_bytes(error)
         if room is not None and needed_bytes is not None and needed_bytes > room.held_bytes:
+            # Estimate that memory beyond what is held between steps grows with the rows.
             free_bytes = room.total_bytes - room.held_bytes
-            fits = rows * row_amount * free_bytes // (needed_bytes - room.held_bytes)
+            fitting = failed_amount * free_bytes // (needed_bytes - room.held_bytes)
             # Request fewer rows than failed, whatever the device reports.
-            amount = min(fits, (rows - max(1, rows // 16)) * row_amount)
-        smaller_limit = replace(limit, amount=max(row_amount, amount))
+            fewer_rows = rows - max(1, rows // 16)
+            amount = min(fitting, fewer_rows * amount_of_row)
+        smaller_limit = replace(limit, amount=max(amount_of_row, amount))
         return ShrinkRequest(rows, failed.length, smaller_limit, error)
 
     def after_attempt(self) -> None:
@@ -373,8 +385,16 @@ class MicroBatchSizer:
             return False
         if self.limit().amount == self.limit(is_lowered=False).amount:
             return False
-        has_waited = self._good_steps >= self._grow_after << self._failed_tries
-        return has_waited or self._available_bytes > _FREED * self._total_bytes > 0
+        if self._good_steps >= self._steps_before_retry:
+            return True
+        # Retry earlier if another program has freed memory since the OOM.
+        is_known = self._total_bytes > 0
+        return is_known and self._available_bytes > _FREED * self._total_bytes
+
+    @property
+    def _steps_before_retry(self) -> int:
+        # Doubled for each failed try.
+        return self._grow_after << self._failed_tries
 
     def retry_if_due(self) -> None:
         """Retry the former limit if it is due on all ranks. A collective."""
@@ -398,13 +418,16 @@ class MicroBatchSizer:
         rows, length, _, error = requests[rank]
         before = self.limit()
         if before == MicroBatchLimit(NO_LIMIT):
+            # For the log: the rows that ran at once.
             before = MicroBatchLimit(rows)
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         self.num_out_of_memory += 1
         if self._lowered is None:
-            # An OOM soon after a retry makes the next retry later.
-            has_failed = self._good_steps < self._grow_after << self._failed_tries
-            self._failed_tries = self._failed_tries + 1 if has_failed else 0
+            # The former limit was being retried. If it failed soon, the next retry is later.
+            if self._good_steps < self._steps_before_retry:
+                self._failed_tries += 1
+            else:
+                self._failed_tries = 0
         self._lowered = limit
         self._good_steps = 0
         self._total_bytes = self._available_bytes
@@ -473,8 +496,10 @@ class MicroBatchSizer:
         self._reset_lowered_limit()
         if any(state[key] != value for key, value in self.conditions().items()):
             return
-        self._limit_for_longer_rows = state["held"] and MicroBatchLimit(**state["held"])
-        self._lowered = state["lowered"] and MicroBatchLimit(**state["lowered"])
+        if state["held"]:
+            self._limit_for_longer_rows = MicroBatchLimit(**state["held"])
+        if state["lowered"]:
+            self._lowered = MicroBatchLimit(**state["lowered"])
         self._good_steps = state["good_steps"]
         self._failed_tries = state.get("failed_tries", 0)
         self._total_bytes = state.get("total_bytes", 0)

@@ -124,10 +124,9 @@ class RowSplitter:
     ) -> RowsOfBatch | DocumentsOfBatch:
         """Return a sample of a search as rows, which does not decide on keys of later batches."""
         documents = documents_of(batch)
-        divides_rows = documents is None or (self._keeps_rows and documents.num_packed_rows > 1)
-        if documents is not None and not divides_rows:
-            return documents
-        return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
+        if documents is None or (self._keeps_rows and documents.num_packed_rows > 1):
+            return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
+        return documents
 
 
 class DocumentsOfBatch(BatchSource):

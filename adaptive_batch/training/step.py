@@ -284,7 +284,8 @@ class MicroBatchRunner:
         try:
             return make()
         except Exception as error:
-            if not (self.retries and self._sharding.can_skip and is_out_of_memory(error)):
+            can_continue = self.retries and self._sharding.can_skip
+            if not (can_continue and is_out_of_memory(error)):
                 raise
             self.error = _message(error)
         # Outside of the except block, in which the error keeps the failed call's tensors alive.
