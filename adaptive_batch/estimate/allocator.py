@@ -377,9 +377,9 @@ class Phase:
         # A positive entry allocates; the entry ~n frees allocation n.
         changes = [entry % STREAM if entry > 0 else -sizes[~entry] for entry in self.log]
         live_bytes = list(accumulate(changes, initial=0))
-        until_peak = self.log[: live_bytes.index(max(live_bytes))]
-        freed = {~entry for entry in until_peak if entry <= 0}
-        num_allocations = len(self.before) + len(until_peak) - len(freed)
+        entries_until_peak = self.log[: live_bytes.index(max(live_bytes))]
+        freed = {~entry for entry in entries_until_peak if entry <= 0}
+        num_allocations = len(self.before) + len(entries_until_peak) - len(freed)
         gradients = {number for name, number in self.after.items() if name[0] == "gradient"}
         num_bytes = Counter[str]()
         for number in set(range(num_allocations)) - freed:

@@ -354,8 +354,9 @@ def _fuse(graph: fx.Graph) -> set[fx.Node]:
     written: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         has_no_kernel = not _is_fused(node) and not _is_view(node)
-        is_read_by_other = any(user in written and not _is_fused(user) for user in node.users)
-        if has_no_kernel or is_read_by_other or _name(node) in _REDUCTIONS:
+        # An operator without a generated kernel reads memory; a kernel can compute what it reads.
+        is_read_in_memory = any(user in written and not _is_fused(user) for user in node.users)
+        if has_no_kernel or is_read_in_memory or _name(node) in _REDUCTIONS:
             written.add(node)
     # Number of elements in the loop of each kernel.
     loop_sizes: dict[fx.Node, int] = {}

@@ -138,6 +138,7 @@ class FakeDevice:
             model: model, on the meta device or real.
             fill: function that creates real buffers of the model, as loading does.
         """
+        # Loading fills buffers before it creates the other tensors, so log that first.
         if fill is not None:
             self._filled_models.append(model)
             counter = LoggingTracker()

@@ -515,9 +515,12 @@ class ReplayedBounds:
             _, reserved = self.peaks(most_rows)
             if reserved > budget_bytes:
                 guess = int(most_rows * budget_bytes / reserved)
-        rows = _largest(
-            lambda rows: self.peaks(rows)[1] <= budget_bytes, most=most_rows, guess=guess
-        )
+
+        def fits(rows: int) -> bool:
+            _, reserved = self.peaks(rows)
+            return reserved <= budget_bytes
+
+        rows = _largest(fits, most=most_rows, guess=guess)
         allocated, reserved = self.peaks(max(1, rows))
         reason = counted.first_too_large
         if rows == 0 and reason is None:

@@ -32,6 +32,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._references_of_autograd = _references_of_autograd()
+        # Hash of the operations of the trace, and the bytes alive after each of them.
         self._program = 0
         self._live_bytes_after_each = array("q")
         # Storages are identified by their address (`_cdata`).

@@ -162,8 +162,10 @@ def run_facts(data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
             "out of memory": steps[-1].get("oom_count"),
             f"final loss (mean of {window})": f"{fmean(finite):.4g}" if finite else None,
         }
-    for _, value in data.points("val_loss")[-1:]:
-        facts["final val_loss"] = f"{value:.4g}"
+    val_losses = data.points("val_loss")
+    if val_losses:
+        _, final_val_loss = val_losses[-1]
+        facts["final val_loss"] = f"{final_val_loss:.4g}"
     texts = {
         name: fact if isinstance(fact, str) else f"{as_number(fact):,.0f}"
         for name, fact in facts.items()
