@@ -305,6 +305,7 @@ class CachingAllocator:
         if end is None:
             return self._new_segment(pool, _EXPANDABLE, 0)
         if end.is_allocated:
+            # An empty block after it.
             return end.split(end.size)
         pool.remove(end)
         return end

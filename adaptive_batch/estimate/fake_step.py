@@ -195,10 +195,11 @@ class FakeDevice:
         is_of_torchao = any(module.startswith("torchao.") for module in modules)
         if is_of_torchao:
             _create_tables_of_torchao()
+        # The rest differs only on CUDA.
         if self.kernels is None:
             return ()
-        # On CUDA, PyTorch's optimizers choose foreach, except Adafactor, in a private module. The
-        # module `optimizer` has the base class of all.
+        # On CUDA, PyTorch's optimizers choose foreach, except Adafactor, whose module is private. The
+        # module `optimizer` has the base class of all optimizers.
         prefix = "torch.optim."
         names = [name.removeprefix(prefix) for name in modules if name.startswith(prefix)]
         if any(name != "optimizer" and not name.startswith("_") for name in names):

@@ -251,12 +251,12 @@ def last_run(records: Iterable[Record]) -> tuple[Run, int]:
             name = record.get("run")
             is_resumed = bool(record.get("resumed"))
             same_name = [earlier for earlier in runs if earlier.name == name]
+            # Loops in scripts record no name, so their resumed starts belong to the newest run.
             if not is_resumed or (name is not None and not same_name):
                 run = Run(name, has_beginning=not is_resumed)
                 runs.append(run)
             elif name is not None:
                 run = same_name[-1]
-            # Loops in scripts record no name, so their start resumes the newest run.
         run.add(record)
     others = [other for other in runs[1:] if other is not run]
     return run, len(others)
