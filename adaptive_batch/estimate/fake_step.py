@@ -198,8 +198,8 @@ class FakeDevice:
         # The rest differs only on CUDA.
         if self.kernels is None:
             return ()
-        # On CUDA, PyTorch's optimizers choose foreach, except Adafactor, whose module is private. The
-        # module `optimizer` has the base class of all optimizers.
+        # On CUDA, PyTorch's optimizers choose foreach, except Adafactor, whose module is private.
+        # The module `optimizer` has the base class of all optimizers.
         prefix = "torch.optim."
         names = [name.removeprefix(prefix) for name in modules if name.startswith(prefix)]
         if any(name != "optimizer" and not name.startswith("_") for name in names):
