@@ -170,7 +170,7 @@ class Settings(Batching):
         batch_size_schedule: function `rule(progress) -> int` that returns the number of rows in a
             step on one device. With `batch_tokens`, it returns the number of real tokens instead.
             See [below](#batch-size-schedules).
-        preview: whether to print the plan of the training and stop before weights load.
+        preview: whether to print the training plan and stop before weights load.
         micro_batch_size: maximum number of rows in a micro-batch. `auto`: found by a search (see
             `probe.objective`). None: `batch_size`.
         micro_batch_tokens: maximum number of tokens in a micro-batch, including padding. This limit
@@ -181,8 +181,8 @@ class Settings(Batching):
             key, the reference runs before the step. `auto`: as many tokens as fit. None: the
             reference runs within each micro-batch of training. See [preference
             pairs](torchtune.md#micro-batches-of-the-reference).
-        micro_batch_layout: `padded`, `grouped` or `packed`. None: `padded`, or the fastest layout
-            with `auto`. See [below](#micro-batch-layouts).
+        micro_batch_layout: `padded`, `grouped` or `packed`. None: with `auto`, the fastest layout;
+            otherwise `padded`. See [below](#micro-batch-layouts).
         uniform_micro_batches: property that is the same in all micro-batches of a step: `rows`,
             `lengths` or `both`. Useful for pipelines and compiled graphs.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of this number. This reduces
@@ -208,8 +208,8 @@ class Settings(Batching):
         scale_with_batch: other optimizer settings that follow the batch: `{beta2: half_life}`,
             `{weight_decay: per_token}` or both. See [below](#what-follows-the-batch).
         lr_clock: unit in which `lr_scheduler` measures the progress of training: `samples`,
-            `tokens` or `steps`. Warm-up and decay may have different units: `{warmup: steps, decay:
-            tokens}`. See [below](#the-learning-rates-clock).
+            `tokens` or `steps`. For warm-up and decay in different units, give `{warmup: steps,
+            decay: tokens}`. See [below](#the-learning-rates-clock).
         dataset_val: dataset block for validation, or a list of such blocks.
         run_val_every_n_steps: number of optimizer steps between two validations. Each validation
             logs `val_loss`.
@@ -474,7 +474,8 @@ def reference_tables() -> dict[str, str]:
                     f"| {refused} | an error with both values, unless `resume_allow_changes` lists"
                     " the key |"
                 ),
-                f"| within an epoch: {rows}; with `batch_tokens`: {by_tokens} | the same |",
+                f"| within an epoch: {rows}; with `batch_tokens`: {by_tokens} | as for the keys"
+                " above |",
                 "| the class of the optimizer, `optimizer_in_bwd` | an error |",
                 (
                     "| settings of the optimizer (except `fused`, `foreach`, `capturable`), `seed`,"
@@ -486,8 +487,8 @@ def reference_tables() -> dict[str, str]:
                     " logged |"
                 ),
                 (
-                    "| any other key that results depend on, such as `epochs` or `batch_size` | the"
-                    " new value is used; a line is logged |"
+                    "| any other key that affects results, for example `epochs` or `batch_size` |"
+                    " the new value is used; a line is logged |"
                 ),
             ]
         ),
