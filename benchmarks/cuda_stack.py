@@ -208,13 +208,13 @@ class Estimated:
 
 
 def measure_case(case: Case, runs: StackRuns) -> dict[str, Any]:
-    """Return peaks and segments of a case, estimated and counted."""
+    """Return peaks of a case, estimated and counted."""
     entry = {}
     with Estimated(case).opened() as estimated:
         for name, conf in CONFS.items():
             rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
             rows = max(1, rows)
-            run = StackRun.fixed(case.combination, rows, steps=STEPS)
+            run = StackRun(case.combination, rows, steps=STEPS)
             real = runs(run, case.device, conf=conf, capacity=case.found.total_bytes)
             entry[name] = {"rows": rows, **compared(estimated.peaks(rows, conf), real)}
     return row_of(case, entry)
@@ -232,7 +232,7 @@ def measure_compiled(case: Case, runs: StackRuns) -> dict[str, Any]:
     # The first run fills Inductor's cache, and may tune kernels.
     cold, real, more = (
         runs(
-            StackRun.fixed(case.combination, number, steps=STEPS_OF_COMPILED),
+            StackRun(case.combination, number, steps=STEPS_OF_COMPILED),
             case.device,
             conf="",
             capacity=case.found.total_bytes,

@@ -107,7 +107,7 @@ def count(case: Case, rows: int, conf: str) -> Outcome:
     segments = conf or "expandable_segments:False"
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.stack_runs", "--one"],
-        input=json.dumps(asdict(StackRun.fixed(case.combination, rows))),
+        input=json.dumps(asdict(StackRun(case.combination, rows))),
         env=subprocess_environment(PYTORCH_CUDA_ALLOC_CONF=segments, PYTORCH_ALLOC_CONF=segments),
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,22 +34,17 @@ from adaptive_batch.torchtune import Data, Job, Settings, Trainer, builder_of
 from adaptive_batch.torchtune.model import Weights
 from adaptive_batch.torchtune.rows import RowMeasures
 
-from .allocator_on_stack import described
 from .model_families import MODELS, Combination, ZeroWeights
 from .paths import subprocess_environment
 
 
 @dataclass(frozen=True)
 class StackRun:
-    """Steps of a combination: of each step the lengths of its rows, which are one micro-batch."""
+    """Steps of a combination, each of so many rows in one micro-batch."""
 
     combination: Combination
-    steps: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def fixed(cls, combination: Combination, rows: int, *, steps: int = 3) -> StackRun:
-        """Steps of rows of the combination's length."""
-        return cls(combination, ((combination.length,) * rows,) * steps)
+    rows: int
+    steps: int = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,6 @@ class Outcome:
 
     Attributes:
         error: of a step that was out of memory, the last one.
-        segments: what is reserved at the end, as `described` puts it.
         outside: bytes of the device at the end that are not this allocator's: what the context
             takes, and other processes.
     """
@@ -70,7 +64,6 @@ class Outcome:
     retries: int
     ooms: int
     error: str | None = None
-    segments: list[Any] = field(default_factory=list, repr=False)
     outside: int = 0
 
     @property
@@ -111,16 +104,13 @@ def train(run: StackRun) -> Outcome:
     cfg.on_out_of_memory = "raise"
     cfg.probe.cache = True
     job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
-    row_of = job.task.synthetic_row
-    lengths = (run.combination.length,) * 4096
-    data = Data(job, [row_of(length) for length in lengths], packed=False)
-    measures = torch.tensor([[length, length, 1, 0, 1] for length in lengths])
+    length = run.combination.length
+    row = job.task.synthetic_row(length)
+    data = Data(job, [row] * 4096, packed=False)
+    measures = torch.tensor([[length, length, 1, 0, 1]] * 4096)
     data.dataset._measured = RowMeasures(*measures.unbind(1))
-    sizer = HeldSizer(
-        MicroBatchLimit(max(map(len, run.steps), default=1)),
-        layout=data.configured_layout,
-        memory=job.memory,
-    )
+    limit = MicroBatchLimit(max(1, run.rows))
+    sizer = HeldSizer(limit, layout=data.configured_layout, memory=job.memory)
     done, error = 0, None
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
@@ -128,8 +118,8 @@ def train(run: StackRun) -> Outcome:
         trainer.model.train()
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
-        for lengths in run.steps:
-            rows = [row_of(length) for length in lengths]
+        for _ in range(run.steps):
+            rows = [row] * run.rows
             trainer.engine.run(rows, report_of(rows))
             trainer.step()
             done += 1
@@ -148,7 +138,6 @@ def train(run: StackRun) -> Outcome:
         retries=stats["num_alloc_retries"] - before["num_alloc_retries"],
         ooms=stats["num_ooms"] - before["num_ooms"],
         error=error,
-        segments=described(torch.cuda.memory_snapshot()),
         outside=total - free - torch.cuda.memory_reserved(),
     )
 
@@ -207,9 +196,7 @@ def answer_to(line: str) -> dict[str, Any]:
     combination = Combination(
         **{**asked["combination"], "apart": tuple(asked["combination"]["apart"])}
     )
-    run = StackRun(
-        **{**asked, "combination": combination, "steps": tuple(map(tuple, asked["steps"]))}
-    )
+    run = StackRun(**{**asked, "combination": combination})
     try:
         return asdict(train(run))
     except Exception as error:
