@@ -15,6 +15,7 @@ from support.exact_tasks import (
     EXACT,
     distilling,
     job_on_pairs,
+    largest_difference,
     of_all_pairs_at_once,
     of_all_tokens_at_once,
     pairs,
@@ -22,7 +23,6 @@ from support.exact_tasks import (
 )
 from support.processes import run_on_ranks
 from support.sharded_model import whole
-from support.wired_jobs import largest_difference
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit

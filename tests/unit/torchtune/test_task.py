@@ -14,10 +14,14 @@ from support.exact_tasks import (
     KINDS,
     LORA,
     RATIO,
+    Wired,
+    check_bounds,
+    check_that_halves_are_run,
     config_of_distillation,
     config_of_pairs,
     distilling,
     job_on_pairs,
+    largest_difference,
     of_all_pairs_at_once,
     of_all_tokens_at_once,
     pair,
@@ -25,7 +29,6 @@ from support.exact_tasks import (
     rows_of,
 )
 from support.fault_injection import RunsOutAt
-from support.wired_jobs import Wired, check_bounds, check_that_halves_are_run, largest_difference
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss
 
