@@ -10,8 +10,8 @@ import json
 
 import pytest
 import torch
-from support.adapters import KINDS, LORA
-from support.adapters import OURS as OURS_WITH_ADAPTERS
+from support import adapters
+from support.adapters import KINDS
 from support.cli import NUM_ROWS, OURS, TUNE, SmallSetup, make_setup, records
 from support.cuda_stack.squeezing import leave
 from support.processes import run_python
@@ -93,36 +93,27 @@ def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup):
     assert audit(folder).problems == ()
 
 
-@pytest.mark.parametrize("kind", [*KINDS])
-def test_adapters_train_at_their_bound_and_continue_with_less_memory(setup, kind):
-    leave(ROOM // 2)
-    keys = (
-        *LORA,
-        *KINDS[kind],
-        *ON_CUDA,
-        "dtype=bf16",
-        MAXIMUM,
-        *SQUEEZED,
-        "epochs=1",
-        "save_every_n_steps=1",
-    )
-    folder = setup.run_in_process(OURS_WITH_ADAPTERS, *keys).output_dir
+TRAINED = {
+    "full": (OURS, ()),
+    **{
+        kind: (adapters.OURS, (*adapters.LORA, *keys, "dtype=bf16")) for kind, keys in KINDS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_loss_of_memory_during_a_run_loses_no_row(setup, kind):
+    recipe, keys = TRAINED[kind]
+    leave(ROOM if kind == "full" else ROOM // 2)
+    keys = (*keys, *ON_CUDA, MAXIMUM, *SQUEEZED, "save_every_n_steps=1")
+    folder = setup.run_in_process(recipe, *keys).output_dir
     (found,) = records(folder, "bound")
     assert 2 < found["max_batch_size"] < NUM_ROWS
     assert found["trials"] <= 5
     change, *_ = records(folder, "limit")
     assert change["out_of_memory"]
-    assert change["after"] < change["before"] == found["max_batch_size"]
-    assert audit(folder).problems == ()
-
-
-def test_a_loss_of_memory_during_a_run_loses_no_row(setup):
-    leave(ROOM)
-    folder = setup.run_in_process(OURS, *ON_CUDA, MAXIMUM, *SQUEEZED).output_dir
-    change, *_ = records(folder, "limit")
-    assert change["out_of_memory"]
     assert "GPU 0 has a total capacity of" in change["error"]
-    assert change["after"] < change["before"] == bound(folder)
+    assert change["after"] < change["before"] == found["max_batch_size"]
     first, *others = records(folder, "step")
     assert first["micro_batches"] == 1 < others[0]["micro_batches"]
     assert sum(step["batch_size"] for step in [first, *others]) == 2 * NUM_ROWS
