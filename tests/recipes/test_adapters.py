@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, LORA, OURS, adapters, same_epoch
-from support.cli import MODEL, make_setup
+from support.cli import MODEL, make_setup, resume_run
 from support.cli import OURS as FULL
 from support.stops import stopped_after
 from torchtune.models.qwen2 import lora_qwen2
@@ -50,9 +50,7 @@ def test_a_resume_point_of_adapters_holds_no_base_and_resumes_to_the_same_bits(s
         held, _ = point.load()
         trained = adapters(begun, 0).keys()
         assert held["model"].keys() == held["optimizer"]["state"].keys() == trained
-    resumed = small.run_in_process(
-        OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    resumed = resume_run(small, folder, *POINTS, recipe=OURS)
     assert resumed.losses == [*begun.losses, *begun.losses[6:]]  # one log
     assert same_epoch(resumed, begun, 0)
 
@@ -68,18 +66,16 @@ def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(beg
         CheckpointError,
         match=r"^model\.safetensors of .* is not the base that the adapters were trained",
     ):
-        setup.run_in_process(OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True")
+        resume_run(setup, folder, *POINTS, recipe=OURS)
 
 
 def test_a_folder_of_the_other_recipe_is_refused_with_its_name(small, begun):
     folder = stopped_after(begun, small, 6)
     with pytest.raises(SettingError, match=r"^model=.*: the checkpoint was trained with .*lora"):
-        small.run_in_process(FULL, f"output_dir={folder}", "resume_from_checkpoint=True")
+        resume_run(small, folder)
     whole = small.run_in_process(FULL, "max_steps_per_epoch=1")
     with pytest.raises(SettingError, match=r"^model=.*lora.*: the checkpoint was trained with"):
-        small.run_in_process(
-            OURS, *LORA, f"output_dir={whole.output_dir}", "resume_from_checkpoint=True"
-        )
+        resume_run(small, whole.output_dir, *LORA, recipe=OURS)
 
 
 @pytest.mark.parametrize(

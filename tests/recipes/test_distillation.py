@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.cli import figures
+from support.cli import figures, resume_run
 from support.distillation import LORA, METRICS, OURS, write_teacher
 
 from adaptive_batch.errors import SettingError
@@ -25,10 +25,7 @@ def test_a_changed_ratio_is_named_when_a_run_resumes(small, lora, capsys):
     own = (*lora, "epochs=2", "max_steps_per_epoch=1", "save_every_n_steps=1")
     begun = small.run_in_process(OURS, *own)
     shutil.rmtree(begun.output_dir / "epoch_1")
-    small.run_in_process(
-        OURS, *own, f"output_dir={begun.output_dir}", "resume_from_checkpoint=True",
-        "kd_ratio=0.9", "preview=True",
-    )  # fmt: skip
+    resume_run(small, begun.output_dir, *own, "kd_ratio=0.9", "preview=True", recipe=OURS)
     assert "kd_ratio" in capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ Steps are proved in tests/unit/torchtune/test_task.py, their bits in tests/parit
 from __future__ import annotations
 
 import pytest
-from support.cli import figures, records, same_weights
+from support.cli import figures, records, resume_run, same_weights
 from support.preferences import LORA, METRICS, OURS, PAIRS, reference_of, write_pairs
 from support.stops import stopped_after
 
@@ -26,8 +26,7 @@ def full(small):
 
 def resumed_after_step_three(small, begun, *own):
     """A copy of a run that was ended after step 3, trained to its end."""
-    folder = stopped_after(begun, small, 3)
-    return small.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
+    return resume_run(small, stopped_after(begun, small, 3), *own, recipe=OURS)
 
 
 def test_a_run_resumes_within_an_epoch_with_the_same_bits(small, lora):

@@ -129,11 +129,10 @@ _HALF = (
 )
 
 
-def resume_run(setup: SmallSetup, folder: Path, *overrides: str) -> Finished:
-    """Resume the recipe's run of a folder."""
-    return setup.run_in_process(
-        OURS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+def resume_run(setup: SmallSetup, folder: Path, *overrides: str, recipe: str = OURS) -> Finished:
+    """Resume a recipe's run of a folder."""
+    keys = (f"output_dir={folder}", "resume_from_checkpoint=True")
+    return setup.run_in_process(recipe, *overrides, *keys)
 
 
 def cosine_after(warmup_steps: int) -> tuple[str, ...]:
@@ -425,9 +424,7 @@ def typed_files(folder: Path) -> tuple[str, ...]:
 def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Finished:
     """Go on in a folder, each recipe in its own way."""
     own = typed_files(folder) if recipe == STOCK else ()
-    return setup.run_in_process(
-        recipe, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True", *own
-    )
+    return resume_run(setup, folder, *overrides, *own, recipe=recipe)
 
 
 @contextmanager
