@@ -6,6 +6,7 @@ operation).
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -252,28 +253,18 @@ def train(
     return trained
 
 
-class Undisturbed:
-    """Trainings that never ran out, one for each sequence of capacities."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Trained] = {}
-
-    def like(self, way: Way, capacities: Sequence[MicroBatchLimit]) -> Trained:
-        """One that was given these capacities."""
-        key = replace(way, nested=False), tuple(capacities)
-        if key not in self._known:
-            self._known[key] = train(way, capacities=capacities, steps=len(capacities))
-        return self._known[key]
+@functools.cache
+def undisturbed(way: Way, capacities: tuple[MicroBatchLimit, ...]) -> Trained:
+    """Train without running out, with given capacities."""
+    return train(way, capacities=capacities, steps=len(capacities))
 
 
-def differences(faulted: Trained, undisturbed: Trained) -> list[str]:
+def differences(faulted: Trained, expected: Trained) -> list[str]:
     """Names of what differs."""
-    names = [name for name, bits in faulted.state.items() if bits != undisturbed.state[name]]
-    return names + [
-        name
-        for name in ("steps", "run_rows")
-        if getattr(faulted, name) != getattr(undisturbed, name)
-    ]
+    names = [name for name, bits in faulted.state.items() if bits != expected.state[name]]
+    pairs = {"steps": (faulted.steps, expected.steps)}
+    pairs["run_rows"] = faulted.run_rows, expected.run_rows
+    return names + [name for name, (one, other) in pairs.items() if one != other]
 
 
 def sweep(way: Way, *, every: int = 1) -> Iterator[tuple[str, list[str]]]:
@@ -283,7 +274,6 @@ def sweep(way: Way, *, every: int = 1) -> Iterator[tuple[str, list[str]]]:
     Yields:
         The phase in which it first ran out, and the names of what differs from one that never did.
     """
-    undisturbed = Undisturbed()
     for at_step in (0, 1):
         operation = 1
         while True:
@@ -291,7 +281,9 @@ def sweep(way: Way, *, every: int = 1) -> Iterator[tuple[str, list[str]]]:
             found = train(way, operations=(operation, *second), at_step=at_step)
             if not found.failed_in:
                 break
-            differing = differences(found, undisturbed.like(way, found.capacities))
+            differing = differences(
+                found, undisturbed(replace(way, nested=False), tuple(found.capacities))
+            )
             if [change.grows for change in found.changes] != [False] * len(found.failed_in):
                 differing.append("changes")
             if any(rows != list(range(len(LENGTHS))) for rows in found.run_rows):
