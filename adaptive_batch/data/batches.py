@@ -544,7 +544,10 @@ class Batches(Sampler[list[int]]):
 
     def num_micro_batches(self, step: StepAhead) -> int:
         """Return how many micro-batches this rank's rows of a step have, in the current epoch."""
-        lengths = self._epoch.lengths.all[self._rows_of(step).own].tolist()
+        begin = step.progress.epoch_rows
+        numbers = self._epoch.order[begin : begin + step.rows].tolist()
+        own = [numbers[position] for position in self._positions_of_rank(numbers)]
+        lengths = self._epoch.lengths.all[own].tolist()
         return max(1, len(micro_batches(lengths, self.limit, self.sizer.layout)))
 
     # --- steps
@@ -571,27 +574,26 @@ class Batches(Sampler[list[int]]):
             step = self._epoch.next_step(progress, self._request, counts_tokens=self._counts_tokens)
             if step is None:
                 return
-            self._ahead.append(self._rows_of(step))
-            yield self.newest
+            begin = step.progress.epoch_rows
+            two_steps = self._epoch.order[begin : begin + 2 * step.rows].tolist()
+            numbers = two_steps[: step.rows]
+            next_numbers = two_steps[step.rows :]
+            positions = self._positions_of_rank(numbers)
+            own = [numbers[position] for position in positions]
+            # Right only if the next step is as large and ranks take rows in turn.
+            following = [
+                next_numbers[position] for position in positions if position < len(next_numbers)
+            ]
+            planned = PlannedRows(
+                step.progress, step.rows, step.tokens, self.batch_size, numbers, own, following
+            )
+            self._ahead.append(planned)
+            yield planned
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's row numbers of the steps that are left of the current epoch."""
         for step in self.steps():
             yield step.own
-
-    def _rows_of(self, step: StepAhead) -> PlannedRows:
-        """Return a step with its row numbers, and a guess of the next step's, to read ahead."""
-        begin = step.progress.epoch_rows
-        two_steps = self._epoch.order[begin : begin + 2 * step.rows].tolist()
-        numbers = two_steps[: step.rows]
-        next_rows = two_steps[step.rows :]
-        positions = self._positions_of_rank(numbers)
-        own = [numbers[position] for position in positions]
-        # Right only if the next step is as large and ranks take rows in turn.
-        following = [next_rows[position] for position in positions if position < len(next_rows)]
-        return PlannedRows(
-            step.progress, step.rows, step.tokens, self.batch_size, numbers, own, following
-        )
 
     def _positions_of_rank(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among the `numbers` of all ranks.
