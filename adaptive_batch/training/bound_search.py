@@ -196,7 +196,7 @@ class LongestRows:
         (longest,) = longest_rows(lengths, 1)
         longest_length = int(lengths[longest])
         if length is not None or longest_length == largest_length:
-            # The row with the most bytes also has the most tokens.
+            # All rows get one length, or the row with the most bytes also has the most tokens.
             return largest
 
         @cache

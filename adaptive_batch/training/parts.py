@@ -181,6 +181,7 @@ class RowsOfBatch(BatchSource):
         self._trims = trims
         self._row_lengths = row_lengths
         self.is_divided = dict(is_divided)
+        # Values that were divided in an earlier batch show the number of rows.
         values = _values(batch, known=is_divided)
         num_rows = _most_common(_length(value) for name, value in values if is_divided.get(name))
         if num_rows is None:
@@ -249,7 +250,8 @@ class RowsOfBatch(BatchSource):
         of a batch without one; None if neither shows it.
         """
         if isinstance(self._batch, _MAPPING) and self._batch.get("attention_mask") is not None:
-            # A mask of another shape is no table. It may hide what has labels, so ignore labels.
+            # A mask of another shape is not in the tables. Padding is then unknown, whatever the
+            # labels show.
             return self._tables.get("attention_mask")
         labels, tokens = self._tables.get("labels"), self._tokens
         if labels is None or tokens is None or labels.shape != tokens.shape:
@@ -319,6 +321,7 @@ class RowsOfBatch(BatchSource):
             return None
         used_width = max(self.lengths[row] for row in rows)
         if self._row_lengths is not None:
+            # Keep the given tokens of each row, such as a last token that looks like padding.
             longest = max(self._row_lengths[row] for row in rows)
             used_width = min(self.width, max(used_width, longest))
         return used_width

@@ -181,6 +181,7 @@ class RowStep(PartStep):
         return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
 
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, float] | None:
+        """Run a part; return its loss and its number of labels, or None without labels."""
         num_labels = self.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
             # The mean over 0 labels is NaN. On several ranks, others wait for the collectives.
