@@ -188,7 +188,7 @@ class Settings(Batching):
         pad_to_multiple_of: padded lengths are rounded up to a multiple of this number. This reduces
             the number of shapes to compile.
         fused_rms_norm: whether to run torchtune's `RMSNorm` as one operation without float32
-            copies. Results differ by rounding.
+            copies. Results differ only by rounding.
         activation_memory_budget: fraction of the activations, from 0 to 1, that compiled code keeps
             for backward. The rest is recomputed. Needs `compile: True`.
         on_out_of_memory: `shrink`: repeat the step with smaller micro-batches, and try the former
@@ -471,8 +471,8 @@ def reference_tables() -> dict[str, str]:
                 "| difference from the checkpoint | effect |",
                 "|---|---|",
                 (
-                    f"| {refused} | an error with both values, unless `resume_allow_changes` lists"
-                    " the key |"
+                    f"| {refused} | an error with both values, unless the key is in"
+                    " `resume_allow_changes` |"
                 ),
                 f"| within an epoch: {rows}; with `batch_tokens`: {by_tokens} | as for the keys"
                 " above |",
@@ -483,7 +483,7 @@ def reference_tables() -> dict[str, str]:
                 ),
                 (
                     "| `optimizer.lr`, `optimizer.weight_decay`, `max_steps_per_epoch`, if"
-                    " `resume_allow_changes` lists them | the new value is used; a line is"
+                    " the key is in `resume_allow_changes` | the new value is used; a line is"
                     " logged |"
                 ),
                 (
