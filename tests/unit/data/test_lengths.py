@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from adaptive_batch.data import DatasetAdapter, largest_rows, longest_rows, measure_rows
+from adaptive_batch.data import lengths as lengths_module
 from adaptive_batch.errors import SettingError
 
 
@@ -116,6 +117,12 @@ def test_workers_measure_what_one_process_measures(num_workers, num_rows, caplog
     assert measure(dataset, num_workers=num_workers).tolist() == dataset.lengths
     assert [row for row, _ in dataset.reads] == [0]  # the others were read in workers
     assert warnings_of(caplog) == []
+
+
+def test_workers_start_only_where_the_rest_takes_long():
+    assert lengths_module._worthwhile_workers(4.0) == 0
+    num_cpus = len(os.sched_getaffinity(0))
+    assert lengths_module._worthwhile_workers(60.0) == (min(num_cpus, 16) if num_cpus > 1 else 0)
 
 
 @pytest.mark.parametrize("at", [1, 30, 56])

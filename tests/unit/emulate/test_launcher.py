@@ -46,6 +46,13 @@ def test_a_missing_program_and_an_unknown_device_are_refused(arguments, message,
     assert message in capsys.readouterr().err
 
 
+def test_the_list_has_the_devices_with_cuda(capsys):
+    assert main(["emulate", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert "H100           sm_90" in said
+    assert "MI300X" not in said
+
+
 GIB = 2**30
 
 
@@ -89,6 +96,14 @@ def test_the_remedy_depends_on_the_holder_of_memory():
         lines = "\n".join(report_lines(case))
         assert "Out of memory 2 times, the last at a.py:1: 2.000 GiB requested" in lines
         assert word in lines
+
+
+def test_inexact_parts_are_named():
+    made_up = [["shape", "topk", "a.py:3", 7], ["value", "addmm", "a.py:9", 1]]
+    lines = "\n".join(report_lines(report(made_up=made_up, not_counted=["cudnnX"])))
+    assert "their peak is a guess: a.py:3 (topk)." in lines
+    assert "they were not computed: a.py:9 (addmm)." in lines
+    assert "cudnnX" in lines
 
 
 # --- the library that redirects writes

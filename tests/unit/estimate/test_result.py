@@ -124,3 +124,14 @@ def test_changes_are_ranked_by_gain_and_useless_ones_dropped():
     refused = Change(("refused=1",), "", refused="it cannot be")
     given = [nothing, longer, some, refused, one_only, unlimited, worse, most]
     assert rank_changes(given, [10, 4]) == (unlimited, most, longer, some, one_only)
+
+
+def test_the_table_of_changes_has_the_rows_of_each_device():
+    lines = plan(changes=(Change(("a=1",), "compute", (None, 30)),)).table_of_changes().splitlines()
+    cells = [line.split() for line in lines]
+    assert cells[1:] == [
+        ["key=value", "80", "GiB", "small", "cost"],
+        ["(unchanged)", "68", "4"],
+        ["a=1", "4096+", "30", "compute"],
+    ]
+    assert plan().table_of_changes() == ""

@@ -288,6 +288,16 @@ def test_allocated_and_requested_bytes_are_read_from_the_message():
     assert wanted_bytes("std::bad_alloc") is None
 
 
+def test_a_backend_without_a_limit_is_checked_after_the_trial():
+    backend, memory = accelerator()
+    backend.set_per_process_memory_fraction = None
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="over the budget"),
+        memory.measure([], budget_bytes=4 * GIB),
+    ):
+        backend.hold(5 * GIB)
+
+
 @pytest.mark.parametrize(
     ("device_memory", "available", "headroom", "budget"),
     [
