@@ -470,26 +470,31 @@ def _next_rows_in_noise(points: Sequence[Point], safe_rows: float) -> float | No
     risen = [point for point in points if point.share - fixed > 3 * UNCERTAIN * fixed]
     if last not in risen:
         return max(safe_rows, MAX_EXTRAPOLATION * last.rows)
-    rise = last.share - fixed
-    room = max(0.0, 1 - fixed)
+    last_rise = last.share - fixed
+    rise_at_end = max(0.0, 1 - fixed)
+
+    def rows_at(rise: float, point: Point, power: float) -> float:
+        """Return the rows at which the curve through a point rises to `rise` above `fixed`."""
+        return point.rows * math.pow(rise / (point.share - fixed), 1 / power)
+
     # So few rows fill the budget that a step of FINE is less than a row: follow the line.
-    if FINE * last.rows * math.pow(room / rise, 1 / STEEPEST) < 1:
+    if FINE * rows_at(rise_at_end, last, STEEPEST) < 1:
         low = Point(points[-2].rows, points[-2].share * (1 - NOISE))
         high = Point(last.rows, last.share * (1 + NOISE))
         return max(safe_rows, _reach(low, high, 1.05, 1.0))
     power = STEEPEST
     if len(risen) > 1:
         first = risen[0]
-        power = math.log(rise / (first.share - fixed)) / math.log(last.rows / first.rows)
+        power = math.log(last_rise / (first.share - fixed)) / math.log(last.rows / first.rows)
         power = min(max(power, 0.85), STEEPEST)
     # Far from the end, aim at an intermediate share.
     if last.share < NEARLY - 2 * UNCERTAIN:
         target_share = HALFWAY if len(risen) == 1 else NEARLY
-        growth = math.pow(max(1.0, (target_share - fixed) / rise), 1 / power)
-        return max(safe_rows, last.rows * growth)
+        target_rise = max(last_rise, target_share - fixed)
+        return max(safe_rows, rows_at(target_rise, last, power))
     # Near the end, average the ends that follow from each near peak.
     near = [point for point in risen if point.share > NEARLY - 4 * UNCERTAIN]
-    ends = [point.rows * math.pow(room / (point.share - fixed), 1 / power) for point in near]
+    ends = [rows_at(rise_at_end, point, power) for point in near]
     end = sum(ends) / len(ends)
     if end < last.rows * (1 + END_TOLERANCE):
         return None
