@@ -107,7 +107,7 @@ class Job:
     @cached_property
     def second(self) -> SecondModel | None:
         """Frozen second model of the task, or None."""
-        return self.task.second_model(keeps_base=self.builder.keeps_base)
+        return self.task.second_model(has_frozen_base=self.builder.has_frozen_base)
 
     @cached_property
     def memory(self) -> DeviceMemory:

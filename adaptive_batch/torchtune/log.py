@@ -86,7 +86,7 @@ class TrainingLog:
         def open_record() -> RunLog:
             begun = run.name in started_runs(self._folder)
             record = RunLog(self._folder)
-            origin = run.found.point and run.found.point.path.parent.resolve()
+            origin = run.found.checkpoint and run.found.checkpoint.path.parent.resolve()
             if origin and origin != self._folder.resolve() and not begun:
                 record.copy(origin)
             return record
@@ -147,7 +147,7 @@ class TrainingLog:
         progress = run.progress
         for line in run.found.passed_over:
             self.event("passed_over", line)
-        point = run.found.point
+        point = run.found.checkpoint
         rows = len(self._data.dataset)
         ranks = distributed.world_size()
         begins = f"resuming from {point.path}" if point else "starting"
@@ -167,7 +167,7 @@ class TrainingLog:
             f"the configuration is in {self._config_path}",
             settings=_report_head(self._job),
         )
-        if run.begins_epoch_again:
+        if run.restarts_epoch:
             message = (
                 f"epoch {progress.epoch} starts again: the rows have changed, so its remaining rows"
                 " are unknown"

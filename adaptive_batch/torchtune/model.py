@@ -1,4 +1,4 @@
-"""Models of a run: building, weights and saving of the one that trains, and frozen ones."""
+"""Models of a run: building, loading and saving the trained model, and frozen second models."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ class Weights(ABC):
     """Source of a model's weights.
 
     Attributes:
-        is_divided: whether each rank saved its own part, which :meth:`load_divided` loads.
+        in_checkpoint: whether a checkpoint holds the trained weights, for :meth:`load_shards`.
     """
 
-    is_divided = False
+    in_checkpoint = False
 
     @abstractmethod
     def load_weights(self) -> Mapping[str, Any]:
         """Return the state dict of the model, or of the base of adapters; a collective.
 
-        It is whole on rank zero, and empty on other ranks and if the saved model is divided.
+        Rank 0 has all tensors. The dict is empty on other ranks, and on rank 0 if a checkpoint
+        holds the whole model.
         """
 
-    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the parts that :meth:`FullModel.state` returned; a collective."""
-        raise AssertionError("no rank has saved its part")
+    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load this rank's shards of :meth:`FullModel.state` from the checkpoint; a collective."""
+        raise AssertionError("these weights are in no checkpoint")
 
 
 class FullModel:
@@ -70,12 +71,12 @@ class FullModel:
         key: key of the model's block, for errors.
 
     Attributes:
-        key: as given.
-        keeps_base: whether the saved weights are trained on a frozen base that resuming reads
-            again.
+        key: key of the model's block.
+        has_frozen_base: whether the base model is frozen: a checkpoint then holds only the
+            adapters, and resuming reads the base again.
     """
 
-    keeps_base = False
+    has_frozen_base = False
 
     def __init__(self, key: str = "model") -> None:
         self.key = key
@@ -104,12 +105,13 @@ class FullModel:
     def build(
         self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
     ) -> torch.nn.Module:
-        """Return the model with its weights on its device, compiled as configured and divided over
+        """Return the model with its weights on its device, compiled as configured and sharded over
         several ranks.
         """
-        is_divided = distributed.world_size() > 1
-        model = build_without_weights(cfg, self, dtype=dtype, device=device, on_meta=is_divided)
-        if is_divided:
+        is_sharded = distributed.world_size() > 1
+        # One rank may not have the memory for a whole model, so each makes its shards alone.
+        model = build_without_weights(cfg, self, dtype=dtype, device=device, on_meta=is_sharded)
+        if is_sharded:
             self._load_sharded(model, weights, cfg, dtype=dtype, device=device)
         else:
             self._load(model, weights, cfg)
@@ -117,12 +119,13 @@ class FullModel:
 
     def _load(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
         """Load the weights on one rank."""
-        state = weights.load_weights()
-        if weights.is_divided:
-            weights.load_divided(self.state(model))
+        # Needed for a checkpoint, too: torchtune's checkpointer reads the base before it can save.
+        base = weights.load_weights()
+        if weights.in_checkpoint:
+            weights.load_shards(self.state(model))
             return
-        with refusing_other_weights(model, state, cfg, key=self.key):
-            model.load_state_dict(state)
+        with refusing_other_weights(model, base, cfg, key=self.key):
+            model.load_state_dict(base)
 
     def _load_sharded(
         self,
@@ -133,25 +136,23 @@ class FullModel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Give each rank its part of the weights: as it was saved, or as rank zero has read it."""
-        # Empty where a resume point holds the model; the checkpointer learns from it how to save.
-        whole = weights.load_weights()
-        if weights.is_divided:
-            parameter_device = device
-            if cfg.get("fsdp_cpu_offload", False):
-                parameter_device = torch.device("cpu")
-            model.to_empty(device=parameter_device)
-            # Buffers are not offloaded.
-            for module in model.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(device)
-        compute_rotary_buffers(model, dtype=dtype, device=device)
-        if weights.is_divided:
-            weights.load_divided(self.state(model))
-        else:
-            load_from_rank_zero(model, whole, cfg, key=self.key)
+        """Load each rank's shards from the checkpoint, or from the base that rank 0 has read."""
+        # Needed for a checkpoint, too: torchtune's checkpointer reads the base before it can save.
+        base = weights.load_weights()
+        if not weights.in_checkpoint:
+            compute_rotary_buffers(model, dtype=dtype, device=device)
+            load_from_rank_zero(model, base, cfg, key=self.key)
             training.validate_no_params_on_meta_device(model)
+            return
+        # Shards are read into existing tensors, so the model leaves the meta device first.
+        model.to_empty(device=_parameter_device(cfg, device))
+        # FSDP offloads parameters but not buffers.
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+        compute_rotary_buffers(model, dtype=dtype, device=device)
+        weights.load_shards(self.state(model))
 
     def freeze(self, model: torch.nn.Module) -> None:
         """Freeze the parameters that do not train; here none.
@@ -160,7 +161,7 @@ class FullModel:
         """
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the optimizer's parameters; the optimizer skips frozen ones."""
+        """Return the parameters for the optimizer, which skips frozen ones."""
         return model.parameters()
 
     def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
@@ -168,15 +169,15 @@ class FullModel:
         return whole_bytes(model.state_dict())
 
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return this rank's part of the model for a resume point, by name."""
+        """Return this rank's shards of the model for a checkpoint, by name."""
         state: Mapping[str, torch.Tensor] = model.state_dict()
         return state
 
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return the state of an epoch for torchtune's checkpointer, on the host of rank zero; a
-        collective.
+        """Return the content of an export for torchtune's checkpointer, in host memory of rank 0;
+        a collective.
         """
         if distributed.world_size() == 1:
             return {training.MODEL_KEY: model.state_dict()}
@@ -185,7 +186,7 @@ class FullModel:
 
 
 def whole_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of tensors as one rank would hold them, with those of NF4 made whole."""
+    """Return the bytes of tensors on a single rank, with NF4 tensors dequantized."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 
@@ -208,9 +209,10 @@ def refusing_other_weights(
     try:
         yield
     except RuntimeError as error:
+        # Pass on other errors, such as out of memory.
         if "in loading state_dict" not in str(error):
             raise
-        # torch lists the names below its first line.
+        # The second line of torch's message lists the missing or the unknown names.
         names = str(error).splitlines()[1].strip()
         problem = f"the checkpoint is of another model: {names[:150]} ..."
         raise SettingError(key, str(cfg.model._component_), f"{problem}; {remedy}") from error
@@ -218,19 +220,15 @@ def refusing_other_weights(
 
 def num_token_embeddings(model: torch.nn.Module) -> int | None:
     """Return the number of token ids with an embedding; None if unknown."""
+    # The text model of a multimodal model is its `decoder`.
     embeddings = getattr(getattr(model, "decoder", model), "tok_embeddings", torch.nn.Identity())
-    return (
-        sum(
-            part.num_embeddings
-            for part in embeddings.modules()
-            if isinstance(part, torch.nn.Embedding)
-        )
-        or None
-    )
+    # torchtune's fusion models keep those of added special tokens in a second table.
+    tables = [part for part in embeddings.modules() if isinstance(part, torch.nn.Embedding)]
+    return sum(table.num_embeddings for table in tables) or None
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by their names in checkpoints, whatever wraps their modules."""
+    """Return the parameters by their names in checkpoints, without the names of wrappers."""
     return {parameter_name(name): parameter for name, parameter in model.named_parameters()}
 
 
@@ -244,13 +242,14 @@ class FusedRMSNorm(modules.RMSNorm):  # type: ignore[misc]
 
 
 def _fuse_norms(model: torch.nn.Module, cfg: DictConfig) -> None:
+    """Make torchtune's RMSNorms of a model fused, in place, with `fused_rms_norm`."""
     if not cfg.get("fused_rms_norm", False):
         return
     norms = [module for module in model.modules() if type(module) is modules.RMSNorm]
     if not norms:
         remedy = f"{cfg.model._component_} has no RMSNorm of torchtune's; leave it out"
         raise SettingError("fused_rms_norm", True, remedy)
-    # Both classes have the same parameters, so the weights stay.
+    # Both classes have the same parameters, so changing the class keeps weights and names.
     for norm in norms:
         norm.__class__ = FusedRMSNorm
 
@@ -261,11 +260,11 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
     These are the activations of each layer or, with `ac_mode`, of the layers that `ac_option`
     chooses.
     """
-    all_layers = bool(cfg.get("enable_activation_checkpointing", False))
+    in_all_layers = bool(cfg.get("enable_activation_checkpointing", False))
     mode = cfg.get("ac_mode", None)
-    if mode is not None and not all_layers:
+    if mode is not None and not in_all_layers:
         apply_selective_activation_checkpointing(model, mode, cfg.get("ac_option", None))
-    elif all_layers and mode is None:
+    elif in_all_layers and mode is None:
         training.set_activation_checkpointing(
             model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
         )
@@ -276,14 +275,19 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 @contextmanager
 def _on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: build models on a device; without memory, round weights to 4 bits in one
-    piece.
-    """
-    in_one_piece: AbstractContextManager[None] = nullcontext()
+    """Context manager: build models on a device with a default dtype."""
+    # torchao quantizes weights to NF4 in chunks, to save memory. The meta device has none to save,
+    # and a single chunk is much faster.
+    single_chunk: AbstractContextManager[None] = nullcontext()
     if device.type == "meta":
-        in_one_piece = replaced(nf4tensor, CHUNK_SIZE=2**62)
-    with training.set_default_dtype(dtype), device, in_one_piece:
+        single_chunk = replaced(nf4tensor, CHUNK_SIZE=2**62)
+    with training.set_default_dtype(dtype), device, single_chunk:
         yield
+
+
+def _parameter_device(cfg: DictConfig, device: torch.device) -> torch.device:
+    """Return the device of sharded parameters: the host if FSDP offloads them."""
+    return torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device
 
 
 def build_without_weights(
@@ -295,12 +299,12 @@ def build_without_weights(
     on_meta: bool,
 ) -> torch.nn.Module:
     """Return the model before its weights are loaded, compiled and recomputing activations as
-    configured; on several ranks divided by tensor parallelism, then by FSDP2.
+    configured. Several ranks shard it by tensor parallelism, then by FSDP2.
 
-    This is the order of torchtune's recipe.
+    The order of these steps is that of torchtune's recipe.
 
     Raises:
-        SettingError: it is of another kind of fine-tuning, or cannot be divided as configured.
+        SettingError: the model is for another recipe, or cannot be sharded as configured.
     """
     with _on(torch.device("meta") if on_meta else device, dtype):
         model: torch.nn.Module = instantiate(builder.key, cfg.model)
@@ -312,61 +316,67 @@ def build_without_weights(
     if distributed.world_size() == 1:
         apply_checkpointing(model, cfg)
         return model
-    ranks = distributed.data_parallel_size()
-    dim = distributed.world_size() // ranks
-    mesh = init_device_mesh(device.type, mesh_shape=(ranks, dim), mesh_dim_names=("dp", "tp"))
+    dp_size = distributed.data_parallel_size()
+    tp_size = distributed.world_size() // dp_size
+    mesh = init_device_mesh(device.type, mesh_shape=(dp_size, tp_size), mesh_dim_names=("dp", "tp"))
+    # By name, before wrappers change the names.
     tied = _tied_modules(model)
-    if dim > 1:
+    if tp_size > 1:
         plan = instantiate("tensor_parallel_plan", cfg.tensor_parallel_plan)
         try:
             model = training.prepare_mha_for_tp(model, mesh["tp"])
         except ValueError as error:
-            # The heads cannot be divided.
+            # The number of heads, or of key and value heads, is not a multiple of tp_size.
             raise SettingError(
-                "tensor_parallel_dim", dim, f"{one_line(error)} Give a divisor of both"
+                "tensor_parallel_dim", tp_size, f"{one_line(error)} Give a divisor of both"
             ) from error
         with refusing("tensor_parallel_plan", cfg.tensor_parallel_plan._component_):
-            _check_plan_of_tied(plan, tied, dim)
+            _refuse_sharding_tied(plan, tied, tp_size)
             parallelize_module(model, mesh["tp"], parallelize_plan=plan)
-    # Checkpointing wraps what tensor parallelism has divided, and FSDP wraps both.
+    # Activation checkpointing wraps the modules that tensor parallelism has changed, and FSDP wraps
+    # the result.
     apply_checkpointing(model, cfg)
-    if ranks > 1:
+    if dp_size > 1:
         _shard(model, cfg, mesh["dp"], tied)
     return model
 
 
-def _check_plan_of_tied(plan: Mapping[str, Any], tied: set[str], dim: int) -> None:
-    """Raise SettingError if a plan divides weights that a tied output layer uses."""
+def _refuse_sharding_tied(plan: Mapping[str, Any], tied: set[str], tp_size: int) -> None:
+    """Raise SettingError if a plan shards weights that a tied output layer uses, too."""
     for pattern in plan:
         if any(fnmatch(name, pattern) for name in tied):
             remedy = (
                 f"the model's output layer is tied to {pattern}, whose weights the plan"
-                " divides; give 1"
+                " divides; give 1, and ranks divide the model by FSDP alone"
             )
-            raise SettingError(
-                "tensor_parallel_dim",
-                dim,
-                f"{remedy}, and ranks divide the model by FSDP alone",
-            )
+            raise SettingError("tensor_parallel_dim", tp_size, remedy)
 
 
 def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[str]) -> None:
-    """Shard the model by FSDP2; refuse a tied layer that gives its weights back too early."""
+    """Shard the model by FSDP2.
+
+    Raises:
+        SettingError: `custom_sharded_layers` has an unknown layer, or one with tied weights.
+    """
     layers = cfg.get("custom_sharded_layers", None)
+    names = list(layers or ())
     known = {name for name, _ in model.named_modules()}
-    for name in {*(layers or ())} - known:
-        children = [child for child, _ in model.named_children()]
-        remedy = f"the model has no {name}; {nearest(name, children)}"
-        raise SettingError("custom_sharded_layers", list(layers), remedy)
+    for name in names:
+        if name not in known:
+            children = [child for child, _ in model.named_children()]
+            remedy = f"the model has no {name}; {nearest(name, children)}"
+            raise SettingError("custom_sharded_layers", names, remedy)
     reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
-    tied_layers = [name for name in layers or () if name in tied]
+    tied_layers = [name for name in names if name in tied]
+    # A layer of its own frees its gathered weights after its forward; the output layer, which runs
+    # last, would find only this rank's shard.
     if tied_layers and reshards:
         problem = (
             f"the output layer is tied to {tied_layers[0]}, and needs its weights after it was"
             " called"
         )
         remedy = f"{problem}; leave it out, or set fsdp_reshard_after_forward=False"
-        raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
+        raise SettingError("custom_sharded_layers", names, remedy)
     training.shard_model(
         model=model,
         shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
@@ -378,6 +388,7 @@ def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[
 
 def _tied_modules(model: torch.nn.Module) -> set[str]:
     """Return the names of modules whose weights a tied output layer uses."""
+    # TiedLinear is no module, so modules() does not list it: it is an attribute of the decoder.
     tied = {
         id(attribute.tied_module)
         for module in model.modules()
@@ -395,11 +406,11 @@ def load_from_rank_zero(
     key: str = "model",
     strict: bool = True,
 ) -> None:
-    """Give each rank its part of whole tensors that rank zero has; a collective.
+    """Load each rank's shards of whole tensors that rank 0 has; a collective.
 
-    Not strict, the model may have tensors that rank zero has not.
+    Without `strict`, tensors of the model that rank 0 does not have keep their values.
     """
-    # A checkpoint may be of another dtype than the model.
+    # torch needs the dtypes of the model, and the base model's files may have others.
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in whole.items()}
     offload = bool(cfg.get("fsdp_cpu_offload", False))
@@ -407,7 +418,7 @@ def load_from_rank_zero(
         full_state_dict=True, broadcast_from_rank0=True, strict=strict, cpu_offload=offload
     )
     with warnings.catch_warnings():
-        # torch warns of calls that it makes itself.
+        # These warnings are about calls that torch makes itself, so users cannot act on them.
         warnings.filterwarnings(
             "ignore", message=".*_get_pg_default_device|Multiple backends are registered"
         )
@@ -418,7 +429,7 @@ def load_from_rank_zero(
 def compute_rotary_buffers(
     model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Fill the buffers that no checkpoint holds."""
+    """Compute the tables of rotary embeddings, which no checkpoint holds."""
     with training.set_default_dtype(dtype), device:
         for module in model.modules():
             if hasattr(module, "rope_init"):
@@ -432,11 +443,12 @@ class FrozenModel:
     """The frozen model that a task compares with: the base of adapters, or a second model.
 
     Args:
-        policy: the model that trains.
-        second: a frozen model; None for the policy with its adapters disabled.
+        policy: the trained model.
+        second: second model, which the constructor freezes; None for the policy with its adapters
+            disabled.
 
     Attributes:
-        second: as given.
+        second: second model, or None.
     """
 
     def __init__(self, policy: torch.nn.Module, second: torch.nn.Module | None = None) -> None:
@@ -448,14 +460,15 @@ class FrozenModel:
 
     @torch.no_grad()
     def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
-        """Return the reference's logits of a batch; a list if it returns chunks."""
+        """Return the frozen model's logits of a batch; a list if it returns chunks."""
         logits: torch.Tensor | list[torch.Tensor]
         if self.second is None:
             with disable_adapter(self._policy):
                 logits = self._policy(**batch)
             return logits
-        # torchtune's teacher keeps its mark on one device: torch chooses the kernel of a chunk's
-        # product by it, and their bits differ.
+        # torch chooses a matrix product's kernel by `requires_grad`, and the kernels differ in the
+        # last bits. In torchtune's single-device recipe the teacher's weights require gradients, so
+        # require them here during the forward to have the same bits.
         self.second.requires_grad_(distributed.world_size() == 1)
         try:
             logits = self.second(**batch)
@@ -465,7 +478,7 @@ class FrozenModel:
 
     @property
     def models(self) -> torch.nn.Module:
-        """Both models as one module; the trained model if it is its own reference."""
+        """Both models as one module; the trained model alone if there is no second one."""
         if self.second is None:
             return self._policy
         return torch.nn.ModuleList([self._policy, self.second])
@@ -496,10 +509,12 @@ class SecondModel:
             raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
         self.builder = FullModel(key)
         self._checkpointer_key = checkpointer_key
+        # The builder reads `model` and `checkpointer`, so give it a copy with this model's blocks.
         own = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(own, DictConfig)
         own.model = own[key]
         own.checkpointer = own[checkpointer_key]
+        # A frozen model has no backward to recompute activations for.
         own.enable_activation_checkpointing = False
         own.ac_mode = None
         self.cfg = own
@@ -510,9 +525,9 @@ class SecondModel:
         self.builder.check(model, self.cfg)
         return model
 
-    def loading(self) -> Callable[..., torch.nn.Module]:
+    def prepare_build(self) -> Callable[..., torch.nn.Module]:
         """Find the files of the weights; return a function of dtype and device that builds the
-        model.
+        model with them.
 
         Raises:
             SettingError: the checkpointer cannot be built, for example because a file is missing.
@@ -525,7 +540,7 @@ class _WholeWeights(Weights):
     """Weights of a second model, which rank zero reads."""
 
     def __init__(self, block: DictConfig, *, key: str) -> None:
-        # None on other ranks, where nothing asks it.
+        # None on other ranks, which do not use it.
         self._files: Any = distributed.on_rank_zero(lambda: ModelFiles(block, key=key))
 
     def load_weights(self) -> Mapping[str, Any]:
@@ -533,7 +548,7 @@ class _WholeWeights(Weights):
         return distributed.on_rank_zero(lambda: self._files.load_weights()) or {}
 
 
-# Keys that torchtune saves with adapters, each with an example.
+# Keys of the model's block that torchtune saves with adapters, and the fix if one is missing.
 _SAVED_WITH_ADAPTERS = {
     "lora_rank": "give a whole number, such as 8",
     "lora_alpha": "give a number, such as 16",
@@ -543,12 +558,13 @@ _SAVED_WITH_ADAPTERS = {
 
 
 class AdapterModel(FullModel):
-    """Adapters train, and the base stays as it is.
+    """Fine-tuning of adapters on a frozen base.
 
-    An epoch holds the adapters, and the base with them merged unless they are saved alone.
+    An export holds the adapters and, unless `save_adapter_weights_only` is set, the base with the
+    adapters merged.
     """
 
-    keeps_base = True
+    has_frozen_base = True
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
         """Check a model with adapters against its block.
@@ -563,9 +579,9 @@ class AdapterModel(FullModel):
                 " a model with adapters, such as torchtune.models.llama3_2.lora_llama3_2_1b"
             )
             raise SettingError("model", component_of(cfg.model), remedy)
-        for key, remedy in _SAVED_WITH_ADAPTERS.items():
+        for key, fix in _SAVED_WITH_ADAPTERS.items():
             if cfg.model.get(key) is None:
-                remedy = f"it is missing, and is saved with adapters; {remedy}"
+                remedy = f"it is missing, and is saved with adapters; {fix}"
                 raise SettingError(f"model.{key}", None, remedy)
         _check_adapters_are_made(model, cfg.model)
         if has_tensor_parallelism(cfg):
@@ -574,7 +590,7 @@ class AdapterModel(FullModel):
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        # torchtune's builders read this global.
+        # torchtune's builders of quantized models read this global instead of an argument.
         common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))
         return super().skeleton(cfg, dtype=dtype)
 
@@ -607,34 +623,37 @@ class AdapterModel(FullModel):
         modules = get_lora_module_names(
             list(block.lora_attn_modules), block.apply_lora_to_mlp, on_output
         )
-        described = {
+        peft_config = {
             "r": block.lora_rank,
             "lora_alpha": block.lora_alpha,
             "target_modules": modules,
         }
         if block.get("use_dora", False):
-            # torchtune's recipe omits this key, so PEFT loads the adapters as LoRA.
-            described["use_dora"] = True
-        content: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
+            # torchtune's recipe omits this key, so PEFT would load the adapters as LoRA.
+            peft_config["use_dora"] = True
+        peft_config["peft_type"] = "LORA"
         if cfg.get("save_adapter_weights_only", False):
-            state = self.state(model)
             adapters = {
-                name: distributed.whole_tensor(part.detach()).cpu() for name, part in state.items()
+                name: distributed.whole_tensor(shard.detach()).cpu()
+                for name, shard in self.state(model).items()
             }
-            return content | {training.ADAPTER_KEY: adapters}
+            return {training.ADAPTER_CONFIG: peft_config, training.ADAPTER_KEY: adapters}
         state = super().to_save(model, cfg, device=device)[training.MODEL_KEY]
         if distributed.world_size() == 1:
-            # Merging changes tensors in place, and on a CPU these would be the model's own.
+            # Merging changes tensors in place. On a CPU they would be the model's own.
             state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-        content[training.ADAPTER_KEY] = get_adapter_state_dict(state)
-        return content | {
-            training.MODEL_KEY: get_merged_lora_ckpt(state, block.lora_rank, block.lora_alpha)
+        return {
+            training.ADAPTER_CONFIG: peft_config,
+            # Before merging, which removes the adapters from `state`.
+            training.ADAPTER_KEY: get_adapter_state_dict(state),
+            training.MODEL_KEY: get_merged_lora_ckpt(state, block.lora_rank, block.lora_alpha),
         }
 
     def _load(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
-        state = weights.load_weights()
-        with refusing_other_weights(model, state, cfg):
-            keys = model.load_state_dict(state, strict=False)
+        base = weights.load_weights()
+        with refusing_other_weights(model, base, cfg):
+            # Not strict: the base has no adapters. _check_base() refuses other differences.
+            keys = model.load_state_dict(base, strict=False)
         missing = map(parameter_name, keys.missing_keys)
         self._check_base(model, missing, keys.unexpected_keys, cfg)
         self._load_adapters(model, weights)
@@ -648,19 +667,15 @@ class AdapterModel(FullModel):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        offload = bool(cfg.get("fsdp_cpu_offload", False))
-        parameter_device = device
-        if offload:
-            parameter_device = torch.device("cpu")
         with training.set_default_dtype(dtype), device:
             for module in model.modules():
                 if hasattr(module, "adapter_params"):
-                    module.to_empty(device=parameter_device)
+                    module.to_empty(device=_parameter_device(cfg, device))
                     module.initialize_parameters()  # type: ignore[operator]
         compute_rotary_buffers(model, dtype=dtype, device=device)
         base = weights.load_weights()
         parameters = named_parameters(model)
-        # Only rank zero has the base, and every rank has to know its names.
+        # Only rank 0 has the base, but every rank has to know its names.
         names = set(distributed.from_rank_zero(lambda: list(base)))
         self._check_base(
             model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg
@@ -673,12 +688,14 @@ class AdapterModel(FullModel):
         load_from_rank_zero(
             model, {name: base[name] for name in base if name not in quantized}, cfg, strict=False
         )
-        # torch's own function cannot divide four-bit tensors.
+        # torch's function cannot shard NF4 tensors, but torchtune's can if every rank has the whole
+        # tensor. Send one at a time, so that a device holds only one whole tensor.
         for name in sorted(quantized):
             whole = torch.empty(parameters[name].shape, dtype=dtype, device=device)
             if name in base:
                 whole.copy_(base[name])
             distributed.broadcast(whole)
+            offload = bool(cfg.get("fsdp_cpu_offload", False))
             training.load_from_full_model_state_dict(
                 model, {name: whole}, device, cpu_offload=offload
             )
@@ -692,8 +709,9 @@ class AdapterModel(FullModel):
         unexpected: Iterable[str],
         cfg: DictConfig,
     ) -> None:
-        # The base model has no adapters.
-        differences = [f"it has no {name}" for name in missing if name not in self.state(model)]
+        """Raise SettingError if the base lacks a tensor other than an adapter's, or has another."""
+        adapters = self.state(model)
+        differences = [f"it has no {name}" for name in missing if name not in adapters]
         differences += [f"its {name} is none of the model's" for name in unexpected]
         if differences:
             remedy = (
@@ -703,15 +721,16 @@ class AdapterModel(FullModel):
             raise SettingError("model", str(cfg.model._component_), remedy)
 
     def _load_adapters(self, model: torch.nn.Module, weights: Weights) -> None:
-        """Load saved adapters; keep new ones as initialized otherwise.
+        """Load the adapters of the checkpoint; without one, new adapters keep their initial values.
 
-        DoRA's magnitudes are initialized from the base model.
+        The base has to be loaded before.
         """
         for module in model.modules():
+            # DoRA's magnitudes are norms of the base's weights.
             if hasattr(module, "initialize_dora_magnitude"):
                 module.initialize_dora_magnitude()  # type: ignore[operator]
-        if weights.is_divided:
-            weights.load_divided(self.state(model))
+        if weights.in_checkpoint:
+            weights.load_shards(self.state(model))
 
 
 def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
@@ -719,10 +738,12 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
     adapters = {
         name: module for name, module in model.named_modules() if hasattr(module, "adapter_params")
     }
-    kinds = {name.rpartition(".")[2] for name in adapters}
-    made = {
+    # The last parts of their names, such as q_proj.
+    modules = {name.rpartition(".")[2] for name in adapters}
+    # Whether the model has the adapters that a key asks for.
+    has_effect = {
         "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),
-        "apply_lora_to_output": "output" in kinds,
+        "apply_lora_to_output": "output" in modules,
         "use_dora": any(hasattr(module, "magnitude") for module in adapters.values()),
         "lora_dropout": any(
             isinstance(getattr(module, "dropout", None), torch.nn.Dropout)
@@ -731,23 +752,21 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
         "quantize_base": any(
             getattr(module, "_quantize_base", False) for module in adapters.values()
         ),
-        "lora_attn_modules": kinds.issuperset(block.lora_attn_modules),
+        "lora_attn_modules": modules.issuperset(block.lora_attn_modules),
     }
-    for key, is_made in made.items():
-        if block.get(key) and not is_made:
+    for key, key_has_effect in has_effect.items():
+        if block.get(key) and not key_has_effect:
             remedy = (
                 f"{component_of(block)} adds no such adapters to the model (it has adapters of"
-                f" {', '.join(sorted(kinds))}); give names of these, or remove it"
+                f" {', '.join(sorted(modules))}); give names of these, or remove it"
             )
             raise SettingError(f"model.{key}", block[key], remedy)
 
 
 def builder_of(cfg: DictConfig) -> FullModel | None:
-    """Return the builder of the configured model; None for full fine-tuning.
-
-    It is chosen by the keys that torchtune's builders of adapters take.
-    """
+    """Return the builder of the configured model; None for full fine-tuning."""
     block = cfg.get("model", None)
+    # Every builder of adapters in torchtune takes this key, and no other builder does.
     if isinstance(block, DictConfig) and "lora_attn_modules" in block:
         return AdapterModel()
     return None

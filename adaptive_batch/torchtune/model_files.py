@@ -26,7 +26,7 @@ from adaptive_batch.memory import is_out_of_memory
 from .checks import check_output_dir
 from .configuration import instantiate, one_line
 
-# In the folder of an epoch: the run that exported it.
+# File in the folder of an epoch: the run that exported it, see :class:`Export`.
 _MANIFEST = "adaptive_batch.json"
 
 
@@ -36,9 +36,9 @@ class Export:
 
     Attributes:
         path: the folder.
-        run: name of the run that saved it; None where that is not known, as for torchtune's recipe.
-        step: optimizer steps of the run until then.
-        order: of the newest resume point until then; 0 without one.
+        run: name of the run that saved it; None if unknown, as for torchtune's recipe.
+        step: optimizer steps of the run until the export.
+        order: order of the newest checkpoint before the export; 0 without one.
     """
 
     path: Path
@@ -57,9 +57,11 @@ def exports_in(output_dir: Path) -> list[Export]:
     exports = []
     for folder in output_dir.glob("epoch_*"):
         if folder.name.removeprefix("epoch_").isdigit():
-            export = Export(folder)
-            with suppress(OSError, ValueError, TypeError):
+            try:
                 export = Export(folder, **json.loads((folder / _MANIFEST).read_text()))
+            except (OSError, ValueError, TypeError):
+                # Without a readable manifest, the run is unknown.
+                export = Export(folder)
             exports.append(export)
     return sorted(exports, key=lambda export: export.epoch)
 
@@ -69,10 +71,10 @@ class ModelFiles:
 
     Args:
         cfg: block of a checkpointer of torchtune.
-        key: its key in the configuration.
+        key: key of that block in the configuration.
 
     Raises:
-        SettingError: the checkpoint is not there.
+        SettingError: `checkpoint_dir` or a file in it is missing.
     """
 
     def __init__(self, cfg: DictConfig, *, key: str = "checkpointer") -> None:
@@ -80,7 +82,7 @@ class ModelFiles:
         self._cfg = cfg
         self._output_dir = check_output_dir(cfg.output_dir, key=f"{key}.output_dir")
         self._temporary = self._output_dir / ".saving"
-        self._base = Path(str(cfg.checkpoint_dir))
+        self._base_dir = Path(str(cfg.checkpoint_dir))
         if "model_type" in cfg:
             types = [*training.ModelType.__members__]
             check_choice(f"{key}.model_type", cfg.model_type, types)
@@ -88,29 +90,32 @@ class ModelFiles:
             self._checkpointer = instantiate(
                 key,
                 cfg,
-                checkpoint_dir=str(self._base),
+                checkpoint_dir=str(self._base_dir),
                 output_dir=str(self._temporary),
                 should_load_recipe_state=False,
             )
         except SettingError as error:
             cause = error.__cause__
+            # torchtune's checkpointers raise these two if a file is missing.
             if not isinstance(cause, OSError | ValueError):
                 raise
             remedy = f"{reason(cause).rstrip('.')}; give what `tune download` wrote"
             raise SettingError(f"{key}.checkpoint_dir", cfg.checkpoint_dir, remedy) from cause
+        # The checkpointer has made this folder, which a preview or a refused run must not leave.
+        # Files that a killed export left in it stay until clean_up().
         with suppress(OSError):
-            # torchtune's checkpointer has made it.
             self._temporary.rmdir()
 
     def clean_up(self) -> None:
-        """Remove what a killed export has left, and put back an export that it was replacing."""
+        """Remove the files of a killed export, and restore the export that it was replacing."""
         shutil.rmtree(self._temporary, ignore_errors=True)
-        for replaced in self._output_dir.glob(".replaced-epoch_*"):
-            target = replaced.with_name(replaced.name.removeprefix(".replaced-"))
+        # move_into_place() renames the earlier folder before it moves the new one into its place.
+        for earlier in self._output_dir.glob(".replaced-epoch_*"):
+            target = earlier.with_name(earlier.name.removeprefix(".replaced-"))
             if target.exists():
-                shutil.rmtree(replaced)
+                shutil.rmtree(earlier)
             else:
-                replaced.rename(target)
+                earlier.rename(target)
 
     def load_weights(self) -> dict[str, Any]:
         """Load the state dict of the model, in torchtune's naming.
@@ -123,12 +128,13 @@ class ModelFiles:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            kind = self._cfg.get("model_type", "this model")
+            model_type = self._cfg.get("model_type", "this model")
             remedy = (
-                f"its files cannot be read as weights of {kind} ({one_line(error)}); give the"
+                f"its files cannot be read as weights of {model_type} ({one_line(error)}); give the"
                 f" {self._key}.model_type that they are of, or copy or download them again"
             )
-            raise SettingError(f"{self._key}.checkpoint_dir", str(self._base), remedy) from error
+            base_dir = str(self._base_dir)
+            raise SettingError(f"{self._key}.checkpoint_dir", base_dir, remedy) from error
         return state
 
     def check_base(
@@ -136,17 +142,20 @@ class ModelFiles:
     ) -> dict[str, dict[str, int]]:
         """Return size and checksum of each file that the weights are read from, by name.
 
+        Args:
+            saved: what this method returned for the base of the saved adapters; None without.
+
         Raises:
-            CheckpointError: they differ from those that were saved; the file is named.
+            CheckpointError: the files differ from those that were saved; one of them is named.
         """
         paths = [Path(path) for path in self._checkpointer._checkpoint_paths]
         files = {path.name: asdict(SavedFile.of(path)) for path in paths}
         if saved is not None and saved != files:
-            name = next(name for name in (*saved, *files) if saved.get(name) != files.get(name))
+            changed = next(name for name in (*saved, *files) if saved.get(name) != files.get(name))
             remedy = "give the checkpoint_dir and checkpoint_files that it began with"
-            verb = "is not" if name in files else "is not among checkpoint_files, but was"
+            verb = "is not" if changed in files else "is not among checkpoint_files, but was"
             raise CheckpointError(
-                f"{name} of {paths[0].parent} {verb} the base that the adapters were trained on;"
+                f"{changed} of {paths[0].parent} {verb} the base that the adapters were trained on;"
                 f" {remedy}"
             )
         return files
@@ -164,8 +173,8 @@ class ModelFiles:
         """Save the weights of an epoch as ``epoch_{epoch}``.
 
         Args:
-            content: what torchtune's checkpointer saves by its keys: weights, or adapters, or both.
-            num_bytes: bytes of its tensors.
+            content: weights, adapters or both, by the keys of torchtune's checkpointer.
+            num_bytes: bytes of the tensors in `content`.
             epoch: number of the epoch.
             run, step, order: as in :class:`Export`.
 
@@ -173,46 +182,52 @@ class ModelFiles:
             CheckpointError: saving failed; earlier saves are unchanged.
         """
         target = self._output_dir / f"epoch_{epoch}"
-        saved = self._temporary / target.name
+        # Write into a temporary folder, so that a kill leaves no partial export under its name.
+        written = self._temporary / target.name
         with saving(target, self._temporary, num_bytes=num_bytes):
-            alone = {} if training.MODEL_KEY in content else {"adapter_only": True}
-            self._checkpointer.save_checkpoint(dict(content), epoch=epoch, **alone)
+            options = {} if training.MODEL_KEY in content else {"adapter_only": True}
+            self._checkpointer.save_checkpoint(dict(content), epoch=epoch, **options)
             if training.ADAPTER_CONFIG in content:
-                self._order_rows_for_peft(saved)
+                self._order_rows_for_peft(written)
             manifest = {"run": run, "step": step, "order": order}
-            (saved / _MANIFEST).write_text(json.dumps(manifest))
-            _flush_to_disk(saved)
-            move_into_place(saved, target)
+            (written / _MANIFEST).write_text(json.dumps(manifest))
+            _flush_to_disk(written)
+            move_into_place(written, target)
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _order_rows_for_peft(self, folder: Path) -> None:
-        """Reorder rows of queries and keys as transformers has them in the base.
+        """Undo or complete torchtune's reordering of the output rows of queries and keys, so that
+        adapters have the order of the base in transformers.
 
-        torchtune reorders ``lora_B`` for Qwen2, whose queries and keys it has in transformers'
-        order, and never DoRA's magnitudes. Elsewhere it has the two halves of a head, which rotary
-        embeddings pair, in turns.
+        Rotary embeddings pair each row of the first half of a head with a row of the second half.
+        transformers stores the halves one after the other; torchtune stores pairs next to each
+        other, except for Qwen2. In its files for PEFT, torchtune reorders every ``lora_B`` from
+        pairs to halves, which is wrong for Qwen2, and never DoRA's magnitudes, which is wrong for
+        all other models.
         """
         for path in folder.glob("adapter_model.*"):
+            # PEFT does not read the .pt file, which keeps torchtune's order.
             if path.suffix == ".pt":
                 continue
             in_safetensors = path.suffix == ".safetensors"
             adapters = load_file(path) if in_safetensors else torch.load(path, weights_only=True)
-            config = json.loads((self._base / "config.json").read_text())
+            config = json.loads((self._base_dir / "config.json").read_text())
             heads = {
                 "q_proj": config["num_attention_heads"],
                 "k_proj": config["num_key_value_heads"],
             }
-            in_turns = self._cfg.model_type != "QWEN2"
-            kind = "lora_B"
-            halves = (2, -1)
-            if in_turns:
-                kind = "lora_magnitude_vector"
-                halves = (-1, 2)
+            if self._cfg.model_type == "QWEN2":
+                # Undo torchtune's order: from halves back to pairs.
+                reordered, dims_of_head = "lora_B", (2, -1)
+            else:
+                # From pairs to halves.
+                reordered, dims_of_head = "lora_magnitude_vector", (-1, 2)
             for name, rows in adapters.items():
                 module = next((part for part in name.split(".") if part in heads), None)
-                if module and kind in name:
-                    in_halves = rows.unflatten(0, (heads[module], *halves)).transpose(1, 2)
-                    adapters[name] = in_halves.reshape(rows.shape)
+                if module and reordered in name:
+                    # Swapping both dimensions of a head turns one order into the other.
+                    swapped = rows.unflatten(0, (heads[module], *dims_of_head)).transpose(1, 2)
+                    adapters[name] = swapped.reshape(rows.shape)
             if in_safetensors:
                 save_file(adapters, path, metadata={"format": "pt"})
             else:

@@ -54,16 +54,16 @@ Change = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """Checkpoint that a run starts from.
 
     Attributes:
-        point: checkpoint to resume; None to start from the base model.
+        checkpoint: checkpoint to resume; None to start from the base model.
         state: small state of the checkpoint; empty for the base model.
         passed_over: one line per skipped newer checkpoint.
     """
 
-    point: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     state: dict[str, Any] = field(default_factory=dict)
     passed_over: tuple[str, ...] = ()
 
@@ -88,7 +88,7 @@ class ResumedRun:
         conditions: settings and data that determine the results, as plain values. Those of the
             checkpoint that are kept override the configuration.
         changes: events: differences from the checkpoint, and keys without effect.
-        begins_epoch_again: whether the epoch restarts because its remaining rows are unknown.
+        restarts_epoch: whether the epoch restarts because its remaining rows are unknown.
         keeps_batch: whether the run keeps the batch size of the checkpoint: always with a schedule;
             also if the size was found or grown, unless this run searches for it for the first time.
         takes_found_batch: whether the run begins with the batch size that a search finds.
@@ -97,7 +97,7 @@ class ResumedRun:
         SettingError: the configuration belongs to another run.
     """
 
-    def __init__(self, job: Job, data: Data, found: Found, *, seed: int) -> None:
+    def __init__(self, job: Job, data: Data, found: FoundCheckpoint, *, seed: int) -> None:
         self._job = job
         self._settings = job.settings
         self.found = found
@@ -112,7 +112,7 @@ class ResumedRun:
         self.changes: list[Change] = []
         self._differs: list[str] = []
         self._taken: dict[str, Any] = {}
-        self.begins_epoch_again = self.keeps_batch = False
+        self.restarts_epoch = self.keeps_batch = False
         if self.saved:
             self._resume(self.saved)
         self.takes_found_batch = (
@@ -188,7 +188,7 @@ class ResumedRun:
                 " step are distributed over the current ranks"
             )
             self._add_change("ranks", self._job.ranks, ranks, message)
-        if self.begins_epoch_again:
+        if self.restarts_epoch:
             self.progress = self.progress.at_epoch_start()
 
     def _compare(self, saved: Mapping[str, Any]) -> None:
@@ -242,7 +242,7 @@ class ResumedRun:
                     self._taken[name] = after
                 else:
                     self._differs.append(name)
-        self.begins_epoch_again = in_mid_epoch and not row_keys.isdisjoint(self._differs)
+        self.restarts_epoch = in_mid_epoch and not row_keys.isdisjoint(self._differs)
         # Keys without effect must have valid names, too.
         self._job.optimizer_of_one_weight()
         own = {}
@@ -288,7 +288,7 @@ class ResumedRun:
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the saved state of a part; None if it has none."""
         is_of_epoch = name in ("full_batch_loss", "nonfinite")
-        if name not in self.saved or (is_of_epoch and self.begins_epoch_again):
+        if name not in self.saved or (is_of_epoch and self.restarts_epoch):
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and "lengths" in state:

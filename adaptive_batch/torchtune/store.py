@@ -43,7 +43,7 @@ from .job import Job
 from .log import TrainingLog
 from .model import Weights
 from .model_files import ModelFiles, exports_in
-from .resume import Found, ResumedRun
+from .resume import FoundCheckpoint, ResumedRun
 from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
@@ -57,8 +57,8 @@ class FinishedError(CheckpointError):
 
 
 class RunFolder:
-    """Saves in the output folder, including those of earlier runs; every method reads the folder
-    again. For rank 0 only.
+    """Checkpoints and exports in the output folder, including those of earlier runs. For rank 0
+    only; every method reads the folder again.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -75,12 +75,13 @@ class RunFolder:
         run name.
         """
         complete, skipped = checkpoints_in(self.path)
-        points: list[Checkpoint | SkippedCheckpoint] = [*complete]
-        # Only of checkpoints is the order known, those of other versions among them.
-        points += [point for point in skipped if point.is_ours or point.order is not None]
-        points.sort(key=lambda point: point.order or 0)
+        checkpoints: list[Checkpoint | SkippedCheckpoint] = [*complete]
+        # A skipped folder is a checkpoint, damaged or of another version, if we know its format
+        # or its order. Leave any other folder alone: `step_N` of another program is not a save.
+        checkpoints += [each for each in skipped if each.is_ours or each.order is not None]
+        checkpoints.sort(key=lambda checkpoint: checkpoint.order or 0)
         saves: dict[str | None, list[Path]] = {}
-        for save in (*points, *exports_in(self.exports_path)):
+        for save in (*checkpoints, *exports_in(self.exports_path)):
             saves.setdefault(save.run, []).append(save.path)
         return saves
 
@@ -89,11 +90,11 @@ class RunFolder:
         None if there is none.
         """
         complete, _ = checkpoints_in(self.path)
-        points = [point for point in complete if runs is None or point.run in runs]
-        return max(points, key=lambda point: (point.order, point.step), default=None)
+        checkpoints = [each for each in complete if runs is None or each.run in runs]
+        return max(checkpoints, key=lambda each: (each.order, each.step), default=None)
 
     def remove_others(self, run: str) -> bool:
-        """Remove the saves of other runs if this run has a save; return whether it has one."""
+        """Remove the saves of other runs once this run has one; return whether it has one."""
         is_exported = any(export.run == run for export in exports_in(self.exports_path))
         if not (is_exported or self.newest([run])):
             return False
@@ -105,7 +106,7 @@ class RunFolder:
 
     # --- start of a run
 
-    def find(self) -> Found:
+    def find(self) -> FoundCheckpoint:
         """Find the checkpoint to resume from.
 
         Raises:
@@ -114,59 +115,72 @@ class RunFolder:
             FinishedError: the last epoch was saved without a checkpoint.
             SettingError: the given path is not a checkpoint.
         """
-        restarted = self._find_of_launch()
+        restarted = self._find_after_restart()
         if restarted is not None:
             return restarted
+        # True, False, "auto" or the path of a checkpoint.
         asked = self._cfg.resume_from_checkpoint
         if isinstance(asked, str) and asked != AUTO:
             return self._find_named(Path(asked).absolute())
         saves = self.saves_by_run()
         if not asked or (asked == AUTO and not saves):
-            return Found()
-        runs = {run: paths for run, paths in saves.items() if run is not None}
-        newest = self.newest(runs)
-        if len(runs) > 1:
+            return FoundCheckpoint()
+        named_runs = {run: paths for run, paths in saves.items() if run is not None}
+        newest = self.newest(named_runs)
+        if len(named_runs) > 1:
             example = newest.path if newest else "OUTPUT_DIR/step_100"
             raise CheckpointError(
-                f"{self.path} holds saves of {len(runs)} runs: {_described(runs)}; name the"
-                f" checkpoint to resume from, as in resume_from_checkpoint={example}"
+                f"{self.path} holds saves of {len(named_runs)} runs: {_described(named_runs)};"
+                f" name the checkpoint to resume from, as in resume_from_checkpoint={example}"
             )
-        newest_place = (newest.order, newest.step) if newest else (0, 0)
-        for export in exports_in(self.exports_path):
-            is_last = export.run in runs and export.epoch + 1 >= self._cfg.epochs
-            if asked == AUTO and is_last and (export.order, export.step) > newest_place:
-                raise FinishedError(
-                    f"nothing to train: run {export.run} is done ({export.path}); only a run with"
-                    " keep_final_state=True continues if you raise epochs"
-                )
-        return self._newest(*checkpoints_in(self.path))
+        if asked == AUTO:
+            # An export of the last epoch that is newer than all checkpoints ends its run: resuming
+            # from an earlier checkpoint would train the end of the run again.
+            newest_age = (newest.order, newest.step) if newest else (0, 0)
+            for export in exports_in(self.exports_path):
+                is_last = export.run in named_runs and export.epoch + 1 >= self._cfg.epochs
+                if is_last and (export.order, export.step) > newest_age:
+                    raise FinishedError(
+                        f"nothing to train: run {export.run} is done ({export.path}); only a run"
+                        " with keep_final_state=True continues if you raise epochs"
+                    )
+        return self._newest_intact(*checkpoints_in(self.path))
 
-    def _find_of_launch(self) -> Found | None:
-        """Find the newest checkpoint of a run that torchrun restarted; None if there is none."""
+    def _find_after_restart(self) -> FoundCheckpoint | None:
+        """Find the newest checkpoint of the run that torchrun restarts; None if this launch has
+        not begun a run, or its run has no checkpoint.
+        """
         try:
             job = json.loads(self._job.read_text())
-            # An earlier launch wrote the file; this one ended before writing its own.
+            # The file of an earlier launch does not count.
             if job["launch"] != self._launch:
                 return None
             complete, skipped = checkpoints_in(self.path)
-            own = [point for point in complete if point.run == job["run"]]
-            return self._newest(own, skipped)
+            own = [checkpoint for checkpoint in complete if checkpoint.run == job["run"]]
+            return self._newest_intact(own, skipped)
         except (OSError, ValueError, KeyError, CheckpointError):
             return None
 
-    def _find_named(self, path: Path) -> Found:
+    def _find_named(self, path: Path) -> FoundCheckpoint:
         """Find the checkpoint at a path, which may be in the folder of another run."""
         complete, skipped = checkpoints_in(path.parent)
-        named = [point for point in complete if point.path.absolute() == path]
-        damaged = [point for point in skipped if point.path.absolute() == path]
+        named = [checkpoint for checkpoint in complete if checkpoint.path.absolute() == path]
+        damaged = [checkpoint for checkpoint in skipped if checkpoint.path.absolute() == path]
         if not named and not damaged:
             remedy = "it is not a checkpoint; give a folder such as OUTPUT_DIR/step_100"
             raise SettingError("resume_from_checkpoint", str(path), remedy)
-        return self._newest(named, damaged)
+        return self._newest_intact(named, damaged)
 
-    def _newest(self, complete: list[Checkpoint], skipped: list[SkippedCheckpoint]) -> Found:
-        newest, skipped = newest_complete(complete, skipped)
-        passed_over = [point.describe() for point in skipped]
+    def _newest_intact(
+        self, complete: list[Checkpoint], skipped: list[SkippedCheckpoint]
+    ) -> FoundCheckpoint:
+        """Return the newest checkpoint with the checksums that were saved.
+
+        Raises:
+            CheckpointError: there is none, or a damaged checkpoint may belong to a later run.
+        """
+        newest, newer = newest_complete(complete, skipped)
+        passed_over = [damaged.describe() for damaged in newer]
         if newest is None and passed_over:
             raise CheckpointError(
                 f"{self.path} holds nothing complete to resume from ({'; '.join(passed_over)});"
@@ -182,23 +196,25 @@ class RunFolder:
         starts = started_runs(self.path)
         # Without a run log, no later run is known.
         is_of_latest_run = not starts or starts[-1] == newest.run
-        if any(point.is_ours for point in skipped) and not is_of_latest_run:
+        if any(damaged.is_ours for damaged in newer) and not is_of_latest_run:
             # The damaged folders may hold all of the latest run: do not resume an earlier one.
             raise CheckpointError(
                 f"{'; '.join(passed_over)}; {newest.path} belongs to an earlier run: restore"
                 f" the damaged files, remove them to resume the earlier run, or {_BEGIN_AGAIN}"
             )
-        return Found(newest, newest.load_small_state(), tuple(passed_over))
+        return FoundCheckpoint(newest, newest.load_small_state(), tuple(passed_over))
 
     # --- one folder, one run
 
     def begin(self, run: str, *, overwrites: bool) -> str:
-        """Record the run for restarts by torchrun; arguments and errors as in :meth:`check`.
+        """Check the run, and record it so that a restart by torchrun resumes it. Arguments and
+        errors are those of :meth:`check`.
 
         Returns:
             Description of the saves to replace; empty if there are none.
         """
         others = self.check(run, overwrites=overwrites)
+        # None without torchrun, which alone restarts runs.
         if self._launch is not None:
             atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
         return _described(others) if overwrites else ""
@@ -216,7 +232,10 @@ class RunFolder:
         """
         saves = self.saves_by_run()
         others = {owner: paths for owner, paths in saves.items() if owner != run}
-        if others and not overwrites and run not in saves:
+        if overwrites:
+            self._refuse_removing_inputs(others)
+        # A run that has saved in this folder resumes beside the saves of others.
+        elif others and run not in saves:
             newest = self.newest(others)
             resumes = f" resume it (resume_from_checkpoint={newest.path})," if newest else ""
             remedy = (
@@ -224,13 +243,12 @@ class RunFolder:
                 " replace them (overwrite_output_dir=True)"
             )
             raise SettingError("output_dir", str(self.path), remedy)
-        if overwrites:
-            self._refuse_removing_base(others)
         return others
 
-    def _refuse_removing_base(self, others: Mapping[str | None, list[Path]]) -> None:
-        folders = [path.resolve() for paths in others.values() for path in paths]
-        for key, path in self._paths_read():
+    def _refuse_removing_inputs(self, removed: Mapping[str | None, list[Path]]) -> None:
+        """Raise if the run reads a model or tokenizer from a folder that it would remove."""
+        folders = [path.resolve() for paths in removed.values() for path in paths]
+        for key, path in self._input_paths():
             if any(map(path.resolve().is_relative_to, folders)):
                 remedy = (
                     "overwrite_output_dir=True would remove it, since an earlier run saved it in"
@@ -238,17 +256,20 @@ class RunFolder:
                 )
                 raise SettingError(key, str(path), remedy)
 
-    def _paths_read(self) -> Iterator[tuple[str, Path]]:
+    def _input_paths(self) -> Iterator[tuple[str, Path]]:
         """Yield the keys and paths of the models and the tokenizer that the run begins with."""
-        for block in ("checkpointer", "ref_checkpointer", "teacher_checkpointer", "tokenizer"):
-            values: Any = self._cfg.get(block) or {}
+        for name in ("checkpointer", "ref_checkpointer", "teacher_checkpointer", "tokenizer"):
+            block: Any = self._cfg.get(name) or {}
             for key in ("checkpoint_dir", "path"):
-                if isinstance(values.get(key), str):
-                    yield f"{block}.{key}", Path(values[key])
-            names = values.get("checkpoint_files")
-            # A block describes the files by a pattern.
-            for name in names if isinstance(names, ListConfig) else ():
-                yield f"{block}.checkpoint_files", Path(values.get("checkpoint_dir", ""), str(name))
+                if isinstance(block.get(key), str):
+                    yield f"{name}.{key}", Path(block[key])
+            files = block.get("checkpoint_files")
+            # Instead of a list, torchtune also takes a block with the pattern of the file names.
+            # Those files are in checkpoint_dir.
+            if isinstance(files, ListConfig):
+                folder = block.get("checkpoint_dir", "")
+                for file in files:
+                    yield f"{name}.checkpoint_files", Path(folder, str(file))
 
 
 def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
@@ -272,7 +293,7 @@ class RunStore(Weights):
         folder: saves in the output folder.
         files: files of the base model and of exports, on rank 0; not in a preview.
         found: checkpoint and state at the start of the run.
-        is_divided: whether each rank reads its own shard of the trained weights.
+        in_checkpoint: whether the checkpoint holds the trained weights.
 
     Raises:
         CheckpointError: the run resumes, but the folder has no complete checkpoint, or has saves of
@@ -281,20 +302,20 @@ class RunStore(Weights):
     """
 
     def __init__(self, job: Job) -> None:
-        self._keeps_base = job.builder.keeps_base
+        self._has_frozen_base = job.builder.has_frozen_base
         self._settings = job.settings
         self.folder = RunFolder(job.cfg)
         self._group = distributed.host_group()
         self.found = distributed.from_rank_zero(self.folder.find)
-        self.is_divided = self.found.point is not None
-        # A preview needs no weights.
+        self.in_checkpoint = self.found.checkpoint is not None
+        # A preview loads no weights, so their files may be missing.
         if not job.settings.preview:
             files = distributed.on_rank_zero(lambda: ModelFiles(job.cfg.checkpointer))
             # None on other ranks, which do not use it.
             self.files = cast(ModelFiles, files)
 
     def show_refusal(self, run: str) -> None:
-        """Print the error of a run that may not start in the output folder."""
+        """Print the error if the run may not start in the output folder; a preview goes on."""
         if distributed.is_rank_zero():
             try:
                 self.folder.check(run, overwrites=self._settings.overwrite_output_dir)
@@ -306,19 +327,21 @@ class RunStore(Weights):
 
         It is empty on other ranks, and if a checkpoint holds the whole model.
         """
-        # torchtune's checkpointer needs to read the base model before it can save.
-        weights = distributed.on_rank_zero(lambda: self.files.load_weights()) or {}
-        return {} if self.is_divided and not self._keeps_base else weights
+        # Load even if a checkpoint holds the whole model: torchtune's checkpointer has to read the
+        # base model before it can save.
+        base = distributed.on_rank_zero(lambda: self.files.load_weights()) or {}
+        checkpoint_is_whole = self.in_checkpoint and not self._has_frozen_base
+        return {} if checkpoint_is_whole else base
 
-    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load this rank's shards of a model from the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or its weights have other shapes.
         """
-        assert self.found.point is not None
+        assert self.found.checkpoint is not None
         try:
-            self.found.point.load_into({"model": dict(state)}, process_group=self._group)
+            self.found.checkpoint.load_into({"model": dict(state)}, process_group=self._group)
         except CheckpointError as error:
             if "model" not in self._settings.resume_allow_changes:
                 raise
@@ -326,12 +349,13 @@ class RunStore(Weights):
             raise CheckpointError(f"{error}; {remedy}: resume with the saved model") from error
 
     def load_optimizer(self, trainer: Trainer) -> None:
-        """Load the optimizer state of the checkpoint, if any."""
-        if self.found.point:
-            state = self.found.point.load_optimizer(
-                trainer.optimizers, trainer.names_of_parameters, process_group=self._group
+        """Load the optimizer state if the run resumes from a checkpoint."""
+        if self.found.checkpoint:
+            names = trainer.names_of_parameters
+            state = self.found.checkpoint.load_optimizer(
+                trainer.optimizers, names, process_group=self._group
             )
-            load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
+            load_named_optimizer_state(state, trainer.optimizers, names)
 
 
 class Saver:
@@ -375,20 +399,22 @@ class Saver:
         self._batches = batches
         self._log = log
         self.preemption = Preemption(same_within=same_within)
-        # Keyed by their name in checkpoints.
+        # Objects with a state dict, by their names in checkpoints.
         self._parts: dict[str, Any] = {}
         self.replaces = distributed.from_rank_zero(
             lambda: self._folder.begin(self._run, overwrites=self._settings.overwrite_output_dir)
         )
         distributed.on_rank_zero(lambda: store.files.clean_up())
-        self._base = None
-        if job.builder.keeps_base:
-            saved = store.found.state.get("base")
-            # Every checkpoint of adapters has the checksums of the base model's files.
-            self._base = distributed.on_rank_zero(lambda: store.files.check_base(saved))
+        self._base_files = None
+        if job.builder.has_frozen_base:
+            saved_files = store.found.state.get("base")
+            # A checkpoint of adapters holds the checksums of the base model's files instead of its
+            # weights. Check that the base is still the same, and save the checksums again.
+            self._base_files = distributed.on_rank_zero(lambda: store.files.check_base(saved_files))
         keep_last = self._settings.keep_last_n_checkpoints
         if self._settings.save_every_n_steps is None:
-            # Only the newest checkpoint of an epoch is needed.
+            # The key counts checkpoints within epochs. Those at the ends of epochs only serve
+            # resuming, which needs the newest.
             keep_last = 1
         self._manager = CheckpointManager(
             self._folder.path,
@@ -409,9 +435,10 @@ class Saver:
 
         def check_disk() -> None:
             folder = self._folder.exports_path.absolute()
-            # A custom checkpointer may create the folder with its first file.
-            nearest = next(path for path in (folder, *folder.parents) if path.exists())
-            free = shutil.disk_usage(nearest).free
+            # A custom checkpointer may create the folder only with its first file. Until then, the
+            # nearest parent is on the same disk.
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            free = shutil.disk_usage(existing).free
             if free < num_bytes:
                 remedy = (
                     f"an epoch takes {format_bytes(num_bytes)}, but only {format_bytes(free)} are"
@@ -427,7 +454,7 @@ class Saver:
             raise SettingError("optimizer", component, str(error)) from error
 
     def restore(self, name: str, part: Part) -> Part:
-        """Register a part, and load its state from the checkpoint."""
+        """Register a part, and load its state if the checkpoint has one."""
         self.register(name, part)
         state = self._resumed.state_of(name)
         if state is not None:
@@ -441,10 +468,10 @@ class Saver:
 
     def after_end(self) -> str:
         """Return how a run that ends now resumes, as the end of a sentence; on rank 0."""
-        # An asynchronous save may still complete. With several ranks, all would have to wait
-        # for it, and only rank 0 calls this method.
-        with contextlib.suppress(CheckpointError):
-            if distributed.world_size() == 1:
+        # Wait for an asynchronous save: it may be the newest checkpoint once it is complete. Do not
+        # wait with several ranks: all of them would have to, and only rank 0 calls this method.
+        if distributed.world_size() == 1:
+            with contextlib.suppress(CheckpointError):
                 self._wait()
         newest = self._folder.newest([self._run])
         if newest is None:
@@ -456,8 +483,9 @@ class Saver:
     # --- when to save
 
     def save_epoch(self, trainer: Trainer, *, epoch: int) -> None:
-        """Save a checkpoint unless it is not wanted at the end of training, and export the weights.
-        Exit if a stop was requested.
+        """Save a checkpoint and export the weights; exit if a stop was requested.
+
+        After the last epoch, a checkpoint is saved only if `keep_final_state` is set.
 
         Raises:
             CheckpointError: saving failed; earlier saves are unchanged.
@@ -475,6 +503,7 @@ class Saver:
                     self._save(trainer, prints=False)
                     self._wait()
                 except CheckpointError as error:
+                    # After the last epoch, the exported weights matter more than a checkpoint.
                     if not is_last:
                         raise
                     log.warning("the last epoch is saved without a checkpoint: %s", error)
@@ -483,7 +512,8 @@ class Saver:
             after_end = distributed.from_rank_zero(self.after_end)
             raise CheckpointError(f"{error}; {after_end}") from error
         if distributed.any_of_ranks(self.preemption.requested) and not is_last:
-            # Save again: resuming from this checkpoint restores the random state after the epoch.
+            # Save again, marked as preempted: resuming then restores the random state of this
+            # moment, after the export, and does not look for an export newer than the checkpoint.
             self._save(trainer, prints=False, preempted=True)
             self._end_early()
 
@@ -491,21 +521,22 @@ class Saver:
         """Export the last finished epoch of a resumed run if a kill prevented it."""
         progress = self._resumed.progress
         epoch = progress.epoch - 1
-        point = self._store.found.point
-        assert point is not None
-        resumes_here = point.path.absolute().parent == self._folder.path.absolute()
-        # If the epoch starts again, the weights are from within it.
-        in_mid_epoch = progress.epoch_steps > 0 or self._resumed.begins_epoch_again
-        # A run that was asked to end saved once more after the export.
-        least = 0 if self._resumed.saved.get("preempted") else point.order
+        checkpoint = self._store.found.checkpoint
+        assert checkpoint is not None
+        resumes_here = checkpoint.path.absolute().parent == self._folder.path.absolute()
+        # An epoch that restarts has weights from its middle, although its progress is 0.
+        is_between_epochs = progress.epoch_steps == 0 and not self._resumed.restarts_epoch
+        # An export has the order of the checkpoint before it. A preempted run saved once more after
+        # its export, so there any order counts.
+        least_order = 0 if self._resumed.saved.get("preempted") else checkpoint.order
 
         def is_exported() -> bool:
             return any(
-                (export.epoch, export.run) == (epoch, self._run) and export.order >= least
+                (export.epoch, export.run) == (epoch, self._run) and export.order >= least_order
                 for export in exports_in(self._folder.exports_path)
             )
 
-        if resumes_here and not in_mid_epoch and not distributed.from_rank_zero(is_exported):
+        if resumes_here and is_between_epochs and not distributed.from_rank_zero(is_exported):
             self._export(trainer, epoch=epoch)
 
     def save_where_due(self, trainer: Trainer, *, stop_requested: bool) -> None:
@@ -513,12 +544,13 @@ class Saver:
 
         Args:
             trainer: trainer of the run.
-            stop_requested: whether a rank was requested to stop; used with several ranks.
+            stop_requested: whether a rank was requested to stop before this step; ranks agreed on
+                it in the step.
         """
         every = self._settings.save_every_n_steps
-        if distributed.world_size() == 1:
-            stop_requested = self.preemption.requested
-        if stop_requested:
+        # A single process has nothing to agree on, so a request during this step counts already.
+        is_alone = distributed.world_size() == 1
+        if stop_requested or (is_alone and self.preemption.requested):
             self._save(trainer)
             self._end_early()
         elif every and self._batches.progress.steps % every == 0:
@@ -536,6 +568,7 @@ class Saver:
     def _save(self, trainer: Trainer, *, prints: bool = True, **facts: Any) -> None:
         """Save a checkpoint; raise CheckpointError if a synchronous save failed."""
         step = self._batches.progress.steps
+        # A checkpoint must not be ahead of the run log: resuming would leave a gap in the log.
         self._log.sync()
         state = {
             "run": self._run,
@@ -543,10 +576,12 @@ class Saver:
             **self._batches.state_dict(),
             **{name: part.state_dict() for name, part in self._parts.items()},
             "random_states": distributed.all_gather(RandomState(self._job.device).state_dict()),
-            "base": self._base,
+            "base": self._base_files,
             **facts,
         }
         start = time.perf_counter()
+        # Only one asynchronous save runs at a time. A failure of the last one is logged, since
+        # training continued without it.
         try:
             self._wait()
         except CheckpointError as error:
@@ -556,6 +591,7 @@ class Saver:
             "optimizer": named_optimizer_state(trainer.optimizers, trainer.names_of_parameters),
         }
         self._manager.save(step, tensors, state)
+        # An asynchronous save is complete only after _wait(), which removes them, too.
         if not self._settings.enable_async_checkpointing:
             self._remove_earlier_runs()
         seconds = time.perf_counter() - start
@@ -573,11 +609,13 @@ class Saver:
         """Export the weights of an epoch; raise CheckpointError if it failed."""
         step = self._batches.progress.steps
         self._log.sync()
+        # All ranks gather the weights, and rank 0 writes them.
         content = self._job.builder.to_save(trainer.model, self._job.cfg, device=self._job.device)
 
         def export() -> None:
             num_bytes = sum(tensor.nbytes for tensor in tensors_in(content))
             self._manager.make_room(num_bytes)
+            # The export stores the order of this checkpoint: later checkpoints are newer than it.
             newest = self._folder.newest()
             self._store.files.export(
                 content,
@@ -609,9 +647,10 @@ class Saver:
         self._log.event("checkpoint_failed", message, step=self._batches.progress.steps)
 
     def _end_early(self) -> None:
+        """Exit with the status of a preempted run, after an asynchronous save is complete."""
         self._wait()
         step = self._batches.progress.steps
-        resumes = distributed.on_rank_zero(self.after_end)
-        message = f"stop requested: saved at step {step}; {resumes}"
+        after_end = distributed.on_rank_zero(self.after_end)
+        message = f"stop requested: saved at step {step}; {after_end}"
         self._log.event("preempted", message, step=step, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)

@@ -174,11 +174,11 @@ class Task(ABC):
 
     # --- model and loss
 
-    def second_model(self, *, keeps_base: bool) -> SecondModel | None:
+    def second_model(self, *, has_frozen_base: bool) -> SecondModel | None:
         """Return the frozen second model of the task, or None.
 
         Args:
-            keeps_base: whether adapters train on a frozen base.
+            has_frozen_base: whether adapters train on a frozen base.
 
         Raises:
             SettingError: a key of the second model is missing, or given without one.
@@ -476,11 +476,11 @@ class PreferencePairs(Task):
 
     # --- model and loss
 
-    def second_model(self, *, keeps_base: bool) -> SecondModel | None:
+    def second_model(self, *, has_frozen_base: bool) -> SecondModel | None:
         """Return the reference if every weight trains; the reference of adapters is their base."""
         key = "ref_checkpointer"
         given = as_dict(self.cfg).get(key)
-        if keeps_base:
+        if has_frozen_base:
             if given is not None:
                 remedy = (
                     "the reference of adapters is their base, with adapters disabled; remove it"
@@ -674,7 +674,7 @@ class Distillation(NextTokens):
 
     # --- model and loss
 
-    def second_model(self, *, keeps_base: bool) -> SecondModel:
+    def second_model(self, *, has_frozen_base: bool) -> SecondModel:
         """Return the teacher."""
         return SecondModel(self.cfg, key="teacher_model", checkpointer_key="teacher_checkpointer")
 

@@ -160,7 +160,7 @@ class Trainer:
         second = None
         try:
             # Check the files of the second model before any weights load.
-            load_second = None if job.second is None else job.second.loading()
+            load_second = None if job.second is None else job.second.prepare_build()
             model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
             if load_second is not None:
                 second = load_second(dtype=job.dtype, device=job.device)

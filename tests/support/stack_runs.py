@@ -81,7 +81,7 @@ class NoWeights(Weights):
     some is given: zeros.
     """
 
-    is_divided = True
+    in_checkpoint = True
 
     def __init__(self, combination: Combination | None = None) -> None:
         self._combination = combination
@@ -93,7 +93,7 @@ class NoWeights(Weights):
         weights: Mapping[str, Any] = base.load_checkpoint()[training.MODEL_KEY]
         return weights
 
-    def load_divided(self, state: Mapping[str, Any]) -> None:
+    def load_shards(self, state: Mapping[str, Any]) -> None:
         pass
 
 
