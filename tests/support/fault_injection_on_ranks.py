@@ -50,10 +50,8 @@ from adaptive_batch.training import RankReport
 
 RANKS = 2
 START = MicroBatchLimit(2)
-LENGTHS = (
-    (9, 7, 9, 4),
-    (6, 9, 8, 5),
-)  # of each rank's rows: two micro-batches, single rows after a failure
+# Of each rank's rows: two micro-batches, single rows after a failure.
+LENGTHS = ((9, 7, 9, 4), (6, 9, 8, 5))
 PHASES = ("forward", "backward", "between", "collective", "counting", "clipping")
 PATIENCE_SECONDS = 60.0  # at one place without a word, and it counts as hung
 AT_ONCE = 40  # places that one pair of processes runs
@@ -478,7 +476,8 @@ def once_more(replayed: Sequence[Place], *, after: Sequence[int]) -> list[Place]
     """Places whose rank runs out again, so many operations later, most of them while it recovers or
     stands in.
     """
-    middle = next(place for place in replayed[len(replayed) // 2 :] if 0 in place.operations)
+    of_one_rank = [place for place in replayed if 0 in place.operations]
+    middle = of_one_rank[len(of_one_rank) // 2]
     return [replace(middle, again=again) for again in after]
 
 
