@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -713,3 +714,36 @@ def test_statistics_that_do_not_add_up_are_refused(page, loss, statistics, messa
     with pytest.raises(SettingError, match=message):
         step(page.batch([5, 9, 4]))
     assert taken_gradients(page.model) == {}
+
+
+def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(monkeypatch):
+    model = nn.Linear(4, 1)
+    made: list[weakref.ref[torch.Tensor]] = []
+    trained, alive = [], []
+
+    def remember(part, tensor):
+        made.extend([] if part.is_trial else [weakref.ref(tensor)])
+        return tensor
+
+    def forward_backward(part):
+        trained.extend([] if part.is_trial else [part.num_rows])
+        if len(trained) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss = model(part.batch["x"]).square().mean() * part.share
+        loss.backward()
+        return remember(part, loss.detach().clone())
+
+    def statistics(part):
+        return {"rows": remember(part, torch.ones(()) * part.num_rows)}
+
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=4, statistics=statistics)
+    shrink = step.runner._shrink
+
+    def note_alive():
+        alive.append([reference() is not None for reference in made])
+        shrink()
+
+    monkeypatch.setattr(step.runner, "_shrink", note_alive)
+    step({"x": torch.randn(8, 4)})
+    assert trained == [4, 4, 2, 2, 2, 2]
+    assert alive == [[False] * 3]

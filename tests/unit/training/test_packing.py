@@ -402,6 +402,11 @@ def with_sink(tokens, positions):
     return functional.pad(causal(tokens, positions), (1, 0), value=True)
 
 
+def prefix(tokens, positions):
+    """All see the first ten tokens."""
+    return causal(tokens, positions) | (positions < 10)
+
+
 def blocked(tokens, positions):
     """Some tokens are seen by themselves alone, where they stand behind the eighth place."""
     is_blocked = (tokens < 10) & (positions > 8)
@@ -471,6 +476,7 @@ REFUSED = {
     "a convolution in bfloat16": (lambda: half(Small(attend=None, mixes=True)), MIXES),
     "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
     "a window": (lambda: Masked(windowed), SEES.format(20, 20, 21)),
+    "a prefix": (lambda: Masked(prefix), SEES.format(0, 10, 1)),
     "a sink": (lambda: Masked(with_sink), "cannot isolate packed rows of 40 tokens"),
     "a token that none may see": (lambda: Masked(blocked), "attention lets token "),
     "a bias by distance": (lambda: Masked(nearer_is_more), "adds a bias to the scores"),

@@ -339,6 +339,33 @@ def test_a_compiled_step_is_scaled_and_restored():
     assert traces[0] == pytest.approx(traces[1], rel=1e-4)
 
 
+def without_hooks(one):
+    """As torchao's CPUOffloadOptimizer, which is an Optimizer that torch has not set up."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        delattr(one, name)
+    # Its step has none either.
+    one.step = lambda closure=None: setattr(one, "seen", rates(one))
+
+
+def without_its_method(one):
+    """As accelerate's optimizer, which puts the method back that it found."""
+    found = one.step
+    applied(linear(one), 0, 4)
+    one.step = found
+
+
+@pytest.mark.parametrize("change", [without_hooks, without_its_method])
+def test_an_optimizer_without_hooks_or_whose_method_is_replaced_is_scaled_and_restored(change):
+    one = optimizer(0.1)
+    change(one)
+    rate = linear(one)
+    for batch in (8, 16):
+        assert applied(rate, 0, batch) == 0.1 * batch / 4
+        one.step()
+        assert one.seen == [0.1 * batch / 4]
+        assert rates(one) == [0.1]
+
+
 # --- saved and loaded
 
 
