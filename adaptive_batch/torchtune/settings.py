@@ -423,7 +423,10 @@ class Settings(Batching):
 
     @classmethod
     def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
-        """Read and check a whole recipe configuration."""
+        """Read and check a whole recipe configuration.
+
+        A given value becomes the field of the same name; the lines below only add defaults.
+        """
         config = as_dict(given)
         check_names(cls, given)
         values = read_keys(cls, config)
