@@ -209,8 +209,8 @@ _OTHER_RECIPES = {
 }
 _CRITICAL_BATCH = (
     "this key was removed; log_gradient_noise_scale=True estimates the batch beyond which more rows"
-    " improve a step little, and docs/accuracy.md#does-a-growing-batch-pay-off compares rules that grow"
-    " the batch"
+    " improve a step little, and docs/accuracy.md#does-a-growing-batch-pay-off compares rules that"
+    " grow the batch"
 )
 # Keys and functions of earlier releases: dotted name -> the fix.
 REMOVED: dict[str, str] = {
