@@ -107,6 +107,7 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
+    """Raise SettingError for a value that is invalid whatever the other keys are."""
     for name in _OPTIONAL_BLOCKS:
         if config.get(name) is not None:
             check_block(name, config[name], several=name == "dataset_val")
@@ -114,37 +115,46 @@ def _check_values(config: Mapping[str, Any]) -> None:
         for value in values_at(config, key):
             check(key, value)
     for name, value in config.items():
+        # `dataset` and `dataset_val` may be lists of blocks.
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, Mapping) and "_component_" in block:
-                _check_switches(name, block)
+                _check_bool_arguments(name, block)
 
 
-def _check_switches(key: str, block: Mapping[str, Any]) -> None:
-    """Raise for text or a number as a bool argument of a component, which would count as True."""
+def _check_bool_arguments(key: str, block: Mapping[str, Any]) -> None:
+    """Raise SettingError for text or a number as a bool argument of a component: Python would
+    take even "False" as True.
+    """
     try:
         component = load_function(block["_component_"], key=key)
         parameters = inspect.signature(component).parameters
     except (SettingError, TypeError, ValueError):
-        # The component is built later, and its error names the block.
+        # Building the component raises a better error later, which names the block.
         return
     for name, parameter in parameters.items():
-        is_switch = isinstance(parameter.default, bool) or parameter.annotation in _BOOLS
-        if is_switch and block.get(name) is not None:
+        is_bool = isinstance(parameter.default, bool) or parameter.annotation in _BOOLS
+        if is_bool and block.get(name) is not None:
             check_bool(f"{key}.{name}", block[name])
 
 
 def values_at(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
-    """Return the values of a key that are set; a dotted key may be in a list of blocks."""
-    name, _, inner = key.partition(".")
-    value = config.get(name)
-    values = [value]
-    if inner:
-        blocks = value if isinstance(value, list | ListConfig) else [value]
-        values = [block.get(inner) for block in blocks if isinstance(block, Mapping)]
+    """Return the values of a key, without null.
+
+    Args:
+        config: configuration.
+        key: top-level key, or a dotted one such as ``dataset.packed``. If the first part holds a
+            list of blocks, each may have a value.
+    """
+    name, _, inner_key = key.partition(".")
+    values = [config.get(name)]
+    if inner_key:
+        blocks = values[0] if isinstance(values[0], list | ListConfig) else values
+        values = [block.get(inner_key) for block in blocks if isinstance(block, Mapping)]
     return [value for value in values if value is not None]
 
 
-# --- keys that contradict each other: (refused key, predicate of settings and config, fix)
+# --- keys that contradict each other: (refused key, predicate of settings and config, fix). The fix
+# may format the settings as `s`.
 
 _Rule = tuple[str, Callable[["Settings", Mapping[str, Any]], object], str]
 
@@ -314,21 +324,26 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
 
 
 def _is_one_micro_batch(s: Settings) -> bool:
-    """Return whether a step that the noise scale is measured in is one micro-batch."""
+    """Return whether every step is known to run as one micro-batch, so that the noise scale, which
+    compares a micro-batch with its step, is never measured.
+    """
     size = s.micro_batch_size
     if size is None:
+        # A step is divided only by these keys.
         return s.gradient_accumulation_steps == 1 and not s.grow_beyond_maximum
-    rows = s.step_rows
     if needs_noise_scale(s.batch_size_schedule):
         # The schedule stays at its start until there is a measurement.
-        rows = s.batch_size_schedule.start  # type: ignore[union-attr]
+        step_rows = s.batch_size_schedule.start  # type: ignore[union-attr]
     elif s.batch_changes or s.batch_size_schedule is not None:
+        # Later steps may be larger than a micro-batch.
         return False
-    return isinstance(size, int) and size >= rows
+    else:
+        step_rows = s.step_rows
+    return isinstance(size, int) and size >= step_rows
 
 
-# Without a micro-batch that is a random part of the step, a schedule that follows the noise scale
-# would stay at its start.
+# The noise scale needs a micro-batch that is a random part of its step. Without one, it would never
+# be measured, and a schedule that follows it would stay at its start.
 _NOISE: tuple[_Rule, ...] = (
     (
         "",
@@ -376,26 +391,35 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     settings.check_together()
     _refuse(_RULES, settings, config)
     if settings.optimizer_in_bwd:
-        remedy = "with the optimizer in backward {}, or set optimizer_in_bwd=False"
-        _refuse(_IN_BACKWARD, settings, config, remedy)
+        sentence = "with the optimizer in backward {}, or set optimizer_in_bwd=False"
+        _refuse(_IN_BACKWARD, settings, config, sentence)
     if settings.measures_noise:
         is_logged = settings.log_gradient_noise_scale
         key = "log_gradient_noise_scale" if is_logged else "batch_size_schedule"
-        _refuse(_NOISE, settings, config, "the gradient noise scale cannot be measured: {}", key)
+        sentence = "the gradient noise scale cannot be measured: {}"
+        _refuse(_NOISE, settings, config, sentence, key=key)
 
 
 def _refuse(
     rules: Sequence[_Rule],
     settings: Settings,
     config: Mapping[str, Any],
-    remedy: str = "{}",
+    sentence: str = "{}",
+    *,
     key: str = "",
 ) -> None:
-    for name, applies, reason in rules:
+    """Raise SettingError for the first rule that applies.
+
+    Args:
+        rules, settings, config: rules and their arguments.
+        sentence: message with ``{}`` for the fix of the rule.
+        key: refused key; empty for the key of the rule.
+    """
+    for key_of_rule, applies, fix in rules:
         if applies(settings, config):
-            name = key or name
-            reason = reason.format(s=settings)
-            raise SettingError(name, config.get(name), remedy.format(reason))
+            refused_key = key or key_of_rule
+            remedy = sentence.format(fix.format(s=settings))
+            raise SettingError(refused_key, config.get(refused_key), remedy)
 
 
 def has_tensor_parallelism(config: Mapping[str, Any] | DictConfig) -> bool:
@@ -427,11 +451,12 @@ def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
     """Return a folder of the configuration; make it if it is missing.
 
     Raises:
-        SettingError: it cannot be made or written to.
+        SettingError: it cannot be made or written to, or its name is empty.
     """
     try:
         folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)
+        # An empty name would mean the current folder.
         if not str(given) or not os.access(folder, os.W_OK):
             raise OSError("it cannot be written to")
     except (OSError, TypeError) as error:
@@ -440,22 +465,22 @@ def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
-    """Return the ranks of one copy of the model.
+    """Return the number of ranks that share one copy of the model by tensor parallelism.
 
     Raises:
         SettingError: a key for several ranks cannot be used.
     """
+    # Ranks call this function before _check_values(), which checks this key in a single process.
     for value in values_at(cfg, "tensor_parallel_dim"):
-        # Ranks check this before they read all settings.
         check_whole("tensor_parallel_dim", value)
-    component = str(OmegaConf.select(cfg, "optimizer._component_") or "")
-    dim = int(cfg.get("tensor_parallel_dim") or 1)
-    several = world_size > 1
-    offloads = several and cfg.get("fsdp_cpu_offload", False)
+    optimizer = str(OmegaConf.select(cfg, "optimizer._component_") or "")
+    tp_size = int(cfg.get("tensor_parallel_dim") or 1)
+    is_sharded = world_size > 1
+    offloads = is_sharded and cfg.get("fsdp_cpu_offload", False)
     for applies, key, remedy in (
-        (world_size % dim, "tensor_parallel_dim", f"it must divide the {world_size} ranks"),
+        (world_size % tp_size, "tensor_parallel_dim", f"it must divide the {world_size} ranks"),
         (
-            dim > 1 and cfg.get("tensor_parallel_plan", None) is None,
+            tp_size > 1 and cfg.get("tensor_parallel_plan", None) is None,
             "tensor_parallel_plan",
             "tensor parallelism needs a plan, such as"
             " tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
@@ -466,22 +491,22 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
             "device is cpu, where all lies on the host; set it to False",
         ),
         (
-            offloads and component.startswith(_NEEDS_THE_DEVICE),
+            offloads and optimizer.startswith(_NEEDS_THE_DEVICE),
             "fsdp_cpu_offload",
-            f"{component} cannot step parameters on the host; set it to False, or give"
+            f"{optimizer} cannot step parameters on the host; set it to False, or give"
             " torch.optim.AdamW with fused=True",
         ),
         (
             # Fused kernels reject tensors of tensor parallelism; SGD's rejects those of FSDP, too.
             any(values_at(cfg, "optimizer.fused"))
-            and (dim > 1 or (several and component == "torch.optim.SGD")),
+            and (tp_size > 1 or (is_sharded and optimizer == "torch.optim.SGD")),
             "optimizer.fused",
-            f"{component} cannot step divided parameters so; set it to False",
+            f"{optimizer} cannot step divided parameters so; set it to False",
         ),
     ):
         if applies:
             raise SettingError(key, OmegaConf.select(cfg, key), remedy)
-    return dim
+    return tp_size
 
 
 # --- without effect
@@ -517,14 +542,17 @@ def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> d
     """
     config = as_dict(cfg)
     values = values_of(settings)
+
+    def is_met(need: str) -> Any:
+        # `key=value` needs that value, `key` alone any value but null, 0 and False.
+        key, _, value = need.partition("=")
+        return values[key] == value if value else config.get(key)
+
     reasons = dict.fromkeys(unread(type(settings), cfg), "nothing reads it")
     for name, key_field in fields_of(type(settings)).items():
         needs = key_field.metadata["option"].needs
         is_set = config.get(name) not in (None, False, key_field.default)
-        # A need of the form key=value asks for that value.
-        pairs = [need.partition("=") for need in needs]
-        is_met = [values[key] == value if value else config.get(key) for key, _, value in pairs]
-        if needs and is_set and not any(is_met):
+        if is_set and needs and not any(map(is_met, needs)):
             reasons[name] = f"it needs {' or '.join(needs)}"
     for name, applies, reason in _REPLACED:
         if applies(settings, config):

@@ -38,7 +38,8 @@ class Job:
         builder: builder of the model; None for full fine-tuning.
         task: task of the run; None for the task of the loss.
         needs: keys that must be set.
-        with_values: wrapper of functions that make batches, for runs on fake tensors.
+        with_values: wrapper of functions that make batches. Runs on fake tensors give one that lets
+            them make real tensors.
 
     Attributes:
         ranks: data-parallel size at the start of the run; batches are counted on it.
@@ -63,11 +64,13 @@ class Job:
         self.builder = builder or FullModel()
         self.with_values = with_values
         self.ranks = distributed.data_parallel_size()
-        asked = str(cfg.device).partition(":")[0]
         with refusing("device", cfg.device, "give cuda or cpu", problem="it cannot be used"):
             self.device = utils.get_device(device=cfg.device)
-        # torchtune uses the CPU where there is no CUDA device.
-        if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
+        # torchtune falls back to the CPU if the configured device is missing. Training there would
+        # take forever, so refuse.
+        configured_type = str(cfg.device).partition(":")[0]
+        is_other = cfg.device is not None and self.device.type != configured_type
+        if is_other or self.device.type == "meta":
             remedy = (
                 f"torch {torch.__version__} sees no such device; give cuda, or cpu with dtype=fp32"
             )
@@ -81,25 +84,29 @@ class Job:
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
 
     def _set_up_compiler(self) -> None:
-        """Set the compiler's options, which torch keeps for each thread: train in this one."""
+        """Set the compiler's options. torch keeps them for each thread, so training has to run in
+        the thread that calls this method.
+        """
         settings = self.settings
-        partitioner = private("torch._functorch.config", "activation_memory_budget")
-        if partitioner.activation_memory_budget != settings.activation_memory_budget:
-            # Graphs of another budget would be reused.
+        functorch_config = private("torch._functorch.config", "activation_memory_budget")
+        if functorch_config.activation_memory_budget != settings.activation_memory_budget:
+            # Drop the graphs that were compiled with another budget: they would be reused.
             torch.compiler.reset()
-        partitioner.activation_memory_budget = settings.activation_memory_budget
-        # Micro-batches of many shapes need dynamic shapes from the first graph on.
-        varies = settings.chooses_fastest or not settings.layout_kind.is_usual
-        torch.compiler.config.assume_static_by_default = not varies
+        functorch_config.activation_memory_budget = settings.activation_memory_budget
+        # By default, torch compiles the first shape as static and compiles again for the second.
+        # If micro-batches have many shapes, compile with dynamic shapes from the start.
+        has_many_shapes = settings.chooses_fastest or not settings.layout_kind.is_usual
+        torch.compiler.config.assume_static_by_default = not has_many_shapes
 
     def check_model(self) -> None:
         """Raise SettingError for a loss or a model of another recipe.
 
         A model that cannot be built on the meta device is checked after it is built.
         """
+        # The loss is checked even if the model cannot be built here.
         self.task.check(None)
         check_keys_of_others(self.cfg, type(self.task))
-        model, second = self._outlines
+        model, second = self._meta_models
         if model is not None:
             self.builder.check(model, self.cfg)
             self.task.check(model, second)
@@ -120,21 +127,20 @@ class Job:
         return self.builder.skeleton(self.cfg, dtype=self.dtype)
 
     @cached_property
-    def _outlines(self) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    def _meta_models(self) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
         """Model and second model on the meta device, each None if it cannot be built there."""
         return (
-            _if_it_can_be_built(lambda: self.skeleton),
-            _if_it_can_be_built(
-                lambda: self.second.skeleton(dtype=self.dtype) if self.second else None
-            ),
+            _built_or_none(lambda: self.skeleton),
+            _built_or_none(lambda: self.second.skeleton(dtype=self.dtype) if self.second else None),
         )
 
     @cached_property
     def max_seq_len(self) -> int | None:
         """Most tokens of a sequence that all models take; None if unknown."""
+        # The text model of a multimodal model is its `decoder`.
         limits = [
-            getattr(getattr(outline, "decoder", outline), "max_seq_len", None)
-            for outline in self._outlines
+            getattr(getattr(model, "decoder", model), "max_seq_len", None)
+            for model in self._meta_models
         ]
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -148,16 +154,18 @@ class Job:
     @cached_property
     def vocab_size(self) -> int | None:
         """Number of token ids with an embedding; None if unknown."""
-        model, _ = self._outlines
+        model, _ = self._meta_models
         return None if model is None else num_token_embeddings(model)
 
     def optimizer_of_one_weight(self) -> torch.optim.Optimizer:
-        """Build the configured optimizer without a model; raise SettingError if it cannot be, or
-        is one of torch's that cannot step.
+        """Build the configured optimizer for a single weight, without a model.
+
+        Raises:
+            SettingError: it cannot be built, or is an optimizer of torch whose step fails.
         """
         weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=self.dtype, device=self.device))
         optimizer = self.new_optimizer([weight])
-        # Others may compile their step.
+        # Do not step optimizers of other libraries: some compile their step, which takes long.
         if type(optimizer).__module__.startswith("torch.optim."):
             weight.grad = torch.zeros_like(weight)
             with refusing(
@@ -183,12 +191,12 @@ def task_of(cfg: DictConfig, loss_fn: Any) -> type[Task]:
 
 
 def check_keys_of_others(cfg: DictConfig, task: type[Task]) -> None:
-    """Raise SettingError for a key of another task; it names the recipe of that task."""
+    """Raise SettingError for a key of another task. The message names that task's recipe."""
     for owner in (PreferencePairs, Distillation):
         for key in owner.keys:
             value = cfg.get(key)
             if value is not None and key not in task.keys:
-                raise SettingError(key, component_of(value), f"{owner.without_it}; remove it")
+                raise SettingError(key, component_of(value), f"{owner.recipe_hint}; remove it")
 
 
 @contextmanager
@@ -197,23 +205,25 @@ def own_compiler(cfg: DictConfig) -> Iterator[None]:
     if not cfg.get("compile", False):
         yield
         return
-    partitioner = private("torch._functorch.config", "activation_memory_budget")
-    compiler: Any = torch.compiler.config
+    functorch_config = private("torch._functorch.config", "activation_memory_budget")
+    compiler_config: Any = torch.compiler.config
+    # Each patch() sets the current value, and puts it back at the end, whatever was set in between.
     with (
-        partitioner.patch(activation_memory_budget=partitioner.activation_memory_budget),
-        compiler.patch(assume_static_by_default=compiler.assume_static_by_default),
+        functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
+        compiler_config.patch(assume_static_by_default=compiler_config.assume_static_by_default),
     ):
         yield
 
 
-def _if_it_can_be_built(build: Callable[[], T]) -> T | None:
+def _built_or_none(build: Callable[[], T]) -> T | None:
     """Return a model on the meta device, or None if it cannot be built there."""
     try:
         return build()
     except Exception as error:
-        # torch's own errors are RuntimeErrors.
-        is_torchs = isinstance(error.__cause__, RuntimeError)
-        if isinstance(error, AdaptiveBatchError) and not is_torchs:
+        # A RuntimeError of torch means that an operation does not run on the meta device. Any other
+        # cause of a SettingError is a mistake in the configuration.
+        is_torch_error = isinstance(error.__cause__, RuntimeError)
+        if isinstance(error, AdaptiveBatchError) and not is_torch_error:
             raise
         log.debug("the model cannot be built without memory: %s", error)
         return None

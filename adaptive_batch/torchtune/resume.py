@@ -37,7 +37,7 @@ from .job import Job
 from .rate import check_rate, couple_seesaw
 from .settings import FILLS_STEPS, RESUME
 
-# Keys of the rows of a trial that ended all ranks.
+# Keys of a :class:`LostRun`: the rows of a trial of training, of validation and of the reference.
 TRIALS = ("trial_rows", "trial_rows_val", "trial_rows_reference")
 # Conditions that no permission changes: the optimizer's state belongs to them.
 _FIXED = ("optimizer._component_", "optimizer_in_bwd")
@@ -47,6 +47,7 @@ _LR = "optimizer.lr"
 _MAX_STEPS = "max_steps_per_epoch"
 # Conditions whose value in the checkpoint is kept unless `resume_allow_changes` lists them.
 _CHANGEABLE = (_LR, "optimizer.weight_decay", _MAX_STEPS)
+# Rows that the fingerprint of a dataset is made of.
 _SAMPLED_ROWS = 64
 
 # Kind, message and facts of an event.
@@ -102,7 +103,8 @@ class ResumedRun:
         self._settings = job.settings
         self.found = found
         self.saved = found.state
-        # Batches are counted on the original number of ranks.
+        # `batch_size` is for each rank, so a step keeps its rows only if ranks are counted as at
+        # the start of the run.
         if self.saved:
             job.ranks = self.saved["steps"]["ranks"]
         check_fewer_ranks(job)
@@ -110,8 +112,10 @@ class ResumedRun:
         self.progress = Progress()
         self.name = distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.changes: list[Change] = []
-        self._differs: list[str] = []
-        self._taken: dict[str, Any] = {}
+        # Names of the conditions in which this run differs from the checkpoint.
+        self._changed: list[str] = []
+        # Values that `resume_allow_changes` permits, of conditions that are kept otherwise.
+        self._allowed: dict[str, Any] = {}
         self.restarts_epoch = self.keeps_batch = False
         if self.saved:
             self._resume(self.saved)
@@ -132,11 +136,12 @@ class ResumedRun:
             SettingError: see :func:`.check_rate` and :func:`.couple_seesaw`.
         """
         settings = self._settings
-        # torchtune's sampler has its own seed.
+        # torchtune's sampler always has the seed 0.
         seed = 0 if settings.sample_order == "dataloader" else self.conditions["seed"]
         batch_size = settings.batch_size
         if self.keeps_batch:
-            # The rate of a schedule belongs to the batch that was configured when training began.
+            # The learning rate was scheduled for the batch size that was configured when training
+            # began.
             batch_size = self.saved["conditions"]["batch_size"]
         batches = Batches(
             data.dataset,
@@ -162,23 +167,26 @@ class ResumedRun:
             SettingError: a condition differs that must not.
         """
         settings = self._settings
-        conditions = saved["conditions"]
+        saved_conditions = saved["conditions"]
         self.name = saved["run"]
         self.progress = Progress(**saved["progress"])
         if settings.reference_batch_size is None:
-            self.conditions["reference_batch_size"] = conditions["reference_batch_size"]
+            self.conditions["reference_batch_size"] = saved_conditions["reference_batch_size"]
         if settings.batch_size_schedule is not None:
             self.keeps_batch = True
         elif settings.batch_changes:
-            found_before = (
-                conditions["use_maximum_batch_size"] or not settings.use_maximum_batch_size
+            is_first_search = (
+                settings.use_maximum_batch_size and not saved_conditions["use_maximum_batch_size"]
             )
+            # Batches grow up to the bound of a search. A checkpoint without a bound was saved
+            # before any search, so its batch size was neither found nor grown.
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
-            self.keeps_batch = found_before and knows_bound
-        self._compare(conditions)
+            self.keeps_batch = knows_bound and not is_first_search
+        self._compare(saved_conditions)
         done = self.progress.epoch_steps
+        # None for whole epochs.
         max_steps = self.conditions[_MAX_STEPS]
-        if _MAX_STEPS in self._taken and (max_steps or done) < done:
+        if _MAX_STEPS in self._allowed and max_steps and max_steps < done:
             remedy = f"the checkpoint has done {done} steps of the epoch; give {done} or more"
             raise SettingError(_MAX_STEPS, max_steps, remedy)
         ranks = distributed.data_parallel_size()
@@ -187,13 +195,17 @@ class ResumedRun:
                 f"batch_size still refers to {count(self._job.ranks, 'rank')}, and the rows of a"
                 " step are distributed over the current ranks"
             )
-            self._add_change("ranks", self._job.ranks, ranks, message)
+            self._add_changed("ranks", self._job.ranks, ranks, message)
         if self.restarts_epoch:
             self.progress = self.progress.at_epoch_start()
 
     def _compare(self, saved: Mapping[str, Any]) -> None:
-        """Compare the conditions of this run with those of the checkpoint; put back those that the
-        checkpoint keeps.
+        """Compare the conditions of this run with those of the checkpoint. Restore those that the
+        checkpoint keeps, also in the configuration of the optimizer.
+
+        Raises:
+            SettingError: a condition differs that must not, or `resume_allow_changes` has an
+                unknown name.
         """
         now = self.conditions
         allowed = self._settings.resume_allow_changes
@@ -208,6 +220,7 @@ class ResumedRun:
         if now["batch_tokens"]:
             row_keys |= set(FILLS_STEPS)
         in_mid_epoch = self.progress.epoch_steps > 0
+        # The remaining rows of an epoch are known only if the epoch has the same rows as before.
         if in_mid_epoch:
             refused |= row_keys
         for name in {**now, **saved}:
@@ -216,43 +229,48 @@ class ResumedRun:
                 or name in ("seed", _MAX_STEPS)
                 or (name == "batch_size" and self.keeps_batch)
             )
-            # An earlier version may not have saved all conditions.
-            is_known = name in saved or is_kept
-            if not is_known or saved.get(name) == now.get(name):
+            # An earlier version of this package may not have saved all conditions. Compare only
+            # saved ones, and those that are kept, whose missing value means the default.
+            is_compared = name in saved or is_kept
+            if not is_compared or saved.get(name) == now.get(name):
                 continue
             before = _differing_part(saved.get(name), now.get(name))
             after = _differing_part(now.get(name), saved.get(name))
-            may_change = name in allowed and (after is not None or name == _MAX_STEPS)
             if name in _FIXED:
                 remedy = f"the checkpoint's optimizer state was saved with {before}; give that"
                 raise SettingError(name, after, remedy)
-            if is_kept and not may_change:
-                is_found = name == "batch_size" and self._settings.batch_changes
-                self._keep(name, after, self.saved["steps"][name] if is_found else before)
-                now[name] = saved.get(name)
-            elif name in refused and name not in allowed:
-                remedy = (
-                    f"the checkpoint was trained with {before!r}; resume with that, or set"
-                    f" resume_allow_changes=[{name}]"
-                )
-                raise SettingError(name, after, remedy)
+            if not is_kept:
+                if name in refused and name not in allowed:
+                    remedy = (
+                        f"the checkpoint was trained with {before!r}; resume with that, or set"
+                        f" resume_allow_changes=[{name}]"
+                    )
+                    raise SettingError(name, after, remedy)
+                self._add_changed(name, before, after, "differs from the checkpoint")
+                self._changed.append(name)
+            # A key that was removed has no value to set, but max_steps_per_epoch=null does: it
+            # means whole epochs.
+            elif name in allowed and (after is not None or name == _MAX_STEPS):
+                self._add_changed(name, before, after, "differs from the checkpoint")
+                self._allowed[name] = after
             else:
-                self._add_change(name, before, after, "differs from the checkpoint")
-                if is_kept:
-                    self._taken[name] = after
-                else:
-                    self._differs.append(name)
-        self.restarts_epoch = in_mid_epoch and not row_keys.isdisjoint(self._differs)
-        # Keys without effect must have valid names, too.
+                # The condition is the configured batch size, but a found or grown one goes on.
+                is_found = name == "batch_size" and self._settings.batch_changes
+                self._add_kept(name, after, self.saved["steps"][name] if is_found else before)
+                now[name] = saved.get(name)
+        self.restarts_epoch = in_mid_epoch and not row_keys.isdisjoint(self._changed)
+        # Build the configured optimizer before the checkpoint's keys replace its own: a wrong name
+        # is refused even if its value would have no effect.
         self._job.optimizer_of_one_weight()
-        own = {}
+        optimizer_block = {}
         for name, value in now.items():
             block, _, key = name.partition(".")
             if block == "optimizer" and value is not None:
-                own[key] = value
-        self._job.cfg.optimizer = own
+                optimizer_block[key] = value
+        self._job.cfg.optimizer = optimizer_block
 
-    def _keep(self, name: str, configured: Any, kept: Any) -> None:
+    def _add_kept(self, name: str, configured: Any, kept: Any) -> None:
+        """Add the event of a configured value that has no effect."""
         text = "default" if kept is None else kept
         message = f"{name}={configured} has no effect: the checkpoint's {text} is kept"
         if name in _CHANGEABLE:
@@ -261,14 +279,15 @@ class ResumedRun:
             ("no_effect", message, {"key": name, "configured": configured, "after": kept})
         )
 
-    def _add_change(self, name: str, before: Any, after: Any, reason: str) -> None:
+    def _add_changed(self, name: str, before: Any, after: Any, reason: str) -> None:
+        """Add the event of a value that differs from the checkpoint."""
         message = f"{name} {before} -> {after}: {reason}"
         self.changes.append((name, message, {"before": before, "after": after}))
 
     @property
     def keeps_steps(self) -> bool:
         """True if the run has the steps planned at the time of the checkpoint."""
-        return bool(self.saved) and not self._differs and _MAX_STEPS not in self._taken
+        return bool(self.saved) and not self._changed and _MAX_STEPS not in self._allowed
 
     def change_optimizer(self, optimizers: Iterable[Optimizer]) -> None:
         """Apply the changes that `resume_allow_changes` permits, after the optimizers loaded
@@ -276,27 +295,29 @@ class ResumedRun:
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                for name, value in self._taken.items():
+                for name, value in self._allowed.items():
                     block, _, key = name.partition(".")
                     if name == _LR:
                         write_rate(group, float(value))
-                        # Schedulers start from the rate then.
+                        # Schedulers prefer the saved initial rate, and would ignore the new one.
                         group.pop("initial_lr", None)
                     elif block == "optimizer":
                         group[key] = value
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the saved state of a part; None if it has none."""
-        is_of_epoch = name in ("full_batch_loss", "nonfinite")
-        if name not in self.saved or (is_of_epoch and self.restarts_epoch):
+        counts_epoch = name in ("full_batch_loss", "nonfinite")
+        if name not in self.saved or (counts_epoch and self.restarts_epoch):
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and "lengths" in state:
-            # Equal lengths of the epoch and of the constant epoch are saved once.
-            of_epoch = state["lengths"] or state["reference_lengths"]
-            # A new epoch counts its lengths itself.
-            state["lengths"] = of_epoch if self.progress.epoch_steps else None
-            if self._differs:
+            # The lengths of the current epoch, and those of an epoch with the constant batch. They
+            # are saved once if they are equal.
+            epoch_lengths = state["lengths"] or state["reference_lengths"]
+            # An epoch that begins now counts its lengths itself.
+            state["lengths"] = epoch_lengths if self.progress.epoch_steps else None
+            # With other rows or keys, the lengths of later epochs have to be counted again.
+            if self._changed:
                 state["reference_lengths"] = None
         return state
 
@@ -314,8 +335,11 @@ class ResumedRun:
         return batches
 
     def _restore_random_state(self, progress: Progress) -> None:
-        """Restore the random state of the checkpoint, after building and searching drew numbers."""
-        # torchtune's recipe seeds again.
+        """Restore the random state of the checkpoint: building the model and searching have drawn
+        random numbers since.
+        """
+        # torchtune's recipe, which resumes only after whole epochs, does not restore it. Without
+        # our keys, do the same to have the same results.
         restores = (
             self._settings.adaptive
             or self._settings.save_every_n_steps is not None
@@ -328,7 +352,8 @@ class ResumedRun:
         if len(states) == distributed.world_size():
             RandomState(self._job.device).load_state_dict(states[distributed.rank()])
         else:
-            # Ranks cannot use each other's state.
+            # With another number of ranks, no state belongs to this rank. Seed by the step, so that
+            # the random numbers of earlier steps do not repeat.
             training.set_seed(seed=self.conditions["seed"] + progress.steps)
 
 
@@ -347,15 +372,17 @@ def check_fewer_ranks(job: Job) -> None:
 
 def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
     """Return the settings and data that determine the results of a run, as plain values."""
-    plain = as_dict(job.cfg)
+    config = as_dict(job.cfg)
     settings = job.settings
+    # Our keys with their defaults; torchtune's keys are only in the configuration.
     values = values_of(settings)
     conditions: dict[str, Any] = {}
     for name, policy in RESUME.items():
         if policy != "free":
-            is_plain = policy == "refuse" or name not in values
-            conditions[name] = plain.get(name) if is_plain else values[name]
-    conditions |= {f"optimizer.{key}": value for key, value in plain["optimizer"].items()}
+            # A refused key is compared as the user wrote it, since its value may be an object.
+            as_written = policy == "refuse" or name not in values
+            conditions[name] = config.get(name) if as_written else values[name]
+    conditions |= {f"optimizer.{key}": value for key, value in config["optimizer"].items()}
     if settings.validates:
         conditions["batch_size_val"] = settings.validation_batch_size
     return conditions | {
@@ -384,11 +411,12 @@ def _fingerprint_rows(job: Job, data: Data) -> str:
     paths.
     """
     rows = len(data.dataset)
+    # Evenly spaced, with the first and the last row.
     numbers = sorted(
         {round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))}
     )
     with RandomState(job.device):
-        # Seed the random augmentation of rows.
+        # Reading a row may augment it at random, so seed each library that may be used for it.
         torch.manual_seed(0)
         random.seed(0)
         if "numpy" in sys.modules:
@@ -406,9 +434,9 @@ def _fingerprint_rows(job: Job, data: Data) -> str:
 
 class LostRun:
     """Record of an attempt that ended on all ranks: a limit that was too large, or a trial that did
-    not finish.
+    not finish. The next attempt begins below them.
 
-    Reading is a collective and deletes a record of another run.
+    The constructor is a collective. It deletes the record of another run.
 
     Args:
         job: job of the run.
@@ -424,7 +452,7 @@ class LostRun:
         self._path = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._name = name
         self._trials_name = trials_name
-        # The rank that fails may be on another machine.
+        # The same name on all machines: the rank that writes may not be rank 0, which reads.
         self._launch = distributed.from_rank_zero(distributed.launch_name)
         self._facts: dict[str, Any] = distributed.from_rank_zero(
             lambda: self._read(resumes=resumes)
@@ -457,25 +485,29 @@ class LostRun:
 
         Args:
             kind, message, facts: reason of the end.
-            conditions: function that returns the conditions of a training limit.
+            conditions: function that returns the conditions that a training limit was set under.
         """
         record = {"kind": "ended", "time": round(time.time(), 3), "message": message}
         record |= {"rank": distributed.rank(), "reason": kind, **facts}
-        # Rank 0, which keeps the run log open, may hang in a collective.
+        # Append to the file of the run log: rank 0, which has it open, may hang in a collective.
         with self._path.with_name("run.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        # Facts of earlier attempts stay.
-        kept = {key: facts[key] for key in TRIALS if key in facts}
-        if kept:
-            kept["trial_settings"] = self._trials_name
+        # Of all facts, a restart needs the trial or the limit that failed.
+        new_facts = {key: facts[key] for key in TRIALS if key in facts}
+        if new_facts:
+            new_facts["trial_settings"] = self._trials_name
         if "limit" in facts and self._settings.on_out_of_memory == "shrink":
-            kept |= {"limit": facts["limit"], "unit": facts["unit"]}
-            kept["conditions"] = dict(conditions())
-        if kept:
-            self._facts |= {"run": self._name, "launch": self._launch, **kept}
+            new_facts |= {"limit": facts["limit"], "unit": facts["unit"]}
+            new_facts["conditions"] = dict(conditions())
+        # Facts of earlier attempts stay.
+        if new_facts:
+            self._facts |= {"run": self._name, "launch": self._launch, **new_facts}
             atomic_write(self._path, json.dumps(self._facts))
 
     def _read(self, *, resumes: bool) -> dict[str, Any]:
+        """Return the recorded facts; delete the file if it is neither of this launch nor of the
+        resumed run.
+        """
         try:
             facts: dict[str, Any] = json.loads(self._path.read_text())
             is_restart = facts["launch"] is not None and facts["launch"] == self._launch
@@ -483,7 +515,9 @@ class LostRun:
                 self._path.unlink()
                 return {}
         except (OSError, ValueError, KeyError, TypeError):
+            # Missing or unreadable.
             return {}
+        # A trial with other settings may fit.
         if facts.get("trial_settings") != self._trials_name:
             facts = {key: value for key, value in facts.items() if not key.startswith("trial_")}
         return facts

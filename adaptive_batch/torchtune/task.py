@@ -37,7 +37,7 @@ from .settings import fraction
 Row = Any
 Batch = dict[str, Any]
 Collate = Callable[[Sequence[Row]], Batch]
-# Number of classes in logits that a loss is checked with.
+# Number of classes of the random logits that losses are checked with.
 _CLASSES = 8
 COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
@@ -65,7 +65,7 @@ class Task(ABC):
     Attributes:
         fields: keys of a row with the tokens and the labels of each sequence.
         keys: keys of the configuration that only this task has.
-        without_it: sentence for runs of other tasks; it names the recipe of this task.
+        recipe_hint: reason to refuse `keys` in runs of other tasks; it names this task's recipe.
         counts_rows, metrics: see :class:`RowLoss`.
         num_reference_values: numbers of a row that the loss needs from a reference, which may then
             run in separate micro-batches; 0 if the loss needs more, or has no reference.
@@ -74,7 +74,7 @@ class Task(ABC):
 
     fields: ClassVar[tuple[tuple[str, str], ...]]
     keys: ClassVar[tuple[str, ...]] = ()
-    without_it: ClassVar[str] = ""
+    recipe_hint: ClassVar[str] = ""
     counts_rows: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
     num_reference_values: ClassVar[int] = 0
@@ -87,7 +87,7 @@ class Task(ABC):
     # --- rows
 
     def length(self, row: Row) -> int:
-        """Return the tokens of a collated row, padding included."""
+        """Return the tokens of a collated row, including padding to its longest sequence."""
         return len(self.fields) * max(len(row[tokens]) for tokens, _ in self.fields)
 
     def num_real_tokens(self, row: Row) -> int:
@@ -114,30 +114,33 @@ class Task(ABC):
         )
 
     def resized(self, row: Row, length: int) -> Row:
-        """Return a row of text, cut or repeated to `length` tokens."""
-        length = self.sequence_length(length)
+        """Return a row of text, with each of its lists cut or repeated to the tokens that a
+        sequence has in a row of `length` tokens.
+        """
+        num_tokens = self.sequence_length(length)
         return {
-            key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()
+            key: (list(value) * (num_tokens // len(value) + 1))[:num_tokens]
+            for key, value in row.items()
         }
 
     def filled(self, row: Row) -> Row:
-        """Return a row with all sequences as long as its longest: the worst row of its length in
-        any layout.
+        """Return a row with all sequences as long as its longest: the row of its length that needs
+        the most memory, also in layouts without padding.
         """
         if len(self.fields) == 1:
             return row
-        sequences = {key: row[key] for pair in self.fields for key in pair}
-        return {**row, **self.resized(sequences, self.length(row))}
+        lists = {key: row[key] for pair in self.fields for key in pair}
+        return {**row, **self.resized(lists, self.length(row))}
 
     def synthetic_row(self, length: int, *, packed: bool = False) -> Row:
         """Return a row of `length` tokens, each with a label."""
         assert not packed, "rows of this task are not packed"
-        length = self.sequence_length(length)
-        return {key: [0] * length for pair in self.fields for key in pair}
+        num_tokens = self.sequence_length(length)
+        return {key: [0] * num_tokens for pair in self.fields for key in pair}
 
     @abstractmethod
     def labelled(self, row: Row) -> Row:
-        """Return a copy of a row with a label, for a rank without a row."""
+        """Return a copy of a row with at least one label. A rank without a row runs it."""
 
     # --- batches
 
@@ -245,7 +248,7 @@ class NextTokens(Task):
         """
         if length <= max(map(self.length, rows)):
             return rows
-        # A function that makes labels would label the padding, too.
+        # Rows without labels get them from the collate function, which would label the padding too.
         if any(row.get("labels") is None for row in rows):
             remedy = (
                 "rows are padded to one length before it makes their labels; have the dataset give"
@@ -255,7 +258,7 @@ class NextTokens(Task):
         return super().lengthened(rows, length, pad_id=pad_id)
 
     def synthetic_row(self, length: int, *, packed: bool = False) -> Row:
-        """Return a row of `length` tokens; a packed one as torchtune's packed datasets."""
+        """Return a row of `length` tokens; a packed one has the keys of torchtune's packed rows."""
         if not packed:
             return super().synthetic_row(length)
         tokens = torch.zeros(length, dtype=torch.int64)
@@ -269,18 +272,18 @@ class NextTokens(Task):
     def labelled(self, row: Row) -> Row:
         """Return the row with every token labelled."""
         tokens = row["tokens"]
-        # A single token has no label after the shift.
+        # The loss shifts labels by one, so a single token would have no label.
         if len(tokens) == 1:
             tokens = [*tokens] * 2
         return {**row, "tokens": tokens, "labels": tokens}
 
     def collate_function(self, pad_id: int) -> Collate:
         """Return the configured function; torchtune's by default."""
-        name = self.cfg.get("collate_fn")
-        if name is None:
-            name = "torchtune.data.padded_collate_sft"
+        configured = self.cfg.get("collate_fn")
+        name = "torchtune.data.padded_collate_sft" if configured is None else configured
         collate = load_function(name, key="collate_fn")
-        with refusing("collate_fn", self.cfg.get("collate_fn"), COLLATE_REMEDY):
+        with refusing("collate_fn", configured, COLLATE_REMEDY):
+            # Raises TypeError if the function does not take these arguments.
             signature(collate).bind([], padding_idx=pad_id, ignore_idx=self.ignore_index)
         return partial(collate, padding_idx=pad_id, ignore_idx=self.ignore_index)
 
@@ -289,7 +292,9 @@ class NextTokens(Task):
         return count_shifted_labels(batch, self.ignore_index)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Raise for another loss, and for a loss of chunks if the model returns none."""
+        """Raise SettingError for a loss of another task, and for a loss that takes chunks if a
+        model cannot return chunks.
+        """
         component = component_of(self.cfg.loss)
         if not isinstance(getattr(self.loss_fn, "ignore_index", None), int):
             remedy = (
@@ -298,13 +303,14 @@ class NextTokens(Task):
                 " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
             )
             raise SettingError("loss", component, remedy)
-        # User-defined losses may take other inputs.
+        # The first call has no model. User-defined losses are not computed: they may take other
+        # inputs.
         if model is None and type(self.loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
             self._check_mean("loss", self.loss_fn, num_models=1)
         if not takes_chunks(self.loss_fn):
             return
-        for key, part in (("model", model), ("teacher_model", second)):
-            if part is not None and not hasattr(part, "set_num_output_chunks"):
+        for key, each in (("model", model), ("teacher_model", second)):
+            if each is not None and not hasattr(each, "set_num_output_chunks"):
                 remedy = (
                     f"{component_of(self.cfg[key])} has no set_num_output_chunks, so it cannot"
                     " return chunks; give a loss without chunks, such as torch.nn.CrossEntropyLoss"
@@ -312,65 +318,70 @@ class NextTokens(Task):
                 raise SettingError("loss", component, remedy)
 
     def _check_mean(self, key: str, loss_fn: Any, *, num_models: int) -> None:
-        """Raise SettingError for a loss that fails, or is not the mean over label tokens, so that
-        it would depend on the split of a step.
+        """Compute a loss of random logits. Raise SettingError if it fails, if it is not the mean
+        over label tokens, so that it would depend on the split of a step, or if the loss of one
+        model is not the cross-entropy.
 
         Args:
             key: key of the loss.
             loss_fn: loss of the logits of all models and of labels.
-            num_models: number of models.
+            num_models: number of models whose logits the loss takes.
         """
         block = as_dict(self.cfg[key])
         problem = "it cannot be computed from logits in the chunks of loss"
         with refusing(key, block, "check its arguments", problem=problem):
             num_chunks = self.loss_fn.num_output_chunks if takes_chunks(self.loss_fn) else 1
+            # The first and the last token are in different chunks, and one between has no label.
             num_tokens = 3 * num_chunks
             generator = torch.Generator().manual_seed(0)
             logits = torch.randn(num_models, 1, num_tokens, _CLASSES, generator=generator)
             label = 1 if self.ignore_index != 1 else 2
 
-            def loss_of(*labelled: int) -> torch.Tensor:
+            def loss_with_labels_at(*positions: int) -> torch.Tensor:
                 labels = torch.full((1, num_tokens), self.ignore_index)
-                labels[0, list(labelled)] = label
+                labels[0, list(positions)] = label
                 if not takes_chunks(self.loss_fn):
                     return torch.as_tensor(loss_fn(*logits[:, 0], labels[0]))
                 chunks = [list(tensor.chunk(num_chunks, dim=1)) for tensor in logits]
                 return torch.as_tensor(loss_fn(*chunks, labels))
 
             last = num_tokens - 1
-            whole = loss_of(0, last)
-            # The logits of a token without a label must not count.
+            loss_of_both = loss_with_labels_at(0, last)
+            # Change the logits of a token without a label: it must not count.
             logits[:, :, 1] = 0
-            mean = (loss_of(0) + loss_of(last)) / 2
-            # NLLLoss takes log probabilities, and would train something else on logits.
+            mean = (loss_with_labels_at(0) + loss_with_labels_at(last)) / 2
+            # NLLLoss takes log probabilities. Given logits, it would train something else without
+            # an error, but of equal logits it is not the cross-entropy.
             logits.zero_()
-            equal = loss_of(0)
-        if whole.dim() or not torch.allclose(whole, mean, rtol=1e-4):
+            loss_of_equal_logits = loss_with_labels_at(0)
+        if loss_of_both.dim() or not torch.allclose(loss_of_both, mean, rtol=1e-4):
             remedy = (
-                f"for two label tokens it is {whole.tolist()}, and the mean of both is"
+                f"for two label tokens it is {loss_of_both.tolist()}, and the mean of both is"
                 f" {mean.tolist()}: it is not the mean over tokens with a label, so it would depend"
                 " on how a step is split; give a loss of torchtune, or reduction=mean"
             )
             raise SettingError(key, block, remedy)
-        if num_models == 1 and not math.isclose(equal, math.log(_CLASSES), rel_tol=1e-4):
+        expected = math.log(_CLASSES)
+        if num_models == 1 and not math.isclose(loss_of_equal_logits, expected, rel_tol=1e-4):
             remedy = (
-                f"for equal logits of {_CLASSES} classes it is {equal.tolist()}, and their"
-                f" cross-entropy is {math.log(_CLASSES):.4g}; give torch.nn.CrossEntropyLoss"
+                f"for equal logits of {_CLASSES} classes it is {loss_of_equal_logits.tolist()}, and"
+                f" their cross-entropy is {expected:.4g}; give torch.nn.CrossEntropyLoss"
             )
             raise SettingError(key, block, remedy)
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
-        """Have the models return chunks if the loss takes chunks."""
+        """Set the number of chunks that the models return if the loss takes chunks of logits."""
         if not takes_chunks(self.loss_fn):
             return
-        for chunked in (model, second):
-            if chunked is not None:
-                cast(Any, chunked).set_num_output_chunks(self.loss_fn.num_output_chunks)
+        for each in (model, second):
+            if each is not None:
+                cast(Any, each).set_num_output_chunks(self.loss_fn.num_output_chunks)
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over label tokens; position `i` predicts the label at `i + 1`."""
         labels = batch.pop("labels")
         logits = flat(models.logits(**batch))
+        # The same name frees the labels that are not shifted.
         labels = self.shifted(labels, logits)
         loss: torch.Tensor = self.loss_fn(logits, labels)
         return loss
@@ -381,10 +392,11 @@ class NextTokens(Task):
         return self.mean_loss(models, batch) * count
 
     def shifted(self, labels: torch.Tensor, logits: Any) -> torch.Tensor:
-        """Return the label that each position predicts, in the shape for :func:`flat`."""
-        nothing = labels.new_full((labels.shape[0], 1), self.ignore_index)
-        labels = torch.hstack((labels[..., 1:], nothing))
-        return labels if isinstance(logits, list) else labels.reshape(-1)
+        """Return the label that each position predicts, in the shape of :func:`flat` logits."""
+        # The last position predicts nothing.
+        ignored = labels.new_full((labels.shape[0], 1), self.ignore_index)
+        next_labels = torch.hstack((labels[..., 1:], ignored))
+        return next_labels if isinstance(logits, list) else next_labels.reshape(-1)
 
 
 def flat(logits: Any) -> Any:
@@ -412,9 +424,9 @@ _PAIR_ARGUMENTS = (
 # Key of the token counts of each answer in a packed batch.
 _ANSWER_LENGTHS = "answer_lengths"
 
-# Parts of a sequence whose log probabilities are computed one by one; as many as torchtune's losses
-# in chunks have.
-_SLICES = 8
+# Number of chunks of a sequence whose softmax is computed one by one, as in torchtune's chunked
+# losses.
+_SOFTMAX_CHUNKS = 8
 
 
 class PreferencePairs(Task):
@@ -429,7 +441,7 @@ class PreferencePairs(Task):
         ("rejected_input_ids", "rejected_labels"),
     )
     keys = ("ref_checkpointer", "reference_micro_batch_size")
-    without_it = "only `tune run adaptive_dpo` trains on preferences"
+    recipe_hint = "only `tune run adaptive_dpo` trains on preferences"
     counts_rows = True
     metrics = (
         "rewards/chosen",
@@ -447,7 +459,7 @@ class PreferencePairs(Task):
     # --- rows
 
     def labelled(self, row: Row) -> Row:
-        """Return the pair unchanged: its loss is defined without labels, too."""
+        """Return the pair unchanged, since its loss is defined without labels, too."""
         return row
 
     def collate_function(self, pad_id: int) -> Collate:
@@ -462,9 +474,10 @@ class PreferencePairs(Task):
         return collate
 
     def count_labels(self, batch: Batch) -> torch.Tensor:
-        """Return the pairs of a batch."""
-        answers = batch[_ANSWER_LENGTHS] if _ANSWER_LENGTHS in batch else batch["tokens"]
-        return torch.tensor(len(answers) // len(self.fields))
+        """Return the number of pairs in a batch."""
+        # The tokens of a packed batch are a single sequence.
+        per_answer = batch[_ANSWER_LENGTHS] if _ANSWER_LENGTHS in batch else batch["tokens"]
+        return torch.tensor(len(per_answer) // len(self.fields))
 
     def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
         """Pack the chosen and then the rejected answers; return the batch and the tokens of each
@@ -477,21 +490,21 @@ class PreferencePairs(Task):
     # --- model and loss
 
     def second_model(self, *, has_frozen_base: bool) -> SecondModel | None:
-        """Return the reference if every weight trains; the reference of adapters is their base."""
+        """Return the reference model for full fine-tuning; None for adapters, whose reference is
+        their base.
+        """
         key = "ref_checkpointer"
-        given = as_dict(self.cfg).get(key)
+        block = as_dict(self.cfg).get(key)
+        if has_frozen_base and block is not None:
+            remedy = "the reference of adapters is their base, with adapters disabled; remove it"
+            raise SettingError(key, component_of(block), remedy)
         if has_frozen_base:
-            if given is not None:
-                remedy = (
-                    "the reference of adapters is their base, with adapters disabled; remove it"
-                )
-                raise SettingError(key, component_of(given), remedy)
             return None
-        if given is None:
+        if block is None:
             problem = "every weight is trained, so the reference is a separate model"
             remedy = "give the block of checkpointer, with the files of the reference"
             raise SettingError(key, None, f"{problem}; {remedy}")
-        check_block(key, given)
+        check_block(key, block)
         return SecondModel(self.cfg, checkpointer_key=key)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
@@ -503,10 +516,11 @@ class PreferencePairs(Task):
                 " tokens by `tune run adaptive_full_finetune`"
             )
             raise SettingError("loss", cfg.loss.get("_component_"), remedy)
+        # Compute the loss of two pairs.
         zeros = torch.zeros(2)
         with refusing("loss", as_dict(cfg.loss), "check its arguments", problem="it fails"):
-            shapes = [tuple(part.shape) for part in self.loss_fn(zeros, zeros, zeros, zeros)]
-        if shapes != [(2,)] * 3:
+            shapes = [tuple(result.shape) for result in self.loss_fn(zeros, zeros, zeros, zeros)]
+        if shapes != [(2,), (2,), (2,)]:
             remedy = (
                 f"of two pairs it returns shapes {shapes}; it must return losses, rewards of chosen"
                 " and rewards of rejected answers, [pairs] each"
@@ -518,28 +532,31 @@ class PreferencePairs(Task):
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
         """Disable dropout in the two models whose log probabilities are compared."""
+        # As in torchtune's recipes, adapters keep the dropout of their block.
         if second is not None:
             training.disable_dropout(model)
             training.disable_dropout(second)
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over pairs; leave the metrics in the batch."""
+        """Return the mean loss over pairs, and add the metrics to the batch."""
         labels = batch.pop("labels")
         lengths = batch.pop(_ANSWER_LENGTHS, None)
-        values = batch.pop(REFERENCE_VALUES, None)
+        # [pairs, 2], computed in separate micro-batches; None if the reference runs here.
+        reference_values = batch.pop(REFERENCE_VALUES, None)
         inputs = dict(batch)
         logits = models.logits(**inputs)
         log_probs = self._log_probs(logits, labels, lengths)
         batch["logits/chosen"], batch["logits/rejected"] = _mean_logits(logits.detach(), lengths)
-        # They take more memory than all else, and the reference makes its own.
+        # Free the largest tensor before the reference allocates its logits.
         del logits
-        if values is None:
+        if reference_values is None:
             with torch.no_grad():
                 reference_log_probs = self._log_probs(
                     models.reference_logits(**inputs), labels, lengths
                 )
         else:
-            reference_log_probs = values.T.flatten()
+            # All chosen answers, then all rejected ones, like log_probs.
+            reference_log_probs = reference_values.T.flatten()
         chosen, rejected = log_probs.chunk(2)
         losses, chosen_rewards, rejected_rewards = self.loss_fn(
             chosen, rejected, *reference_log_probs.chunk(2)
@@ -554,7 +571,7 @@ class PreferencePairs(Task):
         return loss
 
     def token_loss(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Return the negative log probability of all labels of single answers."""
+        """Return the negative log probability of all labels of answers that are not paired."""
         labels = batch.pop("labels")
         return -self._token_log_probs(models.logits(**batch), labels).sum()
 
@@ -563,6 +580,7 @@ class PreferencePairs(Task):
         """Return the log probabilities of the chosen and the rejected answer of each pair."""
         logits = models.reference_logits(tokens=batch["tokens"])
         log_probs = self._token_log_probs(logits, batch["labels"]).sum(-1)
+        # The batch has all chosen answers, then all rejected ones.
         return log_probs.view(len(self.fields), -1).T
 
     def _log_probs(
@@ -578,40 +596,43 @@ class PreferencePairs(Task):
         if lengths is None:
             log_probs: torch.Tensor = get_batch_log_probs(logits, labels)
             return log_probs
-        # The last token predicts nothing.
-        return _answer_sums(pad(self._token_log_probs(logits, labels)[0], (0, 1)), lengths)
+        # There is one value less than tokens, since the last token predicts nothing: append a 0.
+        token_log_probs = pad(self._token_log_probs(logits, labels)[0], (0, 1))
+        return _answer_sums(token_log_probs, lengths)
 
     def _token_log_probs(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the log probability of each label after the first `[answers, length - 1]`; 0
-        without a label.
+        """Return the log probability of each label after the first `[answers, length - 1]`; 0 for
+        tokens without a label.
 
-        The softmax runs chunk by chunk: without gradients, the softmax of all logits would take
-        twice their memory. Sums have the bits of `get_batch_log_probs`.
+        Their sums over an answer have the bits of `get_batch_log_probs`.
         """
-        labels = labels[:, 1:]
-        is_label = labels != self.ignore_index
-        targets = labels.masked_fill(~is_label, 0)[..., None]
-        of_chunks = [
-            chunk.log_softmax(-1).gather(-1, of_chunk)
-            for chunk, of_chunk in zip(
-                logits[:, :-1].chunk(_SLICES, dim=1),
-                targets.chunk(_SLICES, dim=1),
+        next_labels = labels[:, 1:]
+        is_label = next_labels != self.ignore_index
+        # gather() needs a valid class everywhere.
+        classes = next_labels.masked_fill(~is_label, 0)[..., None]
+        # One softmax of all logits would take as much memory again, so compute it in chunks.
+        chunks = [
+            chunk_logits.log_softmax(-1).gather(-1, chunk_classes)
+            for chunk_logits, chunk_classes in zip(
+                logits[:, :-1].chunk(_SOFTMAX_CHUNKS, dim=1),
+                classes.chunk(_SOFTMAX_CHUNKS, dim=1),
                 strict=True,
             )
         ]
-        of_tokens: torch.Tensor = torch.cat(of_chunks, dim=1).squeeze(-1) * is_label
-        return of_tokens
+        log_probs: torch.Tensor = torch.cat(chunks, dim=1).squeeze(-1) * is_label
+        return log_probs
 
 
-def _answer_sums(of_tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the tokens of each packed answer, in the dtype of `of_tokens`.
+def _answer_sums(token_values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the tokens of each packed answer, in the dtype of `token_values`.
 
-    Nothing here has a size of answers x longest answer, so that memory follows the tokens alone.
+    No tensor here has the size answers x longest answer, so memory depends on the tokens alone.
     """
-    # It adds in the dtype that it is given, and halves would lose most of a long sum.
-    exact = of_tokens.to(torch.promote_types(of_tokens.dtype, torch.float32))
+    # segment_reduce() adds in the dtype of its input, and bf16 would lose most of a long sum.
+    exact = token_values.to(torch.promote_types(token_values.dtype, torch.float32))
+    # `unsafe` skips the check of the lengths, which would wait for the device.
     sums = torch.segment_reduce(exact, "sum", lengths=lengths, unsafe=True)
-    return sums.to(of_tokens.dtype)
+    return sums.to(token_values.dtype)
 
 
 def _mean_logits(
@@ -624,7 +645,8 @@ def _mean_logits(
         # Padding is part of these means, as in torchtune's recipes.
         chosen, rejected = logits.chunk(2)
         return chosen.mean(), rejected.mean()
-    chosen, rejected = (_answer_sums(logits.mean(-1)[0], lengths) / lengths).chunk(2)
+    answer_means = _answer_sums(logits.mean(-1)[0], lengths) / lengths
+    chosen, rejected = answer_means.chunk(2)
     return chosen.mean(), rejected.mean()
 
 
@@ -659,7 +681,7 @@ class Distillation(NextTokens):
     """
 
     keys = ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio")
-    without_it = "nothing is distilled here, which `tune run adaptive_distill` does"
+    recipe_hint = "nothing is distilled here, which `tune run adaptive_distill` does"
     metrics = ("class_loss", "kd_loss")
 
     def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
@@ -684,31 +706,35 @@ class Distillation(NextTokens):
         return (self.loss_fn, self.kd_loss_fn)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Raise SettingError for losses that do not fit together, and for an unfit teacher."""
+        """Raise SettingError for losses that do not fit together, and for a teacher with another
+        vocabulary.
+        """
         super().check(model, second)
-        ignored = getattr(self.kd_loss_fn, "ignore_index", self.ignore_index)
-        if ignored != self.ignore_index:
+        kd_ignore_index = getattr(self.kd_loss_fn, "ignore_index", self.ignore_index)
+        if kd_ignore_index != self.ignore_index:
             remedy = f"loss ignores the label {self.ignore_index}, and both must; give that"
-            raise SettingError("kd_loss.ignore_index", ignored, remedy)
+            raise SettingError("kd_loss.ignore_index", kd_ignore_index, remedy)
         if model is None:
             self._check_mean("kd_loss", self.kd_loss_fn, num_models=2)
             return
-        size = num_token_embeddings(model)
-        teacher_size = size if second is None else num_token_embeddings(second)
-        if None not in (size, teacher_size) and size != teacher_size:
+        # Each is None if unknown.
+        student_size = num_token_embeddings(model)
+        teacher_size = None if second is None else num_token_embeddings(second)
+        if student_size and teacher_size and student_size != teacher_size:
             remedy = (
-                f"it has {teacher_size} token embeddings, and the student {size}; give a teacher of"
-                " the student's family with the same number"
+                f"it has {teacher_size} token embeddings, and the student {student_size}; give a"
+                " teacher of the student's family with the same number"
             )
             raise SettingError("teacher_model", component_of(self.cfg.teacher_model), remedy)
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over label tokens; leave both parts of it in the batch."""
+        """Return the mean loss over label tokens, and add both of its parts to the batch."""
         labels = batch.pop("labels")
         logits = flat(models.logits(**batch))
         teacher_logits = flat(models.reference_logits(**batch))
+        # The same name frees the labels that are not shifted.
         labels = self.shifted(labels, logits)
-        with _HasLabels() if isinstance(labels, private.FakeTensor) else nullcontext():
+        with _AssumeLabels() if isinstance(labels, private.FakeTensor) else nullcontext():
             kd_loss = self.kd_loss_fn(logits, teacher_logits, labels)
         class_loss = self.loss_fn(logits, labels)
         batch["class_loss"] = class_loss.detach()
@@ -716,14 +742,14 @@ class Distillation(NextTokens):
         return self.loss_of(class_loss=class_loss, kd_loss=kd_loss)
 
     def loss_of(self, **metrics: torch.Tensor) -> torch.Tensor:
-        """Return the loss by its parts, of a batch or of a step."""
+        """Return the weighted sum of both parts, of a batch or of a step."""
         class_loss = metrics["class_loss"]
         return (1 - self.kd_ratio) * class_loss + self.kd_ratio * metrics["kd_loss"]
 
 
-class _HasLabels(TorchFunctionMode):
-    """Mode for estimates that answers torchtune's check for a batch without labels with no: fake
-    tensors have no values.
+class _AssumeLabels(TorchFunctionMode):
+    """Mode for estimates, whose fake tensors have no values. torchtune's losses ask whether a batch
+    has no labels at all; this mode answers False.
     """
 
     def __torch_function__(
