@@ -1,4 +1,4 @@
-"""Log, metric logger, counts of the steps and profiler of a run."""
+"""Run log, metric logger, counts of steps, and profiler of a run."""
 
 from __future__ import annotations
 
@@ -61,58 +61,64 @@ class TrainingLog:
         self._cfg = job.cfg
         self._folder = Path(job.cfg.output_dir)
         self._config_path = self._folder / "adaptive_batch" / "config.yaml"
-        self._record = RunLog(self._folder, enabled=False)
-        # torchtune's metric logger, of rank 0.
+        # It writes nothing until _open() replaces it on rank 0.
+        self._run_log = RunLog(self._folder, enabled=False)
+        # torchtune's metric logger on rank 0; None before _open(), on other ranks and without one.
         self._metric_logger: Any = None
         self._every_n_steps = job.settings.log_every_n_steps or 1
-        asked = bool(job.cfg.get("log_peak_memory_stats", False))
-        self._logs_memory = asked and job.device.type != "cpu"
-        self._began = time.monotonic()
+        wants_memory = bool(job.cfg.get("log_peak_memory_stats", False))
+        self._logs_memory = wants_memory and job.device.type != "cpu"
+        self._begin_time = time.monotonic()
+        # Sums over all steps of this process.
         self._step_seconds = 0.0
         self._tokens = 0
         # Loss of the last step with labels.
         self._last_loss = math.nan
+        # progress_bar() replaces both in each epoch.
         self._bar = ProgressBar(0, "steps", shown=False)
-        self._step_began = 0.0
+        self._step_begin_time = 0.0
         # Messages that are logged once per run.
-        self._repeated: set[str] = set()
+        self._logged_messages: set[str] = set()
 
     def _open(self, run: ResumedRun) -> None:
-        """Open both logs on all ranks.
+        """Open both logs on rank 0; a collective.
 
         The log of a run that resumes from another folder begins with the log of that folder.
         """
 
-        def open_record() -> RunLog:
-            begun = run.name in started_runs(self._folder)
-            record = RunLog(self._folder)
-            origin = run.found.checkpoint and run.found.checkpoint.path.parent.resolve()
-            if origin and origin != self._folder.resolve() and not begun:
-                record.copy(origin)
-            return record
+        def open_run_log() -> RunLog:
+            has_started_here = run.name in started_runs(self._folder)
+            run_log = RunLog(self._folder)
+            checkpoint = run.found.checkpoint
+            if checkpoint and not has_started_here:
+                origin = checkpoint.path.parent.resolve()
+                if origin != self._folder.resolve():
+                    run_log.copy(origin)
+            return run_log
 
-        record = distributed.on_rank_zero(open_record)
-        if record is None:
+        run_log = distributed.on_rank_zero(open_run_log)
+        # None on other ranks, which log nothing.
+        if run_log is None:
             return
-        self._record = record
+        self._run_log = run_log
         atomic_write(self._config_path, OmegaConf.to_yaml(self._cfg, resolve=True, sort_keys=True))
         if self._cfg.metric_logger is not None:
             self._metric_logger = instantiate("metric_logger", self._cfg.metric_logger)
             self._metric_logger.log_config(self._cfg)
 
     def close(self) -> None:
-        """Close both, if they were opened."""
+        """Close both logs, if they are open."""
         if self._metric_logger is not None:
             self._metric_logger.close()
-        self._record.close()
+        self._run_log.close()
 
     def sync(self) -> None:
         """Flush the run log to disk, so that nothing saved afterwards is ahead of it."""
-        self._record.sync()
+        self._run_log.sync()
 
     def event(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
         """Record an event with its facts, and log its message unless `prints` is False."""
-        self._record.event(kind, message, prints=prints, **facts)
+        self._run_log.event(kind, message, prints=prints, **facts)
 
     def limit_change(self, change: LimitChange) -> None:
         """Log a changed limit of micro-batches."""
@@ -120,7 +126,8 @@ class TrainingLog:
 
     def progress_bar(self, steps: Iterable[Item], batches: Batches) -> Iterator[Item]:
         """Yield the remaining steps of an epoch under a tqdm bar. Log lines appear above the bar.
-        The time of a step starts when it is requested.
+
+        The time of a step includes waiting for its rows.
         """
         total = batches.plan.steps
         done = batches.progress.epoch_steps
@@ -128,16 +135,17 @@ class TrainingLog:
             logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
             ProgressBar(total, "steps", done=done, shown=distributed.is_rank_zero()) as self._bar,
         ):
-            self._step_began = time.perf_counter()
+            self._step_begin_time = time.perf_counter()
             for step in steps:
                 yield step
-                self._step_began = time.perf_counter()
+                # The next step begins when the loop asks for its rows.
+                self._step_begin_time = time.perf_counter()
 
     # --- start of a run
 
     def start(self, run: ResumedRun, *, replaces: str) -> None:
-        """Open the logs. Log the start or the resumed checkpoint of training, and the changes
-        since.
+        """Open the logs. Log where training starts or resumes, and what differs from the
+        checkpoint.
 
         Args:
             run: state at the start of the run.
@@ -147,21 +155,21 @@ class TrainingLog:
         progress = run.progress
         for line in run.found.passed_over:
             self.event("passed_over", line)
-        point = run.found.checkpoint
+        checkpoint = run.found.checkpoint
         rows = len(self._data.dataset)
         ranks = distributed.world_size()
-        begins = f"resuming from {point.path}" if point else "starting"
+        begins = f"resuming from {checkpoint.path}" if checkpoint else "starting"
         place = f"epoch {progress.epoch}, row {progress.epoch_rows}, step {progress.steps}"
         self.event(
             "start",
             f"{begins} at {place}; {count(rows, 'row')}, {count(ranks, 'rank')}",
-            resumed=point is not None,
+            resumed=checkpoint is not None,
             run=run.name,
             rows=rows,
             ranks=ranks,
             progress=progress.state_dict(),
         )
-        # Written after the `start` record, which identifies an attempt.
+        # After the `start` record: readers of the log begin a new attempt at each `start`.
         self.event(
             "config",
             f"the configuration is in {self._config_path}",
@@ -183,49 +191,51 @@ class TrainingLog:
         self,
         rate: AdaptiveRate,
         preview: TrainingPreview,
-        ahead: TrainingPlan,
+        remaining: TrainingPlan,
     ) -> None:
         """Log the scaling of the learning rate and the stages of the remaining training."""
         settings = self._settings
         message = rate.describe()
         if message:
             self.event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
-        if not ahead.stages:
+        if not remaining.stages:
             return
-        text, stages = preview.table(ahead)
+        text, stages = preview.table(remaining)
         self.event("stages", f"the plan:\n{text}", stages=stages)
         if settings.batch_size_schedule:
-            self._log_unscaled(rate, ahead.full_batch_rows)
+            self._log_unscaled(rate, remaining.full_batch_rows)
 
     def _log_unscaled(self, rate: AdaptiveRate, batch: int) -> None:
+        """Log a learning rate that is not scaled although the batch has changed."""
         message = rate.describe_unscaled(batch)
         if message:
             self.event("lr", message, prints=self.is_new(message), global_batch=batch)
 
     def is_new(self, line: str) -> bool:
         """Return whether a line is logged for the first time."""
-        is_new = line not in self._repeated
-        self._repeated.add(line)
+        is_new = line not in self._logged_messages
+        self._logged_messages.add(line)
         return is_new
 
     # --- training
 
     def epoch(self, batches: Batches, rate: AdaptiveRate) -> None:
-        """Log the epoch that begins, if an adaptive key is set."""
+        """Log the plan of the epoch that begins, if an adaptive key is set."""
         settings = self._settings
         if not settings.adaptive:
             return
         epoch = batches.progress.epoch
         plan = batches.plan
         limit = batches.limit
-        content = plan.describe()
+        description = plan.describe()
         if settings.batch_tokens and settings.batch_size_schedule is None:
-            content += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
-        content += f"; a micro-batch holds {limit}"
+            description += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
+        description += f"; a micro-batch holds {limit}"
         self.event(
             "plan",
-            f"epoch {epoch}: {content}",
-            prints=self.is_new(content),
+            f"epoch {epoch}: {description}",
+            # Do not print the same plan for each epoch.
+            prints=self.is_new(description),
             epoch=epoch,
             global_batch=plan.global_rows,
             batch_size=batches.batch_size,
@@ -234,7 +244,7 @@ class TrainingLog:
             unit=limit.unit,
             steps=plan.steps,
         )
-        # For a schedule, rate_and_stages() has logged all of them.
+        # With a schedule, rate_and_stages() logs this once for the whole training.
         if settings.batch_size_schedule is None:
             self._log_unscaled(rate, plan.global_rows)
 
@@ -248,8 +258,8 @@ class TrainingLog:
         num_out_of_memory: int,
         full_batch_loss: float | None,
     ) -> None:
-        """Write a finished step to the run log, and its metrics to the metric logger; stop its
-        clock.
+        """Write a finished step to the run log, and its metrics to the metric logger. The time of
+        the step ends here.
 
         Args:
             result: result of the step.
@@ -259,10 +269,11 @@ class TrainingLog:
             num_out_of_memory: out-of-memory errors of the run so far.
             full_batch_loss: mean loss of a full batch that this step completes; None without one.
         """
-        seconds = time.perf_counter() - self._step_began
+        seconds = time.perf_counter() - self._step_begin_time
         self._step_seconds += seconds
         self._tokens += result.tokens
-        trained_tokens = float(result.tokens if self._job.task.counts_rows else result.num_labels)
+        # torchtune's recipes count label tokens; labels of a task that counts rows are rows.
+        tokens = float(result.tokens if self._job.task.counts_rows else result.num_labels)
         record = result.record(
             progress,
             numbers=numbers,
@@ -272,18 +283,18 @@ class TrainingLog:
         )
         if record["loss"] is not None:
             self._last_loss = record["loss"]
-        record["tokens_per_second_per_gpu"] = trained_tokens / (
-            seconds * distributed.data_parallel_size()
-        )
+        gpu_seconds = seconds * distributed.data_parallel_size()
+        record["tokens_per_second_per_gpu"] = tokens / gpu_seconds
         if full_batch_loss is not None:
             record["loss_per_full_batch"] = full_batch_loss
         if self._settings.measures_noise and progress.noise_scale is not None:
             record["gradient_noise_scale"] = progress.noise_scale
         if self._logs_memory and self._metric_logger is not None:
             record.update(training.get_memory_stats(device=self._job.device))
-        self._record.step(**record)
+        self._run_log.step(**record)
         if progress.steps % self._every_n_steps == 0:
             metrics = {key: record[key] for key in record if key not in PLACE_OF_STEP}
+            # A step without labels has no loss, and metric loggers take only numbers.
             if metrics["loss"] is None:
                 del metrics["loss"]
             self._log_metrics(metrics, step=progress.steps)
@@ -292,13 +303,17 @@ class TrainingLog:
     def end(self, progress: Progress) -> None:
         """Log the totals of training, the path of the weights and the next command."""
         trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
-        seconds = time.monotonic() - self._began
-        speed = self._tokens / max(self._step_seconds, 1e-9)
-        epoch = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
-        report = f"adaptive-batch report {self._cfg.output_dir}"
-        figures = f"loss {self._last_loss:.4f} in the last step, {speed:,.0f} tokens/s in steps"
-        message = f"{trained}: {figures}, {seconds:.1f} s in all\nsaved in {epoch}; next: {report}"
-        self.event("end", message, seconds=round(seconds, 3), tokens_per_second=round(speed, 1))
+        seconds = time.monotonic() - self._begin_time
+        tokens_per_second = self._tokens / max(self._step_seconds, 1e-9)
+        export = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
+        self.event(
+            "end",
+            f"{trained}: loss {self._last_loss:.4f} in the last step,"
+            f" {tokens_per_second:,.0f} tokens/s in steps, {seconds:.1f} s in all\n"
+            f"saved in {export}; next: adaptive-batch report {self._cfg.output_dir}",
+            seconds=round(seconds, 3),
+            tokens_per_second=round(tokens_per_second, 1),
+        )
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log the loss of a validation."""
@@ -328,8 +343,8 @@ def _report_head(job: Job) -> dict[str, str]:
 
 
 class StepMonitor:
-    """Counts steps without labels or with non-finite losses, measures gradient noise, and drops
-    non-finite gradients.
+    """Counts steps without labels and steps with non-finite losses, measures gradient noise, and
+    drops non-finite gradients.
 
     Args:
         job: job of the run.
@@ -372,9 +387,10 @@ class StepMonitor:
         """Count a step without a label, and measure the noise scale."""
         num_rows = len(step.numbers)
         assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
-        number = step.progress.steps + 1
+        # Only rows with labels run, so such a step has no micro-batch.
         if not result.micro_batches:
             self._num_unlabelled += 1
+            number = step.progress.steps + 1
             message = "no row of this step has a label, so it changes nothing"
             prints = self._log.is_new(message)
             self._log.event("no_labels", f"step {number}: {message}", prints=prints, step=number)
@@ -386,8 +402,8 @@ class StepMonitor:
         return self._nonfinite.drop_if_nonfinite(result, step.progress, lr=lr)
 
     def add_loss(self, result: StepResult) -> float | None:
-        """Return the mean loss over a fixed number of rows, independent of the batch size, if this
-        step completes them; None if it does not.
+        """Add the loss of a step. If the step completes a full batch, return the mean loss of the
+        full batch, which does not depend on the batch size; else None.
         """
         return self._full_batch_loss.add(
             result.loss, label_tokens=float(result.num_labels), rows=result.rows
@@ -399,7 +415,7 @@ class StepMonitor:
         return self._noise_scale.value
 
     def end_epoch(self, batches: Batches) -> None:
-        """Log the counts of the epoch, and begin to count the next one.
+        """Log the counts of the epoch, and reset them for the next one.
 
         Raises:
             NonfiniteLossError: no step of the epoch was finite, and all were skipped.
@@ -412,17 +428,16 @@ class StepMonitor:
             raise SettingError("dataset", str(self._job.cfg.dataset), remedy)
         self._num_unlabelled = 0
         num_nonfinite = self._nonfinite.count()
-        skips = self._settings.on_nonfinite_loss == "skip"
+        were_skipped = self._settings.on_nonfinite_loss == "skip"
         if num_nonfinite:
-            end = ", and were skipped" if skips else ""
             message = (
                 f"{num_nonfinite} of {count(num_steps, 'step')} had a loss or gradients that are"
-                f" not finite{end}"
+                f" not finite{', and were skipped' if were_skipped else ''}"
             )
             self._log.event("nonfinite_steps", message, steps=num_nonfinite)
         message, facts = batches.describe_epoch()
         self._log.event("epoch", message, **facts)
-        if skips and num_nonfinite == num_steps > 0:
+        if were_skipped and num_steps > 0 and num_nonfinite == num_steps:
             raise NonfiniteLossError(
                 f"epoch {progress.epoch}: the loss or the gradients of all {num_nonfinite} steps"
                 " are not finite, so nothing was trained; check the weights that it began with,"
@@ -431,13 +446,13 @@ class StepMonitor:
 
 
 def build_profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
-    """Return torchtune's profiler of a configuration, which does nothing unless it is enabled, and
-    its complete block.
+    """Return torchtune's profiler, which does nothing unless it is enabled, and its block of the
+    configuration with all defaults.
 
     Raises:
         SettingError: the block names another profiler.
     """
-    # Null is as good as absent.
+    # torchtune fills in defaults for absent keys, but not for null.
     given = {key: value for key, value in (cfg.get("profiler") or {}).items() if value is not None}
     block = {"_component_": _PROFILER, **(given or {"enabled": False})}
     if block["_component_"] != _PROFILER:
@@ -448,19 +463,23 @@ def build_profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
 
 
 def record_memory_history(cfg: DictConfig, device: torch.device, progress: Progress) -> None:
-    """Record the CUDA allocator's history while the profiler is active in the first epoch, as
-    torchtune does, before a step.
+    """Start or stop recording the CUDA allocator's history before a step. As in torchtune, it is
+    recorded in the first epoch while the profiler is active.
 
     Args:
-        cfg: complete block of the profiler.
+        cfg: block of the profiler with all defaults.
         device: device of the run.
         progress: progress before the step.
     """
-    records = cfg["enabled"] and cfg.get("profile_memory", False) and device.type == "cuda"
-    if not records or progress.epoch or not distributed.is_rank_zero():
+    wants_memory = cfg["enabled"] and cfg.get("profile_memory", False)
+    is_first_epoch = progress.epoch == 0
+    if not (wants_memory and device.type == "cuda" and is_first_epoch):
         return
-    begin = cfg["wait_steps"] + cfg["warmup_steps"]
-    if progress.epoch_steps == begin:
+    if not distributed.is_rank_zero():
+        return
+    first_step = cfg["wait_steps"] + cfg["warmup_steps"]
+    if progress.epoch_steps == first_step:
         torch.cuda.memory._record_memory_history()
-    elif progress.epoch_steps == begin + cfg["active_steps"] + 1:
+    # torchtune stops one step after the profiler.
+    elif progress.epoch_steps == first_step + cfg["active_steps"] + 1:
         torch.cuda.memory._record_memory_history(enabled=None)

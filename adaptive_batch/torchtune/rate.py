@@ -34,25 +34,26 @@ _CHANGE_THE_BATCH = ("batch_increase_function", "batch_size_schedule", "batch_to
 def build_rate(
     job: Job, optimizers: list[Optimizer], *, total_steps: int, saved: Mapping[str, Any] | None
 ) -> AdaptiveRate:
-    """Build the configured scheduler, and what sets the rate of each step by it.
+    """Build the configured scheduler, and the rate of each step that follows it.
 
     Args:
         job: job of the run.
-        optimizers: optimizers that follow; the first is the one that the scheduler is built around.
-        total_steps: end of the scheduler, in steps of the constant batch or, where its clock counts
-            steps, in steps.
+        optimizers: optimizers whose rates are set. The scheduler is built with the first.
+        total_steps: end of the schedule: in steps, if its clock counts steps; else in steps of the
+            constant batch.
         saved: state of the rate in the checkpoint; None without one.
     """
     settings = job.settings
     reference = settings.reference_batch_size
     if reference is None and saved is not None and saved.get("reference"):
-        # The batch may be another one now; the one that the rate was chosen for is the same.
+        # `batch_size` may have changed since, but the learning rate was chosen for the batch at the
+        # start of the run.
         reference = ReferenceBatch(**saved["reference"])
     block = job.cfg.get("lr_scheduler", None)
     scheduler = None
-    # A resumed run builds it for the first step too: it is evaluated at the clock, or stepped to
-    # where training is. Without one, the base rate counts.
-    rewind_rates(optimizers)
+    # A resumed run, too, builds the scheduler as before the first step, with the base rates.
+    # AdaptiveRate then brings it to the current step.
+    reset_to_base_rates(optimizers)
     if block:
         scheduler = instantiate(
             "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1
@@ -61,7 +62,7 @@ def build_rate(
         optimizers,
         scheduler,
         lr_scaling=settings.lr_scaling,
-        # Counted on the original number of ranks.
+        # job.ranks is the number of ranks at the start of the run.
         reference_batch_size=reference or settings.global_batch(job.ranks),
         lr_clock=settings.lr_clock,
         scale_with_batch=settings.scale_with_batch,
@@ -73,67 +74,71 @@ def build_rate(
     return rate
 
 
-def rewind_rates(optimizers: Sequence[Optimizer]) -> None:
+def reset_to_base_rates(optimizers: Sequence[Optimizer]) -> None:
     """Set the rates of loaded optimizers back to the base rates of their schedule."""
-    leader = optimizers[0].param_groups[0]
+    first_group = optimizers[0].param_groups[0]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # of optimizers in backward, torchtune saves the base rate of the first alone
-            base_rate = leader.get("initial_lr", group["lr"])
-            write_rate(group, float(group.get("initial_lr", base_rate)))
+            # With an optimizer for each parameter (optimizer_in_bwd), torchtune saves the base rate
+            # of the first only. All have the same one.
+            default = first_group.get("initial_lr", group["lr"])
+            write_rate(group, float(group.get("initial_lr", default)))
 
 
 def couple_seesaw(job: Job, batches: Batches) -> None:
-    """Give a `seesaw` schedule of the batch the decay of the configured scheduler.
+    """If `batch_size_schedule` is `seesaw`, make it follow the decay of the configured scheduler.
 
     Raises:
         SettingError: the schedule cannot follow the scheduler.
     """
-    if isinstance(job.settings.batch_size_schedule, Seesaw):
-        block = job.cfg.get("lr_scheduler", None)
-        optimizer = job.optimizer_of_one_weight()
-        steps = job.settings.epochs * batches.constant_epoch.steps
-        scheduler = block and instantiate(
-            "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
-        )
-        batches.couple(scheduler, lr_clock=job.settings.lr_clock)
+    if not isinstance(job.settings.batch_size_schedule, Seesaw):
+        return
+    block = job.cfg.get("lr_scheduler", None)
+    optimizer = job.optimizer_of_one_weight()
+    steps = job.settings.epochs * batches.constant_epoch.steps
+    scheduler = block and instantiate(
+        "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
+    )
+    batches.couple(scheduler, lr_clock=job.settings.lr_clock)
 
 
 def check_rate(job: Job) -> None:
     """Check the scheduler, and the values of the optimizer that follow the batch.
 
     Raises:
-        SettingError: the optimizer lacks what `scale_with_batch` names, or the scheduler cannot be
-            built as in torchtune's recipes, or cannot follow `lr_clock`.
+        SettingError: the optimizer lacks an option that `scale_with_batch` names, or the scheduler
+            cannot be built as in torchtune's recipes or cannot follow `lr_clock`.
     """
     optimizer = job.optimizer_of_one_weight()
+    # Raises for a missing option.
     prepare_for_scaled_options(optimizer, job.settings.scale_with_batch or {})
     cfg = job.cfg
     block = cfg.get("lr_scheduler", None)
     if not block:
         return
-    # Raises with similar names if the component does not exist.
+    # If the component does not exist, the error of this function suggests similar names.
     load_function(block._component_, key="lr_scheduler._component_")
-    # Longer than any warm-up.
+    # The number of steps is not known yet. Take one that no warm-up exceeds.
     steps = 10**6
     remedy = (
         "it is called with an optimizer, num_training_steps, last_epoch and its other keys; give"
         " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     )
     with refusing("lr_scheduler", block._component_, remedy):
-        built = config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1)
-    if isinstance(built, ReduceLROnPlateau):
+        scheduler = config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1)
+    if isinstance(scheduler, ReduceLROnPlateau):
         remedy = (
             "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule,"
             " can follow"
         )
-        raise SettingError("lr_scheduler", type(built).__name__, remedy)
-    if follows_clock(built):
-        # A warm-up may hide errors of the rate at first.
+        raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
+    if follows_clock(scheduler):
+        # Compute the rate of the last step: a wrong argument may raise only after the warm-up.
         remedy = "check its arguments"
         with refusing("lr_scheduler", as_dict(block), remedy, problem="it gives no rate"):
-            schedule_factor(built)(steps - 1)
+            schedule_factor(scheduler)(steps - 1)
         return
+    # Any other scheduler counts optimizer steps by itself.
     clock = Clock.from_config(as_dict(cfg).get("lr_clock"))
     if cfg.get("lr_clock", None) is not None and clock != Clock("steps", "steps"):
         raise SettingError(
@@ -146,5 +151,5 @@ def check_rate(job: Job) -> None:
         log.warning(
             "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late"
             " when the batch grows; a LambdaLR, such as torchtune's cosine schedule, can",
-            type(built).__name__,
+            type(scheduler).__name__,
         )

@@ -57,6 +57,11 @@ class Trainer:
     Attributes:
         model, optimizer: model and optimizer of the run.
         models: module that contains all models.
+        engine: runs the micro-batches of a step, without the optimizer.
+        in_backward: optimizer that steps each parameter in backward; None without
+            `optimizer_in_bwd`.
+        optimizers: torch's optimizers of the run: one, or one for each parameter with
+            `optimizer_in_bwd`.
     """
 
     def __init__(
@@ -79,16 +84,18 @@ class Trainer:
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
         self.model = model
         self._reference = FrozenModel(model, second)
-        job.task.prepare(model, second)
+        task = job.task
+        task.prepare(model, second)
         self.models = self._reference.models
         self._job = job
         self._data = data
-        self._offloading = bool(job.cfg.get("enable_activation_offloading", False))
-        self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
+        self._offloads = bool(job.cfg.get("enable_activation_offloading", False))
+        # Context manager of each forward; it does nothing without offloading.
+        self._offloading = training.get_act_offloading_ctx_manager(model, self._offloads)
+        # An optimizer in backward never has all gradients, so their norm cannot be clipped.
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
-        task = job.task
         loss = RowLoss(
             collate=data.collator.to_length,
             to_device=to_device or partial(utils.batch_to_device, device=job.device),
@@ -107,8 +114,9 @@ class Trainer:
         reference_rows = settings.reference_micro_batch_size
         if reference_rows is not None:
             layout = sizer.layout
+            # The reference's values of a row do not depend on the other rows, so rows of similar
+            # length may run together, which needs the least padding.
             if layout.uniform is None:
-                # The reference's values of a row do not depend on the other rows.
                 layout = layout.of_kind("grouped", time=layout.time)
             reference = RowReference(
                 partial(task.reference_values, self),
@@ -132,20 +140,23 @@ class Trainer:
                 syncs_every_micro_batch=settings.sync_gradients_every_micro_batch,
             ),
         )
-        new_optimizer = new_optimizer or job.new_optimizer
+        build_optimizer = new_optimizer or job.new_optimizer
         parameters = job.builder.trained(model)
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_bwd:
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            optimizers = {parameter: new_optimizer([parameter]) for parameter in trained}
-            self.in_backward = OptimizerInBackward(optimizers)
+            by_parameter = {
+                parameter: build_optimizer([parameter])
+                for parameter in parameters
+                if parameter.requires_grad
+            }
+            self.in_backward = OptimizerInBackward(by_parameter)
             names = self.names_of_parameters
             self.optimizer = training.OptimizerInBackwardWrapper(
-                {names[parameter]: optimizer for parameter, optimizer in optimizers.items()}
+                {names[parameter]: optimizer for parameter, optimizer in by_parameter.items()}
             )
-            self.optimizers = list(optimizers.values())
+            self.optimizers = list(by_parameter.values())
         else:
-            self.optimizer = new_optimizer(parameters)
+            self.optimizer = build_optimizer(parameters)
             self.optimizers = [self.optimizer]
 
     @classmethod
@@ -155,19 +166,19 @@ class Trainer:
         Raises:
             DoesNotFitError: the weights do not fit on the device.
         """
-        # Refuse an invalid one before the weights load.
+        # Refuse an invalid optimizer before the weights load, which takes minutes.
         job.optimizer_of_one_weight()
         second = None
         try:
-            # Check the files of the second model before any weights load.
-            load_second = None if job.second is None else job.second.prepare_build()
+            # Refuse missing files of the second model before the first one loads.
+            build_second = None if job.second is None else job.second.prepare_build()
             model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
-            if load_second is not None:
-                second = load_second(dtype=job.dtype, device=job.device)
+            if build_second is not None:
+                second = build_second(dtype=job.dtype, device=job.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # No row ran yet, so shorter rows would not help.
+            # No row has run yet, so the remedies for rows that do not fit would not help.
             raise DoesNotFitError(
                 f"the weights alone ran out of memory on {job.device} ({one_line(error)}); give"
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
@@ -194,8 +205,9 @@ class Trainer:
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
 
     def why_not_packed(self) -> str:
-        """Return why the longest rows, packed without padding, would train differently from padded
-        rows; empty if they would not. A collective.
+        """Return the reason why rows cannot be packed without padding; empty if they can.
+
+        The two longest rows are run packed and padded, and their losses are compared. A collective.
         """
         task = self._job.task
 
@@ -219,11 +231,9 @@ class Trainer:
 
     @cached_property
     def layout_kinds(self) -> tuple[str, ...]:
-        """Layouts that a search may choose from; all ranks read this property for the first
-        time together.
-        """
+        """Layouts that a search may choose from. The first read is a collective."""
 
-        def unpacked_because() -> str:
+        def why_unpacked() -> str:
             reason = self._data.why_unpacked or self.why_not_packed()
             if reason:
                 log.info("rows are not packed: %s", reason)
@@ -231,21 +241,21 @@ class Trainer:
 
         settings = self._job.settings
         configured = settings.micro_batch_layout
-        if settings.measures_noise:
-            # Sorting rows by length leaves no random subset of a step to sample.
-            configured = configured or "padded"
+        # The noise scale compares a step with a random subset of it. Other layouts sort rows by
+        # length, so their micro-batches are no random subsets.
+        if configured is None and settings.measures_noise:
+            configured = "padded"
         return kinds_to_choose_from(
-            unpacked_because,
+            why_unpacked,
             configured=configured,
             uniform=settings.uniform_micro_batches,
         )
 
     def check_layout(self) -> None:
-        """Raise if the configured layout without padding would train differently from padded rows;
-        a collective.
+        """Check a configured layout without padding; a collective.
 
         Raises:
-            SettingError: the model does not separate packed rows.
+            SettingError: packed rows would train differently from padded ones.
         """
         settings = self._job.settings
         if settings.layout_kind.pads:
@@ -269,10 +279,10 @@ class Trainer:
 
     def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
         """Compute the model's logits, with activation offloading as configured."""
-        # A failed step leaves the tracker populated.
-        if self._offloading and self._activations.tracker:
-            self._activations = type(self._activations)()
-        with self._activations:
+        # A failed step leaves its activations in the tracker. Start again with an empty one.
+        if self._offloads and self._offloading.tracker:
+            self._offloading = type(self._offloading)()
+        with self._offloading:
             logits: torch.Tensor | list[torch.Tensor] = self.model(**batch)
         return logits
 
@@ -283,9 +293,9 @@ class Trainer:
 
     def record_collectives(self) -> None:
         """Enable retries of the first micro-batch if one of several ranks runs out of memory."""
-        shrinks = self._job.settings.on_out_of_memory == "shrink"
-        # A compiled model would compile for one more batch size.
-        if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:
+        retries = self._job.settings.on_out_of_memory == "shrink"
+        # Recording runs a single row, for which a compiled model would compile once more.
+        if distributed.world_size() > 1 and retries and not self._job.cfg.compile:
             self.engine.record_collectives_of_row()
 
     def step(self) -> None:
@@ -295,7 +305,7 @@ class Trainer:
             DoesNotFitError: out of memory after a part of the weights was updated, so the step
                 cannot be repeated.
         """
-        # The optimizer has stepped in backward.
+        # An optimizer in backward has already stepped and cleared the gradients.
         if self.in_backward:
             return
         try:
@@ -314,6 +324,8 @@ class Trainer:
     def tried(self) -> TriedStep:
         """Return the step for trials of a search."""
         engine = self.engine
+        # A rank that reduces gradients only after the last micro-batch keeps those of the others
+        # unsharded until then, so trials have to count their memory.
         keeps_gradients = (
             distributed.world_size() > 1 and not self._job.settings.sync_gradients_every_micro_batch
         )
@@ -329,14 +341,13 @@ class Trainer:
 
 
 class Validation:
-    """Rows of `dataset_val` and their micro-batch limit.
+    """Validation on rows of `dataset_val`, in micro-batches with a limit of their own.
 
-    ``batch_size_val`` (or ``batch_size``, if that is ``auto``) and ``max_validation_batches``
-    select the rows. The limit does not affect the selection.
+    ``batch_size_val`` (or ``batch_size``, if ``batch_size_val`` is ``auto``) and
+    ``max_validation_batches`` select the rows. The limit does not affect the selection.
 
     Args:
-        job, data, trainer, log: job, rows, trainer and log of the run. The sizer of training also
-            counts out-of-memory errors.
+        job, data, trainer, log: job, rows, trainer and log of the run.
     """
 
     def __init__(self, job: Job, data: Data, trainer: Trainer, log: TrainingLog) -> None:
@@ -352,42 +363,48 @@ class Validation:
         self._evaluator = Evaluator(self._engine, self._loss, self._sizer)
 
     def search(self, trainer: Trainer, limit_finder: LimitFinder) -> None:
-        """Find the largest number of the longest rows that fits without gradients, with
-        ``batch_size_val: auto``.
+        """With ``batch_size_val: auto``, find how many of the longest rows fit without gradients.
 
         Raises:
             DoesNotFitError: one row does not fit.
         """
-        data = self._data
         if not self._job.settings.searches_validation:
             return
-        rows = data.trial_rows_val()
-        length = data.layout_val.padded(rows.length)
+        data = self._data
+        longest_rows = data.trial_rows_val()
         evaluation = Evaluation(
-            partial(self._engine.try_evaluation, loss=self._loss, length=length),
+            partial(
+                self._engine.try_evaluation,
+                loss=self._loss,
+                length=data.layout_val.padded(longest_rows.length),
+            ),
             data.trial_rows(self._job.settings.probe.sequence_length),
         )
         result = limit_finder.find(
             trainer,
-            SearchScope(rows, evaluation=evaluation),
+            SearchScope(longest_rows, evaluation=evaluation),
             maximum=limit_finder.rows_to_try(len(data.dataset_val), evaluation.lost_key),
         )
         self._sizer.set_bound(result)
         limit_finder.log_search("validation_bound", "rows of validation at once", result)
 
     def run_where_due(self, step: int) -> None:
-        """Log the mean loss over the label tokens of the rows if the step interval has passed;
-        training's state is unchanged.
+        """Log the mean loss over the label tokens of the rows if the step interval has passed.
+
+        The state of training is unchanged.
         """
         every = self._job.settings.run_val_every_n_steps
         if not every or step % every:
             return
+        # Each rank runs every n-th row.
         first = distributed.data_parallel_rank()
         rank_rows = range(first, self._num_rows, distributed.data_parallel_size())
+        # Restores the random state of training afterwards.
         with RandomState(self._job.device):
             loss = self._evaluator.run(self._data.dataset_val[row] for row in rank_rows)
         self._log.validation(loss, rows=self._num_rows, step=step)
-        # A collective, so it runs only after the evaluation succeeded.
+        # recount() waits for all ranks. Called earlier, a rank whose evaluation failed would leave
+        # the others waiting.
         changed = self._data.dataset_val.recount()
         if changed:
             message = f"dataset_val: {changed}: the lengths that were cached are dropped"

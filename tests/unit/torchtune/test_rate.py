@@ -5,7 +5,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from adaptive_batch.schedules import Progress
-from adaptive_batch.torchtune.rate import rewind_rates
+from adaptive_batch.torchtune.rate import reset_to_base_rates
 from adaptive_batch.training import AdaptiveRate
 
 
@@ -28,7 +28,7 @@ def test_each_group_is_set_back_to_its_own_base_rate_in_place_where_it_is_a_tens
     one.step()
     scheduler.step()
     assert rates(one) != [0.5, 0.25]
-    rewind_rates([one])
+    reset_to_base_rates([one])
     assert rates(one) == [0.5, 0.25]
     assert one.param_groups[1]["lr"] is kept
 
@@ -41,7 +41,7 @@ def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_on
     LambdaLR(several[0], third)
     for one in several:
         one.param_groups[0]["lr"] = 0.1 * third(6)
-    rewind_rates(several)
+    reset_to_base_rates(several)
     rate = AdaptiveRate(several, LambdaLR(several[0], third))
     assert rate.set(progress=Progress(steps=7))["lr"] == 0.1 * third(7)
     assert [rates(one) for one in several] == [[0.1 * third(7)]] * 3
