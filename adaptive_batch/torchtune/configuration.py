@@ -49,7 +49,7 @@ _NEEDED = {
 
 
 def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as dicts and lists, with references resolved."""
+    """Return a configuration as a dict of plain values, with references resolved."""
     plain: Any = cfg
     if isinstance(cfg, DictConfig):
         try:
@@ -79,7 +79,9 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
         value: value of the configuration.
         several: whether a list of blocks is allowed.
     """
-    for block in value if several and isinstance(value, list) and value else [value]:
+    # An empty list is checked as a single block, and so refused.
+    is_list = several and isinstance(value, list) and bool(value)
+    for block in value if is_list else [value]:
         if not (isinstance(block, Mapping) and isinstance(block.get("_component_"), str)):
             raise SettingError(key, block, _BLOCK)
 
@@ -92,14 +94,22 @@ def refusing(
     *,
     problem: str = "it cannot be built",
 ) -> Iterator[None]:
-    """Context manager: turn errors of a component into a SettingError of its key."""
+    """Context manager: turn errors of a component into a SettingError of its key.
+
+    Args:
+        key, value: key and value that the error names.
+        remedy: end of the message.
+        problem: start of the message, before the component's own error.
+    """
     try:
         yield
+    # These two name their key already.
     except (AdaptiveBatchError, OmegaConfBaseException):
         raise
+    # User code and libraries raise any kind of error.
     except Exception as error:
-        # User code and libraries raise any kind of error.
         message = one_line(error)
+        # torchtune's message says what failed, so its class adds nothing.
         if not isinstance(error, InstantiationError):
             message = f"{type(error).__name__}: {message}"
         if isinstance(error, ModuleNotFoundError) and error.name:
@@ -118,20 +128,24 @@ def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> An
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
-    """Return an error of the configuration or of a full disk as one of ours, or None."""
+    """Return an error of the configuration or of a full disk as an error of this package that fits
+    on one line; None for any other error.
+    """
     if isinstance(error, AdaptiveBatchError):
         return error
     plain: AdaptiveBatchError
     if isinstance(error, OmegaConfBaseException):
         key = str(error.full_key or error.key or "config")
-        plain = missing(key)
-        if not isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
-            remedy = f"{str(error).partition(chr(10))[0]}; give it a value of its own"
-            plain = SettingError(key, None, remedy)
+        if isinstance(error, ConfigAttributeError | ConfigKeyError | MissingMandatoryValue):
+            plain = missing(key)
+        else:
+            # Such as a reference to a key that does not exist. Later lines repeat the key.
+            first_line = str(error).partition("\n")[0]
+            plain = SettingError(key, None, f"{first_line}; give it a value of its own")
     elif isinstance(error, InstantiationError):
         plain = SettingError("_component_", None, one_line(error))
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # Writing a log raises it; checkpoints have their own error.
+        # Raised while a log is written. Saving a checkpoint raises a CheckpointError instead.
         resumes = "resume_from_checkpoint=True resumes from what was saved, if anything was"
         plain = AdaptiveBatchError(f"{error.strerror}: free disk space in output_dir; {resumes}")
     else:
@@ -152,15 +166,17 @@ def one_line(error: BaseException) -> str:
 
 def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     """Raise SettingError for a file that is not a YAML block, and for an invalid argument."""
-    with _reading("--config", path):
+    with _refuse_unreadable("--config", path):
         cfg: Any = OmegaConf.load(path)
+    # torchtune's parser passes on all keys as arguments, and has one named config itself.
     are_names = all(isinstance(key, str) and key != "config" for key in cfg)
     if not (isinstance(cfg, DictConfig) and are_names):
         remedy = "give a block of keys, as in torchtune's configs, with names other than config"
         raise SettingError("--config", path, remedy)
-    # An argument may replace a key that another removes.
+    # torchtune removes keys (~key) before it sets others, wherever they stand. Apply the arguments
+    # one by one in this order, so that an error names its argument.
     for argument in sorted(arguments, key=lambda argument: not argument.startswith("~")):
-        with _reading("argument", argument):
+        with _refuse_unreadable("argument", argument):
             cfg = merged(cfg, [argument])
 
 
@@ -171,7 +187,8 @@ def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:
 
 
 @contextmanager
-def _reading(key: str, value: str) -> Iterator[None]:
+def _refuse_unreadable(key: str, value: str) -> Iterator[None]:
+    """Context manager: turn errors of parsing into a SettingError."""
     try:
         yield
     except _READING_ERRORS as error:
@@ -251,29 +268,37 @@ def values_of(settings: Any) -> dict[str, Any]:
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Read and check the keys of a dataclass that are given; null counts as absent."""
+    """Read and check the given keys of a dataclass; null counts as absent.
+
+    Args:
+        block: dataclass with a field for each key.
+        config: values by key.
+        prefix: start of the keys' dotted names in errors.
+    """
     values: dict[str, Any] = {}
     for name, key_field in fields_of(block).items():
         value = config.get(name)
-        if key_field.default is MISSING or value is not None:
-            read = key_field.metadata["option"].read(prefix + name, value)
-            values[name] = value if read is None else read
+        is_required = key_field.default is MISSING
+        if is_required or value is not None:
+            converted = key_field.metadata["option"].read(prefix + name, value)
+            # A reader that only checks the value returns None.
+            values[name] = value if converted is None else converted
     return values
 
 
-def block(keys: type[T]) -> Callable[[str, Any], T]:
+def block(settings: type[T]) -> Callable[[str, Any], T]:
     """Return the reader of a key whose value is a block of keys, the fields of a dataclass."""
 
     def read(name: str, value: Any) -> T:
-        names = list(keys_of(keys))
+        keys = list(keys_of(settings))
         if not isinstance(value, Mapping):
-            raise SettingError(name, value, f"give a block of keys, such as {name}.{names[0]}=...")
+            raise SettingError(name, value, f"give a block of keys, such as {name}.{keys[0]}=...")
         for key in value:
-            if key not in names:
-                remedy = f"there is no such key; {nearest(str(key), names)}"
+            if key not in keys:
+                remedy = f"there is no such key; {nearest(str(key), keys)}"
                 path = f"{name}.{key}"
                 raise SettingError(path, value[key], REMOVED.get(path, remedy))
-        return keys(**read_keys(keys, value, prefix=f"{name}."))
+        return settings(**read_keys(settings, value, prefix=f"{name}."))
 
     return read
 
@@ -282,12 +307,12 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
 
 
 def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
-    """Raise SettingError for a key of another recipe, and for an unread key that is almost a read
-    one.
+    """Raise SettingError for a key of another recipe, and for a key that nothing reads and that
+    looks like a misspelled one.
 
     Args:
-        settings: Dataclass of our top-level keys.
-        config: Configuration as given, with its references.
+        settings: dataclass of our top-level keys.
+        config: configuration as given, with its references.
     """
     for key, recipe in _OTHER_RECIPES.items():
         if config.get(key) is not None:
@@ -302,13 +327,14 @@ def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
 
 
 def unread(settings: type, config: Mapping[str, Any] | DictConfig) -> list[str]:
-    """Return the top-level keys that neither we, torchtune nor a reference of a value reads."""
+    """Return the top-level keys that no settings, no code of torchtune and no reference reads."""
     read = {*keys_of(settings), *TORCHTUNE_KEYS}
+    # References are in the text of the configuration: ${model.embed_dim} reads `model`.
     for reference in re.findall(r"\$\{([^}]*)", str(config)):
         words = re.findall(r"[\w-]+", reference)
-        # ${model.embed_dim} reads model; in ${resolver:...} any word may be a key.
-        is_resolved = ":" in reference or "${" in reference
-        read.update(words if is_resolved else words[:1])
+        # ${resolver:...} and nested references: any word may be a key.
+        is_complex = ":" in reference or "${" in reference
+        read.update(words if is_complex else words[:1])
     return [str(name) for name in config if str(name) not in read]
 
 
@@ -318,9 +344,11 @@ def unread(settings: type, config: Mapping[str, Any] | DictConfig) -> list[str]:
 def documented(block: type) -> dict[str, str]:
     """Return the documentation of the attributes of a dataclass, by name."""
     texts: dict[str, str] = {}
+    # Base classes first, so that a subclass overrides their texts.
     for owner in reversed(block.__mro__):
         docstring = inspect.cleandoc(owner.__doc__ or "")
         _, _, attributes = docstring.partition("\nAttributes:\n")
+        # `name: text` with an indent of 4, and more lines of the text with an indent of 8.
         for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.M):
             texts[name] = " ".join(text.replace("None", "null").split())
     return texts
@@ -330,11 +358,11 @@ def table(block: type, *, prefix: str = "") -> str:
     """Return our keys of a dataclass as a table in Markdown."""
     texts = documented(block)
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for name, own_field in fields_of(block).items():
-        default = f"`{own_field.default}`".replace("`None`", "null")
-        default = own_field.metadata["option"].shown or default
+    for name, key_field in fields_of(block).items():
         if name not in TORCHTUNE_KEYS:
-            rows.append(f"| `{prefix}{name}` | {default} | {texts[name]} |")
+            default = "null" if key_field.default is None else f"`{key_field.default}`"
+            shown_default = key_field.metadata["option"].shown or default
+            rows.append(f"| `{prefix}{name}` | {shown_default} | {texts[name]} |")
     return "\n".join(rows)
 
 
@@ -348,6 +376,7 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
     def read(name: str, value: Any) -> Any:
         loaded = _load(value, key=name)
+        # A builder of this package has to be called first.
         for builder, example in EXAMPLES.items():
             if builder is loaded:
                 block = f"{name}={{_component_: {value}, {example}}}"
@@ -370,16 +399,18 @@ def load_function(path: object, *, key: str) -> Any:
     try:
         return _get_component_from_path(path)
     except Exception as error:
-        remedy = "run from the folder of its module, or put that folder on PYTHONPATH"
+        fix = "run from the folder of its module, or put that folder on PYTHONPATH"
         module, _, name = path.rpartition(".")
+        # The module was imported, so only the name is wrong.
         if module in sys.modules:
             public = [each for each in dir(sys.modules[module]) if not each.startswith("_")]
-            remedy = f"{module} has no such name; {nearest(name, public)}"
-        remedy = f"it cannot be imported: {one_line(error)}; {remedy}"
+            fix = f"{module} has no such name; {nearest(name, public)}"
+        remedy = f"it cannot be imported: {one_line(error)}; {fix}"
         raise SettingError(key, path, REMOVED.get(path, remedy)) from error
 
 
 def _load(value: object, *, key: str) -> Any:
+    """Import the object of a dotted path, or call the component of a block."""
     if not isinstance(value, Mapping):
         return load_function(value, key=key)
     component = value.get("_component_")

@@ -36,8 +36,8 @@ _INTERRUPTED = "interrupted"
 
 def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
     """Run a recipe as a program, with the configuration of its command line."""
-    # Exclude imported objects from garbage collection, which runs after each trial. A second run of
-    # this process would also exclude the garbage of the first.
+    # Exclude imported objects from garbage collection, which runs after each trial and would take
+    # longer. Do it once: a second run in this process would exclude the garbage of the first.
     if not gc.get_freeze_count():
         gc.freeze()
     set_up_process()
@@ -46,25 +46,30 @@ def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
 
 
 def use_shipped_config(arguments: list[str]) -> None:
-    """Replace the name of a shipped config after ``--config`` by its path, in place.
+    """Replace the name of a shipped config after ``--config`` by its path, in place, and check that
+    torchtune can read the file and the other arguments.
+
+    Args:
+        arguments: name of the program and its arguments, as in ``sys.argv``.
 
     Raises:
         SettingError: the name is neither a file nor a shipped config, or torchtune cannot read
-            another argument.
+            an argument.
     """
+    # Without a value after --config, torchtune's parser prints the usage.
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
-    overrides = [*arguments[1 : index - 1], *arguments[index + 1 :]]
+    others = [*arguments[1 : index - 1], *arguments[index + 1 :]]
     path = Path(name)
     if not path.is_file():
-        files = config_files()
-        if name not in files:
-            remedy = f"it is neither a file nor a shipped config; shipped are {', '.join(files)}"
+        shipped = config_files()
+        if name not in shipped:
+            remedy = f"it is neither a file nor a shipped config; shipped are {', '.join(shipped)}"
             raise SettingError("--config", name, remedy)
-        path = files[name]
-    check_file(str(path), [override for override in overrides if not override.startswith("-")])
+        path = shipped[name]
+    check_file(str(path), [argument for argument in others if not argument.startswith("-")])
     arguments[index] = str(path)
 
 
@@ -74,59 +79,62 @@ def set_up_process() -> None:
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
+    # Handlers of the root logger would print each line again.
     log.propagate = False
-    usual = sys.excepthook
+    print_traceback = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        plain_error = plainly(error)
         if "ADAPTIVE_BATCH_TRACEBACK" in os.environ:
-            usual(kind, error, trace)
-            return
-        plain = plainly(error)
-        if plain is not None:
-            print(f"\n{type(plain).__name__}: {plain}", file=sys.stderr)
+            print_traceback(kind, error, trace)
+        elif plain_error is not None:
+            print(f"\n{type(plain_error).__name__}: {plain_error}", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print(f"\n{str(error) or _INTERRUPTED}", file=sys.stderr)
         else:
-            usual(kind, error, trace)
+            print_traceback(kind, error, trace)
 
-    sys.excepthook = hook
+    sys.excepthook = print_error
 
 
 def show_details(cfg: DictConfig, *, recipe_name: str) -> None:
-    """Print the resolved configuration and torchtune's log if ``verbose=True``; else only
-    torchtune's warnings, and without a terminal no progress bars of `datasets`.
+    """With ``verbose=True``, print the resolved configuration and torchtune's log. Otherwise print
+    only torchtune's warnings.
     """
-    torchtunes = utils.get_logger()
+    torchtune_log = utils.get_logger()
     if cfg.get("verbose"):
-        torchtunes.removeFilter(_is_warning)
+        torchtune_log.removeFilter(_is_warning)
         if distributed.is_rank_zero():
             config.log_config(recipe_name=recipe_name, cfg=cfg)
         return
-    torchtunes.addFilter(_is_warning)
+    torchtune_log.addFilter(_is_warning)
+    # In a file, each update of a progress bar would be a line.
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
 
 
 def _is_warning(record: logging.LogRecord) -> bool:
-    # torchtune warns that the profiler is off, as it is by default.
+    # torchtune also warns that the profiler is off, which is the default and no problem.
     return record.levelno >= logging.WARNING and "Profiling disabled" not in record.getMessage()
 
 
 @contextmanager
 def no_component_exits() -> Iterator[None]:
-    """Context manager: raise an error if a component, such as a dataset, calls ``sys.exit``."""
+    """Context manager: raise an error if a component, such as a dataset, calls ``sys.exit``. With
+    status 0, the run would look finished.
+    """
     try:
         yield
-    except SystemExit as ended:
-        # Training has saved, and ends as it was asked to.
-        if ended.code == EXIT_STATUS:
+    except SystemExit as error:
+        # The exit of our own: a requested stop, after training was saved.
+        if error.code == EXIT_STATUS:
             raise
-        *_, where = traceback.extract_tb(ended.__traceback__)
-        place = f"{where.name} ({where.filename}:{where.lineno})"
+        *_, caller = traceback.extract_tb(error.__traceback__)
+        place = f"{caller.name} ({caller.filename}:{caller.lineno})"
         remedy = "nothing was trained or saved after it; let it return or raise an error"
         raise AdaptiveBatchError(
-            f"sys.exit({ended.code!r}) was called in {place}: {remedy}"
-        ) from ended
+            f"sys.exit({error.code!r}) was called in {place}: {remedy}"
+        ) from error
 
 
 @contextmanager
@@ -137,18 +145,17 @@ def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
         after_end: function that returns this line.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, or a signal on several ranks; it has the line.
+        KeyboardInterrupt: Ctrl-C, or a signal on several ranks; its message has the line.
         SystemExit: another signal in a single process; its status is 75.
     """
     try:
         yield
     except KeyboardInterrupt as error:
-        is_request = isinstance(error, Terminated)
-        cause = _INTERRUPTED
-        if is_request:
-            cause = "stop requested"
-        message = f"{cause}: {after_end()}"
-        if is_request and not distributed.is_launched():
+        # A subclass of KeyboardInterrupt for SIGTERM and SIGHUP.
+        is_signal = isinstance(error, Terminated)
+        message = f"{'stop requested' if is_signal else _INTERRUPTED}: {after_end()}"
+        # On several ranks, all_ranks() ends the others with this message.
+        if is_signal and not distributed.is_launched():
             log.info("%s", message)
             raise SystemExit(EXIT_STATUS) from None
         raise KeyboardInterrupt(message) from None
@@ -166,19 +173,19 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
         with no_component_exits():
             yield None
         return
-    if int(os.environ["RANK"]):
-        # Rank zero logs for all.
+    # Rank 0 logs for all.
+    if int(os.environ["RANK"]) > 0:
         for name in ("adaptive_batch", "torchtune"):
             logging.getLogger(name).setLevel(logging.ERROR)
     watch = Watchdog()
     try:
         _check_same(cfg)
-        _begin_group(
-            cfg, ranks_of_a_model=check_parallel(cfg, world_size=int(os.environ["WORLD_SIZE"]))
-        )
+        ranks_of_a_model = check_parallel(cfg, world_size=int(os.environ["WORLD_SIZE"]))
+        _begin_group(cfg, ranks_of_a_model=ranks_of_a_model)
         with no_component_exits():
             yield watch
-    # A failure ends the process here.
+    # fail() ends the process and never returns. If the process group ended first, the other ranks
+    # would report its end instead of this error.
     except KeyboardInterrupt as error:
         watch.fail(str(error) or _INTERRUPTED)
     except Exception as error:
@@ -191,7 +198,7 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
     """Set up, train and clean up a recipe on the launched ranks.
 
     Args:
-        cfg: the configuration: YAML and key=value.
+        cfg: configuration from YAML and key=value arguments.
         make_recipe: function that makes the recipe, given the watchdog of this rank, if any.
     """
     recipe = None
@@ -201,11 +208,14 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
             recipe = make_recipe(watch)
             try:
                 with interruptible(recipe.after_end):
+                    # A signal ends setup() at once. train() handles signals itself: it finishes
+                    # and saves the step.
                     with raising_on_request():
                         recipe.setup()
                     recipe.train()
             except FinishedError as done:
-                # A job that is started again by the same command must not fail.
+                # Not an error: a job with resume_from_checkpoint=auto is started by the same
+                # command until it is finished, and once more.
                 log.info("%s", done)
     finally:
         if recipe:
@@ -213,19 +223,19 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
 
 
 def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
+    """Join the process group with the backends that the configuration needs."""
     problem = f"rank {os.environ['RANK']} cannot use it"
     remedy = "start as many ranks on each machine as it has devices (--nproc_per_node)"
     with refusing("device", cfg.device, remedy, problem=problem):
         device = utils.get_device(device=cfg.device)
     offloads = bool(cfg.get("fsdp_cpu_offload", False))
-    # Both send tensors of the host, which NCCL cannot.
-    on_host = offloads or bool(cfg.get("enable_async_checkpointing", False))
-    distributed.init_process_group(
-        training.get_distributed_backend(
-            device.type, offload_ops_to_cpu=on_host and device.type != "cpu"
-        ),
-        ranks_of_a_model=ranks_of_a_model,
+    # Both keys send tensors in host memory, for which NCCL needs a second backend.
+    sends_host_tensors = offloads or bool(cfg.get("enable_async_checkpointing", False))
+    backend = training.get_distributed_backend(
+        device.type, offload_ops_to_cpu=sends_host_tensors and device.type != "cpu"
     )
+    distributed.init_process_group(backend, ranks_of_a_model=ranks_of_a_model)
+    # The optimizer runs on the CPU, where torchrun leaves each rank a single thread.
     if offloads:
         training.set_torch_num_threads()
 
@@ -233,8 +243,8 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
 def _check_same(cfg: DictConfig) -> None:
     """Raise SettingError if ranks were started with different configurations or versions.
 
-    They are compared in the store, as ranks with different configurations may wait forever for
-    their process group.
+    They are compared in the store before the process group begins: ranks with different
+    configurations may wait forever for their process group.
     """
     own = {
         key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()
@@ -244,6 +254,8 @@ def _check_same(cfg: DictConfig) -> None:
     if rank == 0:
         store.set("configuration", json.dumps(own))
         return
-    for key, value, first in differences(own, json.loads(store.get("configuration"))):
-        whose = f"rank {rank} was started with this, and rank 0 with {first}"
+    # get() waits for rank 0.
+    of_rank_zero = json.loads(store.get("configuration"))
+    for key, value, value_of_rank_zero in differences(own, of_rank_zero):
+        whose = f"rank {rank} was started with this, and rank 0 with {value_of_rank_zero}"
         raise SettingError(key, value, f"{whose}; start all ranks with the same configuration")
