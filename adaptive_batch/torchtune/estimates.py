@@ -79,7 +79,7 @@ def estimate_devices(
         show(message)
     estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices), builder)
     show("the training step runs on fake tensors")
-    lengths, devices, run = estimator.lengths()
+    lengths, devices, run = estimator.estimate_lengths()
     estimate = MemoryEstimate(
         devices=devices,
         lengths=lengths,
@@ -90,23 +90,28 @@ def estimate_devices(
     )
     save(estimate)
     show(f"\n{estimate.table()}")
-    if estimate_settings.changes:
-        seconds = estimate.seconds / len(estimate.lengths)
-        now = [target.lengths[0].max_batch_size for target in estimate.devices]
-        show(f"single changes are estimated, each as long as one length took ({seconds:.0f} s)")
-        model = run.job.skeleton
-        tried = list(estimator.changes(estimate.lengths[0], model, fits=all(now)))
-        estimate = replace(
-            estimate,
-            changes=rank_changes(tried, now),
-            refused=tuple(change for change in tried if change.refused),
-            seconds=round(time.perf_counter() - start, 2),
+    if not estimate_settings.changes:
+        return estimate
+    seconds = estimate.seconds / len(estimate.lengths)
+    show(f"single changes are estimated, each as long as one length took ({seconds:.0f} s)")
+    # Rows of the first length that fit on each device without a change.
+    fitting_rows = [target.lengths[0].max_batch_size for target in estimate.devices]
+    tried = list(
+        estimator.estimate_changes(
+            estimate.lengths[0], run.job.skeleton, fits=all(rows > 0 for rows in fitting_rows)
         )
-        save(estimate)
-        nothing = "no single change of those that could be estimated would let more fit"
-        show(f"\n{estimate.table_of_changes() or nothing}")
-        for change in estimate.refused:
-            show(f"not estimated: {' '.join(change.overrides)}: {change.refused}")
+    )
+    estimate = replace(
+        estimate,
+        changes=rank_changes(tried, fitting_rows),
+        refused=tuple(change for change in tried if change.refused),
+        seconds=round(time.perf_counter() - start, 2),
+    )
+    save(estimate)
+    nothing = "no single change of those that could be estimated would let more fit"
+    show(f"\n{estimate.table_of_changes() or nothing}")
+    for change in estimate.refused:
+        show(f"not estimated: {' '.join(change.overrides)}: {change.refused}")
     return estimate
 
 
@@ -127,23 +132,19 @@ class Estimator:
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
         self._devices = devices
-        self._alike = (
+        # Indices of devices that run the same kernels, and so share a fake run.
+        self._groups = (
             group_by_kernels(devices) if self._on_accelerator else [list(range(len(devices)))]
         )
-        wanted = settings.estimate.sequence_lengths or (settings.probe.sequence_length,)
-        self._wanted = [self._resolved(length) for length in wanted]
+        configured = settings.estimate.sequence_lengths or (settings.probe.sequence_length,)
+        self._lengths = [self._resolved(length) for length in configured]
 
-    def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], FakeRun]:
-        """Estimate each length.
-
-        Returns:
-            The memory of each length on the first kind of device, the devices with the rows that
-            fit, and the run on the first kind of device.
-        """
-        return self._estimate(self._cfg, self._wanted, self._settings.estimate.world_size)
+    def estimate_lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], FakeRun]:
+        """Estimate each configured length; the results are those of :meth:`_estimate`."""
+        return self._estimate(self._cfg, self._lengths, self._settings.estimate.world_size)
 
     def left_out(self, run: FakeRun) -> list[str]:
-        """Return a sentence for each thing that is not counted."""
+        """Return a sentence for each kind of memory that is not counted."""
         not_counted = list(run.left_out)
         if self._settings.micro_batch_limit == "auto":
             not_counted.append(
@@ -166,13 +167,25 @@ class Estimator:
     def _estimate(
         self,
         cfg: DictConfig,
-        wanted: Sequence[int | str],
+        lengths: Sequence[int | str],
         world_size: int,
         *,
         is_change: bool = False,
         allocator: AllocatorSettings | None = None,
     ) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], FakeRun]:
-        """Estimate each length on each device; return also the run of the first kind of device."""
+        """Estimate each length on each device.
+
+        Args:
+            cfg: configuration, which may have a change.
+            lengths: tokens of a row, or "longest".
+            world_size: ranks that share the model.
+            is_change: whether to skip the checks of the estimate, which take longer.
+            allocator: settings of the allocator; None for those of the environment.
+
+        Returns:
+            The memory of each length on the first group of devices; all devices, each with the rows
+            of each length that fit; and the fake run of the first group.
+        """
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
         options = self._settings.estimate
@@ -181,46 +194,47 @@ class Estimator:
             expands = allocator is not None and allocator.expandable_segments
             headroom = auto_headroom(expands=expands and world_size == 1)
         context = options.context if self._on_accelerator else 0
-        devices = [
+        targets = [
             device.target(context_bytes=context, headroom=headroom) for device in self._devices
         ]
-        # Reversed, so that the lengths of the first kind stay.
-        for members in reversed(self._alike):
-            targets = [devices[number] for number in members]
-            with self._run(cfg, wanted, world_size, self._devices[members[0]]) as run:
+        # The first group comes last, so that its estimates and its run are returned.
+        for group in reversed(self._groups):
+            group_targets = [targets[index] for index in group]
+            with self._run(cfg, lengths, world_size, self._devices[group[0]]) as run:
                 settings = run.job.settings
-                # All lengths are checked before the first is estimated.
-                rows = [run.rows_of(length) for length in wanted]
+                # Refuse a length that is too long before the first is estimated, which takes long.
+                rows_of_lengths = [run.rows_of(length) for length in lengths]
+                first_make_rows, _ = rows_of_lengths[0]
                 accumulates = settings.has_several or settings.micro_batch_limit == "auto"
-                step = run.step(rows[0][0], accumulates=accumulates)
-                estimates = [
+                step = run.step(first_make_rows, accumulates=accumulates)
+                results = [
                     estimate_length(
                         step,
                         tokens,
-                        targets,
+                        group_targets,
                         maximum=settings.probe.maximum,
                         forward_backward=run.forward_backward(make_rows),
                         is_checked=not is_change,
                         allocator=allocator,
                     )
-                    for make_rows, tokens in rows
+                    for make_rows, tokens in rows_of_lengths
                 ]
-                lengths, fits = zip(*estimates, strict=True)
-            for number, target, own_fits in zip(
-                members, targets, zip(*fits, strict=True), strict=True
-            ):
-                devices[number] = replace(target, lengths=own_fits)
-        return lengths, tuple(devices), run
+            for position, index in enumerate(group):
+                fits = tuple(group_fits[position] for _, group_fits in results)
+                targets[index] = replace(targets[index], lengths=fits)
+        return tuple(estimate for estimate, _ in results), tuple(targets), run
 
     def _resolved(self, length: int | str) -> int | str:
-        """Return a length as a number if the configuration has it."""
+        """Return "max_seq_len" as a number if the configuration has it, and other lengths as they
+        are.
+        """
         limit = self._cfg.tokenizer.get("max_seq_len")
         if length != "max_seq_len" or limit is None:
             return length
         task = task_of(self._cfg, instantiate("loss", self._cfg.loss))
         return int(limit) * len(task.fields)
 
-    def changes(
+    def estimate_changes(
         self, length: LengthEstimate, model: torch.nn.Module, *, fits: bool
     ) -> Iterator[Change]:
         """Estimate each single change at the first length, on each device.
@@ -230,43 +244,43 @@ class Estimator:
             model: model of the configuration; it may be without memory.
             fits: whether a row fits on each device without a change.
         """
-        options = self._settings.estimate
+        world_size = self._settings.estimate.world_size
         maximum = self._settings.probe.maximum
-        changes = candidates(
-            self._cfg,
-            model,
-            tokens=length.sequence_length,
-            world_size=options.world_size,
-        )
-        for candidate in changes:
-            # More devices than 8 are of interest until a row fits.
-            if (candidate.world_size or 0) > 8 and fits:
+        one_fits = fits
+        # The changes of world_size come last, from 2 to 128 ranks.
+        for candidate in candidates(
+            self._cfg, model, tokens=length.sequence_length, world_size=world_size
+        ):
+            # More than 8 devices are of interest only if a row does not fit on fewer.
+            if one_fits and candidate.world_size is not None and candidate.world_size > 8:
                 break
-            # Arguments of `tune run` and the environment are not keys.
+            # Arguments of `tune run` and environment variables are not keys.
             overrides = [
                 override
                 for override in candidate.overrides
                 if not override.startswith(("--", "PYTORCH"))
             ]
             try:
-                _, devices, _ = self._estimate(
+                _, targets, _ = self._estimate(
                     merged(self._cfg, overrides),
-                    [candidate.sequence_length or self._wanted[0]],
-                    candidate.world_size or options.world_size,
+                    [candidate.sequence_length or self._lengths[0]],
+                    candidate.world_size or world_size,
                     is_change=True,
                     allocator=candidate.allocator,
                 )
+            # A change may contradict other keys, and components raise any kind of error. Report the
+            # error, and estimate the other changes.
             except Exception as error:
-                # Components refuse each other in many ways.
                 message = str(error).partition("\n")[0]
                 if not isinstance(error, AdaptiveBatchError):
                     message = f"{type(error).__name__}: {message}"
                 yield Change(candidate.overrides, candidate.cost, refused=message)
                 continue
-            fitting = [device.lengths[0].max_batch_size for device in devices]
-            fits = fits or (candidate.world_size is not None and all(fitting))
-            # At the maximum any number of rows may fit.
-            bounds = tuple(None if rows == maximum else rows for rows in fitting)
+            fitting_rows = [target.lengths[0].max_batch_size for target in targets]
+            if candidate.world_size is not None and all(rows > 0 for rows in fitting_rows):
+                one_fits = True
+            # The search ends at the maximum, so more rows may fit.
+            bounds = tuple(None if rows == maximum else rows for rows in fitting_rows)
             yield Change(candidate.overrides, candidate.cost, bounds)
 
     @contextmanager
@@ -277,25 +291,24 @@ class Estimator:
         world_size: int,
         device: EstimatedDevice,
     ) -> Iterator[FakeRun]:
-        """Context manager: one configuration's run on a fake device."""
+        """Context manager: run of a configuration on a fake device."""
         ranks_of_a_model = check_parallel(cfg, world_size=world_size)
-        # "longest" is measured on the dataset.
-        reads_data = any(isinstance(length, str) for length in lengths) or bool(
-            cfg.get("collate_fn", None)
-        )
+        # "longest" is measured on the dataset, and a collate function may read any column of it.
+        has_named_length = any(isinstance(length, str) for length in lengths)
+        reads_data = has_named_length or bool(cfg.get("collate_fn", None))
         with (
             distributed.fake_process_group(world_size, ranks_of_a_model=ranks_of_a_model),
             own_compiler(cfg),
             warnings.catch_warnings(),
         ):
-            # torch warns of bf16 norms.
+            # torch warns that float32 inputs and bf16 weights of a norm have no fused kernel.
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-            fake = FakeDevice(device.kernels if self._on_accelerator else None)
+            fake_device = FakeDevice(device.kernels if self._on_accelerator else None)
             with explained_missing_values(lambda key: str(cfg[key]._component_)):
                 yield FakeRun(
                     cfg,
                     Settings.from_config(cfg),
-                    fake,
+                    fake_device,
                     reads_data=reads_data,
                     builder=self._builder,
                 )

@@ -4,6 +4,7 @@ or a device.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -80,16 +81,18 @@ class FakeRun:
         self.reads_data = reads_data
         self._left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
-        one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
-        # Each number of rows would run different operations.
-        if not settings.layout_kind.pads and not one_kernel:
+        # Packed rows run one attention kernel in bf16 on an accelerator, and otherwise one for each
+        # row. The number of operations would then depend on the rows, and a curve of the memory
+        # needs the same operations at each size.
+        has_one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
+        if not settings.layout_kind.pads and not has_one_kernel:
             self._leave_out(
                 f"micro_batch_layout={settings.micro_batch_layout}: rows are counted as padded to"
                 " the longest one"
             )
             settings = replace(settings, micro_batch_layout=None)
         self.job = Job(
-            self._eager_on_cpu(cfg),
+            self._config_on_cpu(cfg),
             settings,
             builder,
             needs=TO_PLAN,
@@ -110,8 +113,12 @@ class FakeRun:
                 " needs less"
             )
 
-    def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
-        """Return a configuration for fake CPU tensors, and record what it omits."""
+    def _config_on_cpu(self, cfg: DictConfig) -> DictConfig:
+        """Return a copy of the configuration for fake CPU tensors.
+
+        `compile` is False in the copy, and recorded as left out, if the compiled step cannot be
+        counted.
+        """
         on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(on_cpu, DictConfig)
         on_cpu.device = "cpu"
@@ -122,14 +129,18 @@ class FakeRun:
             )
             raise SettingError("fsdp_cpu_offload", True, remedy)
         if on_cpu.get("compile", False):
-            reason: str | None = "as the memory of a CPU always is"
-            if self._on_accelerator:
-                reason = check_compiler()
-                if distributed.data_parallel_size() < distributed.world_size():
-                    reason = "tensor parallelism is not counted as compiled"
-            if reason is not None:
-                self._leave_out(f"compile=True: the step is counted as the eager program: {reason}")
-            on_cpu.compile = reason is None
+            why_eager: str | None
+            if not self._on_accelerator:
+                why_eager = "as the memory of a CPU always is"
+            elif distributed.data_parallel_size() < distributed.world_size():
+                why_eager = "tensor parallelism is not counted as compiled"
+            else:
+                why_eager = check_compiler()
+            if why_eager is not None:
+                self._leave_out(
+                    f"compile=True: the step is counted as the eager program: {why_eager}"
+                )
+            on_cpu.compile = why_eager is None
         return on_cpu
 
     def _leave_out(self, sentence: str) -> None:
@@ -144,15 +155,17 @@ class FakeRun:
     # --- data
 
     def _with_values(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that makes batches of real values, whatever is fake around it."""
+        """Return the function that makes batches, outside the modes of fake tensors: collation
+        reads the values of tokens.
+        """
         if make is padded_collate_packed:
             make = self._collate_packed
         wrapped: Callable[..., Any] = private.disable_current_modes()(make)
         return wrapped
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake
-        from the start.
+        """Collate packed rows as torchtune does, but with a fake mask: a real one of tokens x
+        tokens for each row may not fit in host memory.
         """
         batch = {
             key: torch.stack([row[key] for row in rows])
@@ -166,37 +179,39 @@ class FakeRun:
     # --- model and optimizer
 
     def rows_of(self, length: int | str) -> tuple[MakeRows, int]:
-        """Return a function that makes rows of a length, and their tokens.
+        """Return a function that makes a number of rows of a length, and the tokens of a row.
 
         Raises:
             SettingError: the model takes fewer tokens.
         """
         if self.reads_data:
-            worst = self.data.trial_rows(length)
-            tokens = worst.length
+            trial_rows = self.data.trial_rows(length)
+            tokens = trial_rows.length
 
-            # Also more rows than the dataset has.
-            def rows(count: int) -> list[dict[str, Any]]:
-                some = worst.first(min(count, len(self.data.dataset)))
-                return [some[number % len(some)] for number in range(count)]
+            def make_rows(count: int) -> list[dict[str, Any]]:
+                first = trial_rows.first(min(count, len(self.data.dataset)))
+                # Repeat them if more rows are asked for than the dataset has.
+                return [first[number % len(first)] for number in range(count)]
 
         else:
             tokens = int(length)
-            # It is on the host, and not counted.
             row = self.job.task.synthetic_row(tokens, packed=self.data.packed)
 
-            def rows(count: int) -> list[dict[str, Any]]:
+            def make_rows(count: int) -> list[dict[str, Any]]:
                 return [row] * count
 
         longest = self.job.max_row_length
         if longest and tokens > longest:
             remedy = f"the model takes {longest} tokens at most"
             raise SettingError("estimate.sequence_lengths", length, remedy)
-        return rows, tokens
+        return make_rows, tokens
 
-    def step(self, rows: MakeRows, *, accumulates: bool) -> FakeStep:
-        """Build model and optimizer, and return the step that training would run; for the arguments
-        see :class:`FakeStep`.
+    def step(self, make_rows: MakeRows, *, accumulates: bool) -> FakeStep:
+        """Build model and optimizer, and return the step that training would run.
+
+        Args:
+            make_rows: function that makes a number of rows.
+            accumulates: see :class:`FakeStep`.
         """
         model, second = self._build()
         with offloading_fake_tensors():
@@ -212,54 +227,59 @@ class FakeRun:
         if self.job.cfg.compile:
             for loss_fn in self.job.task.losses:
                 self._compiled_parts.take_over_attributes(loss_fn)
-        tried = self.trainer.tried()
+        tried_step = self.trainer.tried()
         keep_gradients = None
-        if tried.keep_gradients:
-            keep_gradients = partial(tried.keep_gradients, rows(1))
+        if tried_step.keep_gradients:
+            keep_gradients = partial(tried_step.keep_gradients, make_rows(1))
         return FakeStep(
             model=self.trainer.models,
-            optimizer=tried.optimizer,
-            forward_backward=self.forward_backward(rows),
-            step=tried.step,
+            optimizer=tried_step.optimizer,
+            forward_backward=self.forward_backward(make_rows),
+            step=tried_step.step,
             accumulates=accumulates,
             device=self.device,
             sharding=self.trainer.engine.sharding,
             keep_gradients=keep_gradients,
         )
 
-    def forward_backward(self, rows: MakeRows) -> Callable[[int], object]:
-        """Return forward and backward of that many rows, as training runs them."""
-        return lambda size: self.trainer.engine.try_rows(rows(size))
+    def forward_backward(self, make_rows: MakeRows) -> Callable[[int], object]:
+        """Return the function that runs forward and backward of a number of rows, as in training."""
+        return lambda num_rows: self.trainer.engine.try_rows(make_rows(num_rows))
 
     def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
-        """Return the trained model and the second model or None."""
+        """Build the trained model and the second model, if any, on the fake device."""
         job = self.job
-        kinds: list[tuple[FullModel, DictConfig]] = [(job.builder, job.cfg)]
-        if job.second is not None:
-            kinds.append((job.second.builder, job.second.cfg))
-        models = []
-        for builder, cfg in kinds:
-            made: list[tuple[torch.nn.Module, str]] = []
-            with register_module_parameter_registration_hook(
-                lambda module, name, _, made=made: made.append((module, name))
-            ):
-                model = build_without_weights(
-                    cfg, builder, dtype=job.dtype, device=job.device, on_meta=True
-                )
-            # Some models read the values of their buffers.
-            fill = partial(compute_rotary_buffers, model, dtype=job.dtype, device=job.device)
-            self.device.move(model, fill=fill)
-            if distributed.world_size() == 1:
-                kept = {*model.modules()}
-                self.device.created += [
-                    getattr(module, name) for module, name in made if module in kept
-                ]
-            self._compiled_parts.take_over_modules(model)
-            models.append(model)
-        model, *seconds = models
-        return model, seconds[0] if seconds else None
+        model = self._build_model(job.builder, job.cfg)
+        if job.second is None:
+            return model, None
+        return model, self._build_model(job.second.builder, job.second.cfg)
+
+    def _build_model(self, builder: FullModel, cfg: DictConfig) -> torch.nn.Module:
+        """Build a model on the fake device, with its parameters in the order of their creation."""
+        job = self.job
+        # Modules and names of the parameters, in the order in which the builder creates them.
+        registered: list[tuple[torch.nn.Module, str]] = []
+        with register_module_parameter_registration_hook(
+            lambda module, name, _: registered.append((module, name))
+        ):
+            model = build_without_weights(
+                cfg, builder, dtype=job.dtype, device=job.device, on_meta=True
+            )
+        # Some models read the values of their buffers, so these are real.
+        fill = partial(compute_rotary_buffers, model, dtype=job.dtype, device=job.device)
+        self.device.move(model, fill=fill)
+        # A single process allocates parameters in this order, which decides how the caching
+        # allocator places them. Modules that the builder has replaced since are freed.
+        if distributed.world_size() == 1:
+            kept = {*model.modules()}
+            self.device.created += [
+                getattr(module, name) for module, name in registered if module in kept
+            ]
+        self._compiled_parts.take_over_modules(model)
+        return model
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the configured optimizer, or one with the same states if its own needs a device."""
         component = str(self.job.cfg.optimizer._component_)
         if component.startswith(_BITSANDBYTES):
             self._leave_out(
@@ -278,15 +298,20 @@ class FakeRun:
 def expected_curve(
     cfg: DictConfig,
     settings: Settings,
-    rows: MakeRows,
+    make_rows: MakeRows,
     *,
     accumulates: bool,
     builder: FullModel | None = None,
 ) -> MemoryCurve:
-    """Return the estimated curve of peaks of trials on the configured device."""
-    device = FakeDevice(
-        CudaKernels.for_current_device() if str(cfg.device).startswith("cuda") else None
-    )
+    """Return the estimated curve of the peak memory of trials on the configured device.
+
+    Args:
+        cfg, settings, builder: as in :class:`FakeRun`.
+        make_rows: function that makes a number of rows.
+        accumulates: see :class:`FakeStep`.
+    """
+    kernels = CudaKernels.for_current_device() if str(cfg.device).startswith("cuda") else None
+    device = FakeDevice(kernels)
     with own_compiler(cfg):
         run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
         if run.data.packed and hasattr(attention_utils, "flex_attention"):
@@ -296,31 +321,33 @@ def expected_curve(
                 "flex attention, which packed rows have here, cannot run on fake tensors",
             )
         try:
-            few, more = trace_pair(run.step(rows, accumulates=accumulates))
+            few, more = trace_pair(run.step(make_rows, accumulates=accumulates))
         finally:
+            # torch limits how often a function is compiled. Forget the graphs of the estimate, so
+            # that they do not count for training.
             if run.job.cfg.compile:
-                # Variants of fake rows must not use up the compiler's limit for those of real ones.
                 torch.compiler.reset()
     return MemoryCurve.from_traces(few, more)
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Context manager: make the libraries that download datasets use local files."""
+    """Context manager: let the libraries that download datasets read only local files."""
     import datasets
     from huggingface_hub import constants
 
-    of_datasets = replaced(datasets.config, HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
-    with replaced(constants, HF_HUB_OFFLINE=True), of_datasets:
+    datasets_offline = replaced(datasets.config, HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
+    with replaced(constants, HF_HUB_OFFLINE=True), datasets_offline:
         yield
 
 
 class StatesOfBitsandbytes(torch.optim.Optimizer):
     """States of an optimizer of bitsandbytes, without its step, which needs a device.
 
-    8-bit states have a byte for each element and a float32 for each block of 256; parameters of
-    fewer than 4096 elements, and other states, are float32 (bitsandbytes 0.50.2,
-    optim/optimizer.py: ``init_state``). An optimizer with two moments has two states.
+    An optimizer has one state for each of its moments. An 8-bit state has one byte per element and
+    one float32 per block of 256 elements. Parameters of fewer than 4096 elements have float32
+    states, as in optimizers that are not 8-bit (bitsandbytes 0.50.2, optim/optimizer.py:
+    ``init_state``).
 
     Raises:
         SettingError: the sizes of the optimizer's states are unknown.
@@ -350,17 +377,18 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Allocate the states of parameters that do not have them yet; change no parameter."""
         for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
             state = self.state[parameter]
             if parameter.grad is None or state:
                 continue
             is_8bit = self._is_8bit and parameter.numel() >= 4096
+            dtype = torch.uint8 if is_8bit else torch.float32
             for number in range(self._moments):
-                dtype = torch.uint8 if is_8bit else torch.float32
                 state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
                 if is_8bit:
-                    blocks = -(-parameter.numel() // 256)
-                    state[f"absmax{number}"] = torch.zeros(blocks, dtype=torch.float32)
+                    num_blocks = math.ceil(parameter.numel() / 256)
+                    state[f"absmax{number}"] = torch.zeros(num_blocks, dtype=torch.float32)
 
 
 # --- torchtune's offloading of activations on fake tensors
@@ -401,7 +429,8 @@ class _WithoutCUDA:
         return getattr(torch, name)
 
 
-# Its hooks are functions within it, so that they have the same globals.
+# torchtune's constructor defines the hooks that offload. A copy of it with our `torch` among its
+# globals gives them our `torch`, too.
 _init = FunctionType(
     OffloadActivations.__init__.__code__,
     {**OffloadActivations.__init__.__globals__, "torch": _WithoutCUDA()},
@@ -414,12 +443,12 @@ class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
     """torchtune's offloading on fake tensors."""
 
     def __init__(self) -> None:
-        # It would warn of this machine's memory.
+        # With pinned memory, torchtune would warn about the memory of this machine.
         _init(self, use_pin_memory=False)
 
 
 def offloading_fake_tensors() -> AbstractContextManager[None]:
-    """Return a context manager: torchtune offloads fake tensors in steps that are set up inside."""
-    # The module that makes the context manager of a step.
+    """Context manager: torchtune offloads fake tensors in steps that are set up within it."""
+    # The module whose function get_act_offloading_ctx_manager() makes an OffloadActivations.
     offloading = sys.modules[OffloadActivations.__module__]
     return replaced(offloading, OffloadActivations=FakeOffloadActivations)
