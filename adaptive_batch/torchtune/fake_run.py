@@ -243,7 +243,7 @@ class FakeRun:
         )
 
     def forward_backward(self, make_rows: MakeRows) -> Callable[[int], object]:
-        """Return the function that runs forward and backward of a number of rows, as in training."""
+        """Return a function that runs forward and backward of a number of rows as training does."""
         return lambda num_rows: self.trainer.engine.try_rows(make_rows(num_rows))
 
     def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
