@@ -37,16 +37,18 @@ def estimate(cfg: DictConfig, *, builder: FullModel | None = None) -> MemoryEsti
         SettingError: a setting is invalid, or a component cannot run on fake tensors.
     """
     path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
-    estimated = estimate_devices(
-        cfg, save=lambda one: one.save(path), builder=builder or builder_of(cfg)
+    result = estimate_devices(
+        cfg, save=lambda estimated: estimated.save(path), builder=builder or builder_of(cfg)
     )
-    print(f"\nwritten to {path} in {estimated.seconds:.1f} s")
+    print(f"\nwritten to {path} in {result.seconds:.1f} s")
+    figure_path = path.with_suffix(".png")
     try:
-        write_estimate_picture(estimated, path.with_suffix(".png"))
-        print(f"drawn in {path.with_suffix('.png')}")
+        write_estimate_picture(result, figure_path)
+        print(f"drawn in {figure_path}")
+    # The estimate is complete without a figure, for which matplotlib may be missing.
     except AdaptiveBatchError as error:
         print(f"no figure: {error}")
-    return estimated
+    return result
 
 
 def recipe_main(cfg: DictConfig) -> None:

@@ -80,7 +80,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.seed = training.set_seed(
             seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
         )
+        # What cleanup() closes.
         self.closing = ExitStack()
+        # The end of the final message of a run that is stopped before it can save.
         self._after_end: Callable[[], str] = lambda: "nothing has changed yet; start it again"
 
     # --- setup
@@ -91,6 +93,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """
         self._setup_data()
         self._setup_steps()
+        # A preview needs no weights and leaves no files.
         if self.settings.preview:
             self.preview.show(self.limit_finder)
             self.store.show_refusal(self.resumed.name)
@@ -128,16 +131,21 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.preview.check()
 
     def _setup_log(self) -> None:
+        """Begin the run in its output folder: from here on, it leaves files."""
         self.saver = Saver(
             self.job,
             self.store,
             self.resumed,
             self.batches,
             self.log,
+            # A scheduler may signal all processes, and torchrun forwards its own signal: each rank
+            # may get the same request twice.
             same_within=10.0 if self.watch else 0.0,
         )
         self._after_end = self.saver.after_end
         self.log.start(self.resumed, replaces=self.saver.replaces)
+        # If this rank fails, record the limit or the trial that failed. The next attempt begins
+        # below it.
         if self.watch and self.limit_finder.lost:
             self.watch.on_end = partial(
                 self.limit_finder.lost.write_down, conditions=self.sizer.conditions
@@ -147,6 +155,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Load weights and optimizer, and search for limits."""
         self.trainer = Trainer.load(self.job, self.data, self.store, self.sizer)
         self.saver.check(self.trainer)
+        # find_limits() below restores them from the checkpoint.
         self.saver.register("limits", self.sizer)
         if self.trainer.engine.reference is not None:
             self.saver.register("reference_limits", self.trainer.engine.reference.sizer)
@@ -164,23 +173,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _setup_rate(self) -> None:
         """Plan the first epoch, and schedule the learning rate over the remaining steps."""
         self.batches.begin_epoch()
-        ahead = self.preview.plan_remaining()
+        remaining = self.preview.plan_remaining()
         self.monitor = StepMonitor(
             self.job,
             self.trainer,
             self.log,
             self.saver,
-            full_batch_rows=ahead.full_batch_rows,
+            full_batch_rows=remaining.full_batch_rows,
         )
         rate = build_rate(
             self.job,
             self.trainer.optimizers,
-            total_steps=ahead.schedule_steps,
+            total_steps=remaining.schedule_steps,
             saved=self.resumed.state_of("learning_rate"),
         )
         self.rate = self.saver.register("learning_rate", rate)
         self.log.epoch(self.batches, self.rate)
-        self.log.rate_and_stages(self.rate, self.preview, ahead)
+        self.log.rate_and_stages(self.rate, self.preview, remaining)
         self.trainer.record_collectives()
 
     # --- training
@@ -197,11 +206,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if first_epoch >= epochs:
             message = f"nothing to train: {first_epoch} epochs are done and epochs={epochs}"
             self.log.event("nothing_to_train", message)
-        # SIGTERM, SIGHUP and Ctrl-C only set `preemption.requested` here: the step that runs is
-        # finished and saved.
+        # Within this context, SIGTERM, SIGHUP and Ctrl-C only set `preemption.requested`: the
+        # current step is finished and saved.
         with self.saver.preemption:
             for epoch in range(first_epoch, epochs):
-                # Forget the rows that a thread has read ahead in the last epoch's order.
+                # Drop the rows that a thread has read ahead in the order of the last epoch.
                 self.data.dataset.expect([])
                 if epoch == first_epoch:
                     # _setup_rate() has planned it. Start where the checkpoint ended, with its
@@ -220,7 +229,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 # Count the epoch as done: the next one begins at row 0.
                 self.batches.end_epoch()
                 self.save_checkpoint(epoch=epoch)
-        # Wait for an asynchronous save.
+        # Wait for an asynchronous save, so that the log ends after it.
         self.saver.close()
         if first_epoch < epochs:
             self.log.end(self.batches.progress)
@@ -228,8 +237,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _train_step(self, rows: list[Any]) -> None:
         """Run one optimizer step on the rows of this rank."""
-        # The plan of this step: its row numbers, its batch, and the progress before it. The loader
-        # may have planned later steps already.
+        # The plan of this step: its row numbers, its batch, and the progress before it. It is the
+        # oldest one, since the loader may have planned later steps already.
         step = self.batches.oldest
         # Name the next step's rows to a thread, which reads them while the device is busy.
         self.data.dataset.expect(step.following)

@@ -40,10 +40,10 @@ def say(text: str) -> None:
 
 
 def probe(cfg: DictConfig, *, builder: FullModel | None = None) -> list[ProbeResult]:
-    """Build the training objects, and search once per sequence length.
+    """Set up training, and search once per sequence length.
 
     Returns:
-        One result for each of ``probe.sequence_lengths`` with at least one row that fits, or one
+        One result for each of ``probe.sequence_lengths`` at which a row fits. Without that key, one
         for ``probe.sequence_length``.
 
     Raises:
@@ -65,27 +65,28 @@ def probe(cfg: DictConfig, *, builder: FullModel | None = None) -> list[ProbeRes
     trainer.check_layout()
     store.load_optimizer(trainer)
     results = []
-    refused = None
+    last_error = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             result = limit_finder.search_training(trainer, length=length)
         except DoesNotFitError as error:
-            # Only one rank may have failed, and the others wait for it.
+            # With several ranks, this one may be the only one that failed. The others wait for it,
+            # so end them instead of searching at the next length.
             if distributed.world_size() > 1:
                 raise
             say(f"\n{length} tokens: {error}\n")
-            refused = error
+            last_error = error
             continue
         say(f"\n{result.table()}\n")
         results.append(result)
-    if refused and not results:
-        raise refused
+    if last_error and not results:
+        raise last_error
     if len(results) > 1:
         say(summary(results))
     if trainer.engine.reference is not None:
         batch_size = results[-1].batch_size
-        search_reference = limit_finder.search_reference(trainer, batch_size=batch_size)
-        say(f"\nreference model, without gradients:\n{search_reference.table()}")
+        reference_result = limit_finder.search_reference(trainer, batch_size=batch_size)
+        say(f"\nreference model, without gradients:\n{reference_result.table()}")
     return results
 
 

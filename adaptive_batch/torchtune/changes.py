@@ -27,11 +27,11 @@ class Candidate:
     """A change to estimate.
 
     Attributes:
-        overrides: arguments that the user types.
-        cost: price of the change, for the user.
-        sequence_length: length of the rows, if it changes.
-        world_size: ranks, if they change.
-        allocator: settings of the allocator, if they change.
+        overrides: arguments and environment variables to type.
+        cost: sentence about the drawback of the change.
+        sequence_length: new length of the rows; None if it stays.
+        world_size: new number of ranks; None if it stays.
+        allocator: new settings of the allocator; None if they stay.
     """
 
     overrides: tuple[str, ...]
@@ -58,16 +58,20 @@ def candidates(
             "an environment variable; PyTorch's allocator then leaves less of its memory unused",
             allocator=AllocatorSettings(expandable_segments=True),
         )
-    half = tokens // 2
     if tokens >= 256:
-        shorter = (f"tokenizer.max_seq_len={half}",)
-        yield Candidate(shorter, f"rows are cut to {half} tokens", sequence_length=half)
+        half = tokens // 2
+        yield Candidate(
+            (f"tokenizer.max_seq_len={half}",),
+            f"rows are cut to {half} tokens",
+            sequence_length=half,
+        )
     for overrides, cost in _single_changes(cfg, model, world_size):
         yield Candidate(tuple(overrides), cost)
     is_compiled = bool(cfg.get("compile", False)) and str(cfg.device) != "cpu"
+    # A budget changes only compiled steps, and only those that can be estimated are candidates.
     if is_compiled and not has_tensor_parallelism(cfg) and check_compiler() is None:
         budget = cfg.get("activation_memory_budget", None)
-        # Each is estimated, as a smaller share may need more memory.
+        # Yield all smaller budgets: the smallest does not always need the least memory.
         for share in (0.5, 0.3, 0.15):
             if budget is None or share < float(budget):
                 cost = "each compiled part computes in backward what is cheapest to compute again"
@@ -79,8 +83,8 @@ def candidates(
 
 
 def memory_remedies(cfg: DictConfig, model: torch.nn.Module, *, world_size: int) -> str:
-    """Return the fixes for a row that does not fit: the changes that the configuration does not
-    have yet.
+    """Return the end of an error about a row that does not fit: the changes that apply to the
+    configuration.
     """
     overrides = [" ".join(overrides) for overrides, _ in _single_changes(cfg, model, world_size)]
     remedy = "shorten the rows (tokenizer.max_seq_len) or allow more memory"
@@ -99,18 +103,18 @@ def _single_changes(
             yield overrides, cost
 
 
-# Whether a change applies, its overrides and its cost.
+# For each change: whether it applies, its overrides and its cost.
 _Changes = list[tuple[bool, Sequence[str], str]]
 
 
 def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
-    """Return changes of what is kept for backward, of the loss and of the dtype."""
+    """Return changes of the activations, of the loss and of the dtype."""
     recomputes = cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode") is not None
     dtype = str(cfg.dtype)
     loss = str(cfg.loss._component_)
     distils = cfg.get("kd_loss", None) is not None
-    chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
-    # All losses take logits in the same chunks.
+    # More chunks need less memory. Both losses of a distillation take logits in the same chunks.
+    more_chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
     losses = ("loss", "kd_loss") if distils else ("loss",)
     return [
         (
@@ -137,8 +141,8 @@ def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
         ),
         (
             loss.endswith("CEWithChunkedOutputLoss"),
-            [f"{name}.num_output_chunks={chunks}" for name in losses],
-            f"the same loss, summed in {chunks} parts",
+            [f"{name}.num_output_chunks={more_chunks}" for name in losses],
+            f"the same loss, summed in {more_chunks} parts",
         ),
         (
             dtype in ("fp32", "float32"),
@@ -149,19 +153,20 @@ def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
 
 
 def _changes_of_optimizer(cfg: DictConfig, world_size: int) -> _Changes:
-    """Return changes of the optimizer, its states and its step, and of several ranks."""
+    """Return changes of the optimizer's states and step, and of the sharding over several ranks."""
     optimizer = str(cfg.optimizer._component_)
     in_backward = ["optimizer_in_bwd=True"]
+    # Keys that an optimizer in backward does not allow.
     if int(cfg.get("gradient_accumulation_steps", 1) or 1) > 1:
         in_backward.append("gradient_accumulation_steps=1")
     if cfg.get("clip_grad_norm", None) is not None:
         in_backward.append("clip_grad_norm=null")
     given = [key for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
-    is_divided = world_size > 1
+    is_sharded = world_size > 1
     return [
         (
             not cfg.get("optimizer_in_bwd", False)
-            and not (is_divided and optimizer.startswith("torchao.")),
+            and not (is_sharded and optimizer.startswith("torchao.")),
             in_backward,
             "no accumulation, no clipping, and no retry of a step that runs out of memory",
         ),
@@ -169,6 +174,7 @@ def _changes_of_optimizer(cfg: DictConfig, world_size: int) -> _Changes:
             optimizer in ("torch.optim.AdamW", "torch.optim.Adam"),
             [
                 f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit",
+                # torchao's optimizers do not take these keys.
                 *(f"~optimizer.{key}" for key in given),
             ],
             "the optimizer's states are rounded to 8 bits",
@@ -179,12 +185,12 @@ def _changes_of_optimizer(cfg: DictConfig, world_size: int) -> _Changes:
             "the optimizer's step is one kernel: results differ by rounding",
         ),
         (
-            is_divided and not cfg.get("fsdp_reshard_after_forward", True),
+            is_sharded and not cfg.get("fsdp_reshard_after_forward", True),
             ["fsdp_reshard_after_forward=True"],
             "each layer is gathered again in backward",
         ),
         (
-            is_divided and cfg.get("sync_gradients_every_micro_batch", None) is False,
+            is_sharded and cfg.get("sync_gradients_every_micro_batch", None) is False,
             ["sync_gradients_every_micro_batch=True"],
             "gradients are reduced after each micro-batch",
         ),
@@ -192,14 +198,15 @@ def _changes_of_optimizer(cfg: DictConfig, world_size: int) -> _Changes:
 
 
 def _changes_of_adapters(block: DictConfig) -> _Changes:
-    """Return changes of the adapters, and the base in four bits instead of its dtype."""
+    """Return changes of the adapters, and the quantization of their base."""
     module, _, name = str(block._component_).rpartition(".")
     builder = load_function(block._component_, key="model._component_")
-    takes_base = "quantize_base" in inspect.signature(builder).parameters
-    has_builder = name.startswith("lora_") and hasattr(sys.modules.get(module), f"q{name}")
-    is_quantized = block.get("quantize_base", False) or name.startswith("qlora_")
     rank = int(block.get("lora_rank", 8))
-    quantize = f"model={module}.q{name}" if has_builder else "model.quantize_base=True"
+    # torchtune has qlora_NAME beside most builders lora_NAME. Other builders may take the key.
+    has_qlora_builder = name.startswith("lora_") and hasattr(sys.modules.get(module), f"q{name}")
+    takes_key = "quantize_base" in inspect.signature(builder).parameters
+    is_quantized = block.get("quantize_base", False) or name.startswith("qlora_")
+    quantize = f"model={module}.q{name}" if has_qlora_builder else "model.quantize_base=True"
     return [
         (rank > 1, [f"model.lora_rank={rank // 2}"], "adapters of half the rank hold less"),
         (
@@ -213,7 +220,7 @@ def _changes_of_adapters(block: DictConfig) -> _Changes:
             "adapters of queries and values alone in attention",
         ),
         (
-            has_builder or (takes_base and not is_quantized),
+            has_qlora_builder or (takes_key and not is_quantized),
             [quantize],
             "the base has 4 bits (NF4): it is rounded, and made whole again in each forward and"
             " backward",
