@@ -87,10 +87,9 @@ class Collator:
     def _check_complete(
         self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the batch; raise if the function has left out rows, which would count as trained.
-        A function may put all rows into one.
-        """
+        """Return the batch; raise if the function has left out rows, which would count as trained."""
         num_sequences = len(rows) * len(self._job.task.fields)
+        # A function may also pack all sequences into one.
         if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
             remedy = (
                 f"it made {len(batch['tokens'])} rows of {num_sequences}; return all of them, and"
@@ -100,20 +99,21 @@ class Collator:
         return batch
 
     def check(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Refuse rows that cannot be collated."""
+        """Raise SettingError for rows that cannot be collated."""
         configured = self._job.cfg.get("collate_fn")
         problem = "it fails on the dataset's rows"
         with refusing("collate_fn", configured, COLLATE_REMEDY, problem=problem):
             batch = self.collate([dict(row) for row in rows])
+            # Raises if the batch has no labels.
             _ = batch["labels"]
         self._check_complete(rows, batch)
 
 
 class Data:
-    """Rows of training and validation, their collation, layouts and trials.
+    """Rows of training and validation, their collation and layouts, and the rows of trials.
 
-    :meth:`read` reads the configured datasets. The constructor takes any dataset, without a
-    tokenizer if its rows are synthetic.
+    :meth:`read` reads the configured datasets. The constructor takes any dataset. Synthetic rows
+    need no tokenizer.
 
     Attributes:
         collator: collator of training.
@@ -138,9 +138,10 @@ class Data:
         self.packed = packed
         self.tokenizer = tokenizer
         pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
-        first = dataset.datasets[0] if isinstance(dataset, ConcatDataset) else dataset
-        # torchtune's builders leave it at 0.
-        self._pack_padding: int = getattr(first, "padding_idx", pad_id)
+        first_dataset = dataset.datasets[0] if isinstance(dataset, ConcatDataset) else dataset
+        # Packed datasets have a padding id of their own: torchtune's builders leave it at 0,
+        # whatever the tokenizer's is.
+        self._pack_padding_id: int = getattr(first_dataset, "padding_idx", pad_id)
         self.collator = Collator(job, pad_id=pad_id, packed=packed)
         self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
         self.dataset = DatasetRows(
@@ -148,7 +149,7 @@ class Data:
             "dataset",
             dataset,
             name=_names(job.cfg.dataset),
-            real_tokens=self._without_padding if packed else None,
+            num_real_tokens=self._num_tokens_in_pack if packed else None,
         )
         self._rows_val = None
         if dataset_val is not None:
@@ -159,6 +160,7 @@ class Data:
             job, job.settings.uniform_micro_batches, is_packed_dataset=packed
         )
         self.layout_val = _layout_of(job, None, is_packed_dataset=packed_val)
+        # By length, as passed to trial_rows().
         self._trial_rows: dict[int | str, LongestRows] = {}
 
     @classmethod
@@ -172,6 +174,7 @@ class Data:
             SettingError: the model, the loss, the tokenizer or a dataset cannot be used, or the
                 dataset has fewer rows than there are ranks.
         """
+        # Reading a dataset may take minutes, so refuse a wrong model first.
         job.check_model()
         remedy = (
             "give the tokenizer's files (those of demo_cpu are made by `make demo`) and arguments"
@@ -201,7 +204,7 @@ class Data:
         )
 
     def loss_val(self, loss: RowLoss) -> RowLoss:
-        """Return the loss of rows of validation, of training's loss."""
+        """Return the loss of training with the collation and the rows of validation."""
         pack = None if self._collator_val.packed else loss.pack
         return replace(
             loss,
@@ -213,7 +216,7 @@ class Data:
     # --- rows
 
     def read_row(self, row: int) -> Any:
-        """Return one row, leaving no trace in the random numbers that reading it may draw."""
+        """Return one row. Random numbers that reading draws do not change the random state."""
         with RandomState(self._job.device):
             return self.dataset[row]
 
@@ -229,12 +232,12 @@ class Data:
 
     @cached_property
     def dummy_row(self) -> Any:
-        """The first row, labelled, for a rank that has none when others have."""
+        """The first row with a label. A rank runs it if only other ranks have rows."""
         return self._task.labelled(self.read_row(0))
 
     @property
     def dataset_val(self) -> DatasetRows:
-        """Rows of validation; only if there are any."""
+        """Rows of validation; an error without `dataset_val`."""
         assert self._rows_val is not None
         return self._rows_val
 
@@ -245,11 +248,13 @@ class Data:
 
         Args:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
+
+        Raises:
+            SettingError: the model does not take the length, or rows cannot be resized to it.
         """
-        rows = self._trial_rows.get(length)
-        if rows is None:
-            rows = self._trial_rows[length] = self._rows_of_length(length)
-        return rows
+        if length not in self._trial_rows:
+            self._trial_rows[length] = self._rows_of_length(length)
+        return self._trial_rows[length]
 
     def _rows_of_length(self, length: int | str) -> LongestRows:
         if length == "longest":
@@ -261,15 +266,16 @@ class Data:
             if limit is None:
                 remedy = "the tokenizer has no max_seq_len; set it, or give a number"
                 raise SettingError("probe.sequence_length", length, remedy)
-            length = int(limit) * len(self._task.fields)
-        tokens = int(length)
-        most = self._job.max_row_length or sys.maxsize
-        if tokens > most:
-            remedy = f"the model takes {count(most, 'token')} at most; give that or less"
-            raise SettingError("probe.sequence_length", length, remedy)
+            tokens = int(limit) * len(self._task.fields)
+        else:
+            tokens = int(length)
+        max_tokens = self._job.max_row_length or sys.maxsize
+        if tokens > max_tokens:
+            remedy = f"the model takes {count(max_tokens, 'token')} at most; give that or less"
+            raise SettingError("probe.sequence_length", tokens, remedy)
 
         def resized(row: dict[str, Any]) -> dict[str, Any]:
-            # A picture of a row can be neither cut nor repeated with its text.
+            # Other columns, such as an image, cannot be cut or repeated with the tokens.
             extra_fields = sorted(set(row) - {"mask"}.union(*self._task.fields))
             if extra_fields:
                 remedy = (
@@ -286,21 +292,21 @@ class Data:
         )
 
     def trial_rows_val(self) -> LongestRows:
-        """Return the largest rows of validation for trials."""
+        """Return the longest rows of validation for trials."""
         return LongestRows.of_dataset(
             self.dataset_val, prepare=self._task.filled, source=" of dataset_val"
         )
 
     def _trial_order(self, longest: int = sys.maxsize) -> torch.Tensor:
-        """Return the numbers of rows of up to `longest` tokens, in nearly the order of the first
-        epoch.
+        """Return the numbers of the rows of up to `longest` tokens in the order of
+        :meth:`_first_epoch`.
         """
         order = self._first_epoch().order[:]
         return order[self.dataset.lengths[order] <= longest]
 
     def _first_epoch(self) -> PlannedEpoch:
-        """Plan the first epoch without a schedule, which changes the order little, and may need a
-        rate, which is not there yet.
+        """Plan the first epoch without `batch_size_schedule`. A schedule may need the learning
+        rate, which is not known yet, and changes the order of the rows little.
         """
         rows = self.dataset
         batching = replace(
@@ -333,11 +339,12 @@ class Data:
             on_change=on_change,
         )
 
-    def _without_padding(self, row: Mapping[str, Any]) -> int:
-        real = (row["tokens"] != self._pack_padding).nonzero()
-        if not len(real):
+    def _num_tokens_in_pack(self, row: Mapping[str, Any]) -> int:
+        """Return the number of tokens of a packed row up to its padding, which is at the end."""
+        positions = (row["tokens"] != self._pack_padding_id).nonzero()
+        if not len(positions):
             return 0
-        return int(real[-1]) + 1
+        return int(positions[-1]) + 1
 
     # --- checks
 
@@ -363,27 +370,30 @@ class Data:
         if not settings.layout_kind.pads and self.why_unpacked:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
-        # A row that the model does not take is refused now, not when training needs its length.
+        # If training needs the lengths, measure them now: this refuses a row that the model does
+        # not take.
         if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
             _ = self.dataset.lengths
-        tokens = settings.micro_batch_tokens
-        if isinstance(tokens, int):
+        max_tokens = settings.micro_batch_tokens
+        if isinstance(max_tokens, int):
             needed = self.configured_layout.padded(int(self.dataset.lengths.max()))
-            if tokens < needed:
+            if max_tokens < needed:
                 remedy = (
                     f"a row is padded to {needed} tokens; give {needed} or more, or shorten the"
                     " rows (tokenizer.max_seq_len)"
                 )
-                raise SettingError("micro_batch_tokens", tokens, remedy)
+                raise SettingError("micro_batch_tokens", max_tokens, remedy)
         if settings.batch_tokens:
             self._check_batch_tokens()
         if settings.validates:
             self._check_rows_val()
 
     def _check_batch_tokens(self) -> None:
-        """Raise SettingError if no step of `batch_tokens` has a row, or all steps are dropped."""
+        """Raise SettingError if no step of `batch_tokens` has a row, or the only step is dropped."""
         settings = self._settings
-        if len(self._first_epoch().token_steps) <= settings.drop_last:
+        # `drop_last` drops one step, which may be the only one.
+        num_dropped = 1 if settings.drop_last else 0
+        if len(self._first_epoch().token_steps) <= num_dropped:
             remedy = (
                 "no step of an epoch is trained: every row has more tokens, or drop_last drops the"
                 " only step; change it, long_rows or drop_last"
@@ -400,6 +410,7 @@ class Data:
 
     def _check_first_rows(self) -> None:
         """Raise SettingError if rows cannot be collated, or no row of the dataset has a label."""
+        # Do not collate more rows than training does: a collate function may not take them.
         num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
         with RandomState(self._job.device):
             self.collator.check([self.dataset[number] for number in range(num_first)])
@@ -411,21 +422,22 @@ class Data:
             raise SettingError("dataset", _names(self._job.cfg.dataset), remedy)
 
     @property
-    def _measured_by_more(self) -> list[str]:
-        # torchtune's collate leaves out a number or a text, such as an id.
-        left_out: Any = () if self._job.cfg.get("collate_fn") else (str, int, float, NoneType)
-        measured = _MEASURED_BY_TOKENS.union(*self._task.fields)
+    def _columns_beside_tokens(self) -> list[str]:
+        """Columns of a row that reach the model, and whose memory does not follow its tokens."""
+        # torchtune's collate function drops numbers and text, such as an id.
+        dropped: Any = () if self._job.cfg.get("collate_fn") else (str, int, float, NoneType)
+        following_tokens = _MEASURED_BY_TOKENS.union(*self._task.fields)
         return sorted(
             name
             for name, value in self.read_row(0).items()
-            if name not in measured and not isinstance(value, left_out)
+            if name not in following_tokens and not isinstance(value, dropped)
         )
 
     @property
     def why_unpacked(self) -> str:
         """Reason why the rows of a micro-batch cannot be packed, or an empty string."""
         cfg = self._job.cfg
-        columns = ", ".join(self._measured_by_more)
+        columns = ", ".join(self._columns_beside_tokens)
         reasons = (
             (self._settings.pad_to_multiple_of > 1, "pad_to_multiple_of is set"),
             (cfg.get("collate_fn"), "collate_fn makes the batches"),
@@ -436,9 +448,13 @@ class Data:
         return next((reason for applies, reason in reasons if applies), "")
 
     def _check_tokens_measure_rows(self) -> None:
+        """Raise SettingError for a key that takes tokens for the memory of a row if rows have other
+        columns.
+        """
         values = values_of(self._settings)
+        # None, 1 and "padded" are the defaults of these keys.
         keys = [key for key in _MEASURING_KEYS if values[key] not in (None, 1, "padded")]
-        columns = self._measured_by_more
+        columns = self._columns_beside_tokens
         if keys and columns:
             remedy = (
                 f"the memory of {', '.join(columns)} does not depend on tokens; remove it, and use"
@@ -450,20 +466,20 @@ class Data:
 def _layout_of(job: Job, uniform: str | None, *, is_packed_dataset: bool) -> MicroBatchLayout:
     """Return the configured layout: padding and shape constraints of micro-batches."""
     kind = job.settings.micro_batch_layout or "padded"
+    # The rows of a packed dataset already have one length, so they are not padded.
     if is_packed_dataset:
-        # Its rows have one length already.
         return MicroBatchLayout(uniform, kind=kind)
     multiple = job.settings.pad_to_multiple_of
+    # The key is for a sequence, and a row may have two.
     if multiple > 1:
-        # Each sequence of a row is padded.
         multiple *= len(job.task.fields)
     shortest = 1
     if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
-        # Each rank gathers the sharded output layer once per chunk of the loss. torch.chunk(n)
-        # gives fewer than n chunks for few tokens, but always n from n (n - 1) + 1 tokens on. With
-        # different numbers, ranks would wait for each other forever.
-        chunks = getattr(job.loss_fn, "num_output_chunks", 1)
-        shortest = min(chunks * (chunks - 1) + 1, job.max_row_length or sys.maxsize)
+        # Each rank gathers the sharded output layer once per chunk of the loss. With different
+        # numbers of chunks, ranks would wait for each other forever. torch.chunk(n) may give fewer
+        # than n chunks for few tokens, but always gives n from n (n - 1) + 1 tokens on.
+        num_chunks = getattr(job.loss_fn, "num_output_chunks", 1)
+        shortest = min(num_chunks * (num_chunks - 1) + 1, job.max_row_length or sys.maxsize)
     return MicroBatchLayout(
         uniform,
         multiple,
@@ -486,15 +502,16 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
 
 
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
-    """Build the dataset of one block, and refuse one that has no rows by number."""
+    """Build the dataset of one block; raise SettingError if it is empty or not map-style."""
     name = _names(block)
     with refusing(key, name, "check its source and arguments, and set streaming=False"):
         try:
             dataset = config.instantiate(block, tokenizer)
         except StopIteration:
-            # `datasets` raises it for an empty file.
+            # `datasets` raises it for an empty file. count_rows() refuses the empty dataset.
             dataset = []
         except Exception as error:
+            # A broken line is the usual cause, which the error of `datasets` does not show.
             _check_lines(f"{key}.data_files", block.get("data_files"), error)
             raise
         count_rows(dataset, key=key, name=name)
@@ -502,12 +519,20 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
 
 
 def _check_lines(key: str, data_files: Any, cause: Exception) -> None:
-    """Raise SettingError for the first line of local files in JSON Lines that is not JSON."""
-    for path in [data_files] if isinstance(data_files, str) else [*(data_files or ())]:
+    """Raise SettingError for the first line of local files in JSON Lines that is not JSON.
+
+    Args:
+        key: key of the files.
+        data_files: path, list of paths, or None.
+        cause: error of reading the files.
+    """
+    paths = [data_files] if isinstance(data_files, str) else [*(data_files or ())]
+    for path in paths:
         if not str(path).endswith(".jsonl") or not Path(path).is_file():
             continue
         for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
             try:
+                # Empty lines are allowed.
                 json.loads(line or "{}")
             except ValueError as error:
                 problem = f"line {number} is not JSON ({error}); correct it, or remove it"
@@ -515,7 +540,9 @@ def _check_lines(key: str, data_files: Any, cause: Exception) -> None:
 
 
 def _names(cfg_dataset: Any) -> str:
-    """Return the names of datasets: the source of torchtune's, the component of others."""
+    """Return the names of datasets for errors: their sources for torchtune's components, and the
+    components otherwise.
+    """
     blocks = cfg_dataset if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
     names = []
     for block in blocks:
