@@ -87,7 +87,7 @@ class Collator:
     def _check_complete(
         self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the batch; raise if the function has left out rows, which would count as trained."""
+        """Return the batch; raise if it lacks rows, which would count as trained."""
         num_sequences = len(rows) * len(self._job.task.fields)
         # A function may also pack all sequences into one.
         if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
@@ -389,7 +389,7 @@ class Data:
             self._check_rows_val()
 
     def _check_batch_tokens(self) -> None:
-        """Raise SettingError if no step of `batch_tokens` has a row, or the only step is dropped."""
+        """Raise SettingError if no step of `batch_tokens` has a row, or the only one is dropped."""
         settings = self._settings
         # `drop_last` drops one step, which may be the only one.
         num_dropped = 1 if settings.drop_last else 0

@@ -44,7 +44,8 @@ class RowMeasures(NamedTuple):
     Attributes:
         tokens: tokens of the row, with padding.
         real: tokens that are not padding.
-        extreme_token_id: the token id that is most likely outside of a vocabulary.
+        extreme_token_id: the smallest token id if it is negative, else the largest: outside of the
+            vocabulary if any id is.
         other_bytes: bytes of all but the text, see :func:`.count_other_bytes`.
         labels: labels after the first token.
     """
@@ -64,15 +65,15 @@ class DatasetRows(Dataset[Any]):
         key: key of the configuration.
         dataset: map-style dataset with rows.
         name: name of the dataset, for errors.
-        real_tokens: function that counts the tokens of a row that are not padding; None counts
+        num_real_tokens: function that counts the tokens of a row that are not padding; None counts
             all.
 
     Attributes:
         num_real_tokens: function that counts the tokens of a row that are not padding.
 
     Raises:
-        SettingError: a row that is read cannot be, or is none that the model takes; it names the
-            row by its number.
+        SettingError: a row cannot be read, or the model does not take it. The message has the
+            number of the row.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DatasetRows(Dataset[Any]):
         dataset: Any,
         *,
         name: str,
-        real_tokens: Callable[[Mapping[str, Any]], int] | None = None,
+        num_real_tokens: Callable[[Mapping[str, Any]], int] | None = None,
     ) -> None:
         self._job = job
         self._task = job.task
@@ -92,27 +93,28 @@ class DatasetRows(Dataset[Any]):
         # The thread reads rows that are not checked yet. It starts only when the device is busy
         # (read_ahead()), since Python in a thread delays the launch of kernels.
         self._ahead = ReadAhead(dataset, at_once=False)
-        self.num_real_tokens = real_tokens or job.task.num_real_tokens
+        self.num_real_tokens = num_real_tokens or job.task.num_real_tokens
+        # None until a property needs them.
         self._measured: RowMeasures | None = None
         self._cache_file: Path | None = None
         # False after a row differed from the cache.
         self._trusts_cache = True
-        # How a row differs from the cache, as a sentence.
-        self._changed = ""
+        # Sentence about the first row whose length has changed since it was measured.
+        self._changed_row = ""
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
-        # Rows are real where an estimate reads them, too.
+        # An estimate runs on fake tensors, but needs rows with values.
         with private.disable_current_modes():
             return self._read(number)
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Have a thread read these rows ahead, once :meth:`read_ahead` starts it, and forget any
-        others that it has read.
+        """Set the rows that a thread reads ahead once :meth:`read_ahead` starts it, and forget all
+        other rows that it has read.
         """
-        # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
+        # Training on a CPU leaves it no idle time: reading ahead cost up to 3% of a step.
         if self._job.device.type != "cpu":
             self._ahead.expect(numbers)
 
@@ -132,7 +134,7 @@ class DatasetRows(Dataset[Any]):
 
     @property
     def real_lengths(self) -> torch.Tensor:
-        """Those of them that are not padding: int64, `[rows]`."""
+        """Tokens of every row that are not padding: int64, `[rows]`."""
         return self._columns.real  # type: ignore[no-any-return]
 
     @property
@@ -146,21 +148,22 @@ class DatasetRows(Dataset[Any]):
             return any(self._measure(number, self[number]).labels for number in range(num_rows))
 
     def recount(self) -> str:
-        """Drop the lengths if a row that any rank has read has another length; a collective once
-        they are counted.
+        """Drop the lengths if a row that any rank has read has another length now. A collective, if
+        the lengths are known.
 
         Returns:
-            The row and its lengths, or an empty string.
+            Sentence about the changed row; empty without one.
         """
-        if self._measured is None or not distributed.any_of_ranks(bool(self._changed)):
+        if self._measured is None or not distributed.any_of_ranks(bool(self._changed_row)):
             return ""
-        changed = next(filter(None, distributed.all_gather(self._changed)))
+        changed_row = next(filter(None, distributed.all_gather(self._changed_row)))
         self._measured = None
         self._trusts_cache = False
-        self._changed = ""
-        return changed
+        self._changed_row = ""
+        return changed_row
 
     def _read(self, number: int) -> Any:
+        """Read and check a row."""
         try:
             row = self._ahead[number]
         except AdaptiveBatchError:
@@ -174,59 +177,71 @@ class DatasetRows(Dataset[Any]):
         return row
 
     def _unreadable(self, number: int, reason: str) -> SettingError:
-        """Return the error for a row that cannot be read, after trying another row."""
+        """Return the error for a row that cannot be read. If another row cannot be read either, the
+        arguments of the dataset are probably wrong.
+        """
         other = number - 1 if number else len(self) - 1
         try:
             if other != number:
                 _ = self._dataset[other]
         except Exception:
             columns = getattr(getattr(self._dataset, "_data", None), "column_names", None)
+            has_columns = f"rows have {','.join(columns)}; " if columns else ""
             remedy = (
-                f"rows {number} and {other} cannot be read ({reason});"
-                f" {f'rows have {chr(44).join(columns)}; ' if columns else ''}check column_map,"
-                " conversation_style and the prompt template"
+                f"rows {number} and {other} cannot be read ({reason}); {has_columns}check"
+                " column_map, conversation_style and the prompt template"
             )
             return SettingError(self._key, self._name, remedy)
         return self._refused(number, f"cannot be read ({reason}); correct it, or filter it out")
 
     def _compare(self, number: int, num_tokens: int, measured: RowMeasures) -> None:
-        """Log the first row of an epoch that has not the length that it was counted with, and
-        remove the cache, so that a resumed run counts all rows again as this one will.
+        """Log a row whose length has changed since it was measured, unless one was logged.
+
+        The cached lengths are removed, so that a resumed run measures all rows again, as this run
+        does before the next epoch.
         """
-        num_counted = int(measured.tokens[number])
-        if num_counted == num_tokens or self._changed:
+        num_measured = int(measured.tokens[number])
+        if num_measured == num_tokens or self._changed_row:
             return
-        self._changed = (
-            f"row {number} has {count(num_tokens, 'token')}, and had {num_counted} when it was"
+        self._changed_row = (
+            f"row {number} has {count(num_tokens, 'token')}, and had {num_measured} when it was"
             " counted"
         )
-        remedy = "this epoch keeps its steps, and all rows are counted again before the next"
         if self._cache_file is not None:
             with suppress(OSError):
                 self._cache_file.unlink()
-        log.warning("%s: %s; %s", self._key, self._changed, remedy)
+        effect = "this epoch keeps its steps, and all rows are counted again before the next"
+        log.warning("%s: %s; %s", self._key, self._changed_row, effect)
 
     @property
     def _columns(self) -> RowMeasures:
+        """Measurements of all rows; the first read is a collective."""
         if self._measured is None:
             table = distributed.from_rank_zero(self._measure_all)
             self._measured = RowMeasures(*table.unbind(1))
+            # Rows from the cache are not checked yet, and may have been measured for another model.
+            # If it takes these rows, it takes all.
             extremes = self._measured.extreme_token_id
             worst_rows = self._measured.tokens.argmax(), extremes.argmin(), extremes.argmax()
-            # What was cached may have been measured for another model.
             for number in map(int, worst_rows):
                 self._check(number, RowMeasures(*table[number].tolist()))
         return self._measured
 
     def _measure_all(self) -> torch.Tensor:
+        """Return the measurements of all rows ``[rows, 5]``, from the cache if it has them, and log
+        rows without labels.
+        """
         configured = as_dict(self._job.cfg)
         blocks = configured[self._key], configured["tokenizer"]
-        parts = getattr(self._dataset, "datasets", [self._dataset])
-        # Datasets of Hugging Face, which torchtune's keep as `_data`, know their content.
-        contents = [getattr(getattr(part, "_data", part), "_fingerprint", None) for part in parts]
-        described = described_with_files(blocks)
+        # A ConcatDataset has several.
+        datasets = getattr(self._dataset, "datasets", [self._dataset])
+        # torchtune's datasets keep one of Hugging Face as `_data`, which has a hash of its rows.
+        hashes = [getattr(getattr(each, "_data", each), "_fingerprint", None) for each in datasets]
         name = fingerprint(
-            "rows, their labels and bytes", described, contents, installed_version("torchtune")
+            "rows, their labels and bytes",
+            described_with_files(blocks),
+            hashes,
+            installed_version("torchtune"),
         )
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
         table = measure_rows(
@@ -237,48 +252,48 @@ class DatasetRows(Dataset[Any]):
             reads_cache=self._trusts_cache,
         )
         columns = RowMeasures(*table.unbind(1))
-        without = int((columns.labels == 0).sum())
-        if without:
-            message = f"{without} of {count(len(table), 'row')} have no label, and train nothing"
+        num_unlabelled = int((columns.labels == 0).sum())
+        if num_unlabelled:
+            rows = count(len(table), "row")
+            message = f"{num_unlabelled} of {rows} have no label, and train nothing"
+            # The usual cause: a long prompt, after which the answer is cut off.
             limit = next(iter(values_at(self._job.cfg, "tokenizer.max_seq_len")), sys.maxsize)
-            cut = int((columns.tokens >= limit * len(self._task.fields)).sum())
-            if cut:
-                message += f"; {count(cut, 'row')} may be cut to tokenizer.max_seq_len={limit}"
+            num_cut = int((columns.tokens >= limit * len(self._task.fields)).sum())
+            if num_cut:
+                message += f"; {count(num_cut, 'row')} may be cut to tokenizer.max_seq_len={limit}"
             log.warning("%s: %s", self._key, message)
         return table
 
     def _measure(self, number: int, row: Any) -> RowMeasures:
+        """Measure a row; raise SettingError if its tokens or labels are malformed."""
         ignored = self._task.ignore_index
         extremes = []
-        length = 0
+        longest = 0
         num_labels = 0
-        # Other types than mappings are refused as rows without tokens.
-        given = row if isinstance(row, Mapping) else {}
+        # A row that is not a mapping is refused as one without tokens.
+        fields = row if isinstance(row, Mapping) else {}
         for tokens_key, labels_key in self._task.fields:
-            tokens = given.get(tokens_key)
-            labels = given.get(labels_key)
-            ids = self._ids(number, tokens_key, tokens)
+            ids = self._ids(number, tokens_key, fields.get(tokens_key))
             if not len(ids):
                 raise self._refused(number, f"has no {tokens_key}; filter it out")
-            length = max(length, len(ids))
+            longest = max(longest, len(ids))
             extremes += [int(ids.min()), int(ids.max())]
+            labels = fields.get(labels_key)
+            # A collate function that makes the labels is trusted to make some.
             if labels is None and self._job.cfg.get("collate_fn") is not None:
-                # The function makes labels.
                 num_labels += 1
                 continue
-            targets = self._labels(number, labels_key, labels, num_tokens=len(ids))
-            num_labels += int((targets[1:] != ignored).sum())
-            targets = targets[targets != ignored]
-            if len(targets):
-                extremes += [int(targets.min()), int(targets.max())]
-        extreme = min(extremes)
-        # No vocabulary has negative ids, so without one the largest decides.
-        if extreme >= 0:
-            extreme = max(extremes)
+            label_ids = self._labels(number, labels_key, labels, num_tokens=len(ids))
+            num_labels += int((label_ids[1:] != ignored).sum())
+            trained_ids = label_ids[label_ids != ignored]
+            if len(trained_ids):
+                extremes += [int(trained_ids.min()), int(trained_ids.max())]
+        # A negative id is in no vocabulary. Without one, the largest id decides.
+        smallest = min(extremes)
         return RowMeasures(
-            tokens=length * len(self._task.fields),
+            tokens=longest * len(self._task.fields),
             real=self.num_real_tokens(row),
-            extreme_token_id=extreme,
+            extreme_token_id=smallest if smallest < 0 else max(extremes),
             other_bytes=count_other_bytes(row),
             labels=num_labels,
         )
@@ -286,33 +301,36 @@ class DatasetRows(Dataset[Any]):
     def _labels(
         self, number: int, key: str, labels: Any, *, num_tokens: int
     ) -> np.ndarray[Any, Any]:
-        """Return the labels of a sequence `[tokens]`."""
+        """Return the labels of a sequence as an array `[tokens]`."""
         ignored = self._task.ignore_index
         if labels is None:
             problem = f"has no {key}; give each token its label, or {ignored} for none"
             raise self._refused(number, problem)
-        targets = self._ids(number, key, labels)
-        if len(targets) != num_tokens:
+        label_ids = self._ids(number, key, labels)
+        if len(label_ids) != num_tokens:
             raise self._refused(
                 number,
-                f"has {count(num_tokens, 'token')} and {count(len(targets), 'label')}; give each"
+                f"has {count(num_tokens, 'token')} and {count(len(label_ids), 'label')}; give each"
                 " token its label",
             )
-        if ignored != CROSS_ENTROPY_IGNORE_IDX and CROSS_ENTROPY_IGNORE_IDX in targets:
+        # With another ignore_index, the loss would train on torchtune's mark of an ignored label.
+        if ignored != CROSS_ENTROPY_IGNORE_IDX and CROSS_ENTROPY_IGNORE_IDX in label_ids:
             raise SettingError(
                 "loss.ignore_index",
                 ignored,
                 f"{self._name} marks ignored labels by {CROSS_ENTROPY_IGNORE_IDX}; give this value",
             )
-        return targets
+        return label_ids
 
     def _ids(self, number: int, key: str, ids: Any) -> np.ndarray[Any, Any]:
         """Return the values of a row under a key as an array `[tokens]`."""
         if isinstance(ids, torch.Tensor):
             ids = ids.cpu()
+        # These errors mean other values than whole numbers, which are refused below.
         with suppress(TypeError, ValueError, struct.error):
+            # Pack a list as int64 first: np.asarray() looks at each value of a list, and takes four
+            # times as long.
             if isinstance(ids, list | tuple):
-                # numpy takes four times as long to find out what a list holds.
                 ids = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
             array = np.asarray(ids)
             if array.ndim == 1 and array.dtype.kind in "iu":
@@ -342,10 +360,12 @@ class DatasetRows(Dataset[Any]):
             )
 
     def _refused(self, number: int, problem: str) -> SettingError:
+        """Return the error for a row; of several datasets, it names one and the row within it."""
         name = self._name
+        number_within = number
         if isinstance(self._dataset, ConcatDataset):
-            ends = [0, *self._dataset.cumulative_sizes]
-            part = bisect_right(ends, number) - 1
-            name = name.split(", ")[part]
-            number -= ends[part]
-        return SettingError(self._key, name, f"row {number} {problem}")
+            starts = [0, *self._dataset.cumulative_sizes]
+            index = bisect_right(starts, number) - 1
+            name = name.split(", ")[index]
+            number_within -= starts[index]
+        return SettingError(self._key, name, f"row {number_within} {problem}")
