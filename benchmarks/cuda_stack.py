@@ -162,7 +162,7 @@ class Estimated:
             settings = run.job.settings
             is_auto = settings.micro_batch_limit == "auto"
             rows, _ = run.rows_of(self._length)
-            self._step = run.step(rows, accumulates=settings.has_several or is_auto)
+            self._step = run.step(rows, accumulates=settings.splits_steps or is_auto)
             self._run = run.forward_backward(rows)
             yield self
 

@@ -205,7 +205,7 @@ class Estimator:
                 # Refuse a length that is too long before the first is estimated, which takes long.
                 rows_of_lengths = [run.rows_of(length) for length in lengths]
                 first_make_rows, _ = rows_of_lengths[0]
-                accumulates = settings.has_several or settings.micro_batch_limit == "auto"
+                accumulates = settings.splits_steps or settings.micro_batch_limit == "auto"
                 step = run.step(first_make_rows, accumulates=accumulates)
                 results = [
                     estimate_length(

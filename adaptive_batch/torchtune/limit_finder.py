@@ -79,7 +79,7 @@ _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
 class ProbeCache:
-    """Results of earlier searches with the same trials. Rank zero asks for all ranks.
+    """Results of earlier searches with the same trials. Rank 0 reads and stores them for all ranks.
 
     Args:
         job: context of the run.
@@ -101,16 +101,16 @@ class ProbeCache:
         self._job = job
         self._scope = scope
         self._store = Store(path) if path else None
-        timed = None
+        time_conditions = None
         if scope.layouts:
-            # What is fastest depends on the lengths of all rows.
+            # The fastest micro-batches depend on the lengths of all rows.
             lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
-            size = {
+            limits = {
                 "micro_batch_size": job.settings.micro_batch_size,
                 "micro_batch_tokens": job.settings.micro_batch_tokens,
             }
-            timed = [scope.layouts, scope.timed_rows, size, lengths]
-        # Reading a row of some datasets draws random numbers, which training must not miss.
+            time_conditions = [scope.layouts, scope.timed_rows, limits, lengths]
+        # Reading a row of some datasets draws random numbers, which training has to draw, too.
         with RandomState(job.device):
             batch = data.collator.collate(scope.rows.first(1))
         shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors_in(batch)]
@@ -120,11 +120,11 @@ class ProbeCache:
             scope.accumulates,
             options.round_to_power_of_two,
             shapes,
-            timed,
+            time_conditions,
         ]
 
     def known(self, budget: int) -> ProbeResult | None:
-        """Return the result of a search within about the same budget, in bytes; None for none."""
+        """Return the result of a search within about the same budget in bytes; None without one."""
         if self._store is None or not self._job.settings.probe.cache:
             return None
         return read_result(self._store, self._name(budget))
@@ -137,18 +137,20 @@ class ProbeCache:
 
     def _name(self, budget: int) -> str:
         allocator = [self._job.memory.describe(), *map(os.environ.get, ALLOCATOR_VARIABLES)]
-        # What is available moves a little from run to run; a bound is worth the same within a
-        # hundredth of it.
-        about = round(math.log(max(1, budget), 1.01))
-        return fingerprint(self._settings, allocator, *self._conditions, about)
+        # The available memory differs a little from run to run. Round it to steps of 1%, so that
+        # these runs find the result.
+        rounded_budget = round(math.log(max(1, budget), 1.01))
+        return fingerprint(self._settings, allocator, *self._conditions, rounded_budget)
 
     def expected(self) -> MemoryCurve | None:
-        """Return the estimated curve of peaks; None if two trials show it, or it fails."""
+        """Return the estimated curve of the peak memory. None if the search does not use one, if
+        two trials show it as well, or if it cannot be estimated.
+        """
         job = self._job
         probe = job.settings.probe
-        # Memory that is counted to the byte lies on a line, which two trials show.
-        is_counted = job.memory.granularity_bytes == 1
-        if is_counted or self._scope.evaluation or distributed.world_size() > 1:
+        # Without an allocator that rounds, the peaks lie on a line, which two trials show.
+        is_exact = job.memory.granularity_bytes == 1
+        if is_exact or self._scope.evaluation or distributed.world_size() > 1:
             return None
         if probe.search != "predict" or not probe.cache:
             return None
@@ -161,8 +163,8 @@ class ProbeCache:
                 accumulates=self._scope.accumulates,
                 builder=job.builder,
             )
+        # The estimate only shortens the search, so its failure must not end the run.
         except Exception as error:
-            # The estimate only shortens the search, so no failure of it may end the run.
             log.info(
                 "searching without an estimate, which could not be made: %s: %s",
                 type(error).__name__,
@@ -177,7 +179,7 @@ class ProbeCache:
 
 
 def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
-    """Return a fingerprint of the settings that a result depends on.
+    """Return a fingerprint of the settings that the result of a search depends on.
 
     Args:
         job: context of the run.
@@ -199,15 +201,15 @@ def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
 
 
 class LimitFinder:
-    """Searches for the limits of a run; sizers take the results.
+    """Searches for the limits of a run, and sets them in sizers.
 
     Call :meth:`check` before the weights load, and the other methods after.
 
     Args:
         job: context of the run.
         data: rows of the run.
-        resumed: run that trains after the search, or None. Of a trial that ended all ranks of an
-            earlier attempt, up to half of the rows are tried.
+        resumed: run that trains after the search, or None. If a trial of an earlier attempt ended
+            all ranks, at most half of its rows are tried.
         event: function that logs an event: a kind, a message and facts.
 
     Attributes:
@@ -226,7 +228,7 @@ class LimitFinder:
         self._job = job
         self._data = data
         self._settings = job.settings
-        # Whether training begins with a power of two.
+        # Whether training begins with a power of two at or below the maximum.
         self._rounds = (
             job.settings.probe.round_to_power_of_two and job.settings.use_maximum_batch_size
         )
@@ -242,15 +244,19 @@ class LimitFinder:
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
 
     def check(self) -> None:
-        """Read the rows of trials and check settings against model and data.
+        """Read the rows of trials, and check settings against model and data.
 
         Raises:
-            SettingError: a probed length is beyond the model's, or a batch that grows from the
-                configured one is more than can be tried.
+            SettingError: the model does not take a probed length, or the search may not try as many
+                rows as the configured batch, from which the batch grows.
         """
         settings = self._settings
-        grows = settings.batch_increase_function and not settings.use_maximum_batch_size
-        if grows and not settings.micro_batch_limit and settings.batch_size > self.most_rows:
+        grows_from_configured = (
+            settings.batch_increase_function
+            and not settings.use_maximum_batch_size
+            and not settings.micro_batch_limit
+        )
+        if grows_from_configured and settings.batch_size > self.most_rows:
             remedy = (
                 f"{self.most_rows} rows are tried at most, as probe.maximum and the rows of an"
                 f" epoch allow; give {self.most_rows} or less"
@@ -258,37 +264,38 @@ class LimitFinder:
             raise SettingError("batch_size", settings.batch_size, remedy)
         for length in (settings.probe.sequence_length, *settings.probe.sequence_lengths):
             self._data.trial_rows(length)
+        # Measuring raises for a row that the model does not take.
         if settings.searches_validation:
-            # Reading the lengths raises for a row that the model does not take.
             _ = self._data.dataset_val.lengths
 
     @property
     def most_rows(self) -> int:
-        """Largest number of rows that is of use at once.
-
-        It is bounded by the rows of a step or an epoch, and by ``probe.maximum``.
-        """
+        """Most rows that a search for training tries: no more than a step or an epoch has."""
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
         whole_step_rows = settings.whole_step_rows
-        usable_rows = epoch_rows
         if whole_step_rows is not None:
             usable_rows = min(epoch_rows, whole_step_rows)
-        elif not settings.batch_tokens:
+        elif settings.batch_tokens:
+            # A step may have any number of rows.
+            usable_rows = epoch_rows
+        else:
+            # Each of the accumulated batches has as many rows.
             usable_rows = epoch_rows // settings.gradient_accumulation_steps
         return self.rows_to_try(usable_rows)
 
     def rows_to_try(self, usable_rows: int, key: str = "trial_rows") -> int:
-        """Return the most rows that are tried, of those that are of use at once.
+        """Return the most rows that a search tries.
 
         Args:
-            usable_rows: these.
+            usable_rows: most rows that could run at once, such as those of a step.
             key: kind of the trials, of :data:`.TRIALS`.
         """
         most_rows = min(self._settings.probe.maximum, usable_rows)
+        # A trial of an earlier attempt that ended all ranks would end them again, so try at most
+        # half of its rows.
         lost_rows = self.lost.trial_rows(key) if self.lost else None
         if lost_rows:
-            # A trial that ended all ranks would end them again, so fewer rows are tried.
             most_rows = min(most_rows, lost_rows // 2)
         return max(1, most_rows)
 
@@ -297,7 +304,7 @@ class LimitFinder:
     def find_limits(self, trainer: Trainer, batches: Batches, resumed: ResumedRun) -> None:
         """Search for the limits that the settings need, and set the batch size of training.
 
-        A resumed run keeps the checkpoint's batch size.
+        A resumed run may keep the checkpoint's batch size, see :class:`.ResumedRun`.
 
         Raises:
             SettingError: a configured size, or one of the checkpoint's schedule, does not fit.
@@ -305,11 +312,12 @@ class LimitFinder:
         """
         settings = self._settings
         sizer = trainer.engine.sizer
-        saved = resumed.state_of("limits")
+        saved_limits = resumed.state_of("limits")
         self._log_notes(trainer)
         trainer.check_layout()
-        if settings.chooses_fastest and saved:
-            sizer.load_throughput(saved, kinds=trainer.layout_kinds)
+        # Before the search, which then does not time micro-batches again.
+        if settings.chooses_fastest and saved_limits:
+            sizer.load_throughput(saved_limits, kinds=trainer.layout_kinds)
         if settings.searches_training:
             result = self.search_training(
                 trainer,
@@ -320,11 +328,12 @@ class LimitFinder:
             sizer.set_bound(result)
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
-            self._take_batch(batches, result, resumed)
-        if saved is not None:
-            num_of_trials = sizer.num_out_of_memory
-            sizer.load_state_dict(saved)
-            sizer.count_out_of_memory(num_of_trials)
+            self._set_batch_size(batches, result, resumed)
+        if saved_limits is not None:
+            # Loading replaces the count of out-of-memory errors; add those of the search again.
+            num_in_search = sizer.num_out_of_memory
+            sizer.load_state_dict(saved_limits)
+            sizer.count_out_of_memory(num_in_search)
         lost_limit = self.lost.limit(sizer.conditions()) if self.lost else None
         if lost_limit is not None:
             sizer.start_below(lost_limit)
@@ -334,7 +343,7 @@ class LimitFinder:
         if sizer.max_batch_size:
             self._try_longest(trainer, batches)
         fitting_rows = sizer.max_batch_size
-        # A schedule keeps the maximum of the checkpoint.
+        # A schedule may grow the batch to the maximum of the checkpoint.
         most_rows = max(batches.batch_size, batches.saved_maximum)
         if settings.optimizer_in_bwd and fitting_rows and most_rows > fitting_rows:
             raise SettingError(
@@ -347,9 +356,9 @@ class LimitFinder:
         if trainer.engine.reference is not None:
             if settings.searches_training or settings.reference_micro_batch_size == "auto":
                 self.search_reference(trainer, batch_size=batches.batch_size)
-            saved = resumed.state_of("reference_limits")
-            if saved is not None:
-                trainer.engine.reference.sizer.load_state_dict(saved)
+            saved_reference_limits = resumed.state_of("reference_limits")
+            if saved_reference_limits is not None:
+                trainer.engine.reference.sizer.load_state_dict(saved_reference_limits)
 
     def search_training(
         self,
@@ -358,11 +367,11 @@ class LimitFinder:
         length: int | str,
         kept_batch_size: int | None = None,
     ) -> ProbeResult:
-        """Find the most rows whose forward and backward fit, and the fastest micro-batches if
-        asked.
+        """Find the most rows whose forward and backward fit and, if the settings choose them, the
+        fastest micro-batches.
 
-        Trials have the same tensors in memory as training. A step that must be split is searched
-        again with gradients in memory.
+        Trials have the same tensors in memory as training. If a step does not fit at once, the
+        search runs again with the gradients of earlier micro-batches in memory.
 
         Args:
             trainer: trainer of the run.
@@ -373,6 +382,7 @@ class LimitFinder:
             DoesNotFitError: one row does not fit.
         """
         settings = self._settings
+        # Rows of a step, if known. None with the optimizer in backward, which splits no step.
         whole_step_rows = None
         if not settings.optimizer_in_bwd:
             whole_step_rows = settings.whole_step_rows
@@ -380,16 +390,18 @@ class LimitFinder:
                 whole_step_rows = kept_batch_size * settings.gradient_accumulation_steps
         layouts: tuple[str, ...] = ()
         timed_rows = 0
+        # Time micro-batches, unless the checkpoint has the fastest.
         if settings.chooses_fastest and trainer.engine.sizer.throughput is None:
-            # A step that changes its size may have as many rows as fit.
+            # 0 if steps have different numbers of rows: then as many as fit are timed.
             timed_rows = settings.whole_step_rows or 0
             if settings.batch_tokens and not settings.grows:
                 timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
             layouts = trainer.layout_kinds
+        # If the run began with more ranks, each rank now has more rows of a step.
+        has_fewer_ranks = self._job.ranks > distributed.data_parallel_size()
         scope = SearchScope(
             self._data.trial_rows(length),
-            # Fewer ranks than began the run have more rows of a step each.
-            accumulates=settings.has_several or self._job.ranks > distributed.data_parallel_size(),
+            accumulates=settings.splits_steps or has_fewer_ranks,
             whole_step_rows=whole_step_rows,
             layouts=layouts,
             timed_rows=timed_rows,
@@ -406,9 +418,8 @@ class LimitFinder:
     def _log_notes(self, trainer: Trainer) -> None:
         """Log a model whose results depend on micro-batches, and trials that ended all ranks."""
         settings = self._settings
-        if has_batch_norm(trainer.model) and (
-            settings.adaptive or settings.on_out_of_memory == "shrink"
-        ):
+        may_change_micro_batches = settings.adaptive or settings.on_out_of_memory == "shrink"
+        if may_change_micro_batches and has_batch_norm(trainer.model):
             message = (
                 "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones"
                 " change results"
@@ -424,15 +435,16 @@ class LimitFinder:
                 self._event("indeterminate", message, rows=rows)
 
     def _log_throughput(self, fastest: Throughput) -> None:
+        """Log the fastest micro-batches and all timed trials."""
         limit = fastest.limit
-        rate = fastest.tokens_per_second
+        speed = fastest.tokens_per_second
         size = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}"
         self._event(
             "throughput",
-            f"{size}: {rate:,.0f} tokens/s in their trial",
+            f"{size}: {speed:,.0f} tokens/s in their trial",
             layout=fastest.kind,
             **asdict(limit),
-            tokens_per_second=rate,
+            tokens_per_second=speed,
             seconds=fastest.seconds,
             compile_seconds=fastest.compile_seconds,
             trials=len(fastest.trials),
@@ -444,8 +456,8 @@ class LimitFinder:
 
         Args:
             kind: kind of the event.
-            target: what was searched for.
-            result: the result.
+            target: target of the search, for the message.
+            result: result of the search.
         """
         self._event(
             kind,
@@ -461,12 +473,14 @@ class LimitFinder:
             search=result.record(),
         )
 
-    def _take_batch(self, batches: Batches, result: ProbeResult, resumed: ResumedRun) -> None:
-        """Set the batch size to the result if asked; raise if the configured one does not fit."""
+    def _set_batch_size(self, batches: Batches, result: ProbeResult, resumed: ResumedRun) -> None:
+        """Set the batch size that the search found, if the run takes it; otherwise log or refuse a
+        batch size that does not fit.
+        """
         settings = self._settings
         batch_size = batches.batch_size
         max_batch_size = result.max_batch_size
-        can_divide = settings.micro_batch_limit is not None or settings.batch_size_schedule
+        can_split = settings.micro_batch_limit is not None or settings.batch_size_schedule
         if resumed.takes_found_batch:
             batches.set_batch_size(result.batch_size)
             change = f"batch_size {batch_size} -> {result.batch_size}"
@@ -483,7 +497,7 @@ class LimitFinder:
                 " more micro-batches"
             )
             self._event("limit", message, before=batch_size, after=max_batch_size, unit="rows")
-        elif batch_size > max_batch_size and not can_divide:
+        elif batch_size > max_batch_size and not can_split:
             remedy = (
                 f"{rows_fit(max_batch_size)}; set batch_size={max_batch_size} or less"
                 " (gradient_accumulation_steps makes up for it), or micro_batch_size=auto, or allow"
@@ -495,27 +509,25 @@ class LimitFinder:
         """Find how many of the longest rows fit if the search tried shorter ones.
 
         Raises:
-            DoesNotFitError: one does not fit.
+            DoesNotFitError: a single one does not fit.
         """
         sizer = trainer.engine.sizer
-        settings = self._settings
-        batch_size = batches.batch_size
         (row,) = self._data.longest(1)
         length = self._job.task.length(row)
         tried_length = sizer.tried_length
         if length <= tried_length:
             return
         limit = batches.limit
-        # The batch may grow to the maximum.
+        # The limit allows this many now, and a growing batch may reach the maximum.
         tried_rows = max(sizer.layout.rows_within(limit, length), sizer.max_batch_size or 1)
-        can_split = not settings.optimizer_in_bwd
+        can_split = not self._settings.optimizer_in_bwd
         longest = LongestRows(
-            lambda size: [row] * size, length, f"one row of {count(length, 'token')}"
+            lambda num_rows: [row] * num_rows, length, f"one row of {count(length, 'token')}"
         )
         scope = SearchScope(longest, accumulates=can_split)
         result = self.find(trainer, scope, maximum=tried_rows)
         sizer.set_bound_for_longer_rows(
-            result, batch_size, tried_rows=tried_rows, can_split=can_split
+            result, batches.batch_size, tried_rows=tried_rows, can_split=can_split
         )
         new_limit = batches.limit
         self._event(
@@ -533,13 +545,12 @@ class LimitFinder:
     # --- the reference ----------------------------------------------------------------------------
 
     def search_reference(self, trainer: Trainer, *, batch_size: int) -> ProbeResult:
-        """Find the most rows that the frozen reference model runs at once, in its pass before the
-        step.
+        """Find the most rows that fit in the pass of the frozen reference model before each step.
 
         Args:
             trainer: trainer of the run.
-            batch_size: batch size of training. More rows than those of a step are tried only if
-                steps grow.
+            batch_size: batch size of training. If steps do not grow, no more rows than those of a
+                step are tried.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -550,16 +561,17 @@ class LimitFinder:
         reference = trainer.engine.reference
         assert reference is not None, "only a reference with micro-batches of its own is searched"
         if isinstance(size, int):
-            # Only check the configured size.
+            # The search only has to show whether the configured size fits.
             usable_rows = size
         elif settings.grows or settings.batch_tokens:
+            # A step has at most the rows of an epoch.
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         else:
             usable_rows = batch_size * settings.gradient_accumulation_steps
-        longest = self._data.trial_rows(settings.probe.sequence_length)
+        trial_rows = self._data.trial_rows(settings.probe.sequence_length)
         evaluation = Evaluation(
             reference.try_rows,
-            longest,
+            trial_rows,
             name="the reference on rows",
             kind=REFERENCE,
             in_training_mode=True,
@@ -575,7 +587,7 @@ class LimitFinder:
 
         result = self.find(
             trainer,
-            SearchScope(longest, evaluation=evaluation),
+            SearchScope(trial_rows, evaluation=evaluation),
             maximum=self.rows_to_try(usable_rows, evaluation.lost_key),
             report=log_and_check,
             path=self.path.with_name("probe_reference.json"),
@@ -602,7 +614,7 @@ class LimitFinder:
             scope: rows and pass to search with.
             maximum: most rows to try, see :meth:`rows_to_try`.
             report: function that is called with the result of each search.
-            rounds: whether the power of two at or below the maximum is tried, too.
+            rounds: whether to also try the power of two at or below the maximum.
             path: file that keeps the result, or None.
 
         Raises:
@@ -618,21 +630,25 @@ class LimitFinder:
             cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
         )
         trainer.engine.sizer.count_out_of_memory(sum(each.num_out_of_memory for each in results))
+        # A second search, with gradients in memory, replaces the first.
         return results[-1]
 
     def known(self) -> ProbeResult | None:
-        """Return the result that is assumed, or that an earlier search found; None without one."""
+        """Return a result without a search: the assumed maximum, or that of an earlier search with
+        the same settings. None without either.
+        """
         probe = self._settings.probe
-        rows = probe.assumed_maximum
+        maximum = probe.assumed_maximum
         length = self._data.trial_rows(probe.sequence_length).length
-        if rows is None:
+        if maximum is None:
             name = settings_name(self._job, self._data, length)
             result = read_result(Store(self.path), name, name="settings")
             if result is None:
                 return None
-            rows = result.max_batch_size
-        rows = min(rows, self.most_rows)
-        batch_size = rows
+            maximum = result.max_batch_size
+        # The dataset may have fewer rows than the earlier search tried.
+        maximum = min(maximum, self.most_rows)
+        batch_size = maximum
         if self._rounds:
-            batch_size = 1 << rows.bit_length() - 1
-        return ProbeResult(rows, batch_size, (), (), sequence_length=length)
+            batch_size = 1 << (maximum.bit_length() - 1)
+        return ProbeResult(maximum, batch_size, (), (), sequence_length=length)

@@ -34,7 +34,7 @@ class Stage:
     Attributes:
         first: first step.
         last: last step.
-        micro_batches: micro-batches of the first step on one device; 0 if not known yet.
+        micro_batches: micro-batches of the first step on one device; 0 if unknown.
         steps: number of steps.
     """
 
@@ -49,7 +49,7 @@ class TrainingPlan:
     """Plan of the rest of training.
 
     Attributes:
-        stages: its stages, in order; empty if nothing needs them.
+        stages: stages in order; empty if the batch does not grow and there is no preview.
         full_batch_rows: the largest planned global batch, over which `loss_per_full_batch`
             averages.
         schedule_steps: step at which the learning rate's schedule ends.
@@ -61,7 +61,7 @@ class TrainingPlan:
 
 
 class TrainingPreview:
-    """Goes through the rest of training with the rules that training will ask, without training.
+    """Applies the batch rules of the remaining training, without training.
 
     Args:
         job: job of the run.
@@ -78,45 +78,49 @@ class TrainingPreview:
         self._batches = batches
         self._sizer = sizer
         self._resumed = resumed
+        # Stages of the schedule that training does not reach, one sentence each.
         self._notes: list[str] = []
 
     def check(self) -> None:
-        """Ask the rules ahead, so that mistakes show before weights load.
+        """Call the batch rules for the remaining training, so that mistakes show before weights
+        load.
 
         Raises:
-            GrowthFunctionError: a rule raises or gives no number of rows.
+            GrowthFunctionError: a rule raises, or does not return a number of rows.
             SettingError: a stage of a schedule cannot hold its batch.
         """
         settings = self._settings
         batches = self._batches
         progress = self._resumed.progress
-        function = settings.batch_increase_function
-        if not settings.grows or progress.epoch >= settings.epochs:
+        if progress.epoch >= settings.epochs:
             return
-        rule = settings.batch_size_schedule
-        if rule is not None:
-            stages = self._walk(plans=False)
-            if isinstance(rule, Stages):
+        schedule = settings.batch_size_schedule
+        function = settings.batch_increase_function
+        if schedule is not None:
+            stages = self._stages(with_details=False)
+            if isinstance(schedule, Stages):
+                # A step with more rows than the dataset would be dropped.
                 most_rows = None
                 if settings.drop_last and not settings.batch_tokens:
                     most_rows = batches.num_rows // batches.ranks
-                self._notes = rule.unused(
+                self._notes = schedule.unused(
                     [stage.first.progress for stage in stages],
                     most_rows=most_rows,
                     maximum=batches.maximum(),
                 )
         elif function is not None:
-            # An epoch that has begun was asked about when it began.
-            first_epoch = progress.epoch + (progress.epoch_steps > 0)
+            # The function is called at the start of each epoch. Do not call it again for an epoch
+            # that has begun.
+            is_in_epoch = progress.epoch_steps > 0
             with RandomState(self._job.device):
                 sizes = check_increments(
                     function,
-                    first_epoch=first_epoch,
+                    first_epoch=progress.epoch + 1 if is_in_epoch else progress.epoch,
                     epochs=settings.epochs,
                     batch_size=batches.batch_size,
                 )
-            first, *_ = [*sizes, batches.batch_size]
-            raise_if_answers_differ({"batch_increase_function": first})
+            next_size = sizes[0] if sizes else batches.batch_size
+            raise_if_answers_differ({"batch_increase_function": next_size})
 
     def plan_remaining(self) -> TrainingPlan:
         """Plan the rest of training, after the search.
@@ -129,11 +133,12 @@ class TrainingPreview:
         progress = batches.progress
         stages = []
         if settings.grows or settings.preview:
-            stages = self._walk(plans=True)
+            stages = self._stages(with_details=True)
         schedule_steps = settings.epochs * batches.constant_epoch.steps
-        # With lr_clock decay=steps the rate counts real steps, fewer as the batch grows.
+        # With lr_clock decay=steps, the rate counts real steps. A growing batch has fewer of them.
         if settings.lr_clock.decay == "steps" and progress.epoch < settings.epochs:
-            # An unchanged run that resumes keeps its number, so that its rate does not jump.
+            # A resumed run without changes keeps its number of steps, so that the learning rate
+            # does not jump.
             if self._resumed.keeps_steps:
                 schedule_steps = self._resumed.saved["learning_rate"]["total_steps"]
             elif stages:
@@ -142,7 +147,8 @@ class TrainingPreview:
                 schedule_steps = progress.steps + batches.count_steps(settings.epochs)
         full_batch_rows = batches.constant_epoch.global_rows
         if settings.grows and not settings.batch_tokens:
-            # A schedule that follows the noise scale has a maximum, and no stages.
+            # The batches of a schedule that follows the noise scale are unknown, but it has a
+            # maximum.
             largest = getattr(settings.batch_size_schedule, "maximum", None) or max(
                 (stage.first.batch for stage in stages), default=1
             )
@@ -150,51 +156,60 @@ class TrainingPreview:
             full_batch_rows = min(largest * batches.ranks, batches.num_rows)
         return TrainingPlan(stages, full_batch_rows, schedule_steps)
 
-    def _walk(self, *, plans: bool) -> list[Stage]:
-        """Return the remaining steps by batch and stage of a schedule.
+    def _stages(self, *, with_details: bool) -> list[Stage]:
+        """Return the remaining steps, grouped by their batch and by the stage of a schedule.
 
         Args:
-            plans: whether to count micro-batches, and to divide epochs for the clock of the rate.
+            with_details: whether to count micro-batches, and to plan epochs for the clock of the
+                learning rate.
+
+        Raises:
+            GrowthFunctionError: a rule raises, or returns different batches on several ranks.
         """
         settings = self._settings
         batches = self._batches
-        rule = settings.batch_size_schedule
-        cuts = plans and not self._sizer.waits_for_search
+        schedule = settings.batch_size_schedule
+        knows_micro_batches = with_details and not self._sizer.waits_for_search
         stages: list[Stage] = []
-        last_key: object = None
+        last_group: object = None
+        # What the rule returned at the start of each stage, by the call that an error names.
         answers = {}
         dry_run = batches.dry_run(counts_tokens=settings.grows or settings.preview)
+        # A rule may draw random numbers, which training has to draw, too.
         with RandomState(self._job.device):
-            for step in dry_run.remaining(settings.epochs, paces=plans):
-                at = step.progress
-                key = at.batch, isinstance(rule, Stages) and rule.stage(at)
-                if key == last_key:
+            for step in dry_run.remaining(settings.epochs, paces=with_details):
+                progress = step.progress
+                stage_number = schedule.stage(progress) if isinstance(schedule, Stages) else 0
+                group = progress.batch, stage_number
+                if group == last_group:
                     stages[-1].last = step
                     stages[-1].steps += 1
                     continue
-                last_key = key
-                stages.append(Stage(step, step, dry_run.num_micro_batches(step) if cuts else 0))
-                call = f"{KEY} at step {at.steps}"
-                if rule is None:
-                    call = f"batch_increase_function in epoch {at.epoch}"
-                answers[call] = at.batch
+                last_group = group
+                num_micro_batches = dry_run.num_micro_batches(step) if knows_micro_batches else 0
+                stages.append(Stage(step, step, num_micro_batches))
+                call = f"{KEY} at step {progress.steps}"
+                if schedule is None:
+                    call = f"batch_increase_function in epoch {progress.epoch}"
+                answers[call] = progress.batch
         raise_if_answers_differ(answers)
         return stages
 
-    def table(self, ahead: TrainingPlan) -> tuple[str, list[dict[str, Any]]]:
-        """Return the stages of the rest of training as text, the middle ones left out, and all of
-        them as records.
+    def table(self, plan: TrainingPlan) -> tuple[str, list[dict[str, Any]]]:
+        """Return the stages of the remaining training as text, without middle ones if there are
+        many, and all of them as records.
         """
         settings = self._settings
         batches = self._batches
         rate = build_rate(
             self._job,
             [self._job.optimizer_of_one_weight()],
-            total_steps=ahead.schedule_steps,
+            total_steps=plan.schedule_steps,
             saved=self._resumed.state_of("learning_rate"),
         )
 
-        # Such a clock keeps where the warm-up ended, which only all steps show.
+        # With two units, the rate depends on where the warm-up ended. Only a rate that is set at
+        # every step knows this, and here it is set at the ends of stages.
         has_two_units = settings.lr_clock.warmup != settings.lr_clock.decay
 
         def rates(step: StepAhead) -> dict[str, float]:
@@ -203,7 +218,8 @@ class TrainingPreview:
             batch = step.tokens if rate.counts_tokens else step.rows
             return rate.apply(step.progress, batch=batch)
 
-        stages = ahead.stages
+        stages = plan.stages
+        # Learning rate and other scaled values in the first and the last step of each stage.
         ends = [(rates(stage.first), rates(stage.last)) for stage in stages]
         records = [
             {
@@ -225,7 +241,7 @@ class TrainingPreview:
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
             ends = [*ends[:SHOWN], *ends[-SHOWN:]]
         if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
-            notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
+            notes.append(f"the schedule of the learning rate ends at step {plan.schedule_steps:,}")
         if batches.plan.is_estimate:
             notes.append(
                 "the schedule follows what training measures: this is what comes if nothing new is"
@@ -241,17 +257,18 @@ class TrainingPreview:
         return text, records
 
     def show(self, limit_finder: LimitFinder) -> None:
-        """Print the changes since the checkpoint and the plan of training on rank zero, without a
+        """Print the differences from the checkpoint and the plan of training on rank 0, without a
         search.
 
         Args:
-            limit_finder: returns the maximum batch size if an earlier search found it.
+            limit_finder: knows the maximum batch size if an earlier search found it.
         """
         settings = self._settings
         resumed = self._resumed
         lines = [message for _, message, _ in resumed.changes]
         if settings.searches_training:
             result = limit_finder.known()
+            # Plan with an earlier result as training would after its search.
             if result is None:
                 lines.append(
                     "bound: not known; try it (adaptive_probe), or give probe.assumed_maximum"
@@ -275,7 +292,7 @@ def table(
     ranks: int,
     notes: Sequence[str] = (),
 ) -> str:
-    """Format stages as aligned text: a line for each, totals, notes.
+    """Format stages as aligned text: a header, a line for each stage, totals and notes.
 
     Args:
         stages: stages of training.
@@ -287,32 +304,35 @@ def table(
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
+    # Two columns for each scaled value.
     names = [cell for name in rates[0][0] for cell in (f"{name} at start", "at end")]
-    lines = [(*places, f"batch ({unit})", "micro-batches", "global batch", *names, "steps")]
+    rows = [(*places, f"batch ({unit})", "micro-batches", "global batch", *names, "steps")]
     for stage, ends in zip(stages, rates, strict=True):
         cells = [
             cell
-            for at in (stage.first.progress, stage.last.after)
-            for cell in (f"{at.epochs:.2f}ep", f"{at.steps:,}", f"{at.samples:,}")
+            for progress in (stage.first.progress, stage.last.after)
+            for cell in (f"{progress.epochs:.2f}ep", f"{progress.steps:,}", f"{progress.samples:,}")
         ]
         batch = stage.first.batch
         micro_batches = f"{stage.micro_batches:,}" if stage.micro_batches else "?"
         cells += [f"{batch:,}", micro_batches, f"{batch * ranks:,}"]
         for name in ends[0]:
-            cells += [f"{values[name]:{'.3g' if name == 'lr' else '.4g'}}" for values in ends]
-        lines.append((*cells, f"{stage.steps:,}"))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
+            # Four digits for others, such as 0.9999 for beta2.
+            digits = ".3g" if name == "lr" else ".4g"
+            cells += [format(values[name], digits) for values in ends]
+        rows.append((*cells, f"{stage.steps:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
     ]
-    first = stages[0].first.progress
-    last = stages[-1].last.after
-    tokens = last.tokens - first.tokens
+    begin = stages[0].first.progress
+    end = stages[-1].last.after
+    tokens = end.tokens - begin.tokens
     total = (
-        f"total: {last.epochs - first.epochs:.2f} epochs,"
-        f" {count(last.steps - first.steps, 'step', ',')},"
-        f" {count(last.samples - first.samples, 'sample', ',')},"
+        f"total: {end.epochs - begin.epochs:.2f} epochs,"
+        f" {count(end.steps - begin.steps, 'step', ',')},"
+        f" {count(end.samples - begin.samples, 'sample', ',')},"
         f" {count(tokens, 'token', ',') if tokens else 'tokens not known in advance'}"
     )
-    return "\n".join([*text, total, *notes])
+    return "\n".join([*lines, total, *notes])

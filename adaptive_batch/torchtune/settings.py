@@ -76,6 +76,7 @@ def _context(name: str, value: Any) -> int:
 
 
 def _headroom(name: str, value: Any) -> None:
+    # A size as in `device_memory`; otherwise `auto`, or a share such as 0.05 or 0.
     is_size = value != "auto" and isinstance(value, int | str) and value != 0
     check = check_device_memory if is_size else check_headroom
     check(name, value)
@@ -356,6 +357,7 @@ class Settings(Batching):
             rows: rows of the dataset.
             ranks: ranks that run a batch each at a time.
         """
+        # As in torchtune, -1 means all rows, like null.
         if self.max_validation_batches in (None, -1):
             return rows
         return min(rows, self.max_validation_batches * self.validation_batch_size * ranks)
@@ -365,9 +367,11 @@ class Settings(Batching):
     @property
     def searches_training(self) -> bool:
         """Return whether training needs the maximum batch size."""
+        # A growing batch ends at the maximum, or needs it to split larger steps, unless a number
+        # for the micro-batch is configured.
         has_number = isinstance(self.micro_batch_limit, int)
-        grows_within = self.grows and not (self.grow_beyond_maximum and has_number)
-        return self.use_maximum_batch_size or self.micro_batch_limit == "auto" or grows_within
+        growth_needs_it = self.grows and not (self.grow_beyond_maximum and has_number)
+        return self.use_maximum_batch_size or self.micro_batch_limit == "auto" or growth_needs_it
 
     @property
     def searches(self) -> bool:
@@ -381,7 +385,7 @@ class Settings(Batching):
     @property
     def chooses_fastest(self) -> bool:
         """Return whether a search chooses the fastest micro-batches, not the largest."""
-        # With the optimizer in backward a step is one micro-batch.
+        # With the optimizer in backward, a step is one micro-batch, so there is no choice.
         is_timed = needs_times(self.probe.objective) and not self.optimizer_in_bwd
         return self.micro_batch_limit == "auto" and is_timed
 
@@ -396,7 +400,7 @@ class Settings(Batching):
         return self.step_rows
 
     @property
-    def has_several(self) -> bool:
+    def splits_steps(self) -> bool:
         """Return whether a step has several micro-batches even if it fits at once."""
         return (
             isinstance(self.micro_batch_limit, int)
@@ -425,21 +429,25 @@ class Settings(Batching):
     def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
         """Read and check a whole recipe configuration.
 
-        A given value becomes the field of the same name; the lines below only add defaults.
+        A given value becomes the field of the same name. The lines below add the defaults that
+        depend on other keys.
         """
         config = as_dict(given)
         check_names(cls, given)
         values = read_keys(cls, config)
         # As in torchtune's recipes, null is False.
         values.setdefault("shuffle", False)
+        # A step of `batch_tokens` may not fit at once, so let a search find the micro-batches.
         if values.get("batch_tokens") and "micro_batch_size" not in values:
-            # The tokens of a step do not imply the size of a micro-batch.
             values.setdefault("micro_batch_tokens", "auto")
+        # A step that has changed some weights in backward cannot be repeated.
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
+        # Some schedules bring their own rule.
         scaling = values.get("lr_scaling", "none")
         values["lr_scaling"] = rate_rule(values.get("batch_size_schedule"), scaling)
         settings = cls(**values)
+        # Without a key of ours, drop the last, short step of an epoch as torchtune's recipes do.
         if "drop_last" not in values:
             settings = replace(settings, drop_last=not settings.adaptive)
         check_together(settings, config)
@@ -461,9 +469,8 @@ def reference_tables() -> dict[str, str]:
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in names)
 
-    refused, rows = (
-        listed(name for name in RESUME if RESUME[name] == policy) for policy in ("refuse", "epoch")
-    )
+    refused = listed(name for name in RESUME if RESUME[name] == "refuse")
+    row_keys = listed(name for name in RESUME if RESUME[name] == "epoch")
     by_tokens = listed(name for name in FILLS_STEPS if RESUME[name] != "refuse")
     return {
         "keys": table(Settings),
@@ -477,7 +484,7 @@ def reference_tables() -> dict[str, str]:
                     f"| {refused} | an error with both values, unless the key is in"
                     " `resume_allow_changes` |"
                 ),
-                f"| within an epoch: {rows}; with `batch_tokens`: {by_tokens} | as for the keys"
+                f"| within an epoch: {row_keys}; with `batch_tokens`: {by_tokens} | as for the keys"
                 " above |",
                 "| the class of the optimizer, `optimizer_in_bwd` | an error |",
                 (

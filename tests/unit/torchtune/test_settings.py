@@ -180,7 +180,7 @@ TWICE = {"gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
-    ("config", "chooses_fastest", "whole_step_rows", "has_several"),
+    ("config", "chooses_fastest", "whole_step_rows", "splits_steps"),
     [
         ({}, False, None, False),
         (TWICE, False, None, True),
@@ -196,13 +196,13 @@ TWICE = {"gradient_accumulation_steps": 2}
     ids=str,
 )
 def test_keys_decide_which_sizes_a_search_tries(
-    config, chooses_fastest, whole_step_rows, has_several
+    config, chooses_fastest, whole_step_rows, splits_steps
 ):
     read = settings(config)
-    assert (read.chooses_fastest, read.whole_step_rows, read.has_several) == (
+    assert (read.chooses_fastest, read.whole_step_rows, read.splits_steps) == (
         chooses_fastest,
         whole_step_rows,
-        has_several,
+        splits_steps,
     )
 
 
